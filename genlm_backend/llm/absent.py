@@ -1,0 +1,38 @@
+"""Backends that the library does not have yet: importable everywhere, loadable nowhere."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from genlm_backend.errors import MissingExtraError
+
+
+class _NotYet:
+    library = ""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse()
+
+    @classmethod
+    def from_name(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise an ``ImportError``: there is nothing to load with yet."""
+        cls._refuse()
+
+    @classmethod
+    def _refuse(cls) -> NoReturn:
+        raise MissingExtraError(
+            f"{cls.__name__} is not yet available: this release has no {cls.library} backend. "
+            "AsyncTransformer (backend 'hf') runs the same programs."
+        )
+
+
+class AsyncVirtualLM(_NotYet):
+    """A model evaluated by vLLM. Not yet available; using it raises an ``ImportError``."""
+
+    library = "vLLM"
+
+
+class AsyncMlxLM(_NotYet):
+    """A model evaluated by MLX. Not yet available; using it raises an ``ImportError``."""
+
+    library = "MLX"

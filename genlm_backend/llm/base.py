@@ -1,0 +1,220 @@
+"""AsyncLM: what every backend offers."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import warnings
+from collections.abc import Collection, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from genlm_backend.llm.sampling import Sampler
+from genlm_backend.llm.statistics import LMStatistics
+from genlm_backend.tokenization import Token, decode_vocab
+
+TokenIds = Iterable[int]
+"""A context: token ids, as Python or NumPy integers, or a 1-D integer array or tensor."""
+
+
+class AsyncLM(abc.ABC):
+    """A language model whose next-token log-probabilities can be awaited.
+
+    Concurrent awaits are answered together. A row is a ``torch.Tensor`` of shape
+    ``[len(byte_vocab)]`` and dtype float32: natural logarithms that sum to one in probability,
+    computed in float32 whatever the model's own dtype, the caller's to modify. Ids that no token
+    has are ``-inf``. The answer to a context depends on nothing else: not on the other contexts
+    of its batch, nor on what is cached, beyond rounding.
+
+    Every log-probability method takes ``lora_name``, the adapter to read the context with.
+
+    Args:
+        tokenizer: Anything that ``decode_vocab`` takes.
+        vocab_size: Width of the model's rows, where it may differ from the tokenizer's. Where
+            the model is wider, the ids beyond are undefined; where it is narrower, the
+            tokenizer's are cut, with a warning.
+        self_check: Compare a few probe texts with the bytes of their tokens.
+
+    Attributes:
+        tokenizer: As given.
+        byte_vocab: The tokens by id, as bytes.
+        str_vocab: The tokens by id, as text.
+        special_ids: Ids of special tokens.
+        undefined_ids: Ids that no token has.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, vocab_size: int | None = None, self_check: bool = True
+    ) -> None:
+        vocabulary = decode_vocab(tokenizer, self_check=self_check)
+        size = len(vocabulary.byte_vocab)
+        if vocab_size is not None and vocab_size != size:
+            if vocab_size < size:
+                cut = ", ".join(map(repr, vocabulary.byte_vocab[vocab_size : vocab_size + 8]))
+                warnings.warn(
+                    f"the tokenizer has {size} ids and the model {vocab_size}: ids {vocab_size} "
+                    f"to {size - 1} are left out ({cut}{', …' if size - vocab_size > 8 else ''})",
+                    stacklevel=3,
+                )
+            vocabulary = vocabulary.resized(vocab_size)
+        self.tokenizer = tokenizer
+        self.byte_vocab: list[Token] = vocabulary.byte_vocab
+        self.str_vocab: list[str] = vocabulary.str_vocab
+        self.special_ids = vocabulary.special_ids
+        self.undefined_ids = vocabulary.undefined_ids
+
+    # ---------------------------------------------------------------- rows
+
+    @abc.abstractmethod
+    async def next_token_logprobs(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the log-probabilities of the token after ``token_ids``: float32 ``[vocab]``.
+
+        Awaited together with whatever else is being asked; at most ``batch_size`` distinct
+        contexts go through the model at once. Equal contexts are computed once, and the keys and
+        values of every prefix seen are reused, so that one more token costs one token.
+
+        Raises:
+            ContextTypeError: (``TypeError``) If the ids are not integers.
+            ContextError: (``ValueError``) If the context is empty, longer than the model's
+                maximum, or holds an id outside the vocabulary. As with the ``TypeError``,
+                nothing is queued then.
+            UnknownAdapterError: (``ValueError``) If ``lora_name`` is not loaded.
+            BatcherClosedError: (``RuntimeError``) After ``close()``.
+            QueryDroppedError: (``RuntimeError``) If the query was dropped while it waited.
+            Exception: What the model raised for this batch; the next call starts afresh.
+        """
+
+    @abc.abstractmethod
+    def next_token_logprobs_sync(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the same row as ``next_token_logprobs``, blocking the calling thread.
+
+        Works from any thread, inside a running event loop too (a notebook), which stands still
+        meanwhile.
+        """
+
+    @abc.abstractmethod
+    async def batch_next_token_logprobs(
+        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the rows of many contexts, in order: float32 ``[len(token_ids_list), vocab]``.
+
+        All contexts are checked before any is queued.
+        """
+
+    @abc.abstractmethod
+    def batch_next_token_logprobs_sync(
+        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the same rows as ``batch_next_token_logprobs``, blocking the calling thread."""
+
+    # ---------------------------------------------------------------- sampling
+
+    async def sample(
+        self,
+        prompt_token_ids: TokenIds,
+        max_tokens: int,
+        eos_token_ids: Collection[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: str | None = None,
+    ) -> list[int]:
+        """Sample a continuation of up to ``max_tokens`` ids, token by token.
+
+        Ends before the first of ``eos_token_ids``, which is not returned. ``temperature``
+        divides the log-probabilities; 0 takes the most probable token. Equal seeds give equal
+        continuations, whatever else the model is asked meanwhile.
+
+        Raises:
+            ValueError: If ``temperature`` or ``max_tokens`` is negative.
+        """
+        return await self._sample(
+            prompt_token_ids, max_tokens, eos_token_ids, Sampler(temperature, seed), lora_name
+        )
+
+    async def batch_sample(
+        self,
+        prompt_token_ids_list: Sequence[TokenIds],
+        max_tokens: int,
+        eos_token_ids: Collection[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: str | None = None,
+    ) -> list[list[int]]:
+        """Sample a continuation of each prompt, all at the same time; see ``sample``.
+
+        Each prompt has a random stream of its own, derived from ``seed`` and its place in the
+        list, so that its continuation does not depend on the prompts behind it.
+        """
+        samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompt_token_ids_list))]
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(
+                    self._sample(prompt, max_tokens, eos_token_ids, sampler, lora_name)
+                )
+                for prompt, sampler in zip(prompt_token_ids_list, samplers, strict=True)
+            ]
+        return [task.result() for task in tasks]
+
+    async def _sample(
+        self,
+        prompt_token_ids: TokenIds,
+        max_tokens: int,
+        eos_token_ids: Collection[int],
+        sampler: Sampler,
+        lora_name: str | None,
+    ) -> list[int]:
+        if max_tokens < 0:
+            raise ValueError(f"max_tokens must be zero or more, got {max_tokens}")
+        prompt, generated = list(prompt_token_ids), []
+        while len(generated) < max_tokens:
+            row = await self.next_token_logprobs(prompt + generated, lora_name=lora_name)
+            token_id = sampler.draw(row)
+            if token_id in eos_token_ids:
+                break
+            generated.append(token_id)
+        return generated
+
+    # ---------------------------------------------------------------- keeping house
+
+    def clear_cache(self) -> None:  # noqa: B027  (a backend without a cache has nothing to do)
+        """Forget every cached row, key and value. No answer changes by it."""
+
+    def statistics(self) -> LMStatistics:
+        """Return what batching and caching have done so far."""
+        return LMStatistics()
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Settle every waiter with an error and free what the model holds; again has no effect."""
+
+    async def aclose(self) -> None:
+        """Do as ``close()``, leaving the event loop free while a last batch ends."""
+        await asyncio.to_thread(self.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()

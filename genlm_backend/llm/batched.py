@@ -1,0 +1,194 @@
+"""BatchedLM: every method of AsyncLM once, over one abstract ``evaluate``."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from genlm_backend.batching import Batcher, BatchPolicy
+from genlm_backend.cache import RowCache
+from genlm_backend.errors import BatcherClosedError, UnknownAdapterError
+from genlm_backend.llm.base import AsyncLM, TokenIds
+from genlm_backend.llm.query import Query, check_context
+from genlm_backend.llm.statistics import BackendCounts, LMStatistics
+
+DEFAULT_ROW_CACHE_BYTES = 256 << 20
+
+
+class BatchedLM(AsyncLM):
+    """An ``AsyncLM`` whose backend writes ``evaluate(queries) -> rows`` and nothing else.
+
+    Args:
+        tokenizer: Anything that ``decode_vocab`` takes.
+        vocab_size: Width of the model's rows, where it may differ from the tokenizer's.
+        max_length: The longest context the model takes, or ``None``.
+        batch_size: Distinct contexts evaluated at once, at most.
+        timeout: Seconds that the first query of a batch may wait for company. It is an upper
+            bound that hardly anybody meets: a batch goes as soon as the event loop has nothing
+            more to add to it.
+        row_cache_bytes: Bytes of rows to keep, so that a context asked again costs no forward
+            pass; 0 keeps none.
+        self_check: Compare a few probe texts with the bytes of their tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        vocab_size: int | None = None,
+        max_length: int | None = None,
+        batch_size: int = 20,
+        timeout: float = 0.02,
+        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
+        self_check: bool = True,
+    ) -> None:
+        policy = BatchPolicy(max_batch_size=batch_size, timeout=timeout)
+        rows = RowCache(row_cache_bytes)
+        super().__init__(tokenizer, vocab_size=vocab_size, self_check=self_check)
+        self.max_length = max_length
+        self._rows = rows
+        self._batcher: Batcher[Query, torch.Tensor] = Batcher(self._evaluate_and_store, policy)
+
+    # ---------------------------------------------------------------- for backends
+
+    @abc.abstractmethod
+    def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor]:
+        """Return one row for each of 1 to ``batch_size`` distinct queries, in order.
+
+        Called on the worker thread, never twice at once. Each row is float32 ``[vocab]``, owns
+        its memory and is not modified afterwards.
+        """
+
+    def backend_counts(self) -> BackendCounts:
+        """Return the part of the statistics that only the backend knows."""
+        return BackendCounts()
+
+    def check_adapter(self, lora_name: str | None) -> None:
+        """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
+        if lora_name is not None:
+            raise UnknownAdapterError(
+                f"no LoRA adapter named {lora_name!r} is loaded; {type(self).__name__} has none"
+            )
+
+    def release(self) -> None:  # noqa: B027  (a backend that holds nothing has nothing to free)
+        """Free what the backend holds; called once, after the last batch."""
+
+    # ---------------------------------------------------------------- rows
+
+    async def next_token_logprobs(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the log-probabilities of the token after ``token_ids``: float32 ``[vocab]``."""
+        query = self._query(token_ids, lora_name)
+        row = self._rows.get(query)
+        if row is None:
+            row = await self._batcher.submit(query)
+        return row.clone()
+
+    def next_token_logprobs_sync(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the same row as ``next_token_logprobs``, blocking the calling thread."""
+        return self._rows_sync([self._query(token_ids, lora_name)])[0].clone()
+
+    async def batch_next_token_logprobs(
+        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the rows of many contexts, in order: float32 ``[len(token_ids_list), vocab]``."""
+        queries = [self._query(token_ids, lora_name) for token_ids in token_ids_list]
+        rows = {query: self._rows.get(query) for query in queries}
+        missing = [query for query, row in rows.items() if row is None]
+        rows.update(
+            zip(missing, await asyncio.gather(*map(self._batcher.submit, missing)), strict=True)
+        )
+        return self._stack([rows[query] for query in queries])
+
+    def batch_next_token_logprobs_sync(
+        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the same rows as ``batch_next_token_logprobs``, blocking the calling thread."""
+        return self._stack(
+            self._rows_sync([self._query(token_ids, lora_name) for token_ids in token_ids_list])
+        )
+
+    def _query(self, token_ids: TokenIds, lora_name: str | None) -> Query:
+        if self._batcher.is_closed:
+            raise BatcherClosedError("this model has been closed")
+        self.check_adapter(lora_name)
+        return Query(check_context(token_ids, len(self.byte_vocab), self.max_length), lora_name)
+
+    def _rows_sync(self, queries: list[Query]) -> list[torch.Tensor]:
+        rows = {query: self._rows.get(query) for query in queries}
+        missing = [query for query, row in rows.items() if row is None]
+        if missing:
+            rows.update(zip(missing, self._batcher.submit_sync(missing), strict=True))
+        return [row for query in queries if (row := rows[query]) is not None]
+
+    def _stack(self, rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        present = [row for row in rows if row is not None]
+        return torch.stack(present) if present else torch.empty(0, len(self.byte_vocab))
+
+    def _evaluate_and_store(self, queries: list[Query]) -> Sequence[torch.Tensor]:
+        generation = self._rows.generation
+        rows = self.evaluate(queries)
+        for query, row in zip(queries, rows, strict=True):
+            self._rows.put(query, row, generation)
+        return rows
+
+    # ---------------------------------------------------------------- the queue
+
+    @property
+    def batch_size(self) -> int:
+        """Distinct contexts evaluated at once, at most."""
+        return self._batcher.policy.max_batch_size
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that the first query of a batch may wait for company."""
+        return self._batcher.policy.timeout
+
+    def batch_evaluate_queries(self) -> None:
+        """Let what is waiting go now, or as soon as the batch under way is done."""
+        self._batcher.flush()
+
+    def reset_async_queries(self) -> None:
+        """Settle every waiting caller with a ``QueryDroppedError`` (a ``RuntimeError``)."""
+        self._batcher.drop("the query was dropped by reset_async_queries()")
+
+    # ---------------------------------------------------------------- keeping house
+
+    def clear_cache(self) -> None:
+        """Forget every cached row, key and value. No answer changes by it."""
+        self._rows.clear()
+
+    def statistics(self) -> LMStatistics:
+        """Return what batching and caching have done so far."""
+        batching, backend = self._batcher.statistics(), self.backend_counts()
+        return LMStatistics(
+            num_awaits=batching.num_submitted + self._rows.num_hits,
+            num_batches=batching.num_batches,
+            num_forwards=backend.num_forwards,
+            batch_sizes=batching.batch_sizes,
+            tokens_computed=backend.tokens_computed,
+            tokens_reused=backend.tokens_reused,
+            row_cache_hits=self._rows.num_hits,
+            num_joined=batching.num_joined,
+            num_skipped=batching.num_skipped,
+            row_bytes_used=self._rows.num_bytes,
+            row_bytes_budget=self._rows.budget,
+            kv_bytes_used=backend.kv_bytes_used,
+            kv_bytes_budget=backend.kv_bytes_budget,
+            num_evicted_rows=self._rows.num_evicted,
+            num_evicted_tokens=backend.num_evicted_tokens,
+        )
+
+    def close(self) -> None:
+        """Settle every waiter with an error and free what the model holds."""
+        if not self._batcher.is_closed:
+            self._batcher.close()
+            self._rows.clear()
+            self.release()

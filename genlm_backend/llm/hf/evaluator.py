@@ -1,0 +1,194 @@
+"""From queries to rows: match, plan, allocate, run, insert, release."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+
+from genlm_backend.cache import Match, NullPrefixCache, PrefixCache, RadixPrefixCache
+from genlm_backend.cache.pool import KVPool
+from genlm_backend.llm.hf.memory import is_out_of_memory, release_cached_memory
+from genlm_backend.llm.hf.packing import Row
+from genlm_backend.llm.hf.runner import Runner
+from genlm_backend.llm.hf.schedule import (
+    CostModel,
+    Job,
+    Segment,
+    plan_groups,
+    plan_segments,
+    plan_waves,
+)
+from genlm_backend.llm.query import Query
+
+Finish = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Evaluator:
+    """Answers batches of queries with as few tokens through the model as the cache allows.
+
+    Args:
+        runner: What calls the model.
+        pool: Slots for keys and values, or ``None`` to run every context whole.
+        cost: What forward passes cost, for dividing a batch into several.
+        finish: From logits ``[n, model_vocab]`` to log-probability rows.
+    """
+
+    def __init__(
+        self, runner: Runner, pool: KVPool | None, cost: CostModel, finish: Finish
+    ) -> None:
+        self.runner = runner
+        self.pool = pool
+        self.prefixes: PrefixCache = NullPrefixCache() if pool is None else RadixPrefixCache(pool)
+        self.cost = cost
+        self.tokens_reused = 0
+        self._finish = finish
+
+    def evaluate(self, queries: Sequence[Query]) -> list[torch.Tensor]:
+        """Return one row for each query. Out of memory, the batch is halved and tried again."""
+        try:
+            rows = self._with_slots(queries)
+        except Exception as error:
+            if not is_out_of_memory(error) or len(queries) == 1:
+                raise
+            rows = None  # outside of the handler, since the traceback holds the tensors
+        if rows is None:
+            release_cached_memory()
+            return self._in_halves(queries, self.evaluate)
+        return rows
+
+    def whole(self, queries: Sequence[Query]) -> list[torch.Tensor]:
+        """Return one row for each query without reading or writing a slot."""
+        rows: list[torch.Tensor] = [torch.empty(0)] * len(queries)
+        lengths = [(len(query.token_ids), 0) for query in queries]
+        for group in plan_groups(lengths, self.cost):
+            token_ids = [queries[i].token_ids for i in group]
+            batch = [Row(ids, outputs=(len(ids) - 1,)) for ids in token_ids]
+            self._collect(rows, group, self.runner.forward(batch))
+        return rows
+
+    def pin(self, query: Query) -> bool:
+        """Compute the query's context and keep its slots until the cache is cleared.
+
+        Returns:
+            Whether there was room; where a model runs every context whole there never is.
+        """
+        self.evaluate([query])
+        match = self.prefixes.match(query.token_ids, query.lora_name)
+        if match.num_tokens < len(query.token_ids):
+            self.prefixes.release(match)
+            return False
+        self.prefixes.pin(match)
+        return True
+
+    def close(self) -> None:
+        """Let go of the model and of the slots; no evaluation may follow."""
+        self.prefixes = NullPrefixCache()
+        self.pool = None
+        self.runner.model = None
+
+    # ---------------------------------------------------------------- with slots
+
+    def _with_slots(self, queries: Sequence[Query]) -> list[torch.Tensor]:
+        if self.pool is None:
+            return self.whole(queries)
+        # The last token always goes through the model: its logits are the answer.
+        matches = [self.prefixes.match(q.token_ids[:-1], q.lora_name) for q in queries]
+        try:
+            jobs = [
+                Job(query.token_ids, match.num_tokens, query.lora_name)
+                for query, match in zip(queries, matches, strict=True)
+            ]
+            segments = plan_segments(jobs, self.cost)
+            slots = self.prefixes.allocate(sum(segment.num_tokens for segment in segments))
+            if slots is not None:
+                rows = self._run(queries, matches, segments, slots)
+                self.tokens_reused += sum(job.num_cached for job in jobs)
+                return rows
+        finally:
+            for match in matches:
+                self.prefixes.release(match)
+        if len(queries) == 1:
+            return self.whole(queries)
+        return self._in_halves(queries, self._with_slots)
+
+    def _in_halves(
+        self, queries: Sequence[Query], evaluate: Callable[[Sequence[Query]], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        middle = len(queries) // 2
+        return evaluate(queries[:middle]) + evaluate(queries[middle:])
+
+    def _run(
+        self,
+        queries: Sequence[Query],
+        matches: list[Match],
+        segments: list[Segment],
+        slots: list[int],
+    ) -> list[torch.Tensor]:
+        rows: list[torch.Tensor] = [torch.empty(0)] * len(queries)
+        own: dict[Segment, list[int]] = {}
+        taken = 0
+        for segment in segments:
+            own[segment] = slots[taken : taken + segment.num_tokens]
+            taken += segment.num_tokens
+        held = list(segments)
+        try:
+            for wave in plan_waves(segments):
+                work = {segment: self._row(queries, matches, segment, own) for segment in wave}
+                sizes = [(len(row.token_ids), len(row.past_slots)) for row in work.values()]
+                for group in plan_groups(sizes, self.cost):
+                    members = [wave[i] for i in group]
+                    logits = self.runner.forward([work[s] for s in members], self.pool)
+                    answered = [job for s in members for _, job in s.outputs]
+                    if answered:
+                        self._collect(rows, answered, logits)
+            while held:
+                self._insert(queries, matches, held[0], own)
+                del held[0]
+        finally:
+            self.prefixes.free([*chain.from_iterable(own[segment] for segment in held)])
+        return rows
+
+    def _row(
+        self,
+        queries: Sequence[Query],
+        matches: list[Match],
+        segment: Segment,
+        own: dict[Segment, list[int]],
+    ) -> Row:
+        past: list[int] = []
+        ancestor, position = segment.parent, segment.start
+        while ancestor is not None:
+            past = own[ancestor][: position - ancestor.start] + past
+            position, ancestor = ancestor.start, ancestor.parent
+        return Row(
+            token_ids=queries[segment.job].token_ids[segment.start : segment.stop],
+            past_slots=[*matches[segment.job].slots[:position], *past],
+            slots=own[segment],
+            outputs=[position - segment.start for position, _ in segment.outputs],
+        )
+
+    def _insert(
+        self,
+        queries: Sequence[Query],
+        matches: list[Match],
+        segment: Segment,
+        own: dict[Segment, list[int]],
+    ) -> None:
+        """Hand one segment's slots to the tree, below what its context has there by now."""
+        match, query = matches[segment.job], queries[segment.job]
+        if match.num_tokens < segment.start:
+            # An ancestor was inserted on behalf of another context of the batch.
+            self.prefixes.release(match)
+            match = self.prefixes.match(query.token_ids[: segment.start], query.lora_name)
+            matches[segment.job] = match
+        if match.num_tokens != segment.start:  # cleared meanwhile: nothing to hang it on
+            self.prefixes.free(own[segment])
+            return
+        token_ids = query.token_ids[segment.start : segment.stop]
+        matches[segment.job] = self.prefixes.insert(match, token_ids, own[segment])
+
+    def _collect(self, rows: list[torch.Tensor], indices: list[int], logits: torch.Tensor) -> None:
+        for index, row in zip(indices, self._finish(logits), strict=True):
+            rows[index] = row.clone()  # on its own, so that a kept row does not keep its batch

@@ -1,0 +1,47 @@
+"""How much memory a cache may take, and what running out of it looks like."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Final
+
+import psutil
+import torch
+
+from genlm_backend.cache.pool import KVLayout
+
+CUDA_FRACTION: Final = 0.5
+CPU_FRACTION: Final = 0.25
+CPU_LIMIT: Final = 4 << 30
+
+
+def default_kv_budget(layout: KVLayout) -> int:
+    """Return the bytes of keys and values to keep where nobody says.
+
+    Half of the free memory of a CUDA device; elsewhere a quarter of the free memory of the
+    machine, 4 GiB at most. With layers on several devices, the tightest one decides.
+    """
+    by_device: dict[torch.device, int] = defaultdict(int)
+    for layer in layout.layers:
+        by_device[layer.device] += layer.bytes_per_slot
+    slots = []
+    for device, bytes_per_slot in by_device.items():
+        if device.type == "cuda":
+            free = int(torch.cuda.mem_get_info(device)[0] * CUDA_FRACTION)
+        else:
+            free = min(CPU_LIMIT, int(psutil.virtual_memory().available * CPU_FRACTION))
+        slots.append(free // max(1, bytes_per_slot))
+    return min(slots) * layout.bytes_per_slot
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that a device or the machine has no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def release_cached_memory() -> None:
+    """Give memory that torch's allocator holds in reserve back to the device."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

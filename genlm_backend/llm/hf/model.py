@@ -1,0 +1,239 @@
+"""AsyncTransformer: awaited log-probabilities of a Hugging Face model."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+
+from genlm_backend.cache.pool import KVPool
+from genlm_backend.errors import CacheError, MissingExtraError
+from genlm_backend.llm.base import TokenIds
+from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.llm.hf.evaluator import Evaluator
+from genlm_backend.llm.hf.memory import default_kv_budget
+from genlm_backend.llm.hf.runner import Runner
+from genlm_backend.llm.hf.schedule import CostModel
+from genlm_backend.llm.hf.support import check_model, examine
+from genlm_backend.llm.loading import explained, resolve_name
+from genlm_backend.llm.query import Query
+from genlm_backend.llm.statistics import BackendCounts
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncTransformer(BatchedLM):
+    """A causal language model of transformers, batched and cached.
+
+    All concurrent awaits become padded batched forward passes on one worker thread; the keys and
+    values of every prefix seen are kept, within a budget, and reused token by token. Families
+    whose state cannot be kept token by token (state-space models, linear attention) answer just
+    as well, by running every context whole; ``kv_reuse`` tells.
+
+    Args:
+        hf_model: A causal language model, on whatever device; it is put into evaluation mode.
+        hf_tokenizer: Its tokenizer.
+        batch_size: Distinct contexts in one forward pass, at most.
+        timeout: Seconds that the first query of a batch may wait for company, at most.
+        kv_cache_bytes: Bytes of keys and values to keep; 0 keeps none. Default: half of a CUDA
+            device's free memory, or a quarter of the machine's, 4 GiB at most.
+        row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
+        output_device: Where rows are returned: "cpu", "cuda:0", …
+        max_length: The longest context to accept. Default: what the model's config says.
+        self_check: Compare a few probe texts with the bytes of their tokens.
+
+    Raises:
+        UnsupportedModelError: (``ValueError``) For encoder-decoder models.
+        TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be known.
+
+    Attributes:
+        model: The model as given.
+        kv_reuse: Whether keys and values are reused.
+    """
+
+    def __init__(
+        self,
+        hf_model: Any,
+        hf_tokenizer: Any,
+        batch_size: int = 20,
+        timeout: float = 0.02,
+        *,
+        kv_cache_bytes: int | None = None,
+        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
+        output_device: str | torch.device = "cpu",
+        max_length: int | None = None,
+        self_check: bool = True,
+    ) -> None:
+        if kv_cache_bytes is not None and kv_cache_bytes < 0:
+            raise ValueError(f"kv_cache_bytes must be zero or more, got {kv_cache_bytes}")
+        check_model(hf_model)
+        config = hf_model.config.get_text_config(decoder=True)
+        super().__init__(
+            hf_tokenizer,
+            vocab_size=_model_vocab_size(hf_model),
+            max_length=max_length or getattr(config, "max_position_embeddings", None),
+            batch_size=batch_size,
+            timeout=timeout,
+            row_cache_bytes=row_cache_bytes,
+            self_check=self_check,
+        )
+        hf_model.eval()
+        self.model = hf_model
+        self.output_device = torch.device(output_device)
+        runner = Runner(hf_model)
+        self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
+        self._evaluator = Evaluator(
+            runner, self._make_pool(runner, kv_cache_bytes), _cost_model(runner), self._finish
+        )
+        runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
+
+    @classmethod
+    def from_name(
+        cls,
+        model_id: str,
+        bitsandbytes_opts: dict[str, Any] | None = None,
+        hf_opts: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a model and its tokenizer.
+
+        Args:
+            model_id: A repository on the hub, a local directory, or ``"smollm2"``.
+            bitsandbytes_opts: For ``BitsAndBytesConfig``, such as ``{"load_in_8bit": True}`` or
+                ``{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}`` (extra ``bitsandbytes``).
+            hf_opts: For ``AutoModelForCausalLM.from_pretrained``. Defaults:
+                ``device_map="auto"``, ``dtype="auto"`` (``torch_dtype`` means the same).
+                ``revision``, ``token``, ``cache_dir`` and ``trust_remote_code``, which stays off
+                unless it is asked for, go to the tokenizer too.
+            **kwargs: For the constructor.
+
+        Raises:
+            ModelNotFoundError: (``OSError``) If there is no such model.
+            MissingExtraError: (``ImportError``) If an extra is needed and absent.
+        """
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        options: dict[str, Any] = {"device_map": "auto", "dtype": "auto", **(hf_opts or {})}
+        if "torch_dtype" in options:
+            options["dtype"] = options.pop("torch_dtype")
+        if bitsandbytes_opts:
+            options["quantization_config"] = _quantization_config(bitsandbytes_opts)
+        shared = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only")
+        path = resolve_name(model_id)
+        with explained(model_id):
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, **{name: options[name] for name in shared if name in options}
+            )
+            model = AutoModelForCausalLM.from_pretrained(path, **options)
+        return cls(model, tokenizer, **kwargs)
+
+    # ---------------------------------------------------------------- rows
+
+    def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor]:
+        """Return one row for each query, from as few tokens through the model as possible."""
+        return self._evaluator.evaluate(queries)
+
+    def next_token_logprobs_uncached(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the row of a context run whole and alone, past every cache: float32 ``[vocab]``.
+
+        For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
+        """
+        query = self._query(token_ids, lora_name)
+        return self._batcher.call(lambda: self._evaluator.whole([query]))[0].clone()
+
+    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """From logits ``[n, model_vocab]`` to rows on the output device, float32 ``[n, vocab]``."""
+        logits = logits[:, : len(self.byte_vocab)].float()
+        if len(self._undefined):
+            logits = logits.index_fill(1, self._undefined.to(logits.device), -torch.inf)
+        return logits.log_softmax(-1).to(self.output_device)
+
+    # ---------------------------------------------------------------- caches
+
+    def _make_pool(self, runner: Runner, kv_cache_bytes: int | None) -> KVPool | None:
+        if kv_cache_bytes == 0:
+            return None
+        support = examine(runner, len(self.byte_vocab), self.max_length)
+        if support.layout is None:
+            logger.info(
+                "%s runs every context whole: %s", type(self.model).__name__, support.reason
+            )
+            return None
+        budget = default_kv_budget(support.layout) if kv_cache_bytes is None else kv_cache_bytes
+        return KVPool(support.layout, budget)
+
+    @property
+    def kv_reuse(self) -> bool:
+        """Whether keys and values are reused; where not, every context is run whole."""
+        return self._evaluator.pool is not None
+
+    def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
+        """Compute a prompt now and keep its keys and values until a cache is cleared.
+
+        Caching is automatic, so nobody has to call this: it only keeps the prompt from being
+        evicted. Blocks the thread. Does nothing for models that run every context whole.
+
+        Raises:
+            CacheError: If the prompt does not fit into ``kv_cache_bytes``.
+        """
+        query = self._query(prompt_tokens, lora_name)
+        if not self._batcher.call(lambda: self._evaluator.pin(query)) and self.kv_reuse:
+            raise CacheError(
+                f"a prompt of {len(query.token_ids)} tokens does not fit into the "
+                f"{self._evaluator.prefixes.num_slots} tokens of kv_cache_bytes that are not pinned"
+            )
+
+    def clear_kv_cache(self) -> None:
+        """Forget every cached key and value, pinned ones too. No answer changes by it."""
+        self._evaluator.prefixes.clear()
+
+    def clear_cache(self) -> None:
+        """Forget every cached row, key and value, pinned ones too. No answer changes by it."""
+        super().clear_cache()
+        self.clear_kv_cache()
+
+    def backend_counts(self) -> BackendCounts:
+        """Return what the runner and the prefix cache have counted."""
+        evaluator, pool = self._evaluator, self._evaluator.pool
+        return BackendCounts(
+            num_forwards=evaluator.runner.num_forwards,
+            tokens_computed=evaluator.runner.tokens_computed,
+            tokens_reused=evaluator.tokens_reused,
+            kv_bytes_used=pool.bytes_used if pool is not None else 0,
+            kv_bytes_budget=pool.budget if pool is not None else 0,
+            num_evicted_tokens=evaluator.prefixes.num_evicted,
+        )
+
+    def release(self) -> None:
+        """Let go of the model and of the slots."""
+        self._evaluator.close()
+        self.model = None
+
+
+def _model_vocab_size(model: Any) -> int:
+    """The width of the logits, which may be padded beyond the config's vocabulary."""
+    head = model.get_output_embeddings()
+    width = getattr(head, "out_features", None)
+    return int(width or model.config.get_text_config(decoder=True).vocab_size)
+
+
+def _cost_model(runner: Runner) -> CostModel:
+    # A GPU reads its weights for one token in the time that it computes some hundred tokens in.
+    if runner.device.type == "cpu":
+        return CostModel()
+    return CostModel(per_forward=128.0, per_past_token=1 / 64, max_segment=2048, max_tokens=16384)
+
+
+def _quantization_config(options: dict[str, Any]) -> Any:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise MissingExtraError(
+            "bitsandbytes_opts needs bitsandbytes: pip install 'genlm-backend[bitsandbytes]'"
+        )
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(**options)

@@ -1,0 +1,96 @@
+"""The only place that calls the model."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from genlm_backend.cache.pool import KVPool
+from genlm_backend.llm.hf.kv import pooled_cache
+from genlm_backend.llm.hf.packing import PackedBatch, Row, pack
+
+
+class Runner:
+    """Forward passes of one model: rows in, logits at the wanted positions out.
+
+    Args:
+        model: A causal language model of transformers.
+
+    Attributes:
+        num_forwards: Passes so far.
+        tokens_computed: Tokens in them, padding not counted.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.num_forwards = 0
+        self.tokens_computed = 0
+        self.parameters = frozenset(inspect.signature(model.forward).parameters)
+        self.device = input_device(model)
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Row], pool: KVPool | None = None) -> torch.Tensor:
+        """Return the logits at each row's outputs, row by row: ``[num_outputs, model_vocab]``.
+
+        With a ``pool``, past keys and values are read from its slots and new ones written to
+        them; without one, rows have no past and nothing is kept.
+        """
+        batch = pack(rows)
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids.to(self.device)}
+        if "attention_mask" in self.parameters:
+            inputs["attention_mask"] = batch.attention_mask.to(self.device)
+        if "position_ids" in self.parameters:
+            inputs["position_ids"] = batch.position_ids.to(self.device)
+        if pool is not None:
+            inputs["past_key_values"] = pooled_cache(pool, batch)
+        inputs["use_cache"] = pool is not None
+        logits = self._select(batch, inputs)
+        self.num_forwards += 1
+        self.tokens_computed += batch.num_new_tokens
+        return logits
+
+    def _select(self, batch: PackedBatch, inputs: dict[str, Any]) -> torch.Tensor:
+        """Run the model, projecting onto the vocabulary only where an output is wanted.
+
+        A vocabulary is wide and a prompt long, so most of the projection would be thrown away.
+        The hidden states are picked on their way into the output embedding, since what some
+        families do behind it (scaling, soft caps) is then still done. Other threads may be using
+        the model, so that the hook minds its own only.
+        """
+        thread, shape = threading.get_ident(), batch.input_ids.shape
+        is_picked = False
+
+        def pick(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            nonlocal is_picked
+            if threading.get_ident() != thread or not args or args[0].shape[:2] != shape:
+                return None
+            is_picked = True
+            return _at_outputs(args[0], batch).unsqueeze(0), *args[1:]
+
+        head = self.model.get_output_embeddings()
+        hook = None if head is None else head.register_forward_pre_hook(pick)
+        try:
+            logits = self.model(**inputs).logits
+        finally:
+            if hook is not None:
+                hook.remove()
+        return logits[0] if is_picked else _at_outputs(logits, batch)
+
+
+def _at_outputs(states: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+    """From ``[B, Q, …]`` to ``[num_outputs, …]``."""
+    rows, columns = batch.output_rows.to(states.device), batch.output_columns.to(states.device)
+    return states[rows, columns]
+
+
+def input_device(model: Any) -> torch.device:
+    """Return the device on which the model takes its token ids."""
+    embeddings = model.get_input_embeddings()
+    for parameter in embeddings.parameters() if embeddings is not None else ():
+        if parameter.device.type != "meta":
+            return parameter.device
+    return torch.device(model.device)

@@ -1,0 +1,153 @@
+"""Can this model's keys and values be kept token by token? Asked of the model, not of its name."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from genlm_backend.cache.pool import KVLayout, KVPool, LayerLayout
+from genlm_backend.errors import UnsupportedModelError
+from genlm_backend.llm.hf.packing import Row
+from genlm_backend.llm.hf.runner import Runner
+
+logger = logging.getLogger(__name__)
+
+_PROBE_LENGTH: Final = 24
+_ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 2e-3, torch.float16: 0.1}
+_DEFAULT_ROUNDING: Final = 0.5  # bfloat16, and quantised weights whatever they compute in
+
+
+@dataclass(frozen=True, slots=True)
+class KVSupport:
+    """The shape of what can be kept, or why nothing can.
+
+    Attributes:
+        layout: Of one token's keys and values, or ``None`` where the model keeps other states
+            and so runs every context whole.
+        reason: Why there is no layout; empty where there is one.
+    """
+
+    layout: KVLayout | None
+    reason: str = ""
+
+
+def check_model(model: Any) -> None:
+    """Raise an ``UnsupportedModelError`` if ``model`` is no causal language model."""
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder model; a next token is only defined "
+            "for decoder-only (causal) language models"
+        )
+    if not hasattr(model, "get_output_embeddings") or "input_ids" not in Runner(model).parameters:
+        raise UnsupportedModelError(f"{type(model).__name__} is not a language model over tokens")
+
+
+def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSupport:
+    """Find out by a few tiny forward passes whether slots give the right answers.
+
+    The last rows of two short contexts are computed whole and then from slots, in two steps and
+    padded to one batch. Slots are used if the difference is rounding, compared with the
+    difference that one wrong token makes.
+    """
+    config = runner.model.config.get_text_config(decoder=True)
+    if "past_key_values" not in runner.parameters:
+        return KVSupport(None, "its state is not one of keys and values")
+    layers = DynamicCache(config=config).layers
+    others = {type(layer).__name__ for layer in layers} - {
+        DynamicLayer.__name__,
+        DynamicSlidingWindowLayer.__name__,
+    }
+    if others:
+        return KVSupport(None, f"some layers keep states that belong to no token: {sorted(others)}")
+    window = getattr(config, "sliding_window", None) or 0
+    length = _PROBE_LENGTH if window > 64 else max(_PROBE_LENGTH, 2 * window + 4)
+    length = min(length, max_length or length)
+    if length < 6 or vocab_size < 3:
+        return KVSupport(None, f"a context of {length} tokens is too short to tell")
+    generator = random.Random(0)
+    probe = [generator.randrange(vocab_size) for _ in range(length)]
+    try:
+        layout = _observe_layout(runner, probe[:3])
+        difference, spread = _compare(runner, layout, probe, vocab_size)
+    except Exception as error:  # third-party model code may raise anything; it still runs whole
+        logger.warning("%s runs without key-value reuse", type(runner.model).__name__, exc_info=True)
+        return KVSupport(None, f"it does not run on a foreign cache: {error!r}")
+    rounding = _ROUNDING.get(layout.layers[0].dtype, _DEFAULT_ROUNDING)
+    if getattr(runner.model, "is_quantized", False):
+        rounding = _DEFAULT_ROUNDING
+    if not difference <= max(rounding, 0.1 * spread):
+        return KVSupport(
+            None,
+            f"rows from cached keys and values differ by {difference:.2g} from whole ones, "
+            f"and by {spread:.2g} between different contexts",
+        )
+    return KVSupport(layout)
+
+
+@torch.inference_mode()
+def _observe_layout(runner: Runner, token_ids: list[int]) -> KVLayout:
+    cache = DynamicCache()
+    ids = torch.tensor([token_ids], device=runner.device)
+    runner.model(input_ids=ids, past_key_values=cache, use_cache=True)
+    layers = []
+    for layer in cache.layers:
+        keys, values = layer.keys, layer.values
+        if keys is None or values is None or keys.shape[2] != len(token_ids):
+            raise UnsupportedModelError("a layer keeps no keys and values")
+        layers.append(
+            LayerLayout(
+                num_key_heads=keys.shape[1],
+                key_dim=keys.shape[3],
+                num_value_heads=values.shape[1],
+                value_dim=values.shape[3],
+                dtype=keys.dtype,
+                device=keys.device,
+            )
+        )
+    if not layers:
+        raise UnsupportedModelError("no layer keeps keys and values")
+    return KVLayout(tuple(layers))
+
+
+def _compare(
+    runner: Runner, layout: KVLayout, probe: list[int], vocab_size: int
+) -> tuple[float, float]:
+    """Largest difference between rows from slots and whole rows, and between contexts."""
+    long, short = probe, probe[2 : len(probe) // 2 + 2]
+    wrong = [*long[:-3], (long[-3] + 1) % vocab_size, *long[-2:]]
+
+    def whole(token_ids: list[int]) -> torch.Tensor:
+        return _row(runner.forward([Row(token_ids, outputs=(len(token_ids) - 1,))]))[0]
+
+    expected = torch.stack([whole(long), whole(short)])
+    spread = float((whole(wrong) - expected[0]).abs().max())
+
+    size = len(long) + len(short)
+    pool = KVPool(layout, (size + 1) * layout.bytes_per_slot)
+    slots = pool.allocate(size)
+    long_slots, short_slots = slots[: len(long)], slots[len(long) :]
+    runner.forward(
+        [
+            Row(long[:-2], (), long_slots[:-2]),
+            Row(short[:1], (), short_slots[:1]),
+        ],
+        pool,
+    )
+    logits = runner.forward(
+        [
+            Row(long[-2:], long_slots[:-2], long_slots[-2:], (1,)),
+            Row(short[1:], short_slots[:1], short_slots[1:], (len(short) - 2,)),
+        ],
+        pool,
+    )
+    return float((_row(logits) - expected).abs().max()), spread
+
+
+def _row(logits: torch.Tensor) -> torch.Tensor:
+    return logits.float().log_softmax(-1).cpu()

@@ -1,0 +1,102 @@
+"""Query: what is asked of a model, checked before anything is queued."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from genlm_backend.errors import ContextError, ContextTypeError
+
+
+class Query:
+    """A context and the adapter to read it with. Equal queries have equal answers.
+
+    Immutable; the hash is computed once, since a context is hashed on every look-up.
+
+    Attributes:
+        token_ids: The whole context.
+        lora_name: The adapter, or ``None`` for the base model.
+    """
+
+    __slots__ = ("_hash", "lora_name", "token_ids")
+
+    token_ids: tuple[int, ...]
+    lora_name: str | None
+
+    def __init__(self, token_ids: tuple[int, ...], lora_name: str | None = None) -> None:
+        object.__setattr__(self, "token_ids", token_ids)
+        object.__setattr__(self, "lora_name", lora_name)
+        object.__setattr__(self, "_hash", hash((token_ids, lora_name)))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Query cannot be changed")
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Query)
+            and self._hash == other._hash
+            and self.token_ids == other.token_ids
+            and self.lora_name == other.lora_name
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        ids = self.token_ids
+        shown = repr(list(ids)) if len(ids) <= 8 else f"[{ids[0]}, … {ids[-1]}] ({len(ids)} ids)"
+        return f"Query({shown}, lora_name={self.lora_name!r})"
+
+
+def check_context(
+    token_ids: Iterable[int] | Any, vocab_size: int, max_length: int | None = None
+) -> tuple[int, ...]:
+    """Return ``token_ids`` as a tuple of ``int``.
+
+    Accepts any iterable of Python or NumPy integers and one-dimensional integer arrays and
+    tensors.
+
+    Raises:
+        ContextTypeError: If they are not integers (a ``bool`` is none), or not iterable.
+        ContextError: If there are none, more than ``max_length``, or one outside
+            ``0 … vocab_size - 1``.
+    """
+    if hasattr(token_ids, "tolist") and hasattr(token_ids, "ndim"):
+        if token_ids.ndim != 1:
+            raise ContextTypeError(
+                f"token_ids must have one dimension, got an array of shape {tuple(token_ids.shape)}"
+            )
+        token_ids = token_ids.tolist()
+    elif isinstance(token_ids, (str, bytes, bytearray)):
+        raise ContextTypeError(
+            f"token_ids must be integers, got {type(token_ids).__name__}: encode the text with "
+            "the model's tokenizer first"
+        )
+    try:
+        ids = tuple(token_ids)
+    except TypeError:
+        raise ContextTypeError(f"token_ids must be a list of integers, got {token_ids!r}") from None
+    if not ids:
+        raise ContextError("token_ids is empty: a context needs at least one token")
+    if set(map(type, ids)) != {int}:
+        ids = tuple(map(_to_int, ids))
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise ContextError(
+            f"token id {wrong} is outside the vocabulary of {vocab_size} ids (0 to {vocab_size - 1})"
+        )
+    if max_length is not None and len(ids) > max_length:
+        raise ContextError(
+            f"the context has {len(ids)} tokens, more than the model's maximum of {max_length}"
+        )
+    return ids
+
+
+def _to_int(token_id: Any) -> int:
+    if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
+        raise ContextTypeError(f"token ids must be integers, got {token_id!r}")
+    try:
+        return operator.index(token_id)
+    except TypeError:
+        raise ContextTypeError(f"token ids must be integers, got {token_id!r}") from None

@@ -1,0 +1,49 @@
+"""Names of backends, and the one-liner that loads a model."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+from genlm_backend.errors import UnknownBackendError
+
+if TYPE_CHECKING:
+    from genlm_backend.llm.base import AsyncLM
+
+BACKENDS: Final = {
+    "hf": ("genlm_backend.llm.hf.model", "AsyncTransformer"),
+    "mock": ("genlm_backend.llm.mock", "MockAsyncLM"),
+}
+"""Backend name → (module, class); imported when a model is loaded."""
+
+
+def load_model_by_name(
+    name: str, backend: str | None = None, llm_opts: dict[str, Any] | None = None
+) -> AsyncLM:
+    """Load a language model.
+
+    Args:
+        name: A model on the Hugging Face hub, a local directory, or ``"smollm2"``, the small
+            model that ships with the extra ``demo``.
+        backend: ``"hf"`` (transformers) or ``"mock"`` (the tokenizer and pseudo-random rows);
+            ``None`` chooses the fastest that is installed.
+        llm_opts: Keyword arguments for the backend's ``from_name``.
+
+    Raises:
+        UnknownBackendError: (``ValueError``) If there is no such backend.
+        ModelNotFoundError: (``OSError``) If there is no such model.
+        MissingExtraError: (``ImportError``) If the model or backend needs an extra.
+    """
+    chosen = default_backend() if backend is None else backend
+    if chosen not in BACKENDS:
+        raise UnknownBackendError(
+            f"unknown backend {backend!r}; known are {', '.join(map(repr, BACKENDS))}"
+        )
+    module, class_name = BACKENDS[chosen]
+    backend_class = getattr(importlib.import_module(module), class_name)
+    return backend_class.from_name(name, **(llm_opts or {}))
+
+
+def default_backend() -> str:
+    """Return the backend used where none is named."""
+    return "hf"

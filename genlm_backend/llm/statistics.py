@@ -1,0 +1,65 @@
+"""What a model's batching and caching have done so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class LMStatistics:
+    """Counts since the model was loaded; bytes and tokens are exact, not estimates.
+
+    Attributes:
+        num_awaits: Log-probability rows asked for, by whatever method.
+        num_batches: Batches evaluated.
+        num_forwards: Forward passes of the model; a batch may take several (contexts of very
+            different lengths, chunks of a long one) and a mock takes none.
+        batch_sizes: How many batches had each number of distinct contexts.
+        tokens_computed: Tokens that went through the model, padding not counted.
+        tokens_reused: Tokens whose keys and values were in the cache.
+        row_cache_hits: Awaits answered from rows computed before.
+        num_joined: Awaits answered by an equal query that was waiting already.
+        num_skipped: Contexts never computed, because every caller had gone.
+        row_bytes_used: Bytes of the cached rows.
+        row_bytes_budget: Bytes that they may take.
+        kv_bytes_used: Bytes of the cached keys and values.
+        kv_bytes_budget: Bytes that they may take.
+        num_evicted_rows: Rows dropped to stay within the budget.
+        num_evicted_tokens: Tokens whose keys and values were dropped to stay within the budget.
+    """
+
+    num_awaits: int = 0
+    num_batches: int = 0
+    num_forwards: int = 0
+    batch_sizes: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    tokens_computed: int = 0
+    tokens_reused: int = 0
+    row_cache_hits: int = 0
+    num_joined: int = 0
+    num_skipped: int = 0
+    row_bytes_used: int = 0
+    row_bytes_budget: int = 0
+    kv_bytes_used: int = 0
+    kv_bytes_budget: int = 0
+    num_evicted_rows: int = 0
+    num_evicted_tokens: int = 0
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Distinct contexts per batch, on average; 0 before the first."""
+        total = sum(size * count for size, count in self.batch_sizes.items())
+        return total / self.num_batches if self.num_batches else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class BackendCounts:
+    """The part of the statistics that only a backend knows."""
+
+    num_forwards: int = 0
+    tokens_computed: int = 0
+    tokens_reused: int = 0
+    kv_bytes_used: int = 0
+    kv_bytes_budget: int = 0
+    num_evicted_tokens: int = 0

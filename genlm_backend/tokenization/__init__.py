@@ -1,0 +1,6 @@
+"""The exact bytes of every token id, from the tokenizer object alone."""
+
+from genlm_backend.tokenization.token import Token
+from genlm_backend.tokenization.vocab import Vocabulary, decode_vocab
+
+__all__ = ["Token", "Vocabulary", "decode_vocab"]

@@ -1,0 +1,255 @@
+"""A tokenizer's declared decoder, compiled to "the bytes one token contributes mid-text".
+
+The stages and their rules are those of the ``decoders`` module of Hugging Face's tokenizers
+library. A stage that only concerns the first or last token of a text is left out, since no
+single id contributes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+Piece = str | bytes
+Stage = Callable[[Piece], Piece]
+
+
+class UnknownDecoderError(ValueError):
+    """A decoder whose effect on a single token cannot be known; the message says why."""
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """Return the 256 characters that byte-level BPE writes bytes with, and the byte of each.
+
+    GPT-2's table (Radford et al., 2019): a byte that is a printable Latin-1 character other
+    than the space stands for itself; the other 68, in order, are written as U+0100 onwards.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return table
+
+
+_ALPHABET: Final = byte_level_alphabet()
+_BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>\Z")
+_OUTSIDE: Final = 256
+
+
+def decode_byte_level(strings: Sequence[str]) -> list[bytes]:
+    """Return the bytes of byte-level tokens, all at once.
+
+    A token with a character outside the alphabet is its own UTF-8.
+    """
+    table = np.full(max(map(ord, _ALPHABET)) + 2, _OUTSIDE, dtype=np.uint16)
+    for character, byte in _ALPHABET.items():
+        table[ord(character)] = byte
+    points = np.frombuffer("".join(strings).encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    codes = table[np.minimum(points, len(table) - 1)]
+    ends = np.cumsum(np.fromiter(map(len, strings), dtype=np.int64, count=len(strings)))
+    buffer = codes.astype(np.uint8).tobytes()
+    result, start = [], 0
+    for end in ends.tolist():
+        result.append(buffer[start:end])
+        start = end
+    for index in np.unique(np.searchsorted(ends, np.flatnonzero(codes == _OUTSIDE), side="right")):
+        result[index] = to_utf8(strings[index])
+    return result
+
+
+def to_utf8(piece: Piece) -> bytes:
+    """Return bytes as they are and text as UTF-8."""
+    return piece if isinstance(piece, bytes) else piece.encode("utf-8", "surrogatepass")
+
+
+@dataclass(frozen=True)
+class CompiledDecoder:
+    """What a declared decoder does to one token in the middle of a text.
+
+    Attributes:
+        stages: Applied in order to the token's string.
+        is_byte_level: Whether the only stage is byte-level, which has a fast way.
+        keeps_spaces: Whether the joined tokens can give back a text's white space. WordPiece
+            and word-end-marker vocabularies cannot: they never saw it.
+    """
+
+    stages: tuple[Stage, ...]
+    is_byte_level: bool = False
+    keeps_spaces: bool = True
+
+    def decode(self, strings: Sequence[str]) -> list[bytes]:
+        """Return the bytes that each token contributes."""
+        if self.is_byte_level:
+            return decode_byte_level(strings)
+        pieces: list[Piece] = list(strings)
+        for stage in self.stages:
+            pieces = [stage(piece) for piece in pieces]
+        return [to_utf8(piece) for piece in pieces]
+
+
+def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
+    """Compile a decoder's serialised state.
+
+    Raises:
+        UnknownDecoderError: If some stage's effect on a single token cannot be known.
+    """
+    flat = _flatten(state)
+    kinds = [stage.get("type") for stage in flat]
+    stages: list[Stage] = []
+    is_fused = False
+    for stage in flat:
+        if stage.get("type") == "Fuse":
+            is_fused = True
+        elif stage.get("type") == "Strip" and is_fused:
+            continue  # the rule for a text's first space, not part of a token
+        else:
+            stages.append(_compile_stage(stage))
+    return CompiledDecoder(
+        stages=tuple(stages),
+        is_byte_level=[kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"],
+        keeps_spaces=not {"WordPiece", "BPEDecoder"} & set(kinds),
+    )
+
+
+def infer_decoder(
+    pre_tokenizer: dict[str, Any] | None,
+    normalizer: dict[str, Any] | None,
+    model: dict[str, Any],
+) -> CompiledDecoder:
+    """Compile the decoder that a tokenizer without one would have to declare.
+
+    Args:
+        pre_tokenizer: Its serialised state, if it has one.
+        normalizer: Likewise.
+        model: ``type`` and the few settings that say how the model marks words.
+
+    Raises:
+        UnknownDecoderError: If what becomes of white space cannot be known.
+    """
+    splitters = _flatten(pre_tokenizer) if pre_tokenizer else []
+    kinds = {stage.get("type") for stage in splitters}
+    if "ByteLevel" in kinds:
+        return compile_decoder({"type": "ByteLevel"})
+    if model.get("end_of_word_suffix"):
+        return compile_decoder({"type": "BPEDecoder", "suffix": model["end_of_word_suffix"]})
+    if model.get("type") == "WordPiece":
+        prefix = model.get("continuing_subword_prefix") or "##"
+        return compile_decoder({"type": "WordPiece", "prefix": prefix, "cleanup": True})
+    stages: list[Stage] = []
+    for stage in splitters:
+        if stage.get("type") == "Metaspace":
+            stages.append(_compile_stage(stage))
+    for stage in reversed(_flatten(normalizer) if normalizer else []):
+        pattern = stage.get("pattern") or {}
+        if stage.get("type") == "Replace" and pattern.get("String") and stage.get("content"):
+            # Undo what the normalizer wrote for a space: "▁", or byte-level's "Ġ".
+            if pattern["String"] == " ":
+                stages.append(_replace(stage["content"], " "))
+        elif stage.get("type") == "ByteLevel":
+            return compile_decoder({"type": "ByteLevel"})
+    if model.get("byte_fallback"):
+        stages.append(_byte_fallback)
+    drops_spaces = kinds & {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"}
+    if drops_spaces and not stages:
+        if model.get("type") == "WordLevel":
+            return CompiledDecoder((lambda piece: b" " + to_utf8(piece),), keeps_spaces=False)
+        raise UnknownDecoderError(
+            "it declares no decoder, and its pre-tokenizer drops the white space between words"
+        )
+    return CompiledDecoder(tuple(stages))
+
+
+def _flatten(state: dict[str, Any]) -> list[dict[str, Any]]:
+    if state.get("type") != "Sequence":
+        return [state]
+    parts = state.get("decoders") or state.get("normalizers") or state.get("pretokenizers") or []
+    return [leaf for part in parts for leaf in _flatten(part)]
+
+
+def _compile_stage(stage: dict[str, Any]) -> Stage:
+    kind = stage.get("type")
+    if kind == "ByteLevel":
+        return lambda piece: piece if isinstance(piece, bytes) else decode_byte_level([piece])[0]
+    if kind == "ByteFallback":
+        return _byte_fallback
+    if kind == "Metaspace":
+        return _replace(stage.get("replacement") or "▁", " ")
+    if kind == "Replace":
+        pattern = stage.get("pattern") or {}
+        if "String" in pattern:
+            return _replace(pattern["String"], stage.get("content", ""))
+        return _replace_regex(pattern.get("Regex", ""), stage.get("content", ""))
+    if kind == "Strip":
+        return _strip(stage.get("content", " "), stage.get("start", 0), stage.get("stop", 0))
+    if kind == "WordPiece":
+        return _word_piece(stage.get("prefix", "##"), bool(stage.get("cleanup", True)))
+    if kind == "BPEDecoder":
+        return _replace(stage.get("suffix", "</w>"), " ")
+    if kind == "CTC":
+        raise UnknownDecoderError("a CTC decoder merges repeated tokens, so no token has bytes")
+    raise UnknownDecoderError(f"its decoder has a stage of the unknown type {kind!r}")
+
+
+def _replace(old: str, new: str) -> Stage:
+    return lambda piece: piece.replace(old, new) if isinstance(piece, str) else piece
+
+
+def _replace_regex(pattern: str, new: str) -> Stage:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise UnknownDecoderError(f"its decoder replaces by {pattern!r}: {error}") from error
+    return lambda piece: compiled.sub(lambda _: new, piece) if isinstance(piece, str) else piece
+
+
+def _byte_fallback(piece: Piece) -> Piece:
+    if isinstance(piece, str) and len(piece) == 6 and _BYTE_TOKEN.match(piece):
+        return bytes([int(piece[3:5], 16)])
+    return piece
+
+
+def _strip(content: str, start: int, stop: int) -> Stage:
+    def stage(piece: Piece) -> Piece:
+        if isinstance(piece, bytes):
+            return piece
+        left = 0
+        while left < min(start, len(piece)) and piece[left] == content:
+            left += 1
+        right = len(piece)
+        while right > max(left, len(piece) - stop) and piece[right - 1] == content:
+            right -= 1
+        return piece[left:right]
+
+    return stage
+
+
+_CLEANUP: Final = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" do not", " don't"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
+
+
+def _word_piece(prefix: str, cleanup: bool) -> Stage:
+    def stage(piece: Piece) -> Piece:
+        if isinstance(piece, bytes):
+            return piece
+        text = piece[len(prefix) :] if piece.startswith(prefix) else " " + piece
+        if cleanup:
+            for spaced, tidy in _CLEANUP:
+                text = text.replace(spaced, tidy)
+        return text
+
+    return stage

@@ -1,0 +1,89 @@
+"""Token: the bytes of a vocabulary entry that knows its id."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TypeGuard
+
+
+def _by_id(compare: Callable[[int, int], bool]) -> Callable[[Token, object], bool]:
+    def method(self: Token, other: object) -> bool:
+        if not isinstance(other, Token):
+            return NotImplemented
+        return compare(self.token_id, other.token_id)
+
+    return method
+
+
+class Token(bytes):
+    """One entry of a vocabulary: a ``bytes`` that knows its ``token_id``.
+
+    Several ids may spell the same bytes, so tokens are equal, hashed and ordered by id, and a
+    token never equals plain ``bytes``; compare ``token.byte_string`` where the spelling is
+    meant. Everything else is as with ``bytes``: ``b"".join(tokens)``, ``len``, indexing.
+
+    Args:
+        token_id: The id; zero or more.
+        byte_string: What the token contributes in the middle of a text; may be empty.
+
+    Raises:
+        TypeError: If ``token_id`` is not an integer or ``byte_string`` not ``bytes``.
+    """
+
+    token_id: int
+
+    def __new__(cls, token_id: int, byte_string: bytes) -> Token:
+        if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
+            raise TypeError(f"token_id must be an int, got {token_id!r}")
+        if not isinstance(byte_string, bytes):
+            raise TypeError(f"byte_string must be bytes, got {byte_string!r}")
+        self = super().__new__(cls, byte_string)
+        self.token_id = operator.index(token_id)
+        return self
+
+    @property
+    def byte_string(self) -> bytes:
+        """The spelling alone, as plain ``bytes``."""
+        return bytes(self)
+
+    @staticmethod
+    def as_bytes(x: bytes) -> bytes:
+        """Return plain ``bytes`` for a token, and anything else as it is."""
+        return bytes(x) if isinstance(x, Token) else x
+
+    @staticmethod
+    def is_plain_bytes(x: object) -> TypeGuard[bytes]:
+        """Whether ``x`` is ``bytes`` and not a token."""
+        return isinstance(x, bytes) and not isinstance(x, Token)
+
+    def __eq__(self, other: object) -> bool:
+        # Not NotImplemented: Python would then ask bytes, which compares the spelling.
+        return isinstance(other, Token) and self.token_id == other.token_id
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.token_id)
+
+    __lt__ = _by_id(operator.lt)  # pyright: ignore[reportAssignmentType]
+    __le__ = _by_id(operator.le)  # pyright: ignore[reportAssignmentType]
+    __gt__ = _by_id(operator.gt)  # pyright: ignore[reportAssignmentType]
+    __ge__ = _by_id(operator.ge)  # pyright: ignore[reportAssignmentType]
+
+    def __repr__(self) -> str:
+        return f"Token({self.token_id}, {bytes(self)!r})"
+
+    def __reduce__(self) -> tuple[type[Token], tuple[int, bytes]]:
+        return type(self), (self.token_id, bytes(self))
+
+
+def make_tokens(byte_strings: list[bytes]) -> list[Token]:
+    """Return ``Token(i, byte_strings[i])`` for every i, without checking each."""
+    new, tokens = bytes.__new__, []
+    for token_id, byte_string in enumerate(byte_strings):
+        token = new(Token, byte_string)
+        token.token_id = token_id
+        tokens.append(token)
+    return tokens

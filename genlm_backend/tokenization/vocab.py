@@ -1,0 +1,133 @@
+"""decode_vocab: a tokenizer's vocabulary as bytes and as strings."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+from genlm_backend.tokenization.byte_vocab import read_byte_vocab
+from genlm_backend.tokenization.self_check import check_byte_vocab
+from genlm_backend.tokenization.token import Token, make_tokens
+
+Fallback = Literal["tokenizer", "latin1", "replace"]
+
+
+class Vocabulary(tuple[list[Token], list[str]]):
+    """The pair ``(byte_vocab, str_vocab)``, with what else is known of the ids.
+
+    Attributes:
+        special_ids: Ids of special tokens, which spell their names.
+        undefined_ids: Ids that no token has: holes, and the padding of a model's embedding.
+            Their bytes are empty. (So are those of some real tokens.)
+    """
+
+    special_ids: frozenset[int]
+    undefined_ids: frozenset[int]
+
+    def __new__(
+        cls,
+        byte_vocab: list[Token],
+        str_vocab: list[str],
+        special_ids: frozenset[int] = frozenset(),
+        undefined_ids: frozenset[int] = frozenset(),
+    ) -> Vocabulary:
+        self = super().__new__(cls, (byte_vocab, str_vocab))
+        self.special_ids, self.undefined_ids = special_ids, undefined_ids
+        return self
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return (*self, self.special_ids, self.undefined_ids)
+
+    @property
+    def byte_vocab(self) -> list[Token]:
+        """The tokens, indexed by id."""
+        return self[0]
+
+    @property
+    def str_vocab(self) -> list[str]:
+        """The tokens as text, indexed by id."""
+        return self[1]
+
+    def resized(self, size: int) -> Vocabulary:
+        """Return a vocabulary of exactly ``size`` ids: padded with undefined ones, or cut."""
+        extra = range(len(self.byte_vocab), size)
+        return Vocabulary(
+            self.byte_vocab[:size] + [Token(i, b"") for i in extra],
+            self.str_vocab[:size] + ["" for _ in extra],
+            frozenset(i for i in self.special_ids if i < size),
+            frozenset(i for i in self.undefined_ids if i < size) | frozenset(extra),
+        )
+
+
+def decode_vocab(
+    tokenizer: Any, byte2str_fallback: Fallback = "tokenizer", *, self_check: bool = True
+) -> Vocabulary:
+    """Return the bytes and the text of every token id of ``tokenizer``.
+
+    Needs nothing but the object: the bytes come from the decoder that it declares itself
+    (or, for SentencePiece, tiktoken and mistral-common, from the model it holds), so nothing
+    is loaded again or fetched. They are what the id contributes in the middle of a text. Special
+    tokens spell their names; added tokens that are not special, their content.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer (Rust, slow or mistral-common's), a bare
+            ``tokenizers.Tokenizer``, a SentencePiece processor, a tiktoken encoding, or an
+            object that holds one of these.
+        byte2str_fallback: The text of a token whose bytes are not valid UTF-8: its spelling in
+            the tokenizer's files ("tokenizer"), one character a byte ("latin1"), or with
+            U+FFFD in place of what is invalid ("replace").
+        self_check: Compare a few probe texts with the bytes of their tokens.
+
+    Returns:
+        The pair ``(byte_vocab, str_vocab)``, lists indexed by token id, which also has
+        ``special_ids`` and ``undefined_ids``.
+
+    Raises:
+        TokenizerDecodeError: If the bytes of some token cannot be known.
+        ValueError: If ``byte2str_fallback`` is none of the three.
+    """
+    if byte2str_fallback not in get_args(Fallback):
+        raise ValueError(
+            f"byte2str_fallback must be one of {', '.join(get_args(Fallback))}; "
+            f"got {byte2str_fallback!r}"
+        )
+    with _garbage_collection_paused():
+        vocab = read_byte_vocab(tokenizer)
+        if self_check:
+            check_byte_vocab(vocab)
+        strings = _to_strings(vocab.byte_strings, vocab.spellings, byte2str_fallback)
+        return Vocabulary(
+            make_tokens(vocab.byte_strings), strings, vocab.special_ids, vocab.undefined_ids
+        )
+
+
+def _to_strings(
+    byte_strings: list[bytes], spellings: list[str | None], fallback: Fallback
+) -> list[str]:
+    strings = []
+    for index, byte_string in enumerate(byte_strings):
+        try:
+            strings.append(byte_string.decode())
+        except UnicodeDecodeError:
+            if fallback == "tokenizer":
+                strings.append(spellings[index] or "")
+            elif fallback == "latin1":
+                strings.append(byte_string.decode("latin-1"))
+            else:
+                strings.append(byte_string.decode("utf-8", "replace"))
+    return strings
+
+
+@contextlib.contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    # Hundreds of thousands of new objects would set the collector off dozens of times, each
+    # time over all of them, and none of them is garbage.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
