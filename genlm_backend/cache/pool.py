@@ -135,6 +135,6 @@ class KVPool:
         free = set(self._free)
         if len(free) != len(self._free):
             raise CacheError("a slot is free twice")
-        if free and not (PADDING_SLOT < min(free) and max(free) < self._next_unused):
+        if free and not (min(free) > PADDING_SLOT and max(free) < self._next_unused):
             raise CacheError("a slot is free that was never handed out")
         return free | set(range(self._next_unused, self.num_slots + 1))

@@ -41,7 +41,7 @@ class _Node:
 
     def subtree(self) -> Iterator[_Node]:
         """This node and everything below it."""
-        stack = [self]
+        stack: list[_Node] = [self]
         while stack:
             node = stack.pop()
             yield node
@@ -215,7 +215,9 @@ class RadixPrefixCache(PrefixCache):
             locks = Counter(node for match in self._live for node in match.node.path())
             for node in nodes:
                 if node.num_locks != locks[node]:
-                    raise CacheError(f"{locks[node]} matches lock a node that says {node.num_locks}")
+                    raise CacheError(
+                        f"{locks[node]} matches lock a node that says {node.num_locks}"
+                    )
                 if len(node.slots) != len(node.tokens):
                     raise CacheError("a node has as many slots as tokens, or it is wrong")
                 for first, child in node.children.items():

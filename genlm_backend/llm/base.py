@@ -151,7 +151,9 @@ class AsyncLM(abc.ABC):
         Each prompt has a random stream of its own, derived from ``seed`` and its place in the
         list, so that its continuation does not depend on the prompts behind it.
         """
-        samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompt_token_ids_list))]
+        samplers = [
+            Sampler(temperature, seed, stream) for stream in range(len(prompt_token_ids_list))
+        ]
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(

@@ -88,7 +88,7 @@ def _convert(source: Path, filename: str, folder: Path) -> None:
     # A model that came out of a GGUF file cannot be saved as it is: it counts as quantised.
     config = unpacked.config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config
+        delattr(config, "quantization_config")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(unpacked.state_dict())
     model.save_pretrained(folder)

@@ -49,7 +49,9 @@ class MockAsyncLM(BatchedLM):
     def _row(self, query: Query) -> torch.Tensor:
         digest = hashlib.sha256(array("q", query.token_ids).tobytes()).digest()
         entropy = np.frombuffer(digest, dtype=np.uint32)
-        random = np.random.Generator(np.random.Philox(key=entropy[:4].view(np.uint64), counter=entropy[4:].view(np.uint64)))
+        random = np.random.Generator(
+            np.random.Philox(key=entropy[:4].view(np.uint64), counter=entropy[4:].view(np.uint64))
+        )
         logits = torch.from_numpy(random.standard_normal(len(self.byte_vocab), dtype=np.float32))
         logits[self._undefined] = -torch.inf
         return logits.log_softmax(-1)

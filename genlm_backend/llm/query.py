@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from typing import Any
 
 from genlm_backend.errors import ContextError, ContextTypeError
@@ -50,7 +49,7 @@ class Query:
 
 
 def check_context(
-    token_ids: Iterable[int] | Any, vocab_size: int, max_length: int | None = None
+    token_ids: Any, vocab_size: int, max_length: int | None = None
 ) -> tuple[int, ...]:
     """Return ``token_ids`` as a tuple of ``int``.
 
@@ -84,7 +83,8 @@ def check_context(
     if min(ids) < 0 or max(ids) >= vocab_size:
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise ContextError(
-            f"token id {wrong} is outside the vocabulary of {vocab_size} ids (0 to {vocab_size - 1})"
+            f"token id {wrong} is outside the vocabulary: "
+            f"the model has {vocab_size} ids, 0 to {vocab_size - 1}"
         )
     if max_length is not None and len(ids) > max_length:
         raise ContextError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class ByteVocab:
 
     name: str
     byte_strings: list[bytes]
-    spellings: list[str | None]
+    spellings: Sequence[str | None]
     special_ids: frozenset[int]
     undefined_ids: frozenset[int]
     unknown_ids: frozenset[int] = frozenset()
@@ -142,7 +142,7 @@ def _rust_spellings(rust: Any) -> list[str | None]:
 def _rust_decoder(rust: Any) -> CompiledDecoder:
     if rust.decoder is not None:
         return compile_decoder(_state(rust.decoder))
-    model = {"type": type(rust.model).__name__}
+    model: dict[str, Any] = {"type": type(rust.model).__name__}
     for setting in ("end_of_word_suffix", "continuing_subword_prefix", "byte_fallback"):
         model[setting] = getattr(rust.model, setting, None)
     return infer_decoder(
@@ -240,7 +240,7 @@ def _read_sentencepiece(model: Any, name: str) -> ByteVocab:
     return ByteVocab(
         name,
         byte_strings,
-        pieces,
+        [*pieces],
         special_ids,
         frozenset(),
         frozenset({model.unk_id()}),
@@ -257,8 +257,8 @@ def _tiktoken_encoding(tokenizer: Any) -> Any | None:
     tiktoken = sys.modules.get("tiktoken")
     if tiktoken is None:  # then the object cannot hold one
         return None
-    for candidate in (tokenizer, *vars(tokenizer).values()) if hasattr(tokenizer, "__dict__") else (
-        tokenizer,
+    for candidate in (
+        (tokenizer, *vars(tokenizer).values()) if hasattr(tokenizer, "__dict__") else (tokenizer,)
     ):
         if isinstance(candidate, tiktoken.Encoding):
             return candidate

@@ -57,7 +57,7 @@ def decode_byte_level(strings: Sequence[str]) -> list[bytes]:
         result.append(buffer[start:end])
         start = end
     for index in np.unique(np.searchsorted(ends, np.flatnonzero(codes == _OUTSIDE), side="right")):
-        result[index] = to_utf8(strings[index])
+        result[index] = to_utf8(strings[int(index)])
     return result
 
 
@@ -153,7 +153,12 @@ def infer_decoder(
             return compile_decoder({"type": "ByteLevel"})
     if model.get("byte_fallback"):
         stages.append(_byte_fallback)
-    drops_spaces = kinds & {"Whitespace", "WhitespaceSplit", "BertPreTokenizer", "CharDelimiterSplit"}
+    drops_spaces = kinds & {
+        "Whitespace",
+        "WhitespaceSplit",
+        "BertPreTokenizer",
+        "CharDelimiterSplit",
+    }
     if drops_spaces and not stages:
         if model.get("type") == "WordLevel":
             return CompiledDecoder((lambda piece: b" " + to_utf8(piece),), keeps_spaces=False)

@@ -34,6 +34,7 @@ class Token(bytes):
     token_id: int
 
     def __new__(cls, token_id: int, byte_string: bytes) -> Token:
+        """Check and make a token; see the class."""
         if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
             raise TypeError(f"token_id must be an int, got {token_id!r}")
         if not isinstance(byte_string, bytes):
@@ -67,10 +68,10 @@ class Token(bytes):
     def __hash__(self) -> int:
         return hash(self.token_id)
 
-    __lt__ = _by_id(operator.lt)  # pyright: ignore[reportAssignmentType]
-    __le__ = _by_id(operator.le)  # pyright: ignore[reportAssignmentType]
-    __gt__ = _by_id(operator.gt)  # pyright: ignore[reportAssignmentType]
-    __ge__ = _by_id(operator.ge)  # pyright: ignore[reportAssignmentType]
+    __lt__ = _by_id(operator.lt)
+    __le__ = _by_id(operator.le)
+    __gt__ = _by_id(operator.gt)
+    __ge__ = _by_id(operator.ge)
 
     def __repr__(self) -> str:
         return f"Token({self.token_id}, {bytes(self)!r})"

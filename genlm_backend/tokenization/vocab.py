@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args
 
 from genlm_backend.tokenization.byte_vocab import read_byte_vocab
@@ -33,6 +33,7 @@ class Vocabulary(tuple[list[Token], list[str]]):
         special_ids: frozenset[int] = frozenset(),
         undefined_ids: frozenset[int] = frozenset(),
     ) -> Vocabulary:
+        """Make the pair; see the class."""
         self = super().__new__(cls, (byte_vocab, str_vocab))
         self.special_ids, self.undefined_ids = special_ids, undefined_ids
         return self
@@ -104,7 +105,7 @@ def decode_vocab(
 
 
 def _to_strings(
-    byte_strings: list[bytes], spellings: list[str | None], fallback: Fallback
+    byte_strings: list[bytes], spellings: Sequence[str | None], fallback: Fallback
 ) -> list[str]:
     strings = []
     for index, byte_string in enumerate(byte_strings):

@@ -22,7 +22,7 @@ from genlm_backend.llm.hf.schedule import (
 )
 from genlm_backend.llm.query import Query
 
-Finish = Callable[[torch.Tensor], torch.Tensor]
+Finish = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 class Evaluator:
@@ -32,7 +32,7 @@ class Evaluator:
         runner: What calls the model.
         pool: Slots for keys and values, or ``None`` to run every context whole.
         cost: What forward passes cost, for dividing a batch into several.
-        finish: From logits ``[n, model_vocab]`` to log-probability rows.
+        finish: From logits ``[n, model_vocab]`` to ``n`` log-probability rows.
     """
 
     def __init__(
@@ -191,4 +191,4 @@ class Evaluator:
 
     def _collect(self, rows: list[torch.Tensor], indices: list[int], logits: torch.Tensor) -> None:
         for index, row in zip(indices, self._finish(logits), strict=True):
-            rows[index] = row.clone()  # on its own, so that a kept row does not keep its batch
+            rows[index] = row

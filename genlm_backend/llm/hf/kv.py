@@ -109,8 +109,6 @@ def pooled_cache(pool: KVPool, batch: PackedBatch) -> Cache:
     return Cache(
         layers=[
             PooledLayer(keys, values, layout, batch.num_past, indices)
-            for keys, values, layout in zip(
-                pool.keys, pool.values, pool.layout.layers, strict=True
-            )
+            for keys, values, layout in zip(pool.keys, pool.values, pool.layout.layers, strict=True)
         ]
     )

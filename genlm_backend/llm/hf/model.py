@@ -12,12 +12,13 @@ import torch
 from genlm_backend.cache.pool import KVPool
 from genlm_backend.errors import CacheError, MissingExtraError
 from genlm_backend.llm.base import TokenIds
-from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM, copy_row
 from genlm_backend.llm.hf.evaluator import Evaluator
 from genlm_backend.llm.hf.memory import default_kv_budget
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.hf.schedule import CostModel
 from genlm_backend.llm.hf.support import check_model, examine
+from genlm_backend.llm.hf.threads import release_idle_threads
 from genlm_backend.llm.loading import explained, resolve_name
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.statistics import BackendCounts
@@ -84,10 +85,10 @@ class AsyncTransformer(BatchedLM):
         self.model = hf_model
         self.output_device = torch.device(output_device)
         runner = Runner(hf_model)
+        self._is_on_cpu = runner.device.type == "cpu"
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
-        self._evaluator = Evaluator(
-            runner, self._make_pool(runner, kv_cache_bytes), _cost_model(runner), self._finish
-        )
+        pool = self._batcher.call(lambda: self._make_pool(runner, kv_cache_bytes))
+        self._evaluator = Evaluator(runner, pool, _cost_model(runner), self._finish)
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
 
     @classmethod
@@ -144,14 +145,25 @@ class AsyncTransformer(BatchedLM):
         For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
         """
         query = self._query(token_ids, lora_name)
-        return self._batcher.call(lambda: self._evaluator.whole([query]))[0].clone()
+        self.before_wait()
+        return copy_row(self._batcher.call(lambda: self._evaluator.whole([query]))[0])
 
-    def _finish(self, logits: torch.Tensor) -> torch.Tensor:
-        """From logits ``[n, model_vocab]`` to rows on the output device, float32 ``[n, vocab]``."""
-        logits = logits[:, : len(self.byte_vocab)].float()
+    def before_wait(self) -> None:
+        """Release the calling thread's idle OpenMP threads where the model runs on the CPU."""
+        if self._is_on_cpu:
+            release_idle_threads()
+
+    def _finish(self, logits: torch.Tensor) -> list[torch.Tensor]:
+        """From logits ``[n, model_vocab]`` to rows on the output device, float32 ``[vocab]``.
+
+        Each row owns its memory, so that a row that is kept does not keep its batch.
+        """
         if len(self._undefined):
             logits = logits.index_fill(1, self._undefined.to(logits.device), -torch.inf)
-        return logits.log_softmax(-1).to(self.output_device)
+        if logits.device == self.output_device:
+            return [row.log_softmax(-1, dtype=torch.float32) for row in logits]
+        rows = logits.log_softmax(-1, dtype=torch.float32).to(self.output_device)
+        return [row.clone() for row in rows]
 
     # ---------------------------------------------------------------- caches
 
@@ -182,6 +194,7 @@ class AsyncTransformer(BatchedLM):
             CacheError: If the prompt does not fit into ``kv_cache_bytes``.
         """
         query = self._query(prompt_tokens, lora_name)
+        self.before_wait()
         if not self._batcher.call(lambda: self._evaluator.pin(query)) and self.kv_reuse:
             raise CacheError(
                 f"a prompt of {len(query.token_ids)} tokens does not fit into the "

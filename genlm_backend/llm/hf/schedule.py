@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 
-
 @dataclass(frozen=True, slots=True)
 class CostModel:
     """What a forward pass costs, in units of one token's share of a large pass.
@@ -173,7 +172,6 @@ def plan_waves(segments: Sequence[Segment]) -> list[list[Segment]]:
     for segment in segments:
         waves[segment.wave].append(segment)
     return waves
-
 
 
 def plan_groups(sizes: Sequence[tuple[int, int]], cost: CostModel) -> list[list[int]]:

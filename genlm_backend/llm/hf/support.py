@@ -75,8 +75,12 @@ def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSuppor
     try:
         layout = _observe_layout(runner, probe[:3])
         difference, spread = _compare(runner, layout, probe, vocab_size)
+    except UnsupportedModelError as error:
+        return KVSupport(None, str(error))
     except Exception as error:  # third-party model code may raise anything; it still runs whole
-        logger.warning("%s runs without key-value reuse", type(runner.model).__name__, exc_info=True)
+        logger.warning(
+            "%s runs without key-value reuse", type(runner.model).__name__, exc_info=True
+        )
         return KVSupport(None, f"it does not run on a foreign cache: {error!r}")
     rounding = _ROUNDING.get(layout.layers[0].dtype, _DEFAULT_ROUNDING)
     if getattr(runner.model, "is_quantized", False):
@@ -97,7 +101,7 @@ def _observe_layout(runner: Runner, token_ids: list[int]) -> KVLayout:
     runner.model(input_ids=ids, past_key_values=cache, use_cache=True)
     layers = []
     for layer in cache.layers:
-        keys, values = layer.keys, layer.values
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.shape[2] != len(token_ids):
             raise UnsupportedModelError("a layer keeps no keys and values")
         layers.append(

@@ -1,0 +1,185 @@
+"""A caller that goes away disturbs nobody, and nothing is computed for nobody."""
+
+import asyncio
+import os
+import signal
+import threading
+
+import pytest
+
+from genlm_backend.batching import Batcher, BatchPolicy
+
+PATIENT = BatchPolicy(max_batch_size=100, timeout=1000.0, max_passes=1_000_000)
+
+
+async def passes(count):
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def until_held(recorder):
+    while not recorder.is_held.is_set():
+        await asyncio.sleep(0)
+
+
+def test_a_cancelled_query_that_nobody_else_wants_is_skipped(recorder):
+    batcher = Batcher(recorder, PATIENT)
+
+    async def main():
+        tasks = [asyncio.ensure_future(batcher.submit(i)) for i in range(4)]
+        await passes(1)
+        tasks[2].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = asyncio.run(main())
+    assert isinstance(results[2], asyncio.CancelledError)
+    assert [results[0], results[1], results[3]] == [0, 2, 6]
+    assert recorder.batches == [[0, 1, 3]]
+    assert batcher.statistics().num_skipped == 1
+    batcher.close()
+
+
+def test_a_cancelled_query_that_somebody_shares_is_answered(recorder):
+    batcher = Batcher(recorder, PATIENT)
+
+    async def main():
+        first = asyncio.ensure_future(batcher.submit(5))
+        second = asyncio.ensure_future(batcher.submit(5))
+        await passes(1)
+        first.cancel()
+        return await second
+
+    assert asyncio.run(main()) == 10
+    assert recorder.batches == [[5]]
+    batcher.close()
+
+
+def test_cancelling_all_evaluates_nothing(recorder):
+    batcher = Batcher(recorder, PATIENT)
+
+    async def main():
+        tasks = [asyncio.ensure_future(batcher.submit(i)) for i in range(5)]
+        await passes(1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await passes(20)
+        return await batcher.submit(9)
+
+    assert asyncio.run(main()) == 18
+    assert recorder.batches == [[9]]
+    batcher.close()
+
+
+def test_wait_for_timing_out_in_flight_leaves_the_others(recorder):
+    batcher = Batcher(recorder, PATIENT)
+
+    async def main():
+        recorder.hold()
+        impatient = asyncio.ensure_future(asyncio.wait_for(batcher.submit(1), 0.01))
+        patient = asyncio.ensure_future(batcher.submit(2))
+        await until_held(recorder)
+        with pytest.raises(TimeoutError):
+            await impatient
+        recorder.let_go()
+        return await patient, await batcher.submit(1)
+
+    assert asyncio.run(main()) == (4, 2)
+    batcher.close()
+
+
+def test_the_first_of_a_batch_is_not_its_leader(recorder):
+    batcher = Batcher(recorder, PATIENT)
+
+    async def main():
+        recorder.hold()
+        tasks = [asyncio.ensure_future(batcher.submit(i)) for i in range(3)]
+        await until_held(recorder)
+        tasks[0].cancel()
+        await passes(3)
+        recorder.let_go()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = asyncio.run(main())
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert results[1:] == [2, 4]
+    batcher.close()
+
+
+def test_a_coroutine_closed_by_hand_is_forgotten(recorder):
+    batcher = Batcher(recorder, PATIENT)
+
+    async def main():
+        coroutine = batcher.submit(7)
+        coroutine.send(None)
+        coroutine.close()
+        return await batcher.submit(8)
+
+    assert asyncio.run(main()) == 16
+    assert recorder.batches == [[8]]
+    batcher.close()
+
+
+def test_a_loop_closed_with_queries_waiting_leaves_a_clean_start(recorder):
+    batcher = Batcher(recorder, PATIENT)
+    loop = asyncio.new_event_loop()
+    abandoned = loop.create_task(batcher.submit(1))
+    loop.run_until_complete(asyncio.sleep(0))
+    abandoned.cancel()
+    loop.run_until_complete(asyncio.gather(abandoned, return_exceptions=True))
+    loop.close()
+    assert asyncio.run(batcher.submit(2)) == 4
+    assert recorder.batches == [[2]]
+    batcher.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_loop_closed_without_any_cancelling_leaves_a_clean_start(recorder):
+    batcher = Batcher(recorder, PATIENT)
+    loop = asyncio.new_event_loop()
+    abandoned = loop.create_task(batcher.submit(1))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert asyncio.run(batcher.submit(2)) == 4
+    assert recorder.batches == [[2]]
+    abandoned._log_destroy_pending = False  # pyright: ignore
+    batcher.close()
+
+
+def test_a_loop_closed_during_the_evaluation_leaves_a_clean_start(recorder):
+    batcher = Batcher(recorder, PATIENT)
+    recorder.hold()
+
+    async def abandon():
+        task = asyncio.ensure_future(batcher.submit(1))
+        await until_held(recorder)
+        task.cancel()
+
+    asyncio.run(abandon())
+    threading.Timer(0.01, recorder.let_go).start()
+    assert asyncio.run(batcher.submit(2)) == 4
+    assert recorder.batches == [[1], [2]]
+    batcher.close()
+
+
+def test_a_keyboard_interrupt_during_an_evaluation_leaves_the_batcher_usable(recorder):
+    batcher = Batcher(recorder, PATIENT)
+    recorder.hold()
+
+    def interrupt():
+        assert recorder.is_held.wait(30)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(batcher.submit(1))
+    recorder.let_go()
+    assert asyncio.run(batcher.submit(2)) == 4
+
+    recorder.hold()
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        batcher.submit_sync([3])
+    recorder.let_go()
+    assert batcher.submit_sync([4, 5]) == [8, 10]
+    batcher.close()

@@ -1,0 +1,77 @@
+"""The policy is a pure function: every clause of it, and that nothing waits for ever."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm_backend.batching import BatchPolicy, BatchState, Decision
+
+POLICY = BatchPolicy(max_batch_size=4, timeout=0.02, quiet_passes=3, max_passes=50)
+
+states = st.builds(
+    BatchState,
+    num_pending=st.integers(0, 10),
+    is_busy=st.booleans(),
+    is_urgent=st.booleans(),
+    num_passes=st.integers(0, 100),
+    num_quiet_passes=st.integers(0, 100),
+    waited=st.floats(0, 1),
+)
+
+
+@given(states)
+def test_nothing_fires_while_busy_or_empty(state):
+    decision = POLICY.decide(state)
+    assert (decision is Decision.SLEEP) == (state.is_busy or state.num_pending == 0)
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        (BatchState(1), Decision.YIELD),
+        (BatchState(3, num_passes=2, num_quiet_passes=2, waited=0.019), Decision.YIELD),
+        (BatchState(4), Decision.FIRE),
+        (BatchState(9), Decision.FIRE),
+        (BatchState(1, is_urgent=True), Decision.FIRE),
+        (BatchState(1, num_quiet_passes=3), Decision.FIRE),
+        (BatchState(1, num_passes=50), Decision.FIRE),
+        (BatchState(1, waited=0.02), Decision.FIRE),
+    ],
+)
+def test_each_reason_to_fire_alone(state, expected):
+    assert POLICY.decide(state) is expected
+
+
+@given(st.lists(st.booleans(), min_size=60, max_size=60), st.floats(0, 0.001))
+def test_no_pattern_of_arrivals_starves_the_first(arrivals, pass_seconds):
+    quiet = 0
+    for passes, is_arrival in enumerate(arrivals, 1):
+        quiet = 0 if is_arrival else quiet + 1
+        state = BatchState(
+            1, num_passes=passes, num_quiet_passes=quiet, waited=passes * pass_seconds
+        )
+        if POLICY.decide(state) is Decision.FIRE:
+            return
+    pytest.fail("the first query never went")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_batch_size": 0},
+        {"max_batch_size": -3},
+        {"timeout": -0.1},
+        {"timeout": float("nan")},
+        {"quiet_passes": 0},
+        {"quiet_passes": 5, "max_passes": 4},
+    ],
+)
+def test_impossible_bounds_are_refused(options):
+    with pytest.raises(ValueError, match=r"must be"):
+        BatchPolicy(**options)
+
+
+@pytest.mark.parametrize("size", [True, 2.0, "20"])
+def test_a_batch_size_is_an_integer(size):
+    with pytest.raises(TypeError, match="batch_size"):
+        BatchPolicy(max_batch_size=size)

@@ -1,0 +1,79 @@
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm_backend.cache import RowCache
+
+
+def row(value, size=4):
+    return torch.full((size,), float(value))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60), st.integers(0, 6))
+def test_it_is_an_lru_cache_of_bytes(steps, capacity):
+    cache = RowCache(16 * capacity)
+    model: list[int] = []  # keys, oldest first
+    for is_put, key in steps:
+        if is_put:
+            cache.put(key, row(key))
+            if capacity:
+                model = [k for k in model if k != key] + [key]
+                model = model[-capacity:]
+        else:
+            found = cache.get(key)
+            assert (found is not None) == (key in model)
+            if found is not None:
+                assert found[0] == key
+                model = [k for k in model if k != key] + [key]
+        assert len(cache) == len(model)
+        assert cache.num_bytes == 16 * len(model) <= cache.budget
+
+
+def test_a_row_larger_than_the_budget_is_not_stored():
+    cache = RowCache(10)
+    cache.put("a", row(1))
+    assert cache.get("a") is None
+    assert cache.num_bytes == 0
+
+
+def test_clear_forgets_and_refuses_what_was_being_computed():
+    cache = RowCache(1000)
+    generation = cache.generation
+    cache.put("a", row(1), generation)
+    cache.clear()
+    cache.put("b", row(2), generation)
+    assert cache.get("a") is None
+    assert cache.get("b") is None
+    cache.put("b", row(2), cache.generation)
+    assert cache.get("b") is not None
+
+
+def test_replacing_a_row_counts_it_once():
+    cache = RowCache(1000)
+    cache.put("a", row(1, 4))
+    cache.put("a", row(1, 8))
+    assert cache.num_bytes == 32
+
+
+def test_a_negative_budget_is_refused():
+    with pytest.raises(ValueError, match="row_cache_bytes"):
+        RowCache(-1)
+
+
+def test_threads_keep_the_books_straight():
+    cache = RowCache(16 * 50)
+
+    def work(offset):
+        for i in range(500):
+            cache.put((offset, i % 40), row(i))
+            cache.get((offset, (i * 7) % 40))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.num_bytes == 16 * len(cache) <= cache.budget
