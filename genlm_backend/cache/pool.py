@@ -126,8 +126,13 @@ class KVPool:
         if self.num_free > self.num_slots:
             raise CacheError(f"more slots were returned than exist: {self.num_free}")
 
-    def free_slots(self) -> set[int]:
-        """The free slots, for counting; raises where one is free twice.
+    @property
+    def num_touched(self) -> int:
+        """Slots handed out at least once: those numbered 1 to this."""
+        return self._next_unused - 1
+
+    def recycled_slots(self) -> set[int]:
+        """The slots handed out and returned, for counting; those never handed out are free too.
 
         Raises:
             CacheError: If a slot is on the free list twice or does not exist.
@@ -137,4 +142,4 @@ class KVPool:
             raise CacheError("a slot is free twice")
         if free and not (min(free) > PADDING_SLOT and max(free) < self._next_unused):
             raise CacheError("a slot is free that was never handed out")
-        return free | set(range(self._next_unused, self.num_slots + 1))
+        return free

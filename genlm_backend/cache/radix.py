@@ -207,11 +207,12 @@ class RadixPrefixCache(PrefixCache):
             nodes = {*in_tree, *self._stale}
             owned = Counter(slot for node in nodes for slot in node.slots)
             owned.update(held)
-            owned.update(self.pool.free_slots())
+            owned.update(self.pool.recycled_slots())
             if wrong := [slot for slot, count in owned.items() if count != 1]:
                 raise CacheError(f"slots with more than one owner: {wrong[:10]}")
-            if len(owned) != self.num_slots or (owned and min(owned) < 1):
-                raise CacheError(f"{len(owned)} slots have an owner, {self.num_slots} exist")
+            num_touched = self.pool.num_touched
+            if len(owned) != num_touched or (owned and not 1 <= min(owned) <= num_touched):
+                raise CacheError(f"{len(owned)} slots have an owner, {num_touched} are in use")
             locks = Counter(node for match in self._live for node in match.node.path())
             for node in nodes:
                 if node.num_locks != locks[node]:

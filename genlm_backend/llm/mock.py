@@ -17,7 +17,7 @@ from genlm_backend.llm.query import Query
 class MockAsyncLM(BatchedLM):
     """A pseudo-random language model: a row depends on its context and on nothing else.
 
-    Rows are the log-softmax of standard normal logits, seeded by a 256-bit digest of the
+    Rows are the log-softmax of standard normal logits, seeded by a 384-bit digest of the
     context, so that equal contexts have equal rows on every machine and no two contexts share
     one by accident. Awaits take the same road as with a real model: batching, caching, errors.
 
@@ -47,11 +47,9 @@ class MockAsyncLM(BatchedLM):
         return [self._row(query) for query in queries]
 
     def _row(self, query: Query) -> torch.Tensor:
-        digest = hashlib.sha256(array("q", query.token_ids).tobytes()).digest()
-        entropy = np.frombuffer(digest, dtype=np.uint32)
-        random = np.random.Generator(
-            np.random.Philox(key=entropy[:4].view(np.uint64), counter=entropy[4:].view(np.uint64))
-        )
+        digest = hashlib.sha384(array("q", query.token_ids).tobytes()).digest()
+        words = np.frombuffer(digest, dtype=np.uint64)
+        random = np.random.Generator(np.random.Philox(key=words[:2], counter=words[2:]))
         logits = torch.from_numpy(random.standard_normal(len(self.byte_vocab), dtype=np.float32))
         logits[self._undefined] = -torch.inf
         return logits.log_softmax(-1)

@@ -105,7 +105,7 @@ class Evaluator:
             if slots is not None:
                 rows = self._run(queries, matches, segments, slots)
                 self.tokens_reused += sum(job.num_cached for job in jobs)
-                return rows
+                return rows if rows is not None else self.whole(queries)
         finally:
             for match in matches:
                 self.prefixes.release(match)
@@ -125,7 +125,8 @@ class Evaluator:
         matches: list[Match],
         segments: list[Segment],
         slots: list[int],
-    ) -> list[torch.Tensor]:
+    ) -> list[torch.Tensor] | None:
+        """Return the rows, or ``None`` if one is NaN; then nothing is kept."""
         rows: list[torch.Tensor] = [torch.empty(0)] * len(queries)
         own: dict[Segment, list[int]] = {}
         taken = 0
@@ -143,6 +144,11 @@ class Evaluator:
                     answered = [job for s in members for _, job in s.outputs]
                     if answered:
                         self._collect(rows, answered, logits)
+            if torch.stack([row[0] for row in rows]).isnan().any():
+                # Attention gives what it masks a weight of zero, and zero times NaN is NaN. So a
+                # context that overflows spoils the keys and values of its own beginning, which
+                # other contexts share.
+                return None
             while held:
                 self._insert(queries, matches, held[0], own)
                 del held[0]

@@ -1,0 +1,80 @@
+"""Tiny models of every backend, each with an answer that no cache has touched."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+
+from genlm_backend import AsyncTransformer, MockAsyncLM
+from tests.llm import families
+
+
+def word_tokenizer(size=families.VOCAB):
+    """One made-up word for each id, and no way to encode anything else."""
+    return Tokenizer(models.WordLevel({f"<{i}>": i for i in range(size)}, unk_token="<0>"))
+
+
+def fresh_row(model, token_ids):
+    """The row that the bare model gives, run whole and alone."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([list(token_ids)])).logits[0, -1]
+    return logits.float().log_softmax(-1)
+
+
+@dataclass
+class Backend:
+    """A way to make a model, and the answers it must give."""
+
+    name: str
+    options: dict[str, Any]
+    model: Any = None
+    is_cached: bool = True
+
+    def make(self, **options):
+        tokenizer = word_tokenizer()
+        if self.model is None:
+            return MockAsyncLM(tokenizer, **{**self.options, **options})
+        return AsyncTransformer(self.model, tokenizer, **{**self.options, **options})
+
+    def expected(self, token_ids):
+        if self.model is None:
+            with MockAsyncLM(word_tokenizer(), row_cache_bytes=0) as other:
+                return other.next_token_logprobs_sync(token_ids)
+        return fresh_row(self.model, token_ids)
+
+
+_MODELS = {name: families.make(name) for name in ("llama", "gemma3", "mamba")}
+_SLOT = (
+    2 * 2 * 2 * 8 * 4
+)  # bytes of a token of the tiny Llama: layers, k and v, heads, dim, float32
+
+BACKENDS = {
+    "mock": Backend("mock", {}),
+    "hf": Backend("hf", {"kv_cache_bytes": 1 << 20}, _MODELS["llama"]),
+    "hf-sliding": Backend("hf-sliding", {"kv_cache_bytes": 1 << 20}, _MODELS["gemma3"]),
+    "hf-tight": Backend(
+        "hf-tight", {"kv_cache_bytes": 40 * _SLOT, "row_cache_bytes": 1500}, _MODELS["llama"]
+    ),
+    "hf-no-cache": Backend(
+        "hf-no-cache", {"kv_cache_bytes": 0, "row_cache_bytes": 0}, _MODELS["llama"], False
+    ),
+    "hf-whole": Backend("hf-whole", {}, _MODELS["mamba"]),
+}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return BACKENDS[request.param]
+
+
+@pytest.fixture
+def lm(backend):
+    with backend.make() as lm:
+        yield lm
+
+
+@pytest.fixture
+def tiny_llama():
+    return _MODELS["llama"]

@@ -1,0 +1,249 @@
+"""What is computed, what is reused, and what happens when there is no room."""
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from genlm_backend import AsyncTransformer
+from genlm_backend.errors import CacheError
+from tests.llm import families
+from tests.llm.conftest import fresh_row, word_tokenizer
+
+SLOT = 2 * 2 * 2 * 8 * 4
+PROMPT = [random.Random(1).randrange(families.VOCAB) for _ in range(51)]
+
+
+@pytest.fixture
+def make(tiny_llama):
+    models = []
+
+    def make(**options):
+        options = {"kv_cache_bytes": 4000 * SLOT, **options}
+        models.append(AsyncTransformer(tiny_llama, word_tokenizer(), **options))
+        return models[-1]
+
+    yield make
+    for lm in models:
+        lm._evaluator.prefixes.check_integrity()
+        lm.close()
+
+
+def check(lm, contexts):
+    rows = lm.batch_next_token_logprobs_sync(contexts)
+    for context, row in zip(contexts, rows, strict=True):
+        torch.testing.assert_close(row, fresh_row(lm.model, context), rtol=0, atol=2e-5)
+
+
+def test_a_step_computes_one_token_a_particle(make):
+    lm = make()
+    asyncio.run(lm.batch_next_token_logprobs([PROMPT] * 20))
+    assert lm.statistics().tokens_computed == 51
+    particles = [[*PROMPT, i] for i in range(20)]
+    for step in range(5):
+        before = lm.statistics()
+        check(lm, particles)
+        after = lm.statistics()
+        assert after.tokens_computed - before.tokens_computed == 20
+        assert after.num_forwards - before.num_forwards == 1
+        assert after.tokens_reused - before.tokens_reused == 20 * (51 + step)
+        particles = [[*p, (7 * i + step) % 96] for i, p in enumerate(particles)]
+
+
+def test_smc_with_resampling_computes_exactly_the_distinct_new_tokens(make):
+    lm = make()
+    generator = random.Random(0)
+    particles, seen = [list(PROMPT) for _ in range(20)], set()
+
+    async def main():
+        nonlocal particles
+        for step in range(16):
+            await asyncio.gather(*map(lm.next_token_logprobs, particles))
+            seen.update(tuple(p[: n + 1]) for p in particles for n in range(len(p)))
+            assert lm.statistics().tokens_computed == len(seen)
+            assert lm.statistics().kv_bytes_used == len(seen) * SLOT
+            particles = [[*p, generator.randrange(4)] for p in particles]
+            if step % 4 == 3:
+                particles = particles[:10] + [list(p) for p in particles[:10]]
+
+    asyncio.run(main())
+    assert set(lm.statistics().batch_sizes) <= set(range(1, 21))
+
+
+def test_a_prompt_shared_within_one_batch_is_computed_once(make):
+    lm = make()
+    check(lm, [[*PROMPT, i] for i in range(10)])
+    assert lm.statistics().tokens_computed == 61
+
+
+def test_a_context_and_its_prefixes_in_one_batch_are_one_row(make):
+    lm = make()
+    check(lm, [PROMPT[:n] for n in (10, 30, 51, 20)])
+    assert lm.statistics().tokens_computed == 51
+    assert lm.statistics().num_forwards == 1
+
+
+def test_a_row_asked_again_costs_no_forward(make):
+    lm = make()
+    check(lm, [PROMPT, PROMPT[:5]])
+    forwards = lm.statistics().num_forwards
+    check(lm, [PROMPT, PROMPT[:5]])
+    statistics = lm.statistics()
+    assert statistics.num_forwards == forwards
+    assert statistics.row_cache_hits == 2
+
+
+def test_a_prefill_does_not_pad_the_steps(make):
+    lm = make()
+    check(lm, [[*PROMPT]])
+    forwards = lm.statistics().num_forwards
+    check(lm, [*([*PROMPT, i] for i in range(19)), list(range(90)) * 2])
+    assert lm.statistics().num_forwards == forwards + 2
+
+
+def test_a_long_prefill_goes_in_chunks(make):
+    from dataclasses import replace
+
+    lm = make()
+    lm._evaluator.cost = replace(lm._evaluator.cost, max_segment=16)
+    check(lm, [PROMPT, PROMPT[:40], [*PROMPT[:33], 5, 6, 7], [1, 2]])
+    assert lm.statistics().num_forwards >= 4
+    assert lm.statistics().tokens_computed == 51 + 3 + 2
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 5, 52, 60, 75, 300])
+def test_whatever_fits_the_answers_are_right(make, capacity):
+    lm = make(kv_cache_bytes=(capacity + 1) * SLOT, row_cache_bytes=0)
+    generator = random.Random(capacity)
+    particles = [[*PROMPT, i] for i in range(8)]
+    for _ in range(6):
+        check(lm, particles)
+        lm._evaluator.prefixes.check_integrity()
+        assert lm.statistics().kv_bytes_used <= capacity * SLOT
+        particles = [[*generator.choice(particles), generator.randrange(96)] for _ in particles]
+
+
+def test_five_thousand_contexts_stay_within_the_budgets(make):
+    lm = make(kv_cache_bytes=200 * SLOT, row_cache_bytes=50 * 96 * 4)
+    generator = random.Random(0)
+
+    async def main():
+        for _ in range(50):
+            contexts = [[generator.randrange(96) for _ in range(6)] for _ in range(100)]
+            await asyncio.gather(*map(lm.next_token_logprobs, contexts))
+            statistics = lm.statistics()
+            assert statistics.kv_bytes_used <= statistics.kv_bytes_budget == 200 * SLOT
+            assert statistics.row_bytes_used <= statistics.row_bytes_budget
+
+    asyncio.run(main())
+    statistics = lm.statistics()
+    assert statistics.num_evicted_tokens > 25_000
+    assert statistics.num_evicted_rows > 4_900
+    assert lm._evaluator.prefixes._num_nodes <= 200
+
+
+def test_a_pinned_prompt_is_never_evicted_until_cleared(make):
+    lm = make(kv_cache_bytes=81 * SLOT, row_cache_bytes=0)
+    lm.cache_kv(PROMPT)
+    for i in range(30):
+        check(lm, [[i, i, i, i, i, i]])
+    before = lm.statistics()
+    check(lm, [[*PROMPT, 3]])
+    after = lm.statistics()
+    assert after.tokens_computed - before.tokens_computed == 1
+    with pytest.raises(CacheError, match="does not fit"):
+        lm.cache_kv(list(range(40)))
+    lm.clear_kv_cache()
+    assert lm.statistics().kv_bytes_used == 0
+    check(lm, [[*PROMPT, 4]])
+    lm.cache_kv(list(range(40)))
+    lm.clear_cache()
+    assert lm.statistics().kv_bytes_used == lm.statistics().row_bytes_used == 0
+
+
+def test_clearing_while_a_batch_is_evaluated_keeps_the_books(make):
+    lm = make()
+    forward = lm._evaluator.runner.forward
+
+    def clear_then_forward(*args):
+        lm.clear_cache()
+        return forward(*args)
+
+    lm._evaluator.runner.forward = clear_then_forward
+    check(lm, [[*PROMPT, i] for i in range(4)])
+    check(lm, [[*PROMPT, i] for i in range(2, 6)])
+    lm._evaluator.prefixes.check_integrity()
+    lm.clear_cache()
+    assert lm.statistics().kv_bytes_used == 0
+    lm._evaluator.runner.forward = forward
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+def test_out_of_memory_halves_the_batch_before_it_fails_anyone(make, error):
+    lm = make()
+    forward, sizes = lm._evaluator.runner.forward, []
+
+    def limited(rows, pool=None):
+        sizes.append(len(rows))
+        if len(rows) > 2:
+            raise error
+        return forward(rows, pool)
+
+    lm._evaluator.runner.forward = limited
+    check(lm, [[i, 5, 6] for i in range(8)])
+    assert max(sizes) == 8
+    assert sizes.count(2) == 4
+
+    def always(rows, pool=None):
+        raise error
+
+    lm._evaluator.runner.forward = always
+    with pytest.raises(type(error)):
+        lm.next_token_logprobs_sync([1, 2, 3, 4])
+    lm._evaluator.runner.forward = forward
+    check(lm, [[1, 2, 3, 4]])
+
+
+def test_another_error_is_not_tried_again_and_loses_no_slot(make):
+    lm = make()
+    check(lm, [PROMPT[:20]])
+    used, calls = lm.statistics().kv_bytes_used, []
+    forward = lm._evaluator.runner.forward
+
+    def broken(rows, pool=None):
+        calls.append(len(rows))
+        raise IndexError("by the test")
+
+    lm._evaluator.runner.forward = broken
+    with pytest.raises(IndexError):
+        lm.batch_next_token_logprobs_sync([PROMPT, PROMPT[:40]])
+    assert len(calls) == 1
+    assert lm.statistics().kv_bytes_used == used
+    lm._evaluator.runner.forward = forward
+    check(lm, [PROMPT, PROMPT[:40]])
+
+
+def test_a_nan_stays_in_its_own_row(tiny_llama):
+    import copy
+
+    model = copy.deepcopy(tiny_llama)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[13] = torch.nan
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        rows = lm.batch_next_token_logprobs_sync([[13], [1, 2, 3], [1, 13, 3, 4, 5], [4] * 9])
+        assert rows[0].isnan().any()
+        assert rows[2].isnan().any()
+        for index, context in ((1, [1, 2, 3]), (3, [4] * 9)):
+            torch.testing.assert_close(
+                rows[index], fresh_row(tiny_llama, context), atol=2e-5, rtol=0
+            )
+        again = lm.batch_next_token_logprobs_sync([[1, 2, 3, 4], [5], [13, 4]])
+        torch.testing.assert_close(again[0], fresh_row(tiny_llama, [1, 2, 3, 4]), atol=2e-5, rtol=0)

@@ -1,0 +1,101 @@
+"""Every kind of attention and state, against the bare model run whole and alone."""
+
+import random
+
+import pytest
+import torch
+
+from genlm_backend import AsyncTransformer
+from genlm_backend.errors import UnsupportedModelError
+from tests.llm import families
+from tests.llm.conftest import fresh_row, word_tokenizer
+
+
+def tree_of_contexts(generator):
+    """Contexts that share prefixes of several lengths, mixed long and short."""
+    trunk = [generator.randrange(families.VOCAB) for _ in range(24)]
+    for length in (1, 3, 9, 24):
+        for extra in (0, 1, 6):
+            yield trunk[:length] + [generator.randrange(families.VOCAB) for _ in range(extra)]
+
+
+@pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.WHOLE])
+@pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+def test_rows_are_the_bare_models(name):
+    model = families.make(name)
+    generator = random.Random(name)
+    contexts = list(tree_of_contexts(generator))
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        assert lm.kv_reuse == (name in families.PER_TOKEN)
+        for _ in range(4):
+            rows = lm.batch_next_token_logprobs_sync(contexts)
+            for context, row in zip(contexts, rows, strict=True):
+                torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=3e-5)
+            contexts = [[*c, generator.randrange(families.VOCAB)] for c in contexts]
+        if lm.kv_reuse:
+            assert lm.statistics().tokens_reused > 300
+        # The test means something: one wrong token, even early on, shows in the row.
+        wrong = list(contexts[-1])
+        wrong[-4] = (wrong[-4] + 1) % families.VOCAB
+        difference = (fresh_row(model, wrong) - fresh_row(model, contexts[-1])).abs().max()
+        assert float(difference) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_give_float32_rows(dtype):
+    model = families.make("llama").to(dtype)
+    context = list(range(20))
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        assert lm.kv_reuse
+        rows = [lm.next_token_logprobs_sync(context[:n]) for n in range(1, 21)]
+    for n, row in enumerate(rows, 1):
+        assert row.dtype == torch.float32
+        assert float(row.exp().sum()) == pytest.approx(1, abs=1e-5)
+        torch.testing.assert_close(row, fresh_row(model, context[:n]), rtol=0, atol=0.15)
+
+
+def test_a_model_in_training_mode_is_put_into_evaluation_mode():
+    model = families.make("gpt2").train()
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        row = lm.next_token_logprobs_sync([1, 2, 3])
+        assert not model.training
+        torch.testing.assert_close(row, lm.next_token_logprobs_uncached([1, 2, 3]))
+
+
+def test_an_encoder_decoder_model_is_refused():
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=96, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2
+    )
+    model = transformers.T5ForConditionalGeneration(config)
+    with pytest.raises(UnsupportedModelError, match="encoder-decoder"):
+        AsyncTransformer(model, word_tokenizer())
+
+
+def test_a_model_that_lies_about_its_cache_still_answers_right(caplog):
+    model = families.make("llama")
+    forward = model.forward
+
+    def forgetful(*args, past_key_values=None, **kwargs):
+        return forward(*args, past_key_values=past_key_values, **kwargs)
+
+    def broken(input_ids=None, past_key_values=None, attention_mask=None, use_cache=None):
+        if (
+            past_key_values is not None
+            and len(past_key_values.layers)
+            and not hasattr(past_key_values.layers[0], "_num_past")
+        ):
+            return forward(input_ids=input_ids, past_key_values=past_key_values, use_cache=True)
+        return forward(input_ids=input_ids, attention_mask=None, use_cache=False)  # no past
+
+    model.forward = broken
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        assert not lm.kv_reuse
+        for context in ([1, 2, 3], [1, 2, 3, 4], [9, 9, 9, 9, 9]):
+            torch.testing.assert_close(
+                lm.next_token_logprobs_sync(context),
+                fresh_row(families.make("llama"), context),
+                rtol=0,
+                atol=3e-5,
+            )
