@@ -170,14 +170,14 @@ class RadixPrefixCache(PrefixCache):
             for match in self._pins:
                 self._unlock(match)
             self._pins.clear()
-            for root in self._roots.values():
-                for node in root.subtree():
-                    if node.num_locks:
-                        node.is_stale = True
-                        self._stale.add(node)
-                    else:
-                        self.pool.free(node.slots)
-                        node.parent = None
+            for node in [node for root in self._roots.values() for node in root.subtree()]:
+                if node.num_locks:
+                    node.is_stale = True
+                    node.children = {t: c for t, c in node.children.items() if c.num_locks}
+                    self._stale.add(node)
+                else:
+                    self.pool.free(node.slots)
+                    node.parent = None
             self._roots.clear()
             self._evictable.clear()
             self._num_nodes = 0
