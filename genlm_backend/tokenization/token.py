@@ -10,7 +10,8 @@ from typing import TypeGuard
 def _by_id(compare: Callable[[int, int], bool]) -> Callable[[Token, object], bool]:
     def method(self: Token, other: object) -> bool:
         if not isinstance(other, Token):
-            return NotImplemented
+            # Not NotImplemented: Python would then ask bytes, which compares the spelling.
+            raise TypeError(f"a Token cannot be ordered with {type(other).__name__}")
         return compare(self.token_id, other.token_id)
 
     return method
@@ -59,7 +60,6 @@ class Token(bytes):
         return isinstance(x, bytes) and not isinstance(x, Token)
 
     def __eq__(self, other: object) -> bool:
-        # Not NotImplemented: Python would then ask bytes, which compares the spelling.
         return isinstance(other, Token) and self.token_id == other.token_id
 
     def __ne__(self, other: object) -> bool:

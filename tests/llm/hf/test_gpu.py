@@ -1,0 +1,53 @@
+"""The same answers on a CUDA device."""
+
+import asyncio
+
+import pytest
+import torch
+
+from genlm_backend import AsyncTransformer
+from tests.llm import families
+from tests.llm.conftest import fresh_row, word_tokenizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("name", families.PER_TOKEN)
+@pytest.mark.filterwarnings("ignore")
+def test_rows_are_the_cpu_models(name):
+    model = families.make(name)
+    contexts = [list(range(n)) for n in (1, 3, 9, 24)] + [[5, 6, n] for n in range(4)]
+    expected = torch.stack([fresh_row(model, context) for context in contexts])
+    with AsyncTransformer(model.cuda(), word_tokenizer(), kv_cache_bytes=1 << 22) as lm:
+        assert lm.kv_reuse
+        for _ in range(2):
+            rows = asyncio.run(lm.batch_next_token_logprobs(contexts))
+            assert rows.device.type == "cpu"
+            torch.testing.assert_close(rows, expected, rtol=0, atol=2e-3)
+            lm.clear_cache()
+
+
+def test_rows_may_stay_on_the_device():
+    model = families.make("llama").cuda()
+    with AsyncTransformer(model, word_tokenizer(), output_device="cuda:0") as lm:
+        row = lm.next_token_logprobs_sync([1, 2, 3])
+        assert row.device == torch.device("cuda:0")
+        row.zero_()
+        assert lm.next_token_logprobs_sync([1, 2, 3]).exp().sum().item() == pytest.approx(1)
+
+
+def test_the_budget_is_taken_from_the_free_memory_and_given_back():
+    import gc
+
+    free = torch.cuda.mem_get_info()[0]
+    lm = AsyncTransformer(families.make("llama").cuda(), word_tokenizer())
+    budget = lm.statistics().kv_bytes_budget
+    assert 0.3 * free < budget < 0.6 * free
+    lm.close()
+    del lm
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] > 0.9 * free

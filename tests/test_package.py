@@ -1,0 +1,157 @@
+"""Imports, arrows and public names."""
+
+import ast
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import genlm_backend
+import genlm_backend.llm
+
+ROOT = Path(genlm_backend.__file__).parent
+
+
+def run(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    ).stdout.strip()
+
+
+def test_importing_loads_nothing_heavy_and_changes_no_environment():
+    code = """
+import os, sys
+before = dict(os.environ)
+import genlm_backend, genlm_backend.llm, genlm_backend.errors, genlm_backend.batching
+assert dict(os.environ) == before
+heavy = {"torch", "numpy", "transformers", "tokenizers", "sentencepiece"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    run(code)
+
+
+def test_loading_a_model_changes_no_environment():
+    code = """
+import os, sys
+before = dict(os.environ)
+sys.path.insert(0, ".")
+from tests.llm.conftest import word_tokenizer
+from genlm_backend import MockAsyncLM
+MockAsyncLM(word_tokenizer()).next_token_logprobs_sync([1])
+changed = {k for k in os.environ.keys() | before.keys() if os.environ.get(k) != before.get(k)}
+assert not {k for k in changed if "GENLM" in k}, changed
+"""
+    run(code)
+
+
+@pytest.mark.parametrize("module", [genlm_backend, genlm_backend.llm])
+def test_every_public_name_is_there_and_documented(module):
+    for name in module.__all__:
+        value = getattr(module, name)
+        assert name in dir(module)
+        if callable(value):
+            assert value.__doc__
+    with pytest.raises(AttributeError, match="no_such_name"):
+        module.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["AsyncVirtualLM", "AsyncMlxLM"])
+def test_backends_that_are_not_there_yet_import_and_say_so(name):
+    backend = getattr(genlm_backend.llm, name)
+    for use in (lambda: backend.from_name("gpt2"), lambda: backend("engine")):
+        with pytest.raises(ImportError, match=f"{name} is not yet available"):
+            use()
+
+
+def test_every_error_is_also_what_a_caller_expects():
+    from genlm_backend import errors
+
+    kinds = {
+        "ContextError": ValueError,
+        "ContextTypeError": TypeError,
+        "UnknownAdapterError": ValueError,
+        "UnknownBackendError": ValueError,
+        "UnsupportedModelError": ValueError,
+        "ModelNotFoundError": OSError,
+        "MissingExtraError": ImportError,
+        "BatcherClosedError": RuntimeError,
+        "QueryDroppedError": RuntimeError,
+        "EvaluationError": RuntimeError,
+        "CacheError": RuntimeError,
+    }
+    for name, kind in kinds.items():
+        error = getattr(errors, name)
+        assert issubclass(error, kind)
+        assert issubclass(error, errors.GenlmBackendError)
+        assert name in (errors.__doc__ or "")
+        assert str(pickle.loads(pickle.dumps(error("why")))) == "why"
+    named = {n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, Exception)}
+    assert all(name in (errors.__doc__ or "") for name in named)
+
+
+# Which package may import what of this library, and what none of it may touch.
+ARROWS = {
+    "errors": (set(), {"torch", "numpy", "transformers"}),
+    "lazy": (set(), {"torch", "numpy", "transformers"}),
+    "batching": ({"errors"}, {"torch", "numpy", "transformers"}),
+    "cache": ({"errors"}, {"asyncio", "transformers"}),
+    "tokenization": ({"errors"}, {"torch"}),
+    "llm": ({"tokenization", "batching", "cache", "errors", "lazy"}, set()),
+    "llm.hf": ({"llm", "cache", "errors", "lazy"}, {"vllm"}),
+}
+# The registry knows backends by name only; loading looks tokenizers up inside its functions.
+MAY_NAME_TRANSFORMERS = {"llm/loading.py", "llm/bundled.py"}
+
+
+def imports_of(path):
+    """(module, is at module level and not for type checkers only)"""
+    tree = ast.parse(path.read_text())
+    guarded = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
+        for node in ast.walk(branch)
+    }
+    for node in ast.walk(tree):
+        if id(node) in guarded:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            yield node.module or ""
+
+
+def package_of(relative):
+    parts = relative.with_suffix("").parts
+    return "llm.hf" if parts[:2] == ("llm", "hf") else parts[0]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_arrows_point_one_way(path):
+    relative = path.relative_to(ROOT)
+    package = package_of(relative)
+    if package in ("__init__", "__main__", "_examples"):
+        return
+    allowed, forbidden = ARROWS[package]
+    for module in imports_of(path):
+        top = module.split(".")[0]
+        assert top not in forbidden, f"{relative} imports {module}"
+        if top == "transformers" and package == "llm":
+            assert str(relative) in MAY_NAME_TRANSFORMERS, f"{relative} imports {module}"
+        if top == "genlm_backend":
+            target = package_of(Path(*module.split(".")[1:], "x"))
+            assert target == package or target in allowed, f"{relative} imports {module}"
+
+
+def test_no_file_has_outgrown_its_name():
+    long = {p.name: n for p in ROOT.rglob("*.py") if (n := len(p.read_text().split("\n"))) > 400}
+    assert set(long) <= {"batcher.py"}

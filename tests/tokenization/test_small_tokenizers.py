@@ -1,0 +1,315 @@
+"""Every declared decoder, on tokenizers trained here on a few sentences."""
+
+import copy
+import pickle
+
+import pytest
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+from genlm_backend import Token, decode_vocab
+from genlm_backend.errors import TokenizerDecodeError
+from genlm_backend.tokenization.byte_vocab import read_byte_vocab
+from tests.tokenization.samples import LANGUAGES, ODD
+
+TEXTS = [*LANGUAGES, *ODD]
+
+
+def trained(tokenizer, trainer):
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+def byte_level(**pre):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, **pre)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=alphabet, special_tokens=["<eos>"], show_progress=False
+    )
+    return trained(tokenizer, trainer)
+
+
+def unigram(byte_fallback=False):
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=1500, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False
+    )
+    return trained(tokenizer, trainer)
+
+
+def llama_like():
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {"<unk>": 0, "<s>": 1, **{b: 2 + i for i, b in enumerate(bytes_)}}
+    for piece in ["▁", "a", "b", "c", "é", "▁a", "ab", "▁ab", "▁▁"]:
+        vocab[piece] = len(vocab)
+    merges = [("▁", "a"), ("a", "b"), ("▁a", "b"), ("▁", "▁")]
+    tokenizer = Tokenizer(
+        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>"])
+    return tokenizer
+
+
+def word_piece():
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=600, special_tokens=["[UNK]", "[CLS]"], show_progress=False
+    )
+    return trained(tokenizer, trainer)
+
+
+def suffix_bpe():
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.BPEDecoder()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<unk>"], end_of_word_suffix="</w>", show_progress=False
+    )
+    return trained(tokenizer, trainer)
+
+
+SMALL = {
+    "byte-level": byte_level,
+    "byte-level-no-regex": lambda: byte_level(use_regex=False),
+    "unigram": unigram,
+    "llama-like": llama_like,
+    "word-piece": word_piece,
+    "suffix-bpe": suffix_bpe,
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_token_is_what_the_rust_decoder_says(name):
+    tokenizer = SMALL[name]()
+    special = decode_vocab(tokenizer).special_ids
+    anchor = "a" if name != "suffix-bpe" else "a</w>"
+    end = "##a" if name == "word-piece" else "a"
+    start = b"a " if name == "suffix-bpe" else b"a"
+    for token in decode_vocab(tokenizer).byte_vocab:
+        if token.token_id in special:
+            assert token.byte_string == tokenizer.id_to_token(token.token_id).encode()
+        else:
+            text = tokenizer.decoder.decode([anchor, tokenizer.id_to_token(token.token_id), end])
+            assert text == (start + token + b"a").decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("name", ["byte-level", "byte-level-no-regex", "llama-like"])
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_joined_bytes_are_the_text(name, text):
+    tokenizer = SMALL[name]()
+    vocabulary = decode_vocab(tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    joined = b"".join(vocabulary.byte_vocab[i] for i in ids)
+    if name == "llama-like":
+        text = " " + text.replace("▁", " ")
+    assert joined == text.encode()
+
+
+@pytest.mark.parametrize("name", ["word-piece", "suffix-bpe", "unigram"])
+def test_words_come_back_whatever_became_of_the_spaces(name):
+    tokenizer = SMALL[name]()
+    vocabulary = decode_vocab(tokenizer)
+    for text in LANGUAGES:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if vocabulary.special_ids.intersection(ids):
+            continue
+        joined = b"".join(vocabulary.byte_vocab[i] for i in ids).decode()
+        expected = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
+        assert "".join(joined.split()) == "".join(expected.split())
+
+
+@pytest.mark.parametrize("name", ["byte-level", "unigram", "word-piece", "suffix-bpe"])
+def test_a_decoder_that_is_not_declared_is_inferred(name):
+    tokenizer = SMALL[name]()
+    declared = decode_vocab(tokenizer)
+    state = tokenizer.to_str()
+    import json
+
+    data = json.loads(state)
+    data["decoder"] = None
+    bare = Tokenizer.from_str(json.dumps(data))
+    assert bare.decoder is None
+    assert [t.byte_string for t in decode_vocab(bare).byte_vocab] == [
+        t.byte_string for t in declared.byte_vocab
+    ]
+
+
+def test_a_llama_like_decoder_is_inferred_from_its_normalizer():
+    tokenizer = llama_like()
+    declared = decode_vocab(tokenizer).byte_vocab
+    import json
+
+    data = json.loads(tokenizer.to_str())
+    data["decoder"] = None
+    bare = decode_vocab(Tokenizer.from_str(json.dumps(data))).byte_vocab
+    assert [t.byte_string for t in bare] == [t.byte_string for t in declared]
+
+
+def test_words_split_at_white_space_stand_behind_a_space():
+    tokenizer = Tokenizer(models.WordLevel({"hello": 0, "world": 1, "?": 2}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    assert [bytes(t) for t in decode_vocab(tokenizer).byte_vocab] == [b" hello", b" world", b" ?"]
+
+
+def test_what_cannot_be_known_is_an_error_that_names_everything():
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.CTC()
+    with pytest.raises(TokenizerDecodeError, match=r"Tokenizer.*CTC") as caught:
+        decode_vocab(tokenizer)
+    assert isinstance(caught.value, ValueError)
+    assert caught.value.tokenizer == "Tokenizer"
+    assert "CTC" in caught.value.reason
+
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(TokenizerDecodeError, match="white space"):
+        decode_vocab(tokenizer)
+
+    with pytest.raises(TokenizerDecodeError, match="object"):
+        decode_vocab(object())
+
+
+def test_a_decoder_that_lies_is_found_out_and_the_token_named():
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.Metaspace()
+    with pytest.raises(TokenizerDecodeError, match="does not come back") as caught:
+        decode_vocab(tokenizer)
+    assert caught.value.token_id is not None
+    assert caught.value.token == tokenizer.id_to_token(caught.value.token_id)
+    assert "Ġ" in str(caught.value.token)
+    assert decode_vocab(tokenizer, self_check=False).byte_vocab[300]
+
+
+def test_a_byte_level_token_outside_the_alphabet_is_its_utf8():
+    tokenizer = Tokenizer(models.BPE({"a": 0, "日本": 1, "Ġa": 2, "é": 3, "a日": 4}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    vocab = decode_vocab(tokenizer, self_check=False).byte_vocab
+    assert [bytes(t) for t in vocab] == [b"a", "日本".encode(), b" a", b"\xe9", "a日".encode()]
+
+
+def test_only_whole_byte_tokens_are_bytes():
+    names = ["<0x41>", "<0xFF>", "<0xfe>", "x<0x41>", "<0x41>x", "<0x4>", "<0xGG>", "<0x041>"]
+    tokenizer = Tokenizer(models.WordLevel({n: i for i, n in enumerate(names)}, unk_token="x"))
+    tokenizer.decoder = decoders.ByteFallback()
+    vocab = decode_vocab(tokenizer, self_check=False).byte_vocab
+    assert [bytes(t) for t in vocab] == [b"A", b"\xff", b"\xfe", *(n.encode() for n in names[3:])]
+
+
+def test_regular_expressions_and_strips_in_a_decoder():
+    tokenizer = Tokenizer(models.WordLevel({"_ab__": 0, "c1d22": 1}, unk_token="?"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Strip("_", 1, 1), decoders.Replace(Regex("[0-9]+"), "#")]
+    )
+    vocab = decode_vocab(tokenizer, self_check=False).byte_vocab
+    assert [bytes(t) for t in vocab] == [b"ab_", b"c#d#"]
+
+
+def test_special_added_and_normalized_tokens():
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.Lowercase()
+    size = tokenizer.get_vocab_size()
+    tokenizer.add_special_tokens(["<|END|>", " spaced "])
+    tokenizer.add_tokens(
+        [
+            AddedToken("Ġliteral é", normalized=False),
+            AddedToken("Shouted", normalized=True),
+            "plain word",
+        ]
+    )
+    vocabulary = decode_vocab(tokenizer)
+    added = [bytes(t).decode() for t in vocabulary.byte_vocab[size:]]
+    assert added == ["<|END|>", " spaced ", "Ġliteral é", "shouted", "plain word"]
+    assert vocabulary.special_ids == {tokenizer.token_to_id("<eos>"), size, size + 1}
+
+
+def test_an_added_token_goes_through_a_llama_normalizer():
+    tokenizer = llama_like()
+    tokenizer.add_tokens([AddedToken("abba abba", normalized=True)])
+    vocabulary = decode_vocab(tokenizer)
+    text = "c abba abba"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.token_to_id("abba abba") in ids
+    assert b"".join(vocabulary.byte_vocab[i] for i in ids) == b" " + text.encode()
+
+
+def test_holes_are_undefined_and_real_empty_tokens_are_not():
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "": 2, "b": 7}, unk_token="a"))
+    vocabulary = decode_vocab(tokenizer, self_check=False)
+    assert [bytes(t) for t in vocabulary.byte_vocab] == [b"a", b"", b"", b"", b"", b"", b"", b"b"]
+    assert vocabulary.undefined_ids == {1, 3, 4, 5, 6}
+    assert [t.token_id for t in vocabulary.byte_vocab] == list(range(8))
+
+
+def test_strings_of_tokens_that_are_no_text():
+    tokenizer = byte_level()
+    by_name = {f: decode_vocab(tokenizer, f) for f in ("tokenizer", "latin1", "replace")}
+    token_id = next(t.token_id for t in by_name["latin1"].byte_vocab if t.byte_string == b"\xe9")
+    assert by_name["tokenizer"].str_vocab[token_id] == "é"  # as the vocabulary spells it
+    assert by_name["latin1"].str_vocab[token_id] == "é"
+    assert by_name["replace"].str_vocab[token_id] == "\ufffd"
+    space = tokenizer.token_to_id("Ġ")
+    assert {v.str_vocab[space] for v in by_name.values()} == {" "}
+    with pytest.raises(ValueError, match="latin1"):
+        decode_vocab(tokenizer, "utf-16")  # pyright: ignore
+
+
+def test_the_result_is_a_pair_that_can_be_resized_and_copied():
+    vocabulary = decode_vocab(llama_like())
+    byte_vocab, str_vocab = vocabulary
+    assert byte_vocab is vocabulary.byte_vocab
+    assert str_vocab is vocabulary.str_vocab
+    size = len(byte_vocab)
+    wider = vocabulary.resized(size + 3)
+    assert wider.byte_vocab[size:] == [Token(size + i, b"") for i in range(3)]
+    assert [bytes(t) for t in wider.byte_vocab[size:]] == [b""] * 3
+    assert wider.undefined_ids == {size, size + 1, size + 2}
+    assert wider.special_ids == vocabulary.special_ids
+    narrower = vocabulary.resized(1)
+    assert len(narrower.byte_vocab) == len(narrower.str_vocab) == 1
+    assert narrower.special_ids == {0}
+    for other in (pickle.loads(pickle.dumps(vocabulary)), copy.deepcopy(vocabulary)):
+        assert other == vocabulary
+        assert other.special_ids == vocabulary.special_ids
+
+
+def test_nothing_is_loaded_again(monkeypatch):
+    import socket
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(Tokenizer, "from_file", refuse)
+    monkeypatch.setattr(Tokenizer, "from_pretrained", refuse)
+    monkeypatch.setattr(Tokenizer, "to_str", refuse)
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<eos>")
+    assert len(decode_vocab(tokenizer).byte_vocab) == 500
+    assert read_byte_vocab(tokenizer).name.startswith(("PreTrained", "Tokenizers"))
