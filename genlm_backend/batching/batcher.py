@@ -7,72 +7,25 @@ import concurrent.futures
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Generic, TypeVar, cast
 
 from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision
+from genlm_backend.batching.statistics import BatcherStatistics
+from genlm_backend.batching.waiter import (
+    Entry,
+    Settlement,
+    Waiter,
+    call_threadsafe,
+    deliver,
+)
 from genlm_backend.batching.worker import Worker
 from genlm_backend.errors import BatcherClosedError, EvaluationError, QueryDroppedError
 
 Q = TypeVar("Q")
 R = TypeVar("R")
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class BatcherStatistics:
-    """Counts since the batcher was made.
-
-    Attributes:
-        num_submitted: Queries handed in.
-        num_joined: Of these, the ones that an equal query already waiting answered too.
-        num_skipped: Distinct queries never evaluated, because every caller had gone.
-        num_failed: Distinct queries answered with an exception.
-        num_batches: Calls of ``evaluate``.
-        batch_sizes: How many batches had each size.
-        num_pending: Distinct queries waiting now.
-        num_in_flight: Distinct queries being evaluated now.
-    """
-
-    num_submitted: int = 0
-    num_joined: int = 0
-    num_skipped: int = 0
-    num_failed: int = 0
-    num_batches: int = 0
-    batch_sizes: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
-    num_pending: int = 0
-    num_in_flight: int = 0
-
-
-class _Waiter:
-    """One caller: a future of its event loop, or of its thread where it has no loop."""
-
-    __slots__ = ("entry", "future", "loop")
-
-    def __init__(self, entry: _Entry, loop: asyncio.AbstractEventLoop | None) -> None:
-        self.entry = entry
-        self.loop = loop
-        self.future: asyncio.Future | concurrent.futures.Future = (
-            concurrent.futures.Future() if loop is None else loop.create_future()
-        )
-
-    def is_waiting(self) -> bool:
-        if self.loop is not None and self.loop.is_closed():
-            return False
-        return not self.future.done()
-
-
-class _Entry:
-    """One distinct query and everybody who waits for it."""
-
-    __slots__ = ("key", "query", "waiters")
-
-    def __init__(self, key: Hashable, query: object) -> None:
-        self.key = key
-        self.query = query
-        self.waiters: list[_Waiter] = []
 
 
 class _LoopTicker:
@@ -88,9 +41,6 @@ class _LoopTicker:
         self.num_passes = self.num_quiet_passes = 0
         self.since = now
         self.seen = seen
-
-
-_Settlement = tuple[_Waiter, object, BaseException | None]
 
 
 class Batcher(Generic[Q, R]):
@@ -125,8 +75,8 @@ class Batcher(Generic[Q, R]):
         self._key = key
         self._worker = Worker(name)
         self._lock = threading.Lock()
-        self._pending: dict[Hashable, _Entry] = {}
-        self._in_flight: dict[Hashable, _Entry] = {}
+        self._pending: dict[Hashable, Entry] = {}
+        self._in_flight: dict[Hashable, Entry] = {}
         self._tickers: dict[asyncio.AbstractEventLoop, _LoopTicker] = {}
         self._is_busy = False
         self._is_urgent = False
@@ -166,7 +116,7 @@ class Batcher(Generic[Q, R]):
         """
         if self._worker.is_current_thread():
             raise RuntimeError("evaluate() cannot wait for its own batcher")
-        waiters: list[_Waiter] = []
+        waiters: list[Waiter] = []
         try:
             with self._lock:
                 waiters.extend(self._enqueue(query, None) for query in queries)
@@ -179,7 +129,7 @@ class Batcher(Generic[Q, R]):
                 self._forget(waiter)
             raise
 
-    def _submit_nowait(self, query: Q, loop: asyncio.AbstractEventLoop) -> _Waiter:
+    def _submit_nowait(self, query: Q, loop: asyncio.AbstractEventLoop) -> Waiter:
         """Queue ``query`` for ``loop``, the running one, and return its waiter at once."""
         with self._lock:
             waiter = self._enqueue(query, loop)
@@ -219,7 +169,7 @@ class Batcher(Generic[Q, R]):
         with self._lock:
             entries = [*self._pending.values(), *self._in_flight.values()]
             self._pending.clear()
-            settlements: list[_Settlement] = [
+            settlements: list[Settlement] = [
                 (waiter, None, QueryDroppedError(reason))
                 for entry in entries
                 for waiter in entry.waiters
@@ -227,7 +177,7 @@ class Batcher(Generic[Q, R]):
             for entry in entries:
                 entry.waiters = []
             self._is_urgent = False
-        self._deliver(settlements)
+        deliver(settlements)
         return len(settlements)
 
     def close(self) -> None:
@@ -261,17 +211,17 @@ class Batcher(Generic[Q, R]):
 
     # ---------------------------------------------------------------- under the lock
 
-    def _enqueue(self, query: Q, loop: asyncio.AbstractEventLoop | None) -> _Waiter:
+    def _enqueue(self, query: Q, loop: asyncio.AbstractEventLoop | None) -> Waiter:
         if self._is_closed:
             raise BatcherClosedError("this model has been closed")
         key = cast(Hashable, query) if self._key is None else self._key(query)
         entry = self._pending.get(key) or self._in_flight.get(key)
         if entry is None:
-            entry = self._pending[key] = _Entry(key, query)
+            entry = self._pending[key] = Entry(key, query)
             self._num_arrived += 1
         else:
             self._num_joined += 1
-        waiter = _Waiter(entry, loop)
+        waiter = Waiter(entry, loop)
         entry.waiters.append(waiter)
         self._num_submitted += 1
         return waiter
@@ -319,7 +269,7 @@ class Batcher(Generic[Q, R]):
 
     def _fire(self) -> None:
         """Send the oldest queries that somebody still wants to the worker."""
-        batch: list[_Entry] = []
+        batch: list[Entry] = []
         for key in list(self._pending):
             if len(batch) == self.policy.max_batch_size:
                 break
@@ -342,7 +292,7 @@ class Batcher(Generic[Q, R]):
 
     # ---------------------------------------------------------------- on the worker thread
 
-    def _run(self, batch: list[_Entry]) -> None:
+    def _run(self, batch: list[Entry]) -> None:
         results: Sequence[object] = ()
         error: BaseException | None = None
         try:
@@ -353,7 +303,7 @@ class Batcher(Generic[Q, R]):
                 )
         except BaseException as raised:  # everything must settle the futures, nothing else
             error = _presentable(raised)
-        settlements: list[_Settlement] = []
+        settlements: list[Settlement] = []
         with self._lock:
             for index, entry in enumerate(batch):
                 del self._in_flight[entry.key]
@@ -366,9 +316,9 @@ class Batcher(Generic[Q, R]):
             # that the callers answered now can still join it.
             self._advance(None)
             wake = [] if self._is_busy else self._loops_waiting()
-        self._deliver(settlements)
+        deliver(settlements)
         for loop in wake:
-            _call_threadsafe(loop, self._wake, loop)
+            call_threadsafe(loop, self._wake, loop)
 
     def _loops_waiting(self) -> list[asyncio.AbstractEventLoop]:
         waiters = (waiter for entry in self._pending.values() for waiter in entry.waiters)
@@ -378,18 +328,7 @@ class Batcher(Generic[Q, R]):
         with self._lock:
             self._advance(loop)
 
-    @staticmethod
-    def _deliver(settlements: list[_Settlement]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop | None, list[_Settlement]] = {}
-        for settlement in settlements:
-            by_loop.setdefault(settlement[0].loop, []).append(settlement)
-        for loop, group in by_loop.items():
-            if loop is None:
-                _settle(group)
-            else:
-                _call_threadsafe(loop, _settle, group)
-
-    def _forget(self, waiter: _Waiter) -> None:
+    def _forget(self, waiter: Waiter) -> None:
         """Take a cancelled caller off its query, and the query off the queue if it was the last."""
         with self._lock:
             entry = waiter.entry
@@ -400,26 +339,6 @@ class Batcher(Generic[Q, R]):
                 self._num_skipped += 1
                 if not self._pending:
                     self._is_urgent = False
-
-
-def _settle(settlements: list[_Settlement]) -> None:
-    for waiter, result, error in settlements:
-        future = waiter.future
-        if future.done():
-            continue
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-
-def _call_threadsafe(loop: asyncio.AbstractEventLoop, callback: Callable, *args: object) -> None:
-    try:
-        loop.call_soon_threadsafe(callback, *args)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise
-        # A closed loop has nobody left to tell.
 
 
 def _presentable(raised: BaseException) -> BaseException:

@@ -1,0 +1,32 @@
+"""What a Batcher has done so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+
+@dataclass(frozen=True, slots=True)
+class BatcherStatistics:
+    """Counts since the batcher was made.
+
+    Attributes:
+        num_submitted: Queries handed in.
+        num_joined: Of these, the ones that an equal query already waiting answered too.
+        num_skipped: Distinct queries never evaluated, because every caller had gone.
+        num_failed: Distinct queries answered with an exception.
+        num_batches: Calls of ``evaluate``.
+        batch_sizes: How many batches had each size.
+        num_pending: Distinct queries waiting now.
+        num_in_flight: Distinct queries being evaluated now.
+    """
+
+    num_submitted: int = 0
+    num_joined: int = 0
+    num_skipped: int = 0
+    num_failed: int = 0
+    num_batches: int = 0
+    batch_sizes: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    num_pending: int = 0
+    num_in_flight: int = 0

@@ -1,0 +1,74 @@
+"""Who waits for what: callers, their queries, and getting results back to their loops."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Hashable
+
+
+class Waiter:
+    """One caller: a future of its event loop, or of its thread where it has no loop."""
+
+    __slots__ = ("entry", "future", "loop")
+
+    def __init__(self, entry: Entry, loop: asyncio.AbstractEventLoop | None) -> None:
+        self.entry = entry
+        self.loop = loop
+        self.future: asyncio.Future | concurrent.futures.Future = (
+            concurrent.futures.Future() if loop is None else loop.create_future()
+        )
+
+    def is_waiting(self) -> bool:
+        """Whether anybody would still see a result."""
+        if self.loop is not None and self.loop.is_closed():
+            return False
+        return not self.future.done()
+
+
+class Entry:
+    """One distinct query and everybody who waits for it."""
+
+    __slots__ = ("key", "query", "waiters")
+
+    def __init__(self, key: Hashable, query: object) -> None:
+        self.key = key
+        self.query = query
+        self.waiters: list[Waiter] = []
+
+
+Settlement = tuple[Waiter, object, BaseException | None]
+"""A caller, and the result or the exception it gets."""
+
+
+def deliver(settlements: list[Settlement]) -> None:
+    """Settle each waiter where its future lives: one wake-up for each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop | None, list[Settlement]] = {}
+    for settlement in settlements:
+        by_loop.setdefault(settlement[0].loop, []).append(settlement)
+    for loop, group in by_loop.items():
+        if loop is None:
+            _settle(group)
+        else:
+            call_threadsafe(loop, _settle, group)
+
+
+def _settle(settlements: list[Settlement]) -> None:
+    for waiter, result, error in settlements:
+        future = waiter.future
+        if future.done():
+            continue
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+
+def call_threadsafe(loop: asyncio.AbstractEventLoop, callback: Callable, *args: object) -> None:
+    """Have ``loop`` call back soon, unless it has been closed."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        # A closed loop has nobody left to tell.
