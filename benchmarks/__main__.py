@@ -1,0 +1,114 @@
+"""``python -m benchmarks run``: measure, then write the table and the chart of the docs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ASSETS = Path(__file__).parent.parent / "docs" / "assets"
+SINGLE = ("smc", "step_overhead", "prefill_mix", "loop_stall", "awaits", "import_time", "decoding")
+FAST = {"genlm_backend", "peer + cache_kv", "generate"}
+
+
+def measure(name: str, arguments: dict[str, Any], peer: str | None, threads: int) -> Any:
+    """Run one workload in a fresh process and return its numbers."""
+    job = json.dumps({"name": name, "arguments": arguments, "peer": peer, "threads": threads})
+    command = [sys.executable, "-m", "benchmarks", "worker", job]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"the workload {name} {arguments} failed")
+    return json.loads(done.stdout.strip().split("\n")[-1])
+
+
+def work(job: dict[str, Any]) -> None:
+    """Be the fresh process."""
+    import torch
+
+    from benchmarks import systems, workloads
+
+    torch.set_num_threads(job["threads"])
+    systems.add_peer(job["peer"])
+    print(json.dumps(getattr(workloads, job["name"])(**job["arguments"])))
+
+
+def describe_machine(threads: int) -> str:
+    """Name the processor and the versions that matter."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text().split("\n") if line.startswith("model name")]
+        model = names[0].split(":")[1].strip() if names else model
+    versions = ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers"))
+    return f"{model}, {threads} threads, Python {platform.python_version()}, {versions}"
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure everything, the systems of SIS in turns, and write the results."""
+    start = time.perf_counter()
+    systems = ["genlm_backend", "generate"]
+    if options.peer:
+        systems += ["peer + cache_kv", "peer"]
+
+    def note(text: str) -> None:
+        print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
+
+    results: dict[str, Any] = {"sis": {name: [] for name in systems}}
+    for round_number in range(options.rounds):
+        for name in systems:
+            note(f"SIS, round {round_number + 1} of {options.rounds}: {name}")
+            arguments = {"system": name, "repeats": 3 if name in FAST else 1}
+            numbers = measure("sis", arguments, options.peer, options.threads)
+            results["sis"][name].append(numbers)
+            note("  " + ", ".join(f"{rate:.1f}" for rate in numbers["tokens_per_second"]))
+    for name in SINGLE:
+        note(name)
+        results[name] = measure(name, {"repeats": options.rounds}, options.peer, options.threads)
+    results["command"] = "make bench" if options.peer else "python -m benchmarks run"
+    results["machine"] = describe_machine(options.threads)
+    if options.peer:
+        results["machine"] += "; the peer is genlm-backend 0.3.1"
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "benchmarks.json").write_text(json.dumps(results, indent=1) + "\n")
+    report(options)
+    note(f"wrote benchmarks.json, benchmarks.md and benchmarks.png to {options.output}")
+
+
+def report(options: argparse.Namespace) -> None:
+    """Make the table and the chart from the results on file."""
+    from benchmarks.report import chart, markdown
+
+    results = json.loads((options.output / "benchmarks.json").read_text())
+    text = markdown(results)
+    (options.output / "benchmarks.md").write_text(text)
+    chart(results, options.output / "benchmarks.png")
+    print(f"\n{text}")
+
+
+def main() -> None:
+    """Parse the command line and do what it says."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("run", "report"):
+        command = commands.add_parser(name)
+        command.add_argument("--output", type=Path, default=ASSETS)
+        if name == "run":
+            command.add_argument("--peer", help="folder that holds genlm-backend 0.3.1")
+            command.add_argument("--rounds", type=int, default=3)
+            command.add_argument("--threads", type=int, default=2)
+    commands.add_parser("worker").add_argument("job", type=json.loads)
+    options = parser.parse_args()
+    if options.command == "worker":
+        work(options.job)
+    else:
+        {"run": run, "report": report}[options.command](options)
+
+
+if __name__ == "__main__":
+    main()

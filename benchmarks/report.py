@@ -1,0 +1,108 @@
+"""From measurements to a table and a chart."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+Results = dict[str, Any]
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def rates(results: Results) -> dict[str, float]:
+    """Median tokens per second of each system over all rounds."""
+    return {
+        name: median([rate for numbers in rounds for rate in numbers["tokens_per_second"]])
+        for name, rounds in results["sis"].items()
+    }
+
+
+def rows(results: Results) -> list[tuple[str, str, str]]:
+    """What, measured, aim."""
+    rate = rates(results)
+    ours = rate["genlm_backend"]
+    table = [("SIS, tokens per second", f"{ours:.0f}", "")]
+
+    def ratio(label: str, name: str, aim: str) -> None:
+        if name in rate:
+            table.append((f"… over {label} ({rate[name]:.0f})", f"{ours / rate[name]:.1f}×", aim))
+
+    ratio("the peer as it comes", "peer", "12×")
+    ratio("the peer after `cache_kv`", "peer + cache_kv", "2.5×")
+    ratio("transformers `generate`, same batch", "generate", "1.4×")
+    smc, step, mix = results["smc"], results["step_overhead"], results["prefill_mix"]
+    table.append(
+        (
+            f"SMC, tokens computed for {smc['distinct_tokens']} distinct new ones",
+            str(smc["tokens_computed"]),
+            "equal",
+        )
+    )
+    bare = median(step["bare_ms"])
+    table.append(
+        (
+            f"5 particles at `batch_size` 20: step over the bare forward ({bare:.0f} ms)",
+            f"{median(step['ours_ms']) - bare:+.1f} ms",
+            "+3 ms",
+        )
+    )
+    apart = median(mix["apart_ms"])
+    table.append(
+        (
+            f"512-token prefill with 19 steps, over the two apart ({apart:.0f} ms)",
+            f"{median(mix['together_ms']) / apart:.2f}×",
+            "1.2×",
+        )
+    )
+    stall = results["loop_stall"]
+    table.append(
+        (
+            f"longest stall of the loop during a forward of {median(stall['forward_ms']):.0f} ms",
+            f"{max(stall['stall_ms']):.0f} ms",
+            "20 ms",
+        )
+    )
+    for name, values in results["awaits"].items():
+        table.append((f"awaits per second, {name}", f"{median(values):,.0f}", "20,000"))
+    table.append(
+        ("`import genlm_backend`", f"{1e3 * results['import_time']['import_s']:.0f} ms", "100 ms")
+    )
+    decoding = results["decoding"]
+    ours_ms = median(decoding["ours_ms"])
+    table.append(("`decode_vocab`, 129,280 ids", f"{ours_ms:.0f} ms", "300 ms"))
+    if "peer_ms" in decoding:
+        peer_ms = median(decoding["peer_ms"])
+        table.append((f"… over the peer's ({peer_ms:.0f} ms)", f"{peer_ms / ours_ms:.1f}×", ""))
+    return table
+
+
+def markdown(results: Results) -> str:
+    """Return the table, with what it was measured on."""
+    lines = ["| what | measured | aim |", "|---|---|---|"]
+    lines += [f"| {what} | {measured} | {aim} |" for what, measured, aim in rows(results)]
+    return "\n".join(
+        [*lines, "", f"Measured by `{results['command']}` on {results['machine']}.", ""]
+    )
+
+
+def chart(results: Results, path: Path) -> None:
+    """Draw the tokens per second of each system."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rate = dict(sorted(rates(results).items(), key=lambda item: item[1]))
+    figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
+    colors = ["#3f51b5" if name == "genlm_backend" else "#b0b7c3" for name in rate]
+    bars = axes.barh(list(rate), list(rate.values()), color=colors)
+    axes.bar_label(bars, fmt="%.0f", padding=4)
+    axes.set_xlabel("tokens per second, 20 particles, SmolLM2-135M in float32 on 2 CPU threads")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.1)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

