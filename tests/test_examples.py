@@ -1,0 +1,92 @@
+"""Examples, the command line and the benchmarks run and print what they promise."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.real
+
+
+def run(*command, **options):
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env={**os.environ, "COLUMNS": "100", "HF_HUB_OFFLINE": "1"},
+        **options,
+    )
+
+
+def test_the_demo_ends_with_texts_and_what_batching_did():
+    done = run("-m", "genlm_backend", "demo", "--particles", "6", "--tokens", "5")
+    assert done.returncode == 0, done.stderr
+    assert "Posterior" in done.stdout
+    found = re.search(
+        r"(\d+) awaits in (\d+) forward passes\s+\(mean batch ([\d.]+)\);\s+(\d+)\s+tokens\s+"
+        r"computed,\s+(\d+)\s+reused;\s+([\d.]+)\s+s",
+        done.stdout,
+    )
+    assert found, done.stdout
+    awaits, passes, _, computed, _, _ = map(float, found.groups())
+    assert awaits <= 30
+    assert passes <= 6
+    assert computed < 6 * 5 + 10
+
+
+def test_help_reads_well_and_a_typo_is_told():
+    help_text = run("-m", "genlm_backend", "--help").stdout
+    assert "demo" in help_text
+    assert "sequential Monte Carlo" in help_text
+    assert "--particles" in run("-m", "genlm_backend", "demo", "--help").stdout
+    typo = run("-m", "genlm_backend", "dmeo")
+    assert typo.returncode == 2
+    assert "'dmeo' (choose from" in typo.stderr
+    typo = run("-m", "genlm_backend", "demo", "--model", "smolm2")
+    assert typo.returncode != 0
+    assert "no model 'smolm2' could be loaded" in typo.stderr
+    assert "Traceback" not in typo.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "call",
+    [
+        "sis('genlm_backend', 1, 3, 2)",
+        "sis('generate', 1, 3, 2)",
+        "smc(1)",
+        "step_overhead(1)",
+        "prefill_mix(1)",
+        "loop_stall(1)",
+        "awaits(1)",
+        "import_time(1)",
+        "decoding(1)",
+    ],
+)
+def test_every_workload_runs_a_round(call):
+    done = run("-c", f"from benchmarks import workloads as w; print(w.{call})")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().startswith("{")
+
+
+def test_the_table_of_the_docs_is_made_from_the_measurements_beside_it(tmp_path):
+    import shutil
+
+    assets = ROOT / "docs" / "assets"
+    shutil.copy(assets / "benchmarks.json", tmp_path)
+    done = run("-m", "benchmarks", "report", "--output", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "benchmarks.md").read_text() == (assets / "benchmarks.md").read_text()
+    assert (tmp_path / "benchmarks.png").stat().st_size > 5000
+
+
+def test_the_documentation_builds_without_a_warning(tmp_path):
+    done = run("-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "tokens per second" in (tmp_path / "performance" / "index.html").read_text()
