@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEER := .peer
-EXTRAS := demo,bitsandbytes,test,bench,docs
+# Not demo: the model's package asks for an engine that would have to be compiled.
+EXTRAS := bitsandbytes,test,bench,docs
 
 .PHONY: help setup demo test quick lint types bench docs clean
 
@@ -19,11 +20,11 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt requirements-tokenizers.txt
+$(STAMP): pyproject.toml constraints.txt requirements-no-deps.txt
 	@echo "== creating $(VENV) with $(PYTHON) (a few minutes the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]'
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --requirement requirements-tokenizers.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --requirement requirements-no-deps.txt
 	@touch $(STAMP)
 
 demo: $(STAMP)

