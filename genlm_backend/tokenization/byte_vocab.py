@@ -29,7 +29,8 @@ class ByteVocab:
         undefined_ids: Ids below the largest that the tokenizer does not have.
         unknown_ids: Ids that stand for "not in the vocabulary".
         keeps_spaces: Whether white space survives encoding.
-        encode: Text to ids without special tokens, or ``None`` if the object cannot.
+        encode: Text to ids without special tokens (``None`` for a text that it refuses), or
+            ``None`` if the object cannot encode.
         normalize: What the tokenizer makes of a text before it splits it.
     """
 
@@ -40,7 +41,7 @@ class ByteVocab:
     undefined_ids: frozenset[int]
     unknown_ids: frozenset[int] = frozenset()
     keeps_spaces: bool = True
-    encode: Callable[[str], list[int]] | None = None
+    encode: Callable[[str], list[int] | None] | None = None
     normalize: Callable[[str], str] = str
 
 
@@ -97,22 +98,41 @@ def _read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         byte_strings[token_id] = _added_bytes(added, rust.normalizer, decoder)
     for token_id in special_ids:
         byte_strings[token_id] = (spellings[token_id] or "").encode()
-    unknown = getattr(rust.model, "unk_token", None)
-    if unknown is None and (unknown_id := getattr(rust.model, "unk_id", None)) is not None:
-        unknown = rust.id_to_token(unknown_id)
-    unknown = unknown or getattr(tokenizer, "unk_token", None)
-    unknown_id = rust.token_to_id(unknown) if unknown else None
+
+    def encode(text: str) -> list[int] | None:
+        try:
+            return rust.encode(text, add_special_tokens=False).ids
+        except Exception:  # all that the Rust side raises for a character it has no token for
+            return None
+
+    unknown = getattr(rust.model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
+    unknown_ids = {rust.token_to_id(unknown)} if unknown else _unknown_ids(encode, byte_strings)
     return ByteVocab(
         name=name,
         byte_strings=byte_strings,
         spellings=spellings,
         special_ids=frozenset(special_ids),
         undefined_ids=frozenset(i for i, spelling in enumerate(spellings) if spelling is None),
-        unknown_ids=frozenset() if unknown_id is None else frozenset({unknown_id}),
+        unknown_ids=frozenset(unknown_ids - {None}),
         keeps_spaces=decoder.keeps_spaces,
-        encode=lambda text: rust.encode(text, add_special_tokens=False).ids,
+        encode=encode,
         normalize=_normalizing(rust.normalizer, decoder),
     )
+
+
+def _unknown_ids(
+    encode: Callable[[str], list[int] | None], byte_strings: list[bytes]
+) -> set[int | None]:
+    """The id that a character which no text has comes out as, unless it is spelt byte by byte.
+
+    A Unigram model has such an id and, in Python, no attribute that tells it.
+    """
+    character = "\U0010fffd"
+    return {
+        token_id
+        for token_id in encode(character) or ()
+        if byte_strings[token_id].strip() and byte_strings[token_id] not in character.encode()
+    }
 
 
 def _normalizing(normalizer: Any, decoder: CompiledDecoder) -> Callable[[str], str]:

@@ -32,7 +32,7 @@ def check_byte_vocab(vocab: ByteVocab) -> None:
         return
     for text in PROBES:
         ids = vocab.encode(text)
-        if vocab.unknown_ids.intersection(ids):
+        if ids is None or vocab.unknown_ids.intersection(ids):
             continue
         if (position := first_difference(vocab, text, ids)) is not None:
             token_id = ids[position]

@@ -313,3 +313,19 @@ def test_nothing_is_loaded_again(monkeypatch):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="<eos>")
     assert len(decode_vocab(tokenizer).byte_vocab) == 500
     assert read_byte_vocab(tokenizer).name.startswith(("PreTrained", "Tokenizers"))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordLevel({"a": 0, "b": 1}, unk_token="<unk>"),
+        models.BPE({"a": 0, "b": 1}, [], unk_token="<unk>"),
+        models.BPE({"a": 0, "b": 1}, []),
+        models.Unigram([("a", 0.0), ("b", 0.0)]),
+        models.Unigram([("a", 0.0), ("b", 0.0), ("?", 0.0)], unk_id=2),
+    ],
+    ids=["word-level", "bpe", "bpe-that-drops", "unigram", "unigram-unknown"],
+)
+def test_a_tokenizer_that_cannot_spell_the_probes_is_decoded_all_the_same(model):
+    vocabulary = decode_vocab(Tokenizer(model))
+    assert [bytes(token) for token in vocabulary.byte_vocab[:2]] == [b"a", b"b"]
