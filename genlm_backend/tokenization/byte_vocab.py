@@ -113,7 +113,7 @@ def _read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         spellings=spellings,
         special_ids=frozenset(special_ids),
         undefined_ids=frozenset(i for i, spelling in enumerate(spellings) if spelling is None),
-        unknown_ids=frozenset(unknown_ids - {None}),
+        unknown_ids=frozenset(i for i in unknown_ids if i is not None),
         keeps_spaces=decoder.keeps_spaces,
         encode=encode,
         normalize=_normalizing(rust.normalizer, decoder),
