@@ -172,6 +172,7 @@ def test_clearing_while_a_batch_is_evaluated_keeps_the_books(make):
 
     lm._evaluator.runner.forward = clear_then_forward
     check(lm, [[*PROMPT, i] for i in range(4)])
+    assert lm.statistics().row_bytes_used == 0  # computed before the caches were cleared
     check(lm, [[*PROMPT, i] for i in range(2, 6)])
     lm._evaluator.prefixes.check_integrity()
     lm.clear_cache()

@@ -73,29 +73,49 @@ def test_an_encoder_decoder_model_is_refused():
         AsyncTransformer(model, word_tokenizer())
 
 
-def test_a_model_that_lies_about_its_cache_still_answers_right(caplog):
-    model = families.make("llama")
-    forward = model.forward
-
-    def forgetful(*args, past_key_values=None, **kwargs):
-        return forward(*args, past_key_values=past_key_values, **kwargs)
-
-    def broken(input_ids=None, past_key_values=None, attention_mask=None, use_cache=None):
-        if (
-            past_key_values is not None
-            and len(past_key_values.layers)
-            and not hasattr(past_key_values.layers[0], "_num_past")
-        ):
-            return forward(input_ids=input_ids, past_key_values=past_key_values, use_cache=True)
-        return forward(input_ids=input_ids, attention_mask=None, use_cache=False)  # no past
-
-    model.forward = broken
+def check_whole(model, contexts):
     with AsyncTransformer(model, word_tokenizer()) as lm:
         assert not lm.kv_reuse
-        for context in ([1, 2, 3], [1, 2, 3, 4], [9, 9, 9, 9, 9]):
+        for context in contexts:
             torch.testing.assert_close(
                 lm.next_token_logprobs_sync(context),
                 fresh_row(families.make("llama"), context),
                 rtol=0,
                 atol=3e-5,
             )
+
+
+CONTEXTS = [[1, 2, 3], [1, 2, 3, 4], [9, 9, 9, 9, 9]]
+
+
+def test_a_model_whose_rows_from_slots_are_wrong_runs_whole():
+    model = families.make("llama")
+    forward = model.forward
+
+    # Without positions it counts them from the cache's length, which padding makes too long.
+    def positionless(input_ids=None, attention_mask=None, past_key_values=None, use_cache=None):
+        return forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+        )
+
+    model.forward = positionless
+    check_whole(model, CONTEXTS)
+
+
+def test_a_model_that_fails_on_a_foreign_cache_runs_whole(caplog):
+    model = families.make("llama")
+    forward = model.forward
+
+    def suspicious(input_ids=None, past_key_values=None, use_cache=None, **kwargs):
+        if past_key_values is not None and type(past_key_values).__name__ != "DynamicCache":
+            raise TypeError("what is this cache?")
+        return forward(
+            input_ids=input_ids, past_key_values=past_key_values, use_cache=use_cache, **kwargs
+        )
+
+    model.forward = suspicious
+    check_whole(model, CONTEXTS)
+    assert "runs without key-value reuse" in caplog.text

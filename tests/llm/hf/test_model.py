@@ -176,3 +176,20 @@ def test_other_threads_may_use_the_model_meanwhile(tiny_llama):
         torch.testing.assert_close(
             ours.result(60), torch.stack(theirs.result(60)), rtol=0, atol=2e-5
         )
+
+
+def test_another_threads_forward_of_the_same_shape_keeps_all_its_logits(tiny_llama):
+    from concurrent.futures import ThreadPoolExecutor
+
+    shapes = []
+
+    def ask_elsewhere(module, args, kwargs):
+        hook.remove()
+        with ThreadPoolExecutor(1) as pool, torch.no_grad():
+            logits = pool.submit(lambda: tiny_llama(torch.tensor([[1, 2, 3, 4]])).logits)
+            shapes.append(tuple(logits.result(60).shape))
+
+    with AsyncTransformer(tiny_llama, word_tokenizer()) as lm:
+        hook = tiny_llama.model.register_forward_pre_hook(ask_elsewhere, with_kwargs=True)
+        lm.next_token_logprobs_sync([5, 6, 7, 8])
+    assert shapes == [(1, 4, 96)]
