@@ -3,6 +3,7 @@
 import asyncio
 import random
 
+import psutil
 import pytest
 import torch
 
@@ -137,6 +138,9 @@ def test_five_thousand_contexts_stay_within_the_budgets(make):
             assert statistics.row_bytes_used <= statistics.row_bytes_budget
 
     asyncio.run(main())
+    resident = psutil.Process().memory_info().rss
+    asyncio.run(main())
+    assert psutil.Process().memory_info().rss - resident < 20 << 20
     statistics = lm.statistics()
     assert statistics.num_evicted_tokens > 25_000
     assert statistics.num_evicted_rows > 4_900
