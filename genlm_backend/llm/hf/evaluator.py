@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain
 
@@ -163,14 +164,14 @@ class Evaluator:
         segment: Segment,
         own: dict[Segment, list[int]],
     ) -> Row:
-        past: list[int] = []
+        past: list[int] = []  # of tokens that earlier waves of this batch have computed
         ancestor, position = segment.parent, segment.start
         while ancestor is not None:
             past = own[ancestor][: position - ancestor.start] + past
             position, ancestor = ancestor.start, ancestor.parent
         return Row(
             token_ids=queries[segment.job].token_ids[segment.start : segment.stop],
-            past_slots=[*matches[segment.job].slots[:position], *past],
+            past_slots=array("q", matches[segment.job].slots[:position]) + array("q", past),
             slots=own[segment],
             outputs=[position - segment.start for position, _ in segment.outputs],
         )

@@ -117,7 +117,9 @@ def _place(
     segment = Segment(part[0], start, start, parent, wave)
     segments.append(segment)
     while True:
-        shared = _common_length(jobs[part[0]].token_ids, jobs[part[-1]].token_ids)
+        shared = len(jobs[part[0]].token_ids)
+        if len(part) > 1:
+            shared = _common_length(jobs[part[0]].token_ids, jobs[part[-1]].token_ids)
         segment.job, segment.stop = part[-1], shared
         ending = [index for index in part if len(jobs[index].token_ids) == shared]
         segment.outputs.extend((shared - 1, index) for index in ending)
