@@ -1,0 +1,52 @@
+"""A caller's idle OpenMP team does not stand in the worker's way."""
+
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from genlm_backend import AsyncTransformer
+from genlm_backend.llm.hf.threads import release_idle_threads
+from tests.llm.conftest import fresh_row, word_tokenizer
+
+WIDE = torch.randn(4_000_000)
+
+
+def num_threads():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only libgomp, on Linux")
+@pytest.mark.skipif(torch.get_num_threads() < 2, reason="one thread is no team")
+def test_releasing_ends_the_callers_team_and_torch_makes_it_again():
+    def work():
+        release_idle_threads()
+        alone = num_threads()
+        WIDE.exp()
+        assert num_threads() > alone
+        release_idle_threads()
+        assert num_threads() == alone
+        assert torch.equal(WIDE.exp(), WIDE.exp())
+        release_idle_threads()
+        release_idle_threads()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result(60)
+
+
+def test_callers_that_use_torch_themselves_get_the_same_rows(tiny_llama):
+    contexts = [[i, i + 1, i + 2] for i in range(40)]
+    with AsyncTransformer(tiny_llama, word_tokenizer(), batch_size=3) as lm:
+
+        def ask(context):
+            WIDE.exp()
+            return lm.next_token_logprobs_sync(context)
+
+        with ThreadPoolExecutor(4) as pool:
+            rows = list(pool.map(ask, contexts))
+    assert threading.active_count() < 20
+    for context, row in zip(contexts, rows, strict=True):
+        torch.testing.assert_close(row, fresh_row(tiny_llama, context), rtol=0, atol=2e-5)
