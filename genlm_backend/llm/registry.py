@@ -26,7 +26,7 @@ def load_model_by_name(
         name: A model on the Hugging Face hub, a local directory, or ``"smollm2"``, the small
             model that ships with the extra ``demo``.
         backend: ``"hf"`` (transformers) or ``"mock"`` (the tokenizer and pseudo-random rows);
-            ``None`` chooses the fastest that is installed.
+            ``None`` means ``"hf"``.
         llm_opts: Keyword arguments for the backend's ``from_name``.
 
     Raises:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 
 import psutil
 import pytest
@@ -252,3 +253,27 @@ def test_a_nan_stays_in_its_own_row(tiny_llama):
             )
         again = lm.batch_next_token_logprobs_sync([[1, 2, 3, 4], [5], [13, 4]])
         torch.testing.assert_close(again[0], fresh_row(tiny_llama, [1, 2, 3, 4]), atol=2e-5, rtol=0)
+
+
+def test_clearing_from_another_thread_at_any_moment_changes_no_answer(make):
+    lm = make(row_cache_bytes=0, batch_size=4)
+    contexts = [[*PROMPT[: 5 + i % 20], i % 96] for i in range(60)]
+    expected = torch.stack([fresh_row(lm.model, context) for context in contexts])
+    is_over = threading.Event()
+
+    def clear():
+        while not is_over.is_set():
+            lm.clear_cache()
+            lm.statistics()
+
+    thread = threading.Thread(target=clear)
+    thread.start()
+    try:
+        for _ in range(5):
+            rows = lm.batch_next_token_logprobs_sync(contexts)
+            torch.testing.assert_close(rows, expected, rtol=0, atol=2e-5)
+    finally:
+        is_over.set()
+        thread.join()
+    lm.clear_cache()
+    assert lm.statistics().kv_bytes_used == 0
