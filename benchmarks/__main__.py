@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
-SINGLE = ("smc", "step_overhead", "prefill_mix", "loop_stall", "awaits", "import_time", "decoding")
+SINGLE = (
+    "smc",
+    "step_overhead",
+    "prefill_mix",
+    "loop_stall",
+    "python_meanwhile",
+    "awaits",
+    "import_time",
+    "decoding",
+)
 FAST = {"genlm_backend", "peer + cache_kv", "generate"}
 
 

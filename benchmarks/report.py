@@ -66,6 +66,15 @@ def rows(results: Results) -> list[tuple[str, str, str]]:
             "20 ms",
         )
     )
+    meanwhile = results["python_meanwhile"]
+    alone = median(meanwhile["alone_ms"])
+    table.append(
+        (
+            f"a step while another thread computes in Python, over alone ({alone:.0f} ms)",
+            f"{median(meanwhile['busy_ms']) / alone:.1f}×",
+            "",
+        )
+    )
     for name, values in results["awaits"].items():
         table.append((f"awaits per second, {name}", f"{median(values):,.0f}", "20,000"))
     table.append(

@@ -164,6 +164,34 @@ def loop_stall(repeats: int) -> Numbers:
     return {"stall_ms": stalls, "forward_ms": forwards}
 
 
+def python_meanwhile(repeats: int) -> Numbers:
+    """A step of 10 particles alone, and while another thread computes in Python all the time."""
+    import threading
+
+    lm = load_ours(row_cache_bytes=0)
+    prompt = prompt_of(lm)
+    lm.next_token_logprobs_sync(prompt)
+    particles = [[*prompt] for _ in range(10)]
+    is_over = threading.Event()
+
+    def step() -> float:
+        for i, particle in enumerate(particles):
+            particle.append(1000 + i)
+        return 1e3 * seconds(lambda: lm.batch_next_token_logprobs_sync(particles))
+
+    def compute() -> None:
+        while not is_over.is_set():
+            sum(i * i for i in range(2000))
+
+    alone = [step() for _ in range(5 * repeats)]
+    thread = threading.Thread(target=compute)
+    thread.start()
+    busy = [step() for _ in range(3 * repeats)]
+    is_over.set()
+    thread.join()
+    return {"alone_ms": alone, "busy_ms": busy}
+
+
 def awaits(repeats: int) -> Numbers:
     """Awaits per second with a forward pass that costs nothing, 100 concurrent callers.
 

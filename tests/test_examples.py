@@ -64,6 +64,7 @@ def test_help_reads_well_and_a_typo_is_told():
         "step_overhead(1)",
         "prefill_mix(1)",
         "loop_stall(1)",
+        "python_meanwhile(1)",
         "awaits(1)",
         "import_time(1)",
         "decoding(1)",

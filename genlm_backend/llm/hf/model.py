@@ -18,7 +18,7 @@ from genlm_backend.llm.hf.memory import default_kv_budget
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.hf.schedule import CostModel
 from genlm_backend.llm.hf.support import check_model, examine
-from genlm_backend.llm.hf.threads import release_idle_threads
+from genlm_backend.llm.hf.threads import frequent_switches, release_idle_threads
 from genlm_backend.llm.loading import explained, resolve_name
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.statistics import BackendCounts
@@ -135,7 +135,8 @@ class AsyncTransformer(BatchedLM):
 
     def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor]:
         """Return one row for each query, from as few tokens through the model as possible."""
-        return self._evaluator.evaluate(queries)
+        with frequent_switches():
+            return self._evaluator.evaluate(queries)
 
     def next_token_logprobs_uncached(
         self, token_ids: TokenIds, lora_name: str | None = None

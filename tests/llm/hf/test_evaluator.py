@@ -262,7 +262,7 @@ def test_clearing_from_another_thread_at_any_moment_changes_no_answer(make):
     is_over = threading.Event()
 
     def clear():
-        while not is_over.is_set():
+        while not is_over.wait(0.001):
             lm.clear_cache()
             lm.statistics()
 

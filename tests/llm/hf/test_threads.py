@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.llm.hf.threads import release_idle_threads
+from genlm_backend.llm.hf.threads import frequent_switches, release_idle_threads
 from tests.llm.conftest import fresh_row, word_tokenizer
 
 WIDE = torch.randn(4_000_000)
@@ -50,3 +50,36 @@ def test_callers_that_use_torch_themselves_get_the_same_rows(tiny_llama):
     assert threading.active_count() < 20
     for context, row in zip(contexts, rows, strict=True):
         torch.testing.assert_close(row, fresh_row(tiny_llama, context), rtol=0, atol=2e-5)
+
+
+def test_the_switch_interval_is_short_only_while_a_batch_is_evaluated(tiny_llama):
+    before, during = sys.getswitchinterval(), []
+    with AsyncTransformer(tiny_llama, word_tokenizer()) as lm:
+        hook = tiny_llama.register_forward_pre_hook(
+            lambda *_: during.append(sys.getswitchinterval())
+        )
+        lm.next_token_logprobs_sync([1, 2, 3])
+        hook.remove()
+        lm._batcher.call(lambda: None)
+        assert sys.getswitchinterval() == before
+    assert len(during) == 1
+    assert during[0] < before / 10
+
+
+def test_switch_intervals_nest_and_leave_what_somebody_else_has_set():
+    before = sys.getswitchinterval()
+    try:
+        with frequent_switches():
+            short = sys.getswitchinterval()
+            with frequent_switches():
+                assert sys.getswitchinterval() == short
+            assert sys.getswitchinterval() == short
+        assert sys.getswitchinterval() == before
+        with pytest.raises(KeyError), frequent_switches():
+            raise KeyError
+        assert sys.getswitchinterval() == before
+        with frequent_switches():
+            sys.setswitchinterval(0.003)
+        assert sys.getswitchinterval() == pytest.approx(0.003)
+    finally:
+        sys.setswitchinterval(before)
