@@ -10,8 +10,8 @@ makes it again when the caller next needs one.
 **The interpreter lock.** A forward pass is a thousand small operators, each of which gives the
 lock up and takes it back. A thread that computes in Python meanwhile (a grammar, a sampler) keeps
 it for ``sys.getswitchinterval()`` each time, five milliseconds by default, and a pass of 0.1
-seconds takes nine. So the interval is shortened while a batch is evaluated, which costs the other
-threads some fifteen per cent and makes that pass about ten times as fast.
+seconds takes eight. So the interval is shortened while a batch is evaluated: that pass takes about
+one second then, and the other threads lose some fifteen per cent.
 """
 
 from __future__ import annotations
