@@ -120,7 +120,8 @@ class Batcher(Generic[Q, R]):
         try:
             with self._lock:
                 waiters.extend(self._enqueue(query, None) for query in queries)
-                self._is_urgent = True
+                # Nothing to hurry where all of them joined what is under evaluation.
+                self._is_urgent = bool(self._pending)
                 self._advance(None)
             return [cast(R, waiter.future.result()) for waiter in waiters]
         except BaseException:

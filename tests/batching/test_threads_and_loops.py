@@ -114,3 +114,24 @@ def test_closing_from_another_thread_while_others_ask(recorder):
         started.wait()
         batcher.close()
         assert all(all(future.result(30)) for future in futures)
+
+
+def test_a_blocking_call_that_joins_a_batch_under_way_leaves_no_urgency_behind(recorder):
+    batcher = Batcher(recorder, PATIENT)
+    recorder.hold()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(batcher.submit_sync, [1])
+        assert recorder.is_held.wait(30)
+        joined = pool.submit(batcher.submit_sync, [1])
+        while batcher.statistics().num_joined == 0:
+            assert not joined.done()
+        recorder.let_go()
+        assert (first.result(30), joined.result(30)) == ([2], [2])
+    assert batcher.submit_sync([]) == []
+
+    async def main():
+        return await asyncio.gather(*map(batcher.submit, range(5)))
+
+    assert asyncio.run(main()) == [0, 2, 4, 6, 8]
+    assert recorder.batches == [[1], [0, 1, 2, 3, 4]]
+    batcher.close()
