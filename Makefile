@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEER := .peer
 # Not demo: the model's package asks for an engine that would have to be compiled.
-EXTRAS := bitsandbytes,test,bench,docs
+EXTRAS := bitsandbytes,viz,test,bench,docs
 
 .PHONY: help setup demo test quick lint types bench docs clean
 

@@ -1,8 +1,9 @@
 """Awaitable language models for programs that steer them.
 
 ``await lm.next_token_logprobs(token_ids)`` gives the full-vocabulary log-probabilities of the
-next token. Concurrent awaits are batched, every prefix seen is reused, and ``lm.byte_vocab``
-holds the exact bytes of every token id.
+next token. Concurrent awaits are batched, every prefix seen is reused, ``lm.byte_vocab`` holds
+the exact bytes of every token id, and a trie over them turns log-probabilities into the weight
+of every prefix of characters.
 """
 
 from typing import TYPE_CHECKING
@@ -18,19 +19,27 @@ if TYPE_CHECKING:
     from genlm_backend.llm.statistics import LMStatistics
     from genlm_backend.tokenization.token import Token
     from genlm_backend.tokenization.vocab import decode_vocab
+    from genlm_backend.trie.async_trie import AsyncTokenCharacterTrie
+    from genlm_backend.trie.lm_weights import lm_trie_weights
+    from genlm_backend.trie.parallel import ParallelTokenCharacterTrie
+    from genlm_backend.trie.sequential import TokenCharacterTrie
 
 __version__ = "0.4.0"
 
 __all__ = [
     "AsyncLM",
     "AsyncMlxLM",
+    "AsyncTokenCharacterTrie",
     "AsyncTransformer",
     "AsyncVirtualLM",
     "LMStatistics",
     "MockAsyncLM",
+    "ParallelTokenCharacterTrie",
     "Token",
+    "TokenCharacterTrie",
     "__version__",
     "decode_vocab",
+    "lm_trie_weights",
     "load_model_by_name",
 ]
 
@@ -39,12 +48,16 @@ __getattr__, __dir__ = lazy_names(
     {
         "AsyncLM": "genlm_backend.llm.base",
         "AsyncMlxLM": "genlm_backend.llm.absent",
+        "AsyncTokenCharacterTrie": "genlm_backend.trie.async_trie",
         "AsyncTransformer": "genlm_backend.llm.hf.model",
         "AsyncVirtualLM": "genlm_backend.llm.absent",
         "LMStatistics": "genlm_backend.llm.statistics",
         "MockAsyncLM": "genlm_backend.llm.mock",
+        "ParallelTokenCharacterTrie": "genlm_backend.trie.parallel",
         "Token": "genlm_backend.tokenization.token",
+        "TokenCharacterTrie": "genlm_backend.trie.sequential",
         "decode_vocab": "genlm_backend.tokenization.vocab",
+        "lm_trie_weights": "genlm_backend.trie.lm_weights",
         "load_model_by_name": "genlm_backend.llm.registry",
     },
 )

@@ -12,6 +12,11 @@ keeps working without knowing this module::
     ├── ModelNotFoundError (OSError)         no model under that name
     ├── MissingExtraError (ImportError)      an optional library is absent
     ├── TokenizerDecodeError (ValueError)    a token's bytes cannot be known
+    ├── VocabularyError (ValueError)         a vocabulary that no trie can be built over
+    ├── VocabularyTypeError (TypeError)      an entry that has no letters
+    ├── WeightsError (ValueError)            weights of another shape than the vocabulary's
+    ├── WeightsTypeError (TypeError)         weights that are not real numbers
+    ├── DeviceError (ValueError)             a device that is not there
     ├── BatcherClosedError (RuntimeError)    asked after close()
     ├── QueryDroppedError (RuntimeError)     the query was dropped before it was answered
     ├── EvaluationError (RuntimeError)       an evaluation broke its contract
@@ -72,6 +77,26 @@ class TokenizerDecodeError(GenlmBackendError, ValueError):
         where = "" if token_id is None else f", token {token_id} ({token!r})"
         super().__init__(f"cannot decode the vocabulary of {tokenizer}{where}: {reason}")
         self.tokenizer, self.token_id, self.token, self.reason = tokenizer, token_id, token, reason
+
+
+class VocabularyError(GenlmBackendError, ValueError):
+    """The vocabulary is empty, or holds an entry twice."""
+
+
+class VocabularyTypeError(GenlmBackendError, TypeError):
+    """An entry of the vocabulary is no iterable of hashable letters, or is not hashable itself."""
+
+
+class WeightsError(GenlmBackendError, ValueError):
+    """The weights are not one for each token of the trie's vocabulary."""
+
+
+class WeightsTypeError(GenlmBackendError, TypeError):
+    """The weights are not real numbers."""
+
+
+class DeviceError(GenlmBackendError, ValueError):
+    """The device is not one that torch knows, or not on this machine."""
 
 
 class BatcherClosedError(GenlmBackendError, RuntimeError):

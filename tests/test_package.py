@@ -11,6 +11,7 @@ import pytest
 
 import genlm_backend
 import genlm_backend.llm
+import genlm_backend.trie
 
 ROOT = Path(genlm_backend.__file__).parent
 
@@ -31,9 +32,10 @@ def test_importing_loads_nothing_heavy_and_changes_no_environment():
 import os, sys
 before = dict(os.environ)
 import genlm_backend, genlm_backend.llm, genlm_backend.errors, genlm_backend.batching
+import genlm_backend.trie
 assert dict(os.environ) == before
-heavy = {"torch", "numpy", "transformers", "tokenizers", "sentencepiece"} & set(sys.modules)
-assert not heavy, heavy
+heavy = {"torch", "numpy", "numba", "transformers", "tokenizers", "sentencepiece"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
     run(code)
 
@@ -52,7 +54,7 @@ assert not {k for k in changed if "GENLM" in k}, changed
     run(code)
 
 
-@pytest.mark.parametrize("module", [genlm_backend, genlm_backend.llm])
+@pytest.mark.parametrize("module", [genlm_backend, genlm_backend.llm, genlm_backend.trie])
 def test_every_public_name_is_there_and_documented(module):
     for name in module.__all__:
         value = getattr(module, name)
@@ -82,6 +84,11 @@ def test_every_error_is_also_what_a_caller_expects():
         "UnsupportedModelError": ValueError,
         "ModelNotFoundError": OSError,
         "MissingExtraError": ImportError,
+        "VocabularyError": ValueError,
+        "VocabularyTypeError": TypeError,
+        "WeightsError": ValueError,
+        "WeightsTypeError": TypeError,
+        "DeviceError": ValueError,
         "BatcherClosedError": RuntimeError,
         "QueryDroppedError": RuntimeError,
         "EvaluationError": RuntimeError,
@@ -104,6 +111,7 @@ ARROWS = {
     "batching": ({"errors"}, {"torch", "numpy", "transformers"}),
     "cache": ({"errors"}, {"asyncio", "transformers"}),
     "tokenization": ({"errors"}, {"torch"}),
+    "trie": ({"tokenization", "batching", "errors", "lazy"}, {"transformers"}),
     "llm": ({"tokenization", "batching", "cache", "errors", "lazy"}, set()),
     "llm.hf": ({"llm", "cache", "errors", "lazy"}, {"vllm"}),
 }

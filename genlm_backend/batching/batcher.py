@@ -155,7 +155,7 @@ class Batcher(Generic[Q, R]):
             return function()
         with self._lock:
             if self._is_closed:
-                raise BatcherClosedError("this model has been closed")
+                raise BatcherClosedError("asked after it was closed")
             future: concurrent.futures.Future[T] = concurrent.futures.Future()
             self._worker.put(lambda: _run_into(future, function))
         return future.result()
@@ -188,7 +188,7 @@ class Batcher(Generic[Q, R]):
         """
         with self._lock:
             self._is_closed = True
-        self.drop("this model was closed before the query was answered")
+        self.drop("closed before the query was answered")
         self._worker.stop()
 
     @property
@@ -214,7 +214,7 @@ class Batcher(Generic[Q, R]):
 
     def _enqueue(self, query: Q, loop: asyncio.AbstractEventLoop | None) -> Waiter:
         if self._is_closed:
-            raise BatcherClosedError("this model has been closed")
+            raise BatcherClosedError("asked after it was closed")
         key = cast(Hashable, query) if self._key is None else self._key(query)
         entry = self._pending.get(key) or self._in_flight.get(key)
         if entry is None:

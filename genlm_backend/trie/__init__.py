@@ -1,0 +1,33 @@
+"""Tries over a vocabulary: the sum or the maximum of token weights under every prefix."""
+
+from typing import TYPE_CHECKING
+
+from genlm_backend.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from genlm_backend.trie.async_trie import AsyncTokenCharacterTrie, TrieStatistics
+    from genlm_backend.trie.base import VocabularyTrie
+    from genlm_backend.trie.lm_weights import lm_trie_weights
+    from genlm_backend.trie.parallel import ParallelTokenCharacterTrie
+    from genlm_backend.trie.sequential import TokenCharacterTrie
+
+__all__ = [
+    "AsyncTokenCharacterTrie",
+    "ParallelTokenCharacterTrie",
+    "TokenCharacterTrie",
+    "TrieStatistics",
+    "VocabularyTrie",
+    "lm_trie_weights",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "AsyncTokenCharacterTrie": "genlm_backend.trie.async_trie",
+        "ParallelTokenCharacterTrie": "genlm_backend.trie.parallel",
+        "TokenCharacterTrie": "genlm_backend.trie.sequential",
+        "TrieStatistics": "genlm_backend.trie.async_trie",
+        "VocabularyTrie": "genlm_backend.trie.base",
+        "lm_trie_weights": "genlm_backend.trie.lm_weights",
+    },
+)

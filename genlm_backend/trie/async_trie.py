@@ -1,0 +1,210 @@
+"""AsyncTokenCharacterTrie: awaited prefix weights, one Batcher for each operation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
+from genlm_backend.errors import BatcherClosedError, UnknownBackendError
+from genlm_backend.trie.base import VocabularyTrie
+from genlm_backend.trie.operation import Operation, Weights, check_weights
+from genlm_backend.trie.sequential import TokenCharacterTrie
+
+Backend = Literal["parallel", "sequential"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrieStatistics:
+    """What the batching of each operation has done since the trie was made or cleaned up.
+
+    Attributes:
+        sum: Of ``weight_sum`` and ``mass_sum``.
+        max: Of ``weight_max``.
+        log_sum: Of ``log_weight_sum``.
+    """
+
+    sum: BatcherStatistics
+    max: BatcherStatistics
+    log_sum: BatcherStatistics
+
+
+class AsyncTokenCharacterTrie:
+    """A trie whose prefix weights can be awaited, by many coroutines at once.
+
+    All concurrent awaits of an operation are evaluated as one batch on a worker thread, so that
+    the event loop stays free. Any number of event loops and threads may use one trie, at the
+    same time or one after another. Weights are checked before they are queued: a request that is
+    wrong fails alone. A cancelled caller disturbs nobody. Each answer owns its memory.
+
+    Nothing has to be started: the first request does. ``cleanup()`` ends the worker threads;
+    a request after it starts new ones.
+
+    Args:
+        trie: What evaluates the batches.
+        batch_size: Requests in a batch, at most.
+        timeout: Seconds that the first request of a batch may wait for company; an upper bound
+            that hardly anybody meets, since a batch goes as soon as the loop has gone quiet.
+
+    Attributes:
+        trie: As given; for ``children``, ``word2leaf`` and what else is not awaited.
+    """
+
+    def __init__(
+        self, trie: VocabularyTrie, *, batch_size: int = 128, timeout: float = 0.02
+    ) -> None:
+        if not isinstance(trie, VocabularyTrie):
+            raise TypeError(
+                f"trie must be a TokenCharacterTrie or a ParallelTokenCharacterTrie, not {trie!r}; "
+                f"AsyncTokenCharacterTrie.from_vocab takes a vocabulary"
+            )
+        self.trie = trie
+        self._policy = BatchPolicy(max_batch_size=batch_size, timeout=timeout)
+        self._lock = threading.Lock()
+        self._batchers: dict[Operation, Batcher[_Request, Any]] = {}
+        self.start()
+
+    @classmethod
+    def from_vocab(
+        cls,
+        vocab: Iterable[Any],
+        backend: Backend | None = None,
+        *,
+        batch_size: int = 128,
+        timeout: float = 0.02,
+        **kwargs: Any,
+    ) -> Self:
+        """Build a trie over ``vocab`` and make it awaitable.
+
+        Args:
+            vocab: See ``TokenCharacterTrie``.
+            backend: "parallel" (``ParallelTokenCharacterTrie``), "sequential"
+                (``TokenCharacterTrie``), or ``None``: the parallel one where there is a CUDA
+                device, the sequential one, which is the faster on a CPU, elsewhere.
+            batch_size: As of the class.
+            timeout: As of the class.
+            **kwargs: For the trie's constructor, such as ``device="cuda"``, ``as_tensor=True``.
+
+        Raises:
+            UnknownBackendError: If ``backend`` is none of these.
+            Exception: What the trie's constructor raises.
+        """
+        if backend not in (None, *get_args(Backend)):
+            raise UnknownBackendError(
+                f"unknown trie backend {backend!r}; there are {', '.join(get_args(Backend))}"
+            )
+        make: Callable[..., VocabularyTrie] = TokenCharacterTrie
+        if backend != "sequential":
+            from genlm_backend.trie import parallel
+
+            is_wanted = bool(kwargs.keys() & {"device", "as_tensor"})
+            if backend == "parallel" or is_wanted or parallel.cuda_is_available():
+                make = parallel.ParallelTokenCharacterTrie
+        trie = make(vocab, **kwargs)
+        trie.prepare()
+        return cls(trie, batch_size=batch_size, timeout=timeout)
+
+    # ---------------------------------------------------------------- asking
+
+    async def weight_sum(self, ws: Weights) -> Any:
+        """Return the sum of the weights of all tokens below each node: ``[num_nodes]``.
+
+        Args:
+            ws: Weights ``[len(trie.decode)]``, not to be modified before the call returns.
+
+        Raises:
+            WeightsError: If the length is another.
+            WeightsTypeError: If the elements are not real numbers.
+            QueryDroppedError: If ``cleanup()`` or ``shutdown()`` came first.
+        """
+        return await self._submit("sum", ws)
+
+    async def weight_max(self, ws: Weights) -> Any:
+        """Return the largest weight of all tokens below each node; as with ``weight_sum``."""
+        return await self._submit("max", ws)
+
+    async def log_weight_sum(self, ws: Weights) -> Any:
+        """Return the log-sum-exp of all tokens below each node; as with ``weight_sum``."""
+        return await self._submit("log_sum", ws)
+
+    async def mass_sum(self, ws: Weights) -> Any:
+        """Return ``weight_sum(ws)``; its older name."""
+        return await self._submit("sum", ws)
+
+    async def _submit(self, operation: Operation, ws: Weights) -> Any:
+        request = _Request(check_weights(ws, len(self.trie.decode)))
+        while True:
+            try:
+                return await self._started()[operation].submit(request)
+            except BatcherClosedError:
+                pass  # shut down between the two: the next attempt starts anew
+
+    # ---------------------------------------------------------------- keeping house
+
+    def statistics(self) -> TrieStatistics:
+        """Return what batching has done for each operation."""
+        batchers = self._started()
+        return TrieStatistics(
+            **{operation: batcher.statistics() for operation, batcher in batchers.items()}
+        )
+
+    def start(self) -> None:
+        """Be ready for requests; again has no effect. Nobody has to call it."""
+        self._started()
+
+    def _started(self) -> dict[Operation, Batcher[_Request, Any]]:
+        with self._lock:
+            if not self._batchers:
+                for operation in get_args(Operation):
+                    self._batchers[operation] = Batcher(
+                        partial(_evaluate, self.trie, operation),
+                        self._policy,
+                        name=f"genlm-trie-{operation}",
+                    )
+            return dict(self._batchers)
+
+    def shutdown(self) -> None:
+        """End the worker threads, after the batches in hand; every waiter is settled.
+
+        Whoever still waits gets a ``QueryDroppedError``. Again has no effect; a later request
+        starts anew.
+        """
+        with self._lock:
+            batchers, self._batchers = list(self._batchers.values()), {}
+        for batcher in batchers:
+            batcher.close()
+        self.trie.release()
+
+    async def cleanup(self) -> None:
+        """Do as ``shutdown()``, leaving the event loop free while a last batch ends."""
+        await asyncio.to_thread(self.shutdown)
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.cleanup()
+
+
+class _Request:
+    """Weights of one caller; no two requests are the same one, whatever their weights."""
+
+    __slots__ = ("weights",)
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+
+def _evaluate(trie: VocabularyTrie, operation: Operation, requests: list[_Request]) -> Any:
+    return trie.evaluate_rows(operation, [request.weights for request in requests])

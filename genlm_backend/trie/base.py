@@ -1,0 +1,215 @@
+"""VocabularyTrie: what every trie over a vocabulary offers."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Hashable, Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.errors import MissingExtraError, VocabularyTypeError
+from genlm_backend.trie.layout import build_layout, check_unique, keys_of
+from genlm_backend.trie.operation import Operation, Weights, check_batch, check_weights
+from genlm_backend.trie.views import Children, Prefixes
+
+if TYPE_CHECKING:
+    from genlm_backend.trie.visualize import TrieDrawing
+
+
+class VocabularyTrie(abc.ABC):
+    """A trie over the letters of a vocabulary, that turns token weights into prefix weights.
+
+    Each entry of ``decode`` has a leaf of its own below the node of its last letter, also where
+    several entries spell the same; the leaf of an empty entry hangs at the root. Nodes are
+    numbered so that children come before parents and the root is last; the same vocabulary
+    always gets the same numbers.
+
+    Weights are one real number per entry, in ``decode``'s order: NumPy arrays, or torch tensors
+    on any device, gradients or not (none flow through). Half precision, float32 and booleans
+    give float32 results; float64 and integers give float64. A NaN shows in every prefix of its
+    token and nowhere else. Weights that an asynchronous call is waiting for must not be modified
+    before it returns.
+
+    Args:
+        decode: The vocabulary: ``Token`` objects, ``bytes``, strings, or other iterables of
+            hashable letters, such as an end-of-sequence marker that yields itself.
+
+    Raises:
+        VocabularyError: If ``decode`` is empty or holds an entry twice (for tokens: the same id
+            with the same bytes).
+        VocabularyTypeError: If an entry is not iterable, or it or a letter of it not hashable.
+
+    Attributes:
+        decode: The vocabulary, as a list.
+        layout: The trie as flat arrays.
+    """
+
+    def __init__(self, decode: Iterable[Any]) -> None:
+        if isinstance(decode, str | bytes) or not hasattr(decode, "__iter__"):
+            raise VocabularyTypeError(f"decode is a list of tokens, not {decode!r:.60}")
+        self.decode: list[Any] = decode if isinstance(decode, list) else list(decode)
+        self.layout = build_layout(self.decode)
+        check_unique(self.decode)
+
+    # ---------------------------------------------------------------- the tree
+
+    @property
+    def num_nodes(self) -> int:
+        """Of the trie: prefixes, the root among them, and a leaf for each token."""
+        return self.layout.num_nodes
+
+    @property
+    def root(self) -> int:
+        """The node of the empty prefix: ``num_nodes - 1``."""
+        return self.layout.num_nodes - 1
+
+    @cached_property
+    def children(self) -> Sequence[dict[Any, int]]:
+        """For each node its children: letter → node.
+
+        A leaf's edge is ``(None, position)``, with the position of its token in ``decode``. The
+        dictionaries are made as they are asked for.
+        """
+        return Children(self.layout)
+
+    @cached_property
+    def leaves(self) -> NDArray[np.int32]:
+        """The leaf of each token by its position in ``decode``: int32 ``[len(decode)]``."""
+        return self.layout.leaves()
+
+    @cached_property
+    def word2leaf(self) -> dict[Hashable, int]:
+        """The leaf of each token: keyed by ``(bytes, token_id)``, other entries by themselves."""
+        return dict(zip(keys_of(self.decode), self.leaves.tolist(), strict=True))
+
+    @cached_property
+    def leaf2word(self) -> dict[int, Hashable]:
+        """The reverse of ``word2leaf``."""
+        return {leaf: word for word, leaf in self.word2leaf.items()}
+
+    @cached_property
+    def node2prefix(self) -> Prefixes:
+        """For each node the letters that lead to it, as a list, spelled out when asked for."""
+        return Prefixes(self.layout)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self.decode)} tokens, {self.num_nodes} nodes>"
+
+    # ---------------------------------------------------------------- for the kinds of trie
+
+    @abc.abstractmethod
+    def evaluate_batch(self, operation: Operation, batch: list[Weights]) -> Any:
+        """Return ``operation`` under each node for checked weights: ``[len(batch), num_nodes]``."""
+
+    @abc.abstractmethod
+    def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Any]:
+        """Return what ``evaluate_batch`` does, as rows that own their memory.
+
+        So that a row somebody keeps does not keep the batch.
+        """
+
+    def prepare(self) -> None:
+        """Do once what the first call of each operation would spend time on."""
+        weights = np.zeros(len(self.decode), np.float32)
+        for operation in ("sum", "max", "log_sum"):
+            self.evaluate_rows(operation, [weights])
+
+    def release(self) -> None:  # noqa: B027  (most tries keep nothing)
+        """Give memory that is kept for results to come back to the system."""
+
+    # ---------------------------------------------------------------- prefix weights
+
+    def weight_sum(self, ws: Weights) -> Any:
+        """Return the sum of the weights of all tokens below each node: ``[num_nodes]``.
+
+        Args:
+            ws: Weights ``[len(decode)]``.
+
+        Raises:
+            WeightsError: If the length is another.
+            WeightsTypeError: If the elements are not real numbers.
+        """
+        return self._one("sum", ws)
+
+    def weight_max(self, ws: Weights) -> Any:
+        """Return the largest weight of all tokens below each node: ``[num_nodes]``.
+
+        As right for negative weights and log-probabilities as for probabilities; otherwise like
+        ``weight_sum``.
+        """
+        return self._one("max", ws)
+
+    def log_weight_sum(self, ws: Weights) -> Any:
+        """Return the log-sum-exp of all tokens below each node: ``[num_nodes]``.
+
+        For log-weights: the logarithm of ``weight_sum(exp(ws))``, also where the exponentials
+        would underflow, since each node is shifted by its own maximum; otherwise like
+        ``weight_sum``.
+        """
+        return self._one("log_sum", ws)
+
+    def batch_weight_sum(self, ws: Any) -> Any:
+        """Return ``weight_sum`` of many weights at once: ``[batch, num_nodes]``.
+
+        Args:
+            ws: Weights ``[batch, len(decode)]``, or a sequence of ``[len(decode)]``.
+        """
+        return self._batch("sum", ws)
+
+    def batch_weight_max(self, ws: Any) -> Any:
+        """Return ``weight_max`` of many weights at once: ``[batch, num_nodes]``."""
+        return self._batch("max", ws)
+
+    def batch_log_weight_sum(self, ws: Any) -> Any:
+        """Return ``log_weight_sum`` of many weights at once: ``[batch, num_nodes]``."""
+        return self._batch("log_sum", ws)
+
+    def mass_sum(self, ws: Weights) -> Any:
+        """Return ``weight_sum(ws)``; its older name."""
+        return self.weight_sum(ws)
+
+    def batch_mass_sum(self, ws: Any) -> Any:
+        """Return ``batch_weight_sum(ws)``; its older name."""
+        return self.batch_weight_sum(ws)
+
+    def _one(self, operation: Operation, ws: Weights) -> Any:
+        return self.evaluate_rows(operation, [check_weights(ws, len(self.decode))])[0]
+
+    def _batch(self, operation: Operation, ws: Any) -> Any:
+        return self.evaluate_batch(operation, check_batch(ws, len(self.decode)))
+
+    # ---------------------------------------------------------------- drawing
+
+    def visualize(
+        self,
+        ws: Weights | None = None,
+        *,
+        max_depth: int | None = None,
+        max_nodes: int = 60,
+    ) -> TrieDrawing:
+        """Draw the trie; shown as SVG in a notebook, written by ``.save("trie.svg")``.
+
+        A trie too large to read is pruned: to ``max_depth`` letters, and to the ``max_nodes``
+        heaviest nodes, or without weights those with the most tokens below them.
+
+        Args:
+            ws: Weights to label and shade the nodes with: one per token (drawn as sums) or one
+                per node, as the other methods return them.
+            max_depth: Letters from the root to draw, at most; all by default.
+            max_nodes: Nodes to draw, at most.
+
+        Raises:
+            MissingExtraError: If Graphviz is not installed (extra ``viz``).
+            WeightsError: If ``ws`` is neither one weight per token nor one per node.
+        """
+        try:
+            from genlm_backend.trie.visualize import draw
+        except ImportError as error:
+            raise MissingExtraError(
+                f"drawing a trie needs graphviz ({error}); install it with "
+                f"`pip install 'genlm-backend[viz]'`"
+            ) from error
+        return draw(self, ws, max_depth=max_depth, max_nodes=max_nodes)

@@ -1,0 +1,118 @@
+"""What can be asked of a trie, and the checks that every weight passes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.errors import WeightsError, WeightsTypeError
+
+if TYPE_CHECKING:
+    import torch
+
+Operation = Literal["sum", "max", "log_sum"]
+"""The sum, the maximum, or the logarithm of the sum of exponentials, under every prefix."""
+
+Weights = Any
+"""One weight per token: a NumPy array, a torch tensor on any device, or a sequence of numbers."""
+
+
+def is_tensor(weights: Weights) -> bool:
+    """Whether ``weights`` is a tensor, without importing torch where nobody has."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(weights, torch.Tensor)
+
+
+def check_weights(weights: Weights, num_tokens: int) -> Weights:
+    """Return ``weights``, an array or a tensor of shape ``[num_tokens]``; nothing is converted.
+
+    Raises:
+        WeightsError: If the shape is another.
+        WeightsTypeError: If the elements are not real numbers.
+    """
+    weights = _as_array(weights)
+    if weights.ndim != 1 or weights.shape[0] != num_tokens:
+        raise WeightsError(
+            f"got weights of shape {list(weights.shape)} for a vocabulary of {num_tokens} tokens"
+            + _hint(weights, num_tokens)
+        )
+    return weights
+
+
+def check_batch(batch: Any, num_tokens: int) -> list[Weights]:
+    """Return the rows of ``batch``, ``[len(batch), num_tokens]`` or a sequence of weights.
+
+    Raises:
+        WeightsError: If the shape of a row is another.
+        WeightsTypeError: If the elements are not real numbers.
+    """
+    if (is_tensor(batch) or isinstance(batch, np.ndarray)) and batch.ndim != 2:
+        raise WeightsError(
+            f"got a batch of shape {list(batch.shape)}; it must be [batch, {num_tokens}]"
+        )
+    if not hasattr(batch, "__iter__"):
+        raise WeightsTypeError(f"a batch of weights is a sequence of them, not {batch!r}")
+    return [check_weights(weights, num_tokens) for weights in batch]
+
+
+def to_numpy(weights: Weights) -> NDArray[np.floating]:
+    """Return checked weights as a contiguous array of float32 or float64, copied only if need be.
+
+    Half precision and booleans become float32, integers float64.
+    """
+    if is_tensor(weights):
+        torch = sys.modules["torch"]
+        if weights.dtype == torch.bfloat16:
+            weights = weights.float()
+        weights = weights.numpy(force=True)
+    return np.ascontiguousarray(weights, numpy_dtype(weights.dtype))
+
+
+def numpy_dtype(dtype: np.dtype) -> type[np.floating]:
+    """Return what weights of ``dtype`` are computed in."""
+    is_single = dtype.kind == "b" or (dtype.kind == "f" and dtype.itemsize <= 4)
+    return np.float32 if is_single else np.float64
+
+
+def torch_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what weights of ``dtype`` are computed in."""
+    import torch
+
+    is_single = dtype == torch.bool or (dtype.is_floating_point and dtype.itemsize <= 4)
+    return torch.float32 if is_single else torch.float64
+
+
+def _as_array(weights: Weights) -> Any:
+    if is_tensor(weights):
+        if weights.is_complex() or weights.is_quantized or weights.layout != _strided():
+            raise WeightsTypeError(
+                f"weights must be a dense tensor of real numbers, got {weights.dtype}, "
+                f"{weights.layout}"
+            )
+        return weights
+    try:
+        array = np.asarray(weights)
+    except ValueError as error:
+        raise WeightsTypeError(f"weights must be an array of real numbers: {error}") from error
+    if array.dtype.kind not in "fiub":
+        raise WeightsTypeError(f"weights must be real numbers, got an array of {array.dtype}")
+    return array
+
+
+def _strided() -> Any:
+    return sys.modules["torch"].strided
+
+
+def _hint(weights: Any, num_tokens: int) -> str:
+    if weights.ndim == 2 and weights.shape[1] == num_tokens:
+        return "; a batch of weights goes to the method whose name begins with batch_"
+    return ""
+
+
+def widest(dtypes: Sequence[type[np.floating]]) -> type[np.floating]:
+    """Return float64 if any of ``dtypes`` is, float32 otherwise."""
+    return np.float64 if np.float64 in dtypes else np.float32

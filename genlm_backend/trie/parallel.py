@@ -1,0 +1,170 @@
+"""ParallelTokenCharacterTrie: sparse reachability in torch, on a GPU or the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from genlm_backend.errors import DeviceError
+from genlm_backend.trie.base import VocabularyTrie
+from genlm_backend.trie.operation import Operation, Weights, is_tensor, to_numpy, torch_dtype
+from genlm_backend.trie.reachability import RADIX, build_reachability
+
+MAX_ELEMENTS = 1 << 26
+"""Of an intermediate tensor; larger batches are evaluated in parts."""
+
+
+class ParallelTokenCharacterTrie(VocabularyTrie):
+    """A trie that sums and maximises by a sparse reachability matrix in torch.
+
+    See ``VocabularyTrie`` for the vocabulary and the weights, and ``reachability.py`` for the
+    matrix. Meant for a GPU; on a CPU ``TokenCharacterTrie`` gives the same answers sooner.
+
+    Args:
+        decode: The vocabulary.
+        device: "cuda", "cuda:1", "mps", "cpu", …; "cuda" where there is one, else "cpu".
+        as_tensor: Return tensors on ``device`` instead of NumPy arrays. Weights that are there
+            already never leave it.
+
+    Raises:
+        DeviceError: If torch does not know ``device``, or it is not on this machine.
+    """
+
+    def __init__(
+        self,
+        decode: Iterable[Any],
+        device: str | torch.device | None = None,
+        *,
+        as_tensor: bool = False,
+    ) -> None:
+        self.device = _check_device(device)
+        self.as_tensor = as_tensor
+        self.has_sparse_product = self.device.type != "mps"
+        super().__init__(decode)
+        reachability = build_reachability(self.layout)
+
+        def to_device(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+        self._level_sizes = reachability.level_sizes
+        self._shape = (reachability.num_rows, reachability.num_columns)
+        self._sorted_tokens = to_device(self.layout.sorted_tokens)
+        self._node_sources = to_device(reachability.node_sources)
+        self._row_starts = to_device(reachability.row_starts)
+        self._columns = to_device(reachability.columns)
+        self._rows = to_device(reachability.rows())
+        self._matrices: dict[torch.dtype, Tensor] = {}
+
+    def evaluate_batch(self, operation: Operation, batch: list[Weights]) -> Any:
+        """Return ``operation`` under each node for checked weights: ``[len(batch), num_nodes]``."""
+        result = self._evaluate(operation, batch)
+        return result if self.as_tensor else result.cpu().numpy()
+
+    def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Any]:
+        """Return what ``evaluate_batch`` does, as rows that own their memory."""
+        result = self._evaluate(operation, batch)
+        if self.as_tensor:
+            return [result[0]] if len(batch) == 1 else [row.clone() for row in result]
+        array = result.cpu().numpy()
+        return [array[0]] if len(batch) == 1 else [row.copy() for row in array]
+
+    # ---------------------------------------------------------------- on the device
+
+    @torch.no_grad()
+    def _evaluate(self, operation: Operation, batch: list[Weights]) -> Tensor:
+        if not batch:
+            return torch.empty(0, self.num_nodes, device=self.device)
+        rows = [self._to_device(weights) for weights in batch]
+        dtype = torch.float64 if any(r.dtype == torch.float64 for r in rows) else torch.float32
+        size = max(1, MAX_ELEMENTS // max(self.num_nodes, len(self._columns)))
+        parts = [
+            self._evaluate_part(operation, torch.stack(rows[i : i + size]).to(dtype))
+            for i in range(0, len(rows), size)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _to_device(self, weights: Weights) -> Tensor:
+        tensor = weights if is_tensor(weights) else _from_numpy(to_numpy(weights))
+        dtype = torch.float32 if self.device.type == "mps" else torch_dtype(tensor.dtype)
+        return tensor.detach().to(device=self.device, dtype=dtype)
+
+    def _evaluate_part(self, operation: Operation, weights: Tensor) -> Tensor:
+        tokens = weights.index_select(1, self._sorted_tokens)
+        if operation == "sum":
+            runs = self._sum(self._with_blocks(tokens, lambda blocks: blocks.sum(-1)))
+        elif operation == "max":
+            runs = self._largest(self._with_blocks(tokens, lambda blocks: blocks.amax(-1)))
+        else:
+            runs = self._log_sum(self._with_blocks(tokens, lambda blocks: blocks.logsumexp(-1)))
+        return torch.cat([tokens, runs], 1).index_select(1, self._node_sources)
+
+    def _with_blocks(self, tokens: Tensor, combine: Any) -> Tensor:
+        """Append the blocks of every level: ``[batch, num_columns]``."""
+        levels = [tokens]
+        for size in self._level_sizes[1:]:
+            level = levels[-1][:, : size * RADIX].unflatten(1, (size, RADIX))
+            levels.append(combine(level))
+        return torch.cat(levels, 1)
+
+    def _sum(self, columns: Tensor) -> Tensor:
+        if not self._shape[0]:
+            return columns[:, :0]
+        if not self.has_sparse_product:
+            source = columns.index_select(1, self._columns)
+            return self._zeros(columns).index_add_(1, self._rows, source)
+        return torch.sparse.mm(self._matrix(columns.dtype), columns.t()).t()
+
+    def _largest(self, columns: Tensor) -> Tensor:
+        source = columns.index_select(1, self._columns)
+        return self._zeros(columns).scatter_reduce_(
+            1, self._rows.expand_as(source), source, "amax", include_self=False
+        )
+
+    def _log_sum(self, columns: Tensor) -> Tensor:
+        largest = self._largest(columns)
+        # Nothing to shift by where all are -inf, or one is inf or NaN: exp and log then keep it.
+        shift = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
+        source = columns.index_select(1, self._columns) - shift.index_select(1, self._rows)
+        total = self._zeros(columns).index_add_(1, self._rows, source.exp_())
+        return total.log_().add_(shift)
+
+    def _zeros(self, columns: Tensor) -> Tensor:
+        return columns.new_zeros(len(columns), self._shape[0])
+
+    def _matrix(self, dtype: torch.dtype) -> Tensor:
+        matrix = self._matrices.get(dtype)
+        if matrix is None:
+            ones = torch.ones(len(self._columns), dtype=dtype, device=self.device)
+            with warnings.catch_warnings():  # that the layout is in beta
+                warnings.filterwarnings("ignore", "Sparse CSR", UserWarning)
+                matrix = torch.sparse_csr_tensor(
+                    self._row_starts, self._columns, ones, self._shape, check_invariants=True
+                )
+            self._matrices[dtype] = matrix
+        return matrix
+
+
+def cuda_is_available() -> bool:
+    """Whether torch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def _check_device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if cuda_is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).split("\n")[0]
+        raise DeviceError(f"device {str(device)!r} cannot be used: {reason}") from error
+    return found
+
+
+def _from_numpy(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

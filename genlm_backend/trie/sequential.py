@@ -1,0 +1,117 @@
+"""TokenCharacterTrie: the compiled bottom-up sweep."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.trie.base import VocabularyTrie
+from genlm_backend.trie.operation import Operation, Weights, to_numpy, widest
+from genlm_backend.trie.spare import SpareRows
+from genlm_backend.trie.sweep import SWEEPS
+
+Row = NDArray[np.floating]
+
+DEFAULT_SPARE_BYTES = 256 << 20
+
+NODES_PER_THREAD = 1_000_000
+"""Below twice as many nodes a second thread costs more than it saves."""
+
+
+class TokenCharacterTrie(VocabularyTrie):
+    """A trie that sums and maximises on the CPU, by one compiled pass per row of weights.
+
+    See ``VocabularyTrie`` for the vocabulary and the weights. Results are NumPy arrays. Sums are
+    added in float64 whatever the result's dtype, from the leaves up, so that small masses beside
+    large ones keep their digits. A row's answer does not depend on the rows beside it. Large
+    batches are divided among threads; the interpreter lock is free meanwhile.
+
+    Args:
+        decode: The vocabulary.
+        num_threads: Threads for a batch, at most; as many as there are processors by default.
+        spare_bytes: Bytes of results that are no longer in use to keep for those to come;
+            0 keeps none. ``release()`` gives them back.
+    """
+
+    def __init__(
+        self,
+        decode: Iterable[Any],
+        *,
+        num_threads: int | None = None,
+        spare_bytes: int = DEFAULT_SPARE_BYTES,
+    ) -> None:
+        if num_threads is not None and num_threads < 1:
+            raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+        if spare_bytes < 0:
+            raise ValueError(f"spare_bytes must be zero or more, got {spare_bytes}")
+        super().__init__(decode)
+        self.num_threads = num_threads or _num_processors()
+        self._spare = SpareRows(self.num_nodes, spare_bytes)
+
+    def evaluate_batch(self, operation: Operation, batch: list[Weights]) -> NDArray[np.floating]:
+        """Return ``operation`` under each node for checked weights: ``[len(batch), num_nodes]``."""
+        rows = [to_numpy(weights) for weights in batch]
+        out = np.empty((len(rows), self.num_nodes), widest([row.dtype.type for row in rows]))
+        self._sweep(operation, rows, list(out))
+        return out
+
+    def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Row]:
+        """Return what ``evaluate_batch`` does, as rows that own their memory."""
+        rows = [to_numpy(weights) for weights in batch]
+        out = [self._spare.take(row.dtype) for row in rows]
+        self._sweep(operation, rows, out)
+        return out
+
+    def release(self) -> None:
+        """Give memory that is kept for results to come back to the system."""
+        self._spare.clear()
+
+    def _sweep(self, operation: Operation, rows: list[Row], out: list[Row]) -> None:
+        sweep, arrays = SWEEPS[operation], self.layout.sweep_arrays
+
+        def run(part: slice) -> None:
+            # A maximum needs no more precision than it is given.
+            dtype = widest([row.dtype.type for row in rows]) if operation == "max" else np.float64
+            runs = np.empty(self.layout.num_runs, dtype)
+            for row, result in zip(rows[part], out[part], strict=True):
+                sweep(row, result, runs, *arrays)
+
+        num_threads = min(self.num_threads, len(rows) * self.num_nodes // NODES_PER_THREAD)
+        in_threads(run, len(rows), max(1, num_threads))
+
+
+def in_threads(run: Any, count: int, num_threads: int) -> None:
+    """Call ``run`` with consecutive slices of ``range(count)``, one in each of the threads.
+
+    The threads last as long as the call: nothing is left behind that a fork could lose.
+    """
+    bounds = [count * i // num_threads for i in range(num_threads + 1)]
+    parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+    errors: list[BaseException] = []
+
+    def guarded(part: slice) -> None:
+        try:
+            run(part)
+        except BaseException as error:
+            errors.append(error)
+
+    helpers = [threading.Thread(target=guarded, args=(part,)) for part in parts[1:]]
+    for helper in helpers:
+        helper.start()
+    guarded(parts[0])
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]
+
+
+def _num_processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,89 @@
+"""From a context to prefix weights, and what does not fit together."""
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from genlm_backend import AsyncTokenCharacterTrie, MockAsyncLM, Token, TokenCharacterTrie
+from genlm_backend import lm_trie_weights as weights_of
+from tests.llm.conftest import word_tokenizer
+from tests.trie.reference import node_of
+
+
+@pytest.fixture
+def lm():
+    with MockAsyncLM(word_tokenizer()) as model:
+        yield model
+
+
+def make(kind, vocab):
+    if kind == "plain":
+        return TokenCharacterTrie(vocab)
+    options = {"device": "cpu", "as_tensor": True} if kind == "parallel" else {}
+    return AsyncTokenCharacterTrie.from_vocab(vocab, backend=kind, **options)
+
+
+@pytest.mark.parametrize("kind", ["plain", "sequential", "parallel"])
+def test_weights_are_those_of_the_row(lm, kind):
+    trie = make(kind, lm.byte_vocab)
+
+    async def main(operation):
+        return await asyncio.gather(
+            *(weights_of(lm, trie, [i % 3, 1], operation) for i in range(10))
+        )
+
+    for operation in ("sum", "max", "log_sum"):
+        rows = asyncio.run(main(operation))
+        for i, found in enumerate(rows):
+            row = lm.next_token_logprobs_sync([i % 3, 1]).double().numpy()
+            assert isinstance(found, torch.Tensor) == (kind == "parallel")
+            tree = trie if kind == "plain" else trie.trie
+            for prefix in (b"", b"<", b"<1", b"<1>"):
+                node = node_of(tree, prefix)
+                below = [i for i, t in enumerate(lm.byte_vocab) if bytes(t).startswith(prefix)]
+                mass = math.fsum(np.exp(row[below]))
+                expected = {"sum": mass, "log_sum": math.log(mass), "max": row[below].max()}
+                assert float(found[node]) == pytest.approx(expected[operation], rel=1e-4, abs=1e-5)
+    if kind != "plain":
+        trie.shutdown()
+
+
+def test_a_trie_over_some_tokens_in_another_order(lm):
+    vocab = [lm.byte_vocab[i] for i in (7, 2, 5)]
+    trie = TokenCharacterTrie(vocab)
+    found = asyncio.run(weights_of(lm, trie, [1]))
+    row = lm.next_token_logprobs_sync([1]).exp()
+    np.testing.assert_allclose(found[trie.leaves], row[[7, 2, 5]], rtol=1e-6)
+
+
+def test_a_trie_serves_one_model_after_another():
+    with MockAsyncLM(word_tokenizer()) as one, MockAsyncLM(word_tokenizer()) as two:
+        trie = TokenCharacterTrie(one.byte_vocab)
+        for model in (one, two, one):
+            found = asyncio.run(weights_of(model, trie, [1]))
+            np.testing.assert_allclose(
+                found[trie.leaves], model.next_token_logprobs_sync([1]).exp(), rtol=1e-6
+            )
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (b"plain", "decode.0. of the trie is b'plain', which is not a token of the model"),
+        (Token(10**6, b"x"), "is not a token of the model"),
+        (Token(3, b"other"), r"but the model's token 3 is Token\(3, "),
+    ],
+)
+def test_a_trie_over_something_else(lm, entry, message):
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(weights_of(lm, TokenCharacterTrie([entry]), [1]))
+    assert lm.statistics().num_awaits == 0
+
+
+def test_an_operation_that_does_not_exist(lm):
+    with pytest.raises(ValueError, match='must be "sum", "max" or "log_sum", got \'mean\''):
+        asyncio.run(weights_of(lm, TokenCharacterTrie(lm.byte_vocab), [1], "mean"))
+    assert lm.statistics().num_awaits == 0

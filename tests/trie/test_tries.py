@@ -1,0 +1,303 @@
+"""Every kind of trie against prefixes counted by hand."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlm_backend import ParallelTokenCharacterTrie, Token, TokenCharacterTrie
+from tests.trie.reference import BruteForceTrie, node_of, nodes_by_prefix
+from tests.trie.strategies import EOS, vocabularies, weights
+
+KINDS = {
+    "sequential": TokenCharacterTrie,
+    "parallel": lambda decode: ParallelTokenCharacterTrie(decode, device="cpu"),
+}
+OPERATIONS = ["sum", "max", "log_sum"]
+METHODS = {"sum": "weight_sum", "max": "weight_max", "log_sum": "log_weight_sum"}
+
+
+def close(operation, expected, found, scale):
+    """Within float32's rounding of the values that went in."""
+    if np.isnan(expected) or np.isinf(expected):
+        return found == expected or (np.isnan(expected) and np.isnan(found))
+    if operation == "max":
+        return np.float32(expected) == np.float32(found)
+    return abs(expected - found) <= 1e-5 * scale
+
+
+@pytest.fixture(params=KINDS)
+def make(request):
+    return KINDS[request.param]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def check_against_brute_force(make, data):
+    decode = data.draw(vocabularies)
+    trie, reference = make(decode), BruteForceTrie(decode)
+    assert trie.num_nodes == len(trie.children) == reference.num_nodes
+    nodes = nodes_by_prefix(trie)
+    assert nodes.keys() == reference.below.keys()
+    batch = [data.draw(weights(len(decode))) for _ in range(data.draw(st.integers(1, 3)))]
+    for operation in OPERATIONS:
+        with np.errstate(all="ignore"):
+            wanted = [reference.weights(operation, ws) for ws in batch]
+        found = getattr(trie, f"batch_{METHODS[operation]}")(batch)
+        assert found.shape == (len(batch), trie.num_nodes)
+        assert found.dtype == np.float32
+        for ws, by_prefix, row in zip(batch, wanted, found, strict=True):
+            np.testing.assert_array_equal(row[trie.leaves], ws)
+            for prefix, expected in by_prefix.items():
+                below = np.abs(ws[reference.below[prefix]].astype(np.float64))
+                scale = max(1.0, abs(expected)) if operation == "log_sum" else below.sum()
+                value = row[nodes[prefix]]
+                assert close(operation, expected, value, scale), (prefix, expected, value)
+        single = getattr(trie, METHODS[operation])(batch[0])
+        np.testing.assert_allclose(single, found[0], rtol=1e-5, atol=1e-30)
+
+
+def test_weights_are_those_of_the_prefixes(make):
+    check_against_brute_force(make)
+
+
+@settings(max_examples=100, deadline=None)
+@given(vocabularies)
+def check_structure(make, decode):
+    trie = make(decode)
+    twin = make(list(decode))
+    assert trie.root == trie.num_nodes - 1
+    seen = []
+    for node, children in enumerate(trie.children):
+        assert children == twin.children[node]
+        assert all(child < node for child in children.values())
+        seen += children.values()
+    assert sorted(seen) == list(range(trie.num_nodes - 1))
+    for position, item in enumerate(decode):
+        key = (bytes(item), item.token_id) if isinstance(item, Token) else item
+        leaf = trie.word2leaf[key]
+        assert leaf == trie.leaves[position]
+        assert trie.leaf2word[leaf] == key
+        assert trie.children[leaf] == {}
+        assert trie.children[node_of(trie, item)][None, position] == leaf
+        assert trie.node2prefix[leaf] == trie.node2prefix[node_of(trie, item)] == list(item)
+    assert len(trie.word2leaf) == len(decode)
+
+
+def test_the_tree_is_that_of_the_letters(make):
+    check_structure(make)
+
+
+def test_children_are_a_sequence_and_prefixes_a_mapping(make):
+    trie = make([b"a", b"ab", b"b"])
+    assert trie.children[-1] == trie.children[trie.root] == trie.children[np.int64(trie.root)]
+    assert trie.children[:2] == [trie.children[0], trie.children[1]]
+    assert set(trie.children[trie.root]) == {ord("a"), ord("b")}
+    assert dict(trie.node2prefix.items())[trie.root] == []
+    with pytest.raises(IndexError):
+        trie.children[trie.num_nodes]
+    with pytest.raises(KeyError):
+        trie.node2prefix[trie.num_nodes]
+
+
+def test_a_spelling_may_have_many_ids_and_the_empty_one_hangs_at_the_root(make):
+    decode = [Token(5, b"a"), Token(3, b"a"), Token(4, b""), Token(1, b"")]
+    trie = make(decode)
+    total = trie.weight_sum(np.array([1, 2, 4, 8], np.float32))
+    assert total[trie.root] == 15
+    assert total[trie.children[trie.root][ord("a")]] == 3
+    assert trie.children[trie.root][None, 2] == trie.word2leaf[b"", 4]
+    assert trie.children[trie.root][None, 3] == trie.word2leaf[b"", 1]
+
+
+def test_an_end_marker_is_a_letter_of_its_own(make):
+    trie = make([b"a", EOS])
+    ws = trie.weight_sum([0.25, 0.75])
+    assert ws[trie.children[trie.root][EOS]] == ws[trie.word2leaf[EOS]] == 0.75
+
+
+def test_a_vocabulary_of_one(make):
+    for item in (b"", b"a", Token(0, b"ab"), "é"):
+        trie = make([item])
+        assert trie.num_nodes == len(item) + 2
+        for operation in ("weight_sum", "weight_max", "log_weight_sum"):
+            assert getattr(trie, operation)(np.array([-2.5])).tolist() == [-2.5] * trie.num_nodes
+
+
+def test_a_token_as_long_as_a_novel_is_no_recursion(make):
+    trie = make([b"a" * 100_000, b"a" * 99_999 + b"b"])
+    assert trie.num_nodes == 1 + 99_999 + 2 + 2
+    assert trie.weight_sum([1.0, 2.0])[trie.root] == 3.0
+    assert len(trie.node2prefix[trie.word2leaf[b"a" * 100_000]]) == 100_000
+
+
+def test_a_token_a_thousand_letters_long_beside_ordinary_ones(make):
+    decode = [bytes([97 + i % 7]) * (i + 1) for i in range(60)] + [b"ab" * 500]
+    trie, reference = make(decode), BruteForceTrie(decode)
+    ws = np.exp(np.random.default_rng(0).normal(0, 5, len(decode))).astype(np.float32)
+    found, nodes = trie.weight_sum(ws), nodes_by_prefix(trie)
+    for prefix, expected in reference.weights("sum", ws).items():
+        assert found[nodes[prefix]] == pytest.approx(expected, rel=1e-5)
+
+
+def test_maxima_of_log_probabilities(make):
+    trie = make([b"ab", b"ac", b"d", b"e"])
+    ws = np.array([-5.0, -3.0, -np.inf, -np.inf], np.float32)
+    largest = trie.weight_max(ws)
+    assert largest[node_of(trie, b"a")] == largest[trie.root] == -3
+    assert largest[node_of(trie, b"d")] == -np.inf
+    assert trie.weight_max(np.full(4, -np.inf))[trie.root] == -np.inf
+
+
+def test_a_nan_shows_above_its_token_and_nowhere_else(make):
+    trie = make([b"ab", b"ac", b"b"])
+    for method in ("weight_sum", "weight_max", "log_weight_sum"):
+        for others in (1.0, np.inf, -np.inf):
+            found = getattr(trie, method)(np.array([np.nan, others, others], np.float32))
+            undefined = {trie.root, *(node_of(trie, p) for p in (b"a", b"ab")), trie.leaves[0]}
+            assert set(np.flatnonzero(np.isnan(found))) == undefined
+
+
+def test_log_sums_where_probabilities_underflow(make):
+    trie = make([b"ab", b"ac", b"b"])
+    ws = np.array([-5000.0, -5000.0, 0.0], np.float32)
+    found = trie.log_weight_sum(ws)
+    assert found[node_of(trie, b"a")] == pytest.approx(-5000 + np.log(2), abs=1e-3)
+    assert found[trie.root] == 0
+    assert trie.log_weight_sum([-np.inf, -np.inf, 1.0])[node_of(trie, b"a")] == -np.inf
+    assert trie.log_weight_sum([np.inf, 0.0, 1.0])[trie.root] == np.inf
+
+
+def test_small_masses_beside_large_ones_keep_their_digits(make):
+    decode = [bytes([a, b]) for a in range(256) for b in range(256)]
+    rng = np.random.default_rng(0)
+    ws = np.exp(rng.normal(0, 12, len(decode))).astype(np.float32)
+    trie, reference = make(decode), ws.astype(np.float64).reshape(256, 256)
+    found = trie.weight_sum(ws)
+    nodes = [trie.children[trie.root][a] for a in range(256)]
+    np.testing.assert_allclose(found[nodes], reference.sum(1), rtol=1e-6)
+    assert found[trie.root] == pytest.approx(reference.sum(), rel=1e-6)
+
+
+def test_older_names(make):
+    trie = make([b"a", b"b"])
+    ws = np.array([[1.0, 2.0]], np.float32)
+    np.testing.assert_array_equal(trie.mass_sum(ws[0]), trie.weight_sum(ws[0]))
+    np.testing.assert_array_equal(trie.batch_mass_sum(ws), trie.batch_weight_sum(ws))
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_tensors_of_every_precision(make, dtype, gradient):
+    trie = make([b"ab", b"ac", b"b"])
+    ws = torch.tensor([0.25, 0.5, 2.0], dtype=dtype, requires_grad=gradient)
+    expected = np.float64 if dtype == torch.float64 else np.float32
+    for result in (trie.weight_sum(ws), trie.batch_weight_sum(ws[None])[0]):
+        assert isinstance(result, np.ndarray)
+        assert result.dtype == expected
+        assert result[trie.root] == 2.75
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (np.float16, np.float32),
+        (np.longdouble, np.float64),
+        (np.int64, np.float64),
+        (np.bool_, np.float32),
+        (np.uint8, np.float64),
+        (">f4", np.float32),
+    ],
+)
+def test_arrays_of_every_kind(make, dtype, expected):
+    trie = make([b"ab", b"ac", b"b"])
+    ws = np.array([1, 0, 1], dtype)
+    ws.flags.writeable = False
+    assert trie.weight_sum(ws)[trie.root] == 2
+    assert trie.weight_sum(ws).dtype == expected
+    strided = np.array([[1, 9], [0, 9], [1, 9]], dtype)[:, 0]
+    assert trie.weight_max(strided)[node_of(trie, b"a")] == 1
+    assert trie.weight_sum([1, 0, 1])[trie.root] == 2
+
+
+def test_a_batch_may_be_a_list_of_anything(make):
+    trie = make([b"a", b"b"])
+    found = trie.batch_weight_sum([torch.tensor([1.0, 2.0]), np.array([3.0, 4.0]), [5, 6]])
+    assert found[:, trie.root].tolist() == [3, 7, 11]
+    assert found.dtype == np.float64
+    assert trie.batch_weight_max([]).shape == (0, trie.num_nodes)
+    assert trie.batch_weight_sum(np.empty((0, 2))).shape == (0, trie.num_nodes)
+
+
+def test_double_precision_is_kept(make):
+    trie = make([b"a", b"ab", b"b"])
+    assert trie.weight_sum(np.array([1.0, 1e-15, 0.0]))[trie.root] == 1 + 1e-15
+
+
+def test_results_are_the_callers_to_change(make):
+    trie = make([b"a", b"b"])
+    ws = np.array([1.0, 2.0], np.float32)
+    first = trie.weight_sum(ws)
+    first[:] = 0
+    assert trie.weight_sum(ws)[trie.root] == 3
+    assert ws.tolist() == [1, 2]
+
+
+def test_tensors_stay_tensors_where_asked():
+    decode = [Token(i, word) for i, word in enumerate([b"ab", b"ac", b"b", b"ab"])]
+    trie = ParallelTokenCharacterTrie(decode, device="cpu", as_tensor=True)
+    plain = TokenCharacterTrie(decode)
+    ws = torch.rand(3, 4)
+    for method in ("weight_sum", "weight_max", "log_weight_sum"):
+        batch = getattr(trie, f"batch_{method}")(ws)
+        assert isinstance(batch, torch.Tensor)
+        np.testing.assert_allclose(batch.numpy(), getattr(plain, f"batch_{method}")(ws), rtol=1e-6)
+        row = getattr(trie, method)(ws[0])
+        torch.testing.assert_close(row, batch[0])
+
+
+def test_large_batches_go_in_parts_and_give_the_same(monkeypatch):
+    from genlm_backend.trie import parallel
+
+    decode = [bytes([a, b]) for a in range(40) for b in range(40)]
+    trie = ParallelTokenCharacterTrie(decode, device="cpu")
+    ws = np.random.default_rng(0).random((17, len(decode)))
+    whole = trie.batch_weight_sum(ws)
+    monkeypatch.setattr(parallel, "MAX_ELEMENTS", 3 * trie.num_nodes)
+    np.testing.assert_allclose(trie.batch_weight_sum(ws), whole, rtol=1e-12)
+
+
+def test_a_device_without_sparse_products_gives_the_same(monkeypatch):
+    decode = [bytes([a, b]) for a in range(40) for b in range(40)]
+    trie = ParallelTokenCharacterTrie(decode, device="cpu")
+    ws = np.random.default_rng(0).random((5, len(decode))).astype(np.float32)
+    expected = trie.batch_weight_sum(ws)
+    monkeypatch.setattr(trie, "has_sparse_product", False)
+    np.testing.assert_allclose(trie.batch_weight_sum(ws), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
+def test_threads_change_nothing(monkeypatch, num_threads):
+    from genlm_backend.trie import sequential
+
+    monkeypatch.setattr(sequential, "NODES_PER_THREAD", 1)
+    decode = [bytes([a, b]) for a in range(20) for b in range(20)]
+    ws = np.random.default_rng(0).random((11, len(decode))).astype(np.float32)
+    alone = np.stack([TokenCharacterTrie(decode).weight_sum(row) for row in ws])
+    trie = TokenCharacterTrie(decode, num_threads=num_threads)
+    np.testing.assert_array_equal(trie.batch_weight_sum(ws), alone)
+
+
+def test_an_error_on_a_helping_thread_is_raised():
+    from genlm_backend.trie.sequential import in_threads
+
+    def fail(part):
+        if part.start:
+            raise ZeroDivisionError("there")
+
+    with pytest.raises(ZeroDivisionError, match="there"):
+        in_threads(fail, 4, 2)

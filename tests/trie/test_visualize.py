@@ -1,0 +1,134 @@
+"""The drawing of a trie."""
+
+import re
+import subprocess
+import sys
+
+import graphviz
+import numpy as np
+import pytest
+
+from genlm_backend import ParallelTokenCharacterTrie, Token, TokenCharacterTrie
+from genlm_backend.trie.visualize import spell
+
+WORDS = [b"the", b"then", b"a", b"a", b"", b"\xc3\xa9", b"\xc3", b'"\\']
+DECODE = [Token(i, word) for i, word in enumerate(WORDS)]
+TRIE = TokenCharacterTrie(DECODE)
+
+
+def nodes_in(drawing):
+    return set(re.findall(r"^\s(\d+) \[", drawing.source, re.MULTILINE))
+
+
+def test_a_small_trie_is_drawn_whole():
+    drawing = TRIE.visualize()
+    assert isinstance(drawing, graphviz.Digraph)
+    assert nodes_in(drawing) == {str(node) for node in range(TRIE.num_nodes)}
+    assert drawing.source.count(" -> ") == TRIE.num_nodes - 1
+    for position in range(len(DECODE)):
+        assert f"token {position}\n" in drawing.source.replace("\\n", "\n")
+    assert "more" not in drawing.source
+
+
+@pytest.mark.parametrize("per_node", [False, True])
+def test_weights_are_labels_and_shades(per_node):
+    ws = np.array([0.5, 0.25, 0.125, 0, 0, 0.125, 0, 0])
+    drawing = TRIE.visualize(TRIE.weight_sum(ws) if per_node else ws)
+    source = drawing.source
+    found = re.search(rf"\t{TRIE.root} \[(.*?)\]\n", source, re.DOTALL)
+    assert found
+    root = found[1]
+    assert "\n1" in root
+    assert "#3949ab" in root  # the darkest
+    assert source.count("#ffffff") >= 4  # no weight, no shade
+    assert "0.75" in source
+
+
+def test_log_weights_are_shaded_by_probability():
+    with np.errstate(divide="ignore"):
+        ws = np.log(np.array([0.5, 0.25, 0.125, 0, 0, 0.125, 0, 0]))
+    source = TRIE.visualize(TRIE.log_weight_sum(ws)).source
+    assert "-inf" in source
+    assert "#3949ab" in source
+    assert "#ffffff" in source
+
+
+def test_a_large_trie_is_pruned_to_the_heaviest():
+    rng = np.random.default_rng(0)
+    decode = [Token(i, rng.bytes(4)) for i in range(3000)]
+    trie, ws = TokenCharacterTrie(decode), np.zeros(3000)
+    ws[17] = 1.0
+    drawing = trie.visualize(ws, max_nodes=8)
+    shown = nodes_in(drawing)
+    assert len(shown) == 8
+    node = trie.root
+    for letter in decode[17]:
+        assert str(node) in shown
+        node = trie.children[node][letter]
+    assert "more" in drawing.source
+    shallow = trie.visualize(max_depth=1, max_nodes=10_000)
+    assert {len(trie.node2prefix[int(node)]) for node in nodes_in(shallow)} == {0, 1}
+
+
+def test_weights_of_a_device_trie():
+    trie = ParallelTokenCharacterTrie(DECODE, device="cpu", as_tensor=True)
+    assert "0.125" in trie.visualize(trie.weight_sum([0.125] * 8)).source
+    assert "0.125" in trie.visualize([0.125] * 8).source
+
+
+def test_letters_that_are_no_bytes():
+    source = TokenCharacterTrie(["ab", "é"]).visualize().source
+    assert "'ab'" in source
+    assert "(1, 2)" in TokenCharacterTrie([((1, 2), "x")]).visualize().source
+
+
+def test_spelling():
+    assert spell(list(b" the")) == "' the'"
+    assert spell(list(b"\xc3")) == "'\\xc3'"
+    assert spell(list("é".encode())) == "'é'"
+    assert spell(["é", "x"]) == "'éx'"
+    assert spell([]) == "''"
+
+
+def test_it_is_svg_in_a_notebook_and_on_disk(tmp_path):
+    drawing = TRIE.visualize(np.arange(8.0))
+    bundle = drawing._repr_mimebundle_()
+    assert "<svg" in bundle["image/svg+xml"]
+    path = drawing.write(tmp_path / "trie.svg")
+    assert "token 5" in path.read_text()
+    assert drawing.write(tmp_path / "trie.gv").read_text() == drawing.source
+
+
+def test_it_is_svg_without_graphviz_programs(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "token 5" in TRIE.visualize().pipe(format="svg", encoding="utf-8")
+    with pytest.raises(graphviz.ExecutableNotFound):
+        TRIE.visualize().write(tmp_path / "trie.png")
+
+
+def test_bad_weights_and_sizes():
+    wanted = rf"\[3\]; .* per token \(8\) or one per node \({TRIE.num_nodes}\)"
+    with pytest.raises(ValueError, match=wanted):
+        TRIE.visualize(np.zeros(3))
+    with pytest.raises(ValueError, match="max_nodes must be at least 1"):
+        TRIE.visualize(max_nodes=0)
+    with pytest.raises(ValueError, match="max_depth must be zero or more"):
+        TRIE.visualize(max_depth=-1)
+
+
+def test_without_the_extra_everything_but_drawing_works():
+    code = """
+import sys
+sys.modules["graphviz"] = None
+from genlm_backend import TokenCharacterTrie
+trie = TokenCharacterTrie([b"a"])
+trie.weight_sum([1.0])
+try:
+    trie.visualize()
+except ImportError as error:
+    assert "genlm-backend[viz]" in str(error), error
+else:
+    raise AssertionError
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
