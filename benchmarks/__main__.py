@@ -40,11 +40,12 @@ def work(job: dict[str, Any]) -> None:
     """Be the fresh process."""
     import torch
 
-    from benchmarks import systems, workloads
+    from benchmarks import systems, tries, workloads
 
     torch.set_num_threads(job["threads"])
     systems.add_peer(job["peer"])
-    print(json.dumps(getattr(workloads, job["name"])(**job["arguments"])))
+    module = tries if job["name"].startswith("trie_") else workloads
+    print(json.dumps(getattr(module, job["name"])(**job["arguments"])))
 
 
 def describe_machine(threads: int) -> str:

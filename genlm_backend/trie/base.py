@@ -101,8 +101,13 @@ class VocabularyTrie(abc.ABC):
     # ---------------------------------------------------------------- for the kinds of trie
 
     @abc.abstractmethod
-    def evaluate_batch(self, operation: Operation, batch: list[Weights]) -> Any:
-        """Return ``operation`` under each node for checked weights: ``[len(batch), num_nodes]``."""
+    def evaluate_batch(self, operation: Operation, batch: Weights) -> Any:
+        """Return ``operation`` under each node: ``[len(batch), num_nodes]``.
+
+        Args:
+            operation: Which.
+            batch: What ``check_batch`` has returned.
+        """
 
     @abc.abstractmethod
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Any]:

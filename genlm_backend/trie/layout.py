@@ -1,8 +1,9 @@
 """TrieLayout: a vocabulary's trie as a few flat arrays, built and numbered once.
 
 A *run* is a longest chain of nodes with one child each, with the leaf or the branching node that
-it ends in. All nodes of a run have the same tokens beneath them, hence the same weights, so that
-only runs have to be computed; a vocabulary of 130,000 tokens has 400,000 nodes and 190,000 runs.
+it ends in; a run that ends in a branching node is a *branch*. All nodes of a run have the same
+tokens beneath them, hence the same weights, so that only branches have to be computed: 60,000 in
+a vocabulary of 130,000 tokens and 400,000 nodes.
 
 Runs are numbered breadth-first from the deepest level up, alphabetically within a level, and the
 nodes of a run are numbered one after another from its bottom up. Hence children come before
@@ -41,7 +42,6 @@ class TrieLayout:
         alphabet: Letter of each code, or ``None`` where a code is the letter (a byte).
         codes: Code of the letter on the edge into each node, ``[num_nodes]``; no meaning at
             leaves and at the root.
-        node_run: Run of each node, int32 ``[num_nodes]``, never decreasing.
         run_start: First (deepest) node of each run, and ``num_nodes``; int32 ``[num_runs + 1]``.
         run_parent: Run whose bottom branches into this one, for each run but the last; int32
             ``[num_runs - 1]``, never decreasing.
@@ -49,27 +49,31 @@ class TrieLayout:
         sorted_tokens: Positions in the vocabulary in alphabetical order, int32 ``[num_tokens]``.
         leaf_tokens: Positions in the vocabulary by their leaf's number, int32 ``[num_tokens]``.
         leaf_runs: The runs of these leaves, ascending, int32 ``[num_tokens]``.
+        leaf_parents: The branches that these leaves hang at, int32 ``[num_tokens]``.
+        branch_runs: The run of each branch, ascending, int32 ``[num_branches]``.
+        branch_parents: The branch that each branch hangs at, int32 ``[num_branches]``; larger
+            than its own number. ``num_branches`` where there is none, as for leaves.
+        node_sources: For each node the leaf (by its place in ``leaf_tokens``) whose run it is
+            in, or ``num_tokens`` plus the branch; int32 ``[num_nodes]``.
     """
 
     alphabet: list[Any] | None
     codes: NDArray[np.unsignedinteger]
-    node_run: Int32
     run_start: Int32
     run_parent: Int32
     run_children: Int32
     sorted_tokens: Int32
     leaf_tokens: Int32
     leaf_runs: Int32
+    leaf_parents: Int32
+    branch_runs: Int32
+    branch_parents: Int32
+    node_sources: Int32
 
     @property
     def num_nodes(self) -> int:
         """Of the trie: prefixes, the root among them, and a leaf for each token."""
-        return len(self.node_run)
-
-    @property
-    def num_runs(self) -> int:
-        """Of chains of nodes with equal weights."""
-        return len(self.run_start) - 1
+        return len(self.node_sources)
 
     @property
     def num_tokens(self) -> int:
@@ -77,15 +81,18 @@ class TrieLayout:
         return len(self.leaf_tokens)
 
     @property
-    def sweep_arrays(self) -> tuple[Int32, Int32, Int32, Int32, Int32]:
-        """What the functions of ``sweep.py`` take after the weights and the results."""
-        return (
-            self.leaf_runs,
-            self.leaf_tokens,
-            self.run_parent,
-            self.run_children,
-            self.node_run,
-        )
+    def num_branches(self) -> int:
+        """Of runs that end in a branching node; the others end in a leaf."""
+        return len(self.branch_runs)
+
+    @property
+    def sweep_arrays(self) -> tuple[NDArray[np.uint32], ...]:
+        """What the functions of ``sweep.py`` take after weights, results and scratch.
+
+        Unsigned, because compiled code then has no negative index to think of.
+        """
+        arrays = (self.leaf_tokens, self.leaf_parents, self.branch_parents, self.node_sources)
+        return tuple(array.view(np.uint32) for array in arrays)
 
     def leaves(self) -> Int32:
         """Return the leaf of each token by its position, int32 ``[num_tokens]``."""
@@ -93,11 +100,17 @@ class TrieLayout:
         leaves[self.leaf_tokens] = self.run_start[self.leaf_runs]
         return leaves
 
+    def run(self, node: int) -> int:
+        """Return the run of ``node``."""
+        source = int(self.node_sources[node])
+        if source < self.num_tokens:
+            return int(self.leaf_runs[source])
+        return int(self.branch_runs[source - self.num_tokens])
+
     def is_leaf(self, node: int) -> bool:
         """Whether ``node`` stands for a whole token."""
-        run = self.node_run[node]
-        is_bottom = node == self.run_start[run]
-        return bool(is_bottom and self.run_children[run] == self.run_children[run + 1])
+        source = int(self.node_sources[node])
+        return source < self.num_tokens and node == self.run_start[self.leaf_runs[source]]
 
     def letter(self, node: int) -> Any:
         """Return the letter on the edge into ``node``, which is neither a leaf nor the root."""
@@ -106,14 +119,14 @@ class TrieLayout:
 
     def parent(self, node: int) -> int:
         """Return the parent of ``node``, which is not the root."""
-        run = self.node_run[node]
+        run = self.run(node)
         if node + 1 < self.run_start[run + 1]:
             return node + 1
         return int(self.run_start[self.run_parent[run]])
 
     def children(self, node: int) -> range | list[int]:
         """Return the children of ``node``: its leaves, then the others in alphabetical order."""
-        run = self.node_run[node]
+        run = self.run(node)
         if node > self.run_start[run]:
             return range(node - 1, node)
         first, end = self.run_children[run], self.run_children[run + 1]
@@ -298,24 +311,45 @@ def _build(codes, lengths, order):
         if node > 0 and num_children[parent[node]] > 1:
             run_parent[run[node]] = run[parent[node]]
 
+    # Leaves and branches, by the numbers of their runs.
     word_of_run = np.full(num_runs, -1, np.int32)
     for k in range(num_words):
         word_of_run[run[word_leaf[k]]] = k
+    num_branches = num_runs - num_words
+    source = np.empty(num_runs, np.int32)
     leaf_runs = np.empty(num_words, np.int32)
     leaf_tokens = np.empty(num_words, np.int32)
+    branch_runs = np.empty(num_branches, np.int32)
     count = 0
     for r in range(num_runs):
         if word_of_run[r] >= 0:
+            source[r] = count
             leaf_runs[count] = r
             leaf_tokens[count] = order[word_of_run[r]]
             count += 1
+        else:
+            source[r] = num_words + r - count
+            branch_runs[r - count] = r
+    leaf_parents = np.empty(num_words, np.int32)
+    branch_parents = np.empty(num_branches, np.int32)
+    for r in range(num_runs):
+        above = source[run_parent[r]] - num_words if r < num_runs - 1 else num_branches
+        if source[r] < num_words:
+            leaf_parents[source[r]] = above
+        else:
+            branch_parents[source[r] - num_words] = above
+    for node in range(num_nodes):
+        node_run[node] = source[node_run[node]]
     return (
         node_code,
-        node_run,
         run_start,
         run_parent,
         run_children,
         order,
         leaf_tokens,
         leaf_runs,
+        leaf_parents,
+        branch_runs,
+        branch_parents,
+        node_run,
     )

@@ -43,20 +43,31 @@ def check_weights(weights: Weights, num_tokens: int) -> Weights:
     return weights
 
 
-def check_batch(batch: Any, num_tokens: int) -> list[Weights]:
-    """Return the rows of ``batch``, ``[len(batch), num_tokens]`` or a sequence of weights.
+def check_batch(batch: Any, num_tokens: int) -> Any:
+    """Return ``batch``: an array or tensor ``[batch, num_tokens]``, or a list of weights.
 
     Raises:
-        WeightsError: If the shape of a row is another.
+        WeightsError: If the shape, or that of a row, is another.
         WeightsTypeError: If the elements are not real numbers.
     """
-    if (is_tensor(batch) or isinstance(batch, np.ndarray)) and batch.ndim != 2:
-        raise WeightsError(
-            f"got a batch of shape {list(batch.shape)}; it must be [batch, {num_tokens}]"
-        )
+    if is_tensor(batch) or isinstance(batch, np.ndarray):
+        batch = _as_array(batch)
+        if batch.ndim != 2 or batch.shape[1] != num_tokens:
+            raise WeightsError(
+                f"got a batch of shape {list(batch.shape)} for a vocabulary of {num_tokens} "
+                f"tokens; it must be [batch, {num_tokens}]"
+            )
+        return batch
     if not hasattr(batch, "__iter__"):
         raise WeightsTypeError(f"a batch of weights is a sequence of them, not {batch!r}")
     return [check_weights(weights, num_tokens) for weights in batch]
+
+
+def rows_of(batch: Any) -> Any:
+    """Return a checked batch as rows for the CPU, converted at once where it is one array."""
+    if isinstance(batch, list):
+        return [to_numpy(weights) for weights in batch]
+    return to_numpy(batch)
 
 
 def to_numpy(weights: Weights) -> NDArray[np.floating]:
@@ -113,6 +124,8 @@ def _hint(weights: Any, num_tokens: int) -> str:
     return ""
 
 
-def widest(dtypes: Sequence[type[np.floating]]) -> type[np.floating]:
-    """Return float64 if any of ``dtypes`` is, float32 otherwise."""
-    return np.float64 if np.float64 in dtypes else np.float32
+def widest(rows: Sequence[NDArray[np.floating]]) -> type[np.floating]:
+    """Return float64 if any of the rows is, float32 otherwise."""
+    if isinstance(rows, np.ndarray):
+        return rows.dtype.type
+    return np.float64 if any(row.dtype == np.float64 for row in rows) else np.float32

@@ -60,7 +60,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         self._rows = to_device(reachability.rows())
         self._matrices: dict[torch.dtype, Tensor] = {}
 
-    def evaluate_batch(self, operation: Operation, batch: list[Weights]) -> Any:
+    def evaluate_batch(self, operation: Operation, batch: Weights) -> Any:
         """Return ``operation`` under each node for checked weights: ``[len(batch), num_nodes]``."""
         result = self._evaluate(operation, batch)
         return result if self.as_tensor else result.cpu().numpy()
@@ -73,19 +73,28 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         array = result.cpu().numpy()
         return [array[0]] if len(batch) == 1 else [row.copy() for row in array]
 
+    @property
+    def size_of_product(self) -> tuple[int, int, int]:
+        """Rows, columns and stored ones of the reachability matrix."""
+        return *self._shape, len(self._columns)
+
     # ---------------------------------------------------------------- on the device
 
     @torch.no_grad()
-    def _evaluate(self, operation: Operation, batch: list[Weights]) -> Tensor:
-        if not batch:
+    def _evaluate(self, operation: Operation, batch: Weights) -> Tensor:
+        if len(batch) == 0:
             return torch.empty(0, self.num_nodes, device=self.device)
-        rows = [self._to_device(weights) for weights in batch]
-        dtype = torch.float64 if any(r.dtype == torch.float64 for r in rows) else torch.float32
+        if isinstance(batch, list):
+            rows = [self._to_device(weights) for weights in batch]
+            dtype = torch.float64 if any(r.dtype == torch.float64 for r in rows) else torch.float32
         size = max(1, MAX_ELEMENTS // max(self.num_nodes, len(self._columns)))
-        parts = [
-            self._evaluate_part(operation, torch.stack(rows[i : i + size]).to(dtype))
-            for i in range(0, len(rows), size)
-        ]
+        parts = []
+        for i in range(0, len(batch), size):
+            if isinstance(batch, list):
+                part = torch.stack(rows[i : i + size]).to(dtype)
+            else:
+                part = self._to_device(batch[i : i + size])
+            parts.append(self._evaluate_part(operation, part))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _to_device(self, weights: Weights) -> Tensor:
@@ -96,9 +105,9 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
     def _evaluate_part(self, operation: Operation, weights: Tensor) -> Tensor:
         tokens = weights.index_select(1, self._sorted_tokens)
         if operation == "sum":
-            runs = self._sum(self._with_blocks(tokens, lambda blocks: blocks.sum(-1)))
+            runs = self.sum_kernel(self._with_blocks(tokens, lambda blocks: blocks.sum(-1)))
         elif operation == "max":
-            runs = self._largest(self._with_blocks(tokens, lambda blocks: blocks.amax(-1)))
+            runs = self.max_kernel(self._with_blocks(tokens, lambda blocks: blocks.amax(-1)))
         else:
             runs = self._log_sum(self._with_blocks(tokens, lambda blocks: blocks.logsumexp(-1)))
         return torch.cat([tokens, runs], 1).index_select(1, self._node_sources)
@@ -111,22 +120,25 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
             levels.append(combine(level))
         return torch.cat(levels, 1)
 
-    def _sum(self, columns: Tensor) -> Tensor:
+    def sum_kernel(self, columns: Tensor) -> Tensor:
+        """Sum the columns below each branch: ``[batch, num_rows]``, the sparse product."""
         if not self._shape[0]:
             return columns[:, :0]
         if not self.has_sparse_product:
             source = columns.index_select(1, self._columns)
             return self._zeros(columns).index_add_(1, self._rows, source)
-        return torch.sparse.mm(self._matrix(columns.dtype), columns.t()).t()
+        # Contiguous: the product reads the columns of all rows of the batch side by side.
+        return torch.sparse.mm(self._matrix(columns.dtype), columns.t().contiguous()).t()
 
-    def _largest(self, columns: Tensor) -> Tensor:
+    def max_kernel(self, columns: Tensor) -> Tensor:
+        """Return the largest column below each branch: ``[batch, num_rows]``, a scatter."""
         source = columns.index_select(1, self._columns)
         return self._zeros(columns).scatter_reduce_(
             1, self._rows.expand_as(source), source, "amax", include_self=False
         )
 
     def _log_sum(self, columns: Tensor) -> Tensor:
-        largest = self._largest(columns)
+        largest = self.max_kernel(columns)
         # Nothing to shift by where all are -inf, or one is inf or NaN: exp and log then keep it.
         shift = torch.where(largest.isfinite(), largest, torch.zeros_like(largest))
         source = columns.index_select(1, self._columns) - shift.index_select(1, self._rows)
@@ -143,7 +155,11 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
             with warnings.catch_warnings():  # that the layout is in beta
                 warnings.filterwarnings("ignore", "Sparse CSR", UserWarning)
                 matrix = torch.sparse_csr_tensor(
-                    self._row_starts, self._columns, ones, self._shape, check_invariants=True
+                    self._row_starts.int(),
+                    self._columns.int(),
+                    ones,
+                    self._shape,
+                    check_invariants=True,
                 )
             self._matrices[dtype] = matrix
         return matrix

@@ -25,7 +25,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Reachability:
-    """A boolean matrix, branching runs × (tokens and blocks of tokens), in CSR.
+    """A boolean matrix, branches × (tokens and blocks of tokens), in CSR.
 
     Attributes:
         level_sizes: Columns of each level, the tokens first.
@@ -42,7 +42,7 @@ class Reachability:
 
     @property
     def num_rows(self) -> int:
-        """Of branching runs."""
+        """Of branches."""
         return len(self.row_starts) - 1
 
     @property
@@ -56,34 +56,33 @@ class Reachability:
 
 
 def build_reachability(layout: TrieLayout) -> Reachability:
-    """Return the reachability of the branching runs of ``layout``."""
-    num_tokens, num_runs = layout.num_tokens, layout.num_runs
+    """Return the reachability of the branches of ``layout``."""
+    num_tokens = layout.num_tokens
     rank = np.empty(num_tokens, np.int64)
     rank[layout.sorted_tokens] = np.arange(num_tokens)
-    branching = np.flatnonzero(np.diff(layout.run_children))
-    first = -_largest_by_run(layout, -rank)[branching]
-    end = _largest_by_run(layout, rank)[branching] + 1
+    first = -_largest_by_branch(layout, -rank)
+    end = _largest_by_branch(layout, rank) + 1
 
     level_sizes = [num_tokens]
     while level_sizes[-1] >= RADIX:
         level_sizes.append(level_sizes[-1] // RADIX)
     rows, columns = _cover(first, end, level_sizes)
     order = np.lexsort((columns, rows))
-    row_starts = np.zeros(len(branching) + 1, np.int64)
-    np.cumsum(np.bincount(rows, minlength=len(branching)), out=row_starts[1:])
+    row_starts = np.zeros(len(first) + 1, np.int64)
+    np.cumsum(np.bincount(rows, minlength=len(first)), out=row_starts[1:])
 
-    source = np.empty(num_runs, np.int64)
-    source[layout.leaf_runs] = rank[layout.leaf_tokens]
-    source[branching] = num_tokens + np.arange(len(branching))
-    return Reachability(level_sizes, row_starts, columns[order], source[layout.node_run])
+    column_or_row = np.arange(num_tokens + layout.num_branches)
+    column_or_row[:num_tokens] = rank[layout.leaf_tokens]
+    return Reachability(level_sizes, row_starts, columns[order], column_or_row[layout.node_sources])
 
 
-def _largest_by_run(layout: TrieLayout, values: Int64) -> Int64:
-    """Return the largest of the tokens' values below each run."""
-    runs = np.empty(layout.num_runs)
-    nodes = np.empty(layout.num_nodes)
-    sweep_max(values.astype(np.float64), nodes, runs, *layout.sweep_arrays)
-    return runs.astype(np.int64)
+def _largest_by_branch(layout: TrieLayout, ranks: Int64) -> Int64:
+    """Return the largest of the tokens' ranks below each branch."""
+    out = np.empty(layout.num_nodes)
+    values = np.empty(layout.num_tokens + layout.num_branches)
+    totals = np.empty(layout.num_branches + 1)
+    sweep_max(ranks.astype(np.float64), out, values, totals, *layout.sweep_arrays)
+    return values[layout.num_tokens :].astype(np.int64)
 
 
 def _cover(first: Int64, end: Int64, level_sizes: list[int]) -> tuple[Int64, Int64]:

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.trie.base import VocabularyTrie
-from genlm_backend.trie.operation import Operation, Weights, to_numpy, widest
-from genlm_backend.trie.spare import SpareRows
+from genlm_backend.trie.operation import Operation, Weights, rows_of, widest
+from genlm_backend.trie.spare import SpareMemory
 from genlm_backend.trie.sweep import SWEEPS
 
 Row = NDArray[np.floating]
@@ -52,19 +52,19 @@ class TokenCharacterTrie(VocabularyTrie):
             raise ValueError(f"spare_bytes must be zero or more, got {spare_bytes}")
         super().__init__(decode)
         self.num_threads = num_threads or _num_processors()
-        self._spare = SpareRows(self.num_nodes, spare_bytes)
+        self._spare = SpareMemory(spare_bytes)
 
-    def evaluate_batch(self, operation: Operation, batch: list[Weights]) -> NDArray[np.floating]:
+    def evaluate_batch(self, operation: Operation, batch: Weights) -> NDArray[np.floating]:
         """Return ``operation`` under each node for checked weights: ``[len(batch), num_nodes]``."""
-        rows = [to_numpy(weights) for weights in batch]
-        out = np.empty((len(rows), self.num_nodes), widest([row.dtype.type for row in rows]))
-        self._sweep(operation, rows, list(out))
+        rows = rows_of(batch)
+        out = self._spare.take((len(rows), self.num_nodes), widest(rows))
+        self._sweep(operation, rows, out)
         return out
 
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Row]:
         """Return what ``evaluate_batch`` does, as rows that own their memory."""
-        rows = [to_numpy(weights) for weights in batch]
-        out = [self._spare.take(row.dtype) for row in rows]
+        rows = rows_of(batch)
+        out = [self._spare.take((self.num_nodes,), row.dtype.type) for row in rows]
         self._sweep(operation, rows, out)
         return out
 
@@ -72,15 +72,18 @@ class TokenCharacterTrie(VocabularyTrie):
         """Give memory that is kept for results to come back to the system."""
         self._spare.clear()
 
-    def _sweep(self, operation: Operation, rows: list[Row], out: list[Row]) -> None:
+    def _sweep(self, operation: Operation, rows: Any, out: Any) -> None:
         sweep, arrays = SWEEPS[operation], self.layout.sweep_arrays
 
+        dtype = widest(rows)
+        # A maximum needs no more precision than it is given.
+        wide = dtype if operation == "max" else np.float64
+
         def run(part: slice) -> None:
-            # A maximum needs no more precision than it is given.
-            dtype = widest([row.dtype.type for row in rows]) if operation == "max" else np.float64
-            runs = np.empty(self.layout.num_runs, dtype)
+            values = np.empty(self.layout.num_tokens + self.layout.num_branches, dtype)
+            totals = np.empty(self.layout.num_branches + 1, wide)
             for row, result in zip(rows[part], out[part], strict=True):
-                sweep(row, result, runs, *arrays)
+                sweep(row, result, values, totals, *arrays)
 
         num_threads = min(self.num_threads, len(rows) * self.num_nodes // NODES_PER_THREAD)
         in_threads(run, len(rows), max(1, num_threads))

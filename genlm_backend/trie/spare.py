@@ -1,68 +1,91 @@
-"""SpareRows: memory of results that nobody holds any more, for the results to come."""
+"""SpareMemory: memory of results that nobody holds any more, for the results to come."""
 
 from __future__ import annotations
 
-from collections import deque
+import math
+import threading
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+Shape = tuple[int, ...]
 
-class SpareRows:
-    """Hands out rows of one length whose memory comes back when the last reference is gone.
+
+class SpareMemory:
+    """Hands out arrays whose memory comes back when the last reference to them is gone.
 
     Fresh memory costs more than what is computed into it: the system clears every page when it
     is first touched, and takes large blocks back as soon as they are freed. A program that asks
-    step after step for rows of a megabyte, and drops them, would pay that at every step.
+    step after step for megabytes of results, and drops them, would pay that at every step.
 
-    Rows may be dropped on any thread.
+    Arrays may be dropped on any thread, and at any moment.
 
     Args:
-        length: Elements of a row.
-        max_bytes: Bytes of unused rows to keep, at most, of each dtype.
+        max_bytes: Bytes of unused memory to keep, at most. The shapes that have not been asked
+            for longest go first.
     """
 
-    def __init__(self, length: int, max_bytes: int) -> None:
-        self._length = length
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._unused: dict[np.dtype, deque[NDArray[Any]]] = {}
+        self._unused: dict[tuple[Shape, np.dtype], list[NDArray[Any]]] = {}
+        self._lock = threading.Lock()
 
-    def take(self, dtype: np.dtype) -> NDArray[Any]:
-        """Return a row of ``dtype`` that nobody else sees; its contents are arbitrary."""
-        unused = self._unused.get(dtype)
-        if unused is None:
-            max_rows = self._max_bytes // (self._length * dtype.itemsize)
-            unused = self._unused.setdefault(dtype, deque(maxlen=max_rows))
+    def take(self, shape: Shape, dtype: type[np.generic]) -> NDArray[Any]:
+        """Return an array that nobody else sees; its contents are arbitrary."""
+        key = (shape, np.dtype(dtype))
+        memory = None
+        with self._lock:
+            unused = self._unused.pop(key, [])
+            self._unused[key] = unused  # now the latest
+            if unused:
+                memory = unused.pop()
+                self.num_bytes -= memory.nbytes
+        if memory is None:
+            memory = np.empty(shape, dtype)
+        # Without elements there is nothing to put back, and NumPy would not keep the lease.
+        return np.asarray(_Lease(memory, self)) if math.prod(shape) else memory
+
+    def give(self, memory: NDArray[Any]) -> None:
+        """Keep ``memory`` for later, or let it go.
+
+        Called by the garbage collector, perhaps from within ``take``: it never waits.
+        """
+        if not self._lock.acquire(blocking=False):
+            return
         try:
-            memory = unused.pop()
-        except IndexError:
-            memory = np.empty(self._length, dtype)
-        return np.asarray(_Lease(memory, unused))
+            if memory.nbytes <= self._max_bytes:
+                self._unused.setdefault((memory.shape, memory.dtype), []).append(memory)
+                self.num_bytes += memory.nbytes
+                self._drop_until(self._max_bytes)
+        finally:
+            self._lock.release()
 
     def clear(self) -> None:
         """Give unused memory back to the system."""
-        for unused in self._unused.values():
-            unused.clear()
+        with self._lock:
+            self._drop_until(0)
+            self._unused.clear()
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of unused rows."""
-        return sum(row.nbytes for unused in self._unused.values() for row in list(unused))
+    def _drop_until(self, max_bytes: int) -> None:
+        while self.num_bytes > max_bytes:
+            key = next(key for key, unused in self._unused.items() if unused)
+            self.num_bytes -= self._unused[key].pop().nbytes
 
 
 class _Lease:
-    """What an array handed out is a view of; puts its memory back when the array is gone."""
+    """What an array handed out is a view of; gives its memory back when the array is gone."""
 
-    __slots__ = ("__weakref__", "_memory", "_unused")
+    __slots__ = ("__weakref__", "_memory", "_spare")
 
-    def __init__(self, memory: NDArray[Any], unused: deque[NDArray[Any]]) -> None:
+    def __init__(self, memory: NDArray[Any], spare: SpareMemory) -> None:
         self._memory = memory
-        self._unused = unused
+        self._spare = spare
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
         return self._memory.__array_interface__
 
     def __del__(self) -> None:
-        self._unused.append(self._memory)  # drops the oldest where there are enough
+        self._spare.give(self._memory)

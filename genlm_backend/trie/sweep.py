@@ -1,11 +1,14 @@
-"""The bottom-up sweeps: one pass over the runs of a trie for one row of weights.
+"""The bottom-up sweeps: from one row of weights to the weight of every node.
 
-``runs`` is scratch for the value of each run; its dtype is that of the arithmetic.
+All have the same three passes, straight through memory and without a branch to predict:
 
-Every sweep gathers the weights of the tokens into the runs of their leaves, combines each run
-into its parent's (children have smaller numbers than their parents, so that a run is complete
-when its turn comes), and copies the value of each run to the nodes of it. All three passes go
-straight through memory, and but for the log-sum-exp none has a branch to predict.
+1. the weight of each token goes to its leaf, and is combined into the branch the leaf hangs at;
+2. each branch, complete because children have smaller numbers, is combined into its parent;
+3. every node takes the value of the leaf or the branch that its run ends in.
+
+``values`` is scratch for the values of leaves and branches, ``[num_tokens + num_branches]``, in
+the dtype of the result; ``totals`` is where they are combined, ``[num_branches + 1]``, in the
+dtype of the arithmetic. Its last element is the parent of what has none.
 """
 
 from __future__ import annotations
@@ -18,54 +21,75 @@ from genlm_backend.trie.compiled import compiled
 
 
 @compiled
-def sweep_sum(ws, out, runs, leaf_runs, leaf_tokens, run_parent, run_children, node_run):
+def sweep_sum(
+    ws, out, values, totals, leaf_tokens, leaf_parents, branch_parents, node_sources
+) -> None:
     """Write the sum under each node to ``out``."""
-    runs[:] = 0
-    for k in range(len(leaf_runs)):
-        runs[leaf_runs[k]] = ws[leaf_tokens[k]]
-    for r in range(len(run_parent)):
-        runs[run_parent[r]] += runs[r]
-    for node in range(len(node_run)):
-        out[node] = runs[node_run[node]]
+    num_leaves = np.uint64(len(leaf_tokens))
+    totals[:] = 0
+    for k in range(len(leaf_tokens)):
+        x = ws[leaf_tokens[k]]
+        values[k] = x
+        totals[leaf_parents[k]] += x
+    for b in range(len(branch_parents)):
+        x = totals[b]
+        values[num_leaves + np.uint64(b)] = x
+        totals[branch_parents[b]] += x
+    for node in range(len(node_sources)):
+        out[node] = values[node_sources[node]]
 
 
 @compiled
-def sweep_max(ws, out, runs, leaf_runs, leaf_tokens, run_parent, run_children, node_run):
+def sweep_max(
+    ws, out, values, totals, leaf_tokens, leaf_parents, branch_parents, node_sources
+) -> None:
     """Write the maximum under each node to ``out``; a NaN is larger than anything."""
-    runs[:] = -np.inf
-    for k in range(len(leaf_runs)):
-        runs[leaf_runs[k]] = ws[leaf_tokens[k]]
-    for r in range(len(run_parent)):
-        x = runs[r]
-        y = runs[run_parent[r]]
-        runs[run_parent[r]] = x if (x > y) | (x != x) else y
-    for node in range(len(node_run)):
-        out[node] = runs[node_run[node]]
+    num_leaves = np.uint64(len(leaf_tokens))
+    totals[:] = -np.inf
+    for k in range(len(leaf_tokens)):
+        x = ws[leaf_tokens[k]]
+        values[k] = x
+        y = totals[leaf_parents[k]]
+        totals[leaf_parents[k]] = x if (x > y) | (x != x) else y
+    for b in range(len(branch_parents)):
+        x = totals[b]
+        values[num_leaves + np.uint64(b)] = x
+        y = totals[branch_parents[b]]
+        totals[branch_parents[b]] = x if (x > y) | (x != x) else y
+    for node in range(len(node_sources)):
+        out[node] = values[node_sources[node]]
 
 
 @compiled
-def sweep_log_sum(ws, out, runs, leaf_runs, leaf_tokens, run_parent, run_children, node_run):
+def sweep_log_sum(
+    ws, out, values, totals, leaf_tokens, leaf_parents, branch_parents, node_sources
+) -> None:
     """Write the log-sum-exp under each node to ``out``, shifted by each node's own maximum."""
-    for k in range(len(leaf_runs)):
-        runs[leaf_runs[k]] = ws[leaf_tokens[k]]
-    for r in range(len(run_children) - 1):
-        first = run_children[r]
-        end = run_children[r + 1]
-        if first == end:
-            continue
-        largest = runs[first]
-        for child in range(first + 1, end):
-            x = runs[child]
-            largest = x if (x > largest) | (x != x) else largest
-        if np.isinf(largest) or np.isnan(largest):
-            runs[r] = largest  # nothing to shift by: all -inf, or an inf, or a NaN
-            continue
-        total = 0.0
-        for child in range(first, end):
-            total += np.exp(runs[child] - largest)
-        runs[r] = largest + np.log(total)
-    for node in range(len(node_run)):
-        out[node] = runs[node_run[node]]
+    num_leaves = np.uint64(len(leaf_tokens))
+    num_branches = len(branch_parents)
+    shifts = np.empty_like(totals)
+    shifts[:] = -np.inf
+    for k in range(len(leaf_tokens)):
+        x = ws[leaf_tokens[k]]
+        values[k] = x
+        y = shifts[leaf_parents[k]]
+        shifts[leaf_parents[k]] = x if (x > y) | (x != x) else y
+    for b in range(num_branches):
+        x = shifts[b]
+        y = shifts[branch_parents[b]]
+        shifts[branch_parents[b]] = x if (x > y) | (x != x) else y
+    for b in range(num_branches + 1):
+        if not np.isfinite(shifts[b]):
+            shifts[b] = 0.0  # all -inf, or an inf or a NaN: exp and log keep each of them
+    totals[:] = 0
+    for k in range(len(leaf_tokens)):
+        totals[leaf_parents[k]] += np.exp(np.float64(values[k]) - shifts[leaf_parents[k]])
+    for b in range(num_branches):
+        x = shifts[b] + np.log(totals[b])
+        values[num_leaves + np.uint64(b)] = x
+        totals[branch_parents[b]] += np.exp(x - shifts[branch_parents[b]])
+    for node in range(len(node_sources)):
+        out[node] = values[node_sources[node]]
 
 
 Sweep = Callable[..., None]

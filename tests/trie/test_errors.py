@@ -74,11 +74,11 @@ def test_weights_that_do_not_fit(make, method, ws, kind, message):
 
 def test_batches_that_do_not_fit(make):
     trie = make([b"a", b"b"])
-    with pytest.raises(ValueError, match=r"batch of shape \[2\]; it must be \[batch, 2\]"):
+    with pytest.raises(ValueError, match=r"batch of shape \[2\] .* it must be \[batch, 2\]"):
         trie.batch_weight_sum(np.zeros(2))
     with pytest.raises(ValueError, match=r"batch of shape \[1, 1, 2\]"):
         trie.batch_weight_max(torch.zeros(1, 1, 2))
-    with pytest.raises(ValueError, match=r"shape \[3\]"):
+    with pytest.raises(ValueError, match=r"shape \[4, 3\] for a vocabulary of 2"):
         trie.batch_weight_sum(np.zeros((4, 3)))
     with pytest.raises(TypeError, match="sequence of them, not 7"):
         trie.batch_weight_sum(7)

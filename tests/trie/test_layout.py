@@ -30,7 +30,7 @@ def test_numbers_depend_on_the_vocabulary_alone():
     rng = np.random.default_rng(0)
     words = sorted({rng.bytes(rng.integers(1, 6)) for _ in range(500)})
     layouts = [build_layout([Token(i, word) for i, word in enumerate(words)]) for _ in range(2)]
-    for name in ("codes", "node_run", "run_start", "run_parent", "leaf_tokens"):
+    for name in ("codes", "node_sources", "run_start", "run_parent", "leaf_tokens"):
         np.testing.assert_array_equal(*(getattr(layout, name) for layout in layouts))
 
 

