@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ SINGLE = (
     "import_time",
     "decoding",
 )
+TRIES = ("SmolLM2", "Tekken", "Tekken + DeepSeek")
 FAST = {"genlm_backend", "peer + cache_kv", "generate"}
 
 
@@ -60,45 +62,79 @@ def describe_machine(threads: int) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure everything, the systems of SIS in turns, and write the results."""
+    """Measure what was asked for, the systems of SIS in turns, and write the results."""
     start = time.perf_counter()
-    systems = ["genlm_backend", "generate"]
-    if options.peer:
-        systems += ["peer + cache_kv", "peer"]
+    known = ("sis", *SINGLE, "tries")
+    unknown = set(options.names) - set(known)
+    if unknown:
+        raise SystemExit(f"no workload {min(unknown)!r}; there are {', '.join(known)}")
+    names = options.names or known
+    path = options.output / "benchmarks.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if options.names else {}
 
     def note(text: str) -> None:
         print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
 
-    results: dict[str, Any] = {"sis": {name: [] for name in systems}}
-    for round_number in range(options.rounds):
-        for name in systems:
-            note(f"SIS, round {round_number + 1} of {options.rounds}: {name}")
-            arguments = {"system": name, "repeats": 3 if name in FAST else 1}
-            numbers = measure("sis", arguments, options.peer, options.threads)
-            results["sis"][name].append(numbers)
-            note("  " + ", ".join(f"{rate:.1f}" for rate in numbers["tokens_per_second"]))
+    def one(name: str, **arguments: Any) -> Any:
+        note(" ".join([name, *(value for value in arguments.values() if isinstance(value, str))]))
+        return measure(name, arguments, options.peer, options.threads)
+
+    if "sis" in names:
+        results["sis"] = run_sis(options, note)
     for name in SINGLE:
-        note(name)
-        results[name] = measure(name, {"repeats": options.rounds}, options.peer, options.threads)
+        if name in names:
+            results[name] = one(name, repeats=options.rounds)
+    if "tries" in names:
+        results["trie_speed"] = {
+            name: one("trie_speed", vocabulary=name, repeats=options.rounds) for name in TRIES
+        }
+        results["trie_async"] = {
+            name: one("trie_async", vocabulary=name, repeats=options.rounds) for name in TRIES[:2]
+        }
+        results["trie_first_call"] = one("trie_first_call", repeats=options.rounds)
+        if options.device:
+            results["trie_device"] = {
+                name: one(
+                    "trie_device", vocabulary=name, repeats=options.rounds, device=options.device
+                )
+                for name in TRIES
+            }
     results["command"] = "make bench" if options.peer else "python -m benchmarks run"
     results["machine"] = describe_machine(options.threads)
     if options.peer:
         results["machine"] += "; the peer is genlm-backend 0.3.1"
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "benchmarks.json").write_text(json.dumps(results, indent=1) + "\n")
+    path.write_text(json.dumps(results, indent=1) + "\n")
     report(options)
-    note(f"wrote benchmarks.json, benchmarks.md and benchmarks.png to {options.output}")
+    note(f"wrote benchmarks.json and the tables and the chart made of it to {options.output}")
+
+
+def run_sis(options: argparse.Namespace, note: Callable[[str], None]) -> dict[str, Any]:
+    """Measure the systems of SIS in turns."""
+    systems = ["genlm_backend", "generate"]
+    if options.peer:
+        systems += ["peer + cache_kv", "peer"]
+    results: dict[str, Any] = {name: [] for name in systems}
+    for round_number in range(options.rounds):
+        for name in systems:
+            note(f"SIS, round {round_number + 1} of {options.rounds}: {name}")
+            arguments = {"system": name, "repeats": 3 if name in FAST else 1}
+            numbers = measure("sis", arguments, options.peer, options.threads)
+            results[name].append(numbers)
+            note("  " + ", ".join(f"{rate:.1f}" for rate in numbers["tokens_per_second"]))
+    return results
 
 
 def report(options: argparse.Namespace) -> None:
     """Make the table and the chart from the results on file."""
-    from benchmarks.report import chart, markdown
+    from benchmarks.report import chart, markdown, markdown_of_tries
 
     results = json.loads((options.output / "benchmarks.json").read_text())
-    text = markdown(results)
-    (options.output / "benchmarks.md").write_text(text)
+    for name, table in (("benchmarks", markdown), ("tries", markdown_of_tries)):
+        text = table(results)
+        (options.output / f"{name}.md").write_text(text)
+        print(f"\n{text}")
     chart(results, options.output / "benchmarks.png")
-    print(f"\n{text}")
 
 
 def main() -> None:
@@ -109,6 +145,8 @@ def main() -> None:
         command = commands.add_parser(name)
         command.add_argument("--output", type=Path, default=ASSETS)
         if name == "run":
+            command.add_argument("names", nargs="*", help="workloads; all by default")
+            command.add_argument("--device", help="also measure tries there, such as cuda")
             command.add_argument("--peer", help="folder that holds genlm-backend 0.3.1")
             command.add_argument("--rounds", type=int, default=3)
             command.add_argument("--threads", type=int, default=2)

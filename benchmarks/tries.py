@@ -200,7 +200,7 @@ def trie_async(vocabulary: str, repeats: int) -> Numbers:
             await asyncio.sleep(0.001)
             gaps.append(time.perf_counter() - start - 0.001)
 
-    async def measure(trie: Any, found: Numbers) -> None:
+    async def together(trie: Any, found: Numbers) -> None:
         gaps: list[float] = []
         watcher = asyncio.create_task(watch(gaps))
         await asyncio.sleep(0)
@@ -212,17 +212,17 @@ def trie_async(vocabulary: str, repeats: int) -> Numbers:
         del results
         found["async_ms"].append(1e3 * elapsed)
         found["stall_ms"].append(1e3 * max(gaps))
-        found["batch_ms"].append(1e3 * seconds(lambda: trie.trie.batch_weight_sum(batch)))
-        await trie.cleanup() if found is not numbers["ours"] else None
 
     async def main() -> None:
-        for _ in range(2):  # unmeasured: first contact with memory
-            await measure(tries["ours"], {"async_ms": [], "batch_ms": [], "stall_ms": []})
-        for _ in range(4 * repeats):
-            await measure(tries["ours"], numbers["ours"])
         for _ in range(repeats):
-            if "peer" in tries:
-                await measure(tries["peer"], numbers["peer"])
+            for name, trie in tries.items():  # in turns, each a few times without a break
+                unmeasured: Numbers = {key: [] for key in numbers[name]}
+                for turn in range(4):
+                    await together(trie, numbers[name] if turn else unmeasured)
+                for turn in range(4):
+                    elapsed = seconds(lambda trie=trie: trie.trie.batch_weight_sum(batch))
+                    (numbers[name] if turn else unmeasured)["batch_ms"].append(1e3 * elapsed)
+                await trie.cleanup()
 
     asyncio.run(main())
     tries["ours"].shutdown()

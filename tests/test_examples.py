@@ -40,6 +40,22 @@ def test_the_demo_ends_with_texts_and_what_batching_did():
     assert computed < 6 * 5 + 10
 
 
+def test_a_character_level_constraint_holds_and_both_waits_are_batched():
+    done = run(
+        *("examples/lipogram.py", "--particles", "8", "--length", "15", "--without", "eo"),
+    )
+    assert done.returncode == 0, done.stderr
+    *texts, model, trie = done.stdout.strip().split("\n")
+    assert texts
+    for text in texts:
+        assert text.startswith("The sea is")
+        assert not set(text.removeprefix("The sea is")) & set("eoEO")
+    for line in (model, trie):
+        found = re.search(r"^(\d+) awaits of the \w+ in (\d+) (forward passes|batches)$", line)
+        assert found, line
+        assert int(found[2]) * 3 < int(found[1])
+
+
 def test_help_reads_well_and_a_typo_is_told():
     help_text = run("-m", "genlm_backend", "--help").stdout
     assert "demo" in help_text
@@ -68,10 +84,15 @@ def test_help_reads_well_and_a_typo_is_told():
         "awaits(1)",
         "import_time(1)",
         "decoding(1)",
+        "trie_speed('SmolLM2', 1)",
+        "trie_async('Tekken', 1)",
+        "trie_first_call(1)",
+        "trie_device('Tekken + DeepSeek', 1, 'cpu')",
     ],
 )
 def test_every_workload_runs_a_round(call):
-    done = run("-c", f"from benchmarks import workloads as w; print(w.{call})")
+    module = "tries" if call.startswith("trie_") else "workloads"
+    done = run("-c", f"from benchmarks import {module} as w; print(w.{call})")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip().startswith("{")
 
@@ -83,7 +104,8 @@ def test_the_table_of_the_docs_is_made_from_the_measurements_beside_it(tmp_path)
     shutil.copy(assets / "benchmarks.json", tmp_path)
     done = run("-m", "benchmarks", "report", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "benchmarks.md").read_text() == (assets / "benchmarks.md").read_text()
+    for name in ("benchmarks.md", "tries.md"):
+        assert (tmp_path / name).read_text() == (assets / name).read_text()
     assert (tmp_path / "benchmarks.png").stat().st_size > 5000
 
 

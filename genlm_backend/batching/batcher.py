@@ -310,6 +310,9 @@ class Batcher(Generic[Q, R]):
                 del self._in_flight[entry.key]
                 result = results[index] if error is None else None
                 settlements.extend((waiter, result, error) for waiter in entry.waiters)
+                # Or entry and waiters, pointing at each other, would keep the result until the
+                # garbage collector comes by.
+                entry.waiters = []
             if error is not None:
                 self._num_failed += len(batch)
             self._is_busy = False

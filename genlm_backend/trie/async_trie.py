@@ -140,7 +140,8 @@ class AsyncTokenCharacterTrie:
         request = _Request(check_weights(ws, len(self.trie.decode)))
         while True:
             try:
-                return await self._started()[operation].submit(request)
+                batcher = self._batchers.get(operation) or self._started()[operation]
+                return await batcher.submit(request)
             except BatcherClosedError:
                 pass  # shut down between the two: the next attempt starts anew
 
