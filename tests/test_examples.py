@@ -85,9 +85,9 @@ def test_help_reads_well_and_a_typo_is_told():
         "import_time(1)",
         "decoding(1)",
         "trie_speed('SmolLM2', 1)",
-        "trie_async('Tekken', 1)",
+        "trie_async('Tekken + DeepSeek', 1)",
         "trie_first_call(1)",
-        "trie_device('Tekken + DeepSeek', 1, 'cpu')",
+        "trie_device('SmolLM2', 1, 'cpu')",
     ],
 )
 def test_every_workload_runs_a_round(call):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +50,7 @@ class VocabularyTrie(abc.ABC):
     def __init__(self, decode: Iterable[Any]) -> None:
         if isinstance(decode, str | bytes) or not hasattr(decode, "__iter__"):
             raise VocabularyTypeError(f"decode is a list of tokens, not {decode!r:.60}")
-        self.decode: list[Any] = decode if isinstance(decode, list) else list(decode)
+        self.decode: list[Any] = list(decode)
         self.layout = build_layout(self.decode)
         check_unique(self.decode)
 
@@ -118,9 +118,10 @@ class VocabularyTrie(abc.ABC):
 
     def prepare(self) -> None:
         """Do once what the first call of each operation would spend time on."""
-        weights = np.zeros(len(self.decode), np.float32)
-        for operation in ("sum", "max", "log_sum"):
-            self.evaluate_rows(operation, [weights])
+        for operation in get_args(Operation):
+            for dtype in (np.float32, np.float64):
+                self.evaluate_rows(operation, [np.zeros(len(self.decode), dtype)])
+        self.release()
 
     def release(self) -> None:  # noqa: B027  (most tries keep nothing)
         """Give memory that is kept for results to come back to the system."""

@@ -71,7 +71,7 @@ def rows_of(batch: Any) -> Any:
 
 
 def to_numpy(weights: Weights) -> NDArray[np.floating]:
-    """Return checked weights as a contiguous array of float32 or float64, copied only if need be.
+    """Return checked weights as an ordinary array of float32 or float64, copied only if need be.
 
     Half precision and booleans become float32, integers float64.
     """
@@ -80,7 +80,8 @@ def to_numpy(weights: Weights) -> NDArray[np.floating]:
         if weights.dtype == torch.bfloat16:
             weights = weights.float()
         weights = weights.numpy(force=True)
-    return np.ascontiguousarray(weights, numpy_dtype(weights.dtype))
+    # Writable and aligned too, or compiled code would be compiled once more for each kind.
+    return np.require(weights, numpy_dtype(weights.dtype), ["C", "A", "W"])
 
 
 def numpy_dtype(dtype: np.dtype) -> type[np.floating]:

@@ -49,7 +49,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         reachability = build_reachability(self.layout)
 
         def to_device(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+            return _from_numpy(array).to(self.device)
 
         self._level_sizes = reachability.level_sizes
         self._shape = (reachability.num_rows, reachability.num_columns)
@@ -67,11 +67,15 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
 
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Any]:
         """Return what ``evaluate_batch`` does, as rows that own their memory."""
-        result = self._evaluate(operation, batch)
-        if self.as_tensor:
-            return [result[0]] if len(batch) == 1 else [row.clone() for row in result]
-        array = result.cpu().numpy()
-        return [array[0]] if len(batch) == 1 else [row.copy() for row in array]
+        tensors = [self._to_device(weights) for weights in batch]
+        rows: list[Any] = [None] * len(batch)
+        for dtype in {tensor.dtype for tensor in tensors}:  # each row in its own precision
+            places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            result = self._evaluate(operation, [tensors[i] for i in places])
+            found = list(result) if self.as_tensor else list(result.cpu().numpy())
+            for i, row in zip(places, found, strict=True):
+                rows[i] = row.clone() if isinstance(row, Tensor) else row.copy()
+        return rows
 
     @property
     def size_of_product(self) -> tuple[int, int, int]:
@@ -183,4 +187,4 @@ def _check_device(device: str | torch.device | None) -> torch.device:
 
 
 def _from_numpy(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    return torch.from_numpy(np.require(array, None, ["C", "A", "W"]))

@@ -57,7 +57,10 @@ class TokenCharacterTrie(VocabularyTrie):
     def evaluate_batch(self, operation: Operation, batch: Weights) -> NDArray[np.floating]:
         """Return ``operation`` under each node for checked weights: ``[len(batch), num_nodes]``."""
         rows = rows_of(batch)
-        out = self._spare.take((len(rows), self.num_nodes), widest(rows))
+        dtype = widest(rows)
+        if isinstance(rows, list):
+            rows = [row.astype(dtype, copy=False) for row in rows]
+        out = self._spare.take((len(rows), self.num_nodes), dtype)
         self._sweep(operation, rows, out)
         return out
 
@@ -75,18 +78,21 @@ class TokenCharacterTrie(VocabularyTrie):
     def _sweep(self, operation: Operation, rows: Any, out: Any) -> None:
         sweep, arrays = SWEEPS[operation], self.layout.sweep_arrays
 
-        dtype = widest(rows)
-        # A maximum needs no more precision than it is given.
-        wide = dtype if operation == "max" else np.float64
+        def scratch(dtype: np.dtype) -> tuple[Row, Row]:
+            # A maximum needs no more precision than it is given.
+            wide = dtype if operation == "max" else np.float64
+            values = np.empty(self.layout.num_tokens + self.layout.num_branches, dtype)
+            return values, np.empty(self.layout.num_branches + 1, wide)
 
         def run(part: slice) -> None:
-            values = np.empty(self.layout.num_tokens + self.layout.num_branches, dtype)
-            totals = np.empty(self.layout.num_branches + 1, wide)
+            made: dict[np.dtype, tuple[Row, Row]] = {}
             for row, result in zip(rows[part], out[part], strict=True):
-                sweep(row, result, values, totals, *arrays)
+                if row.dtype not in made:
+                    made[row.dtype] = scratch(row.dtype)
+                sweep(row, result, *made[row.dtype], *arrays)
 
-        num_threads = min(self.num_threads, len(rows) * self.num_nodes // NODES_PER_THREAD)
-        in_threads(run, len(rows), max(1, num_threads))
+        num_threads = len(rows) * self.num_nodes // NODES_PER_THREAD
+        in_threads(run, len(rows), max(1, min(self.num_threads, len(rows), num_threads)))
 
 
 def in_threads(run: Any, count: int, num_threads: int) -> None:

@@ -68,6 +68,9 @@ class SpareMemory:
             self._drop_until(0)
             self._unused.clear()
 
+    def __reduce__(self) -> tuple[type[SpareMemory], tuple[int]]:
+        return type(self), (self._max_bytes,)  # a copy begins with nothing
+
     def _drop_until(self, max_bytes: int) -> None:
         while self.num_bytes > max_bytes:
             key = next(key for key, unused in self._unused.items() if unused)

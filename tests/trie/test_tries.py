@@ -1,5 +1,8 @@
 """Every kind of trie against prefixes counted by hand."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -231,6 +234,48 @@ def test_a_batch_may_be_a_list_of_anything(make):
     assert found.dtype == np.float64
     assert trie.batch_weight_max([]).shape == (0, trie.num_nodes)
     assert trie.batch_weight_sum(np.empty((0, 2))).shape == (0, trie.num_nodes)
+
+
+def test_a_rows_precision_is_its_own_whatever_is_beside_it(make):
+    trie = make([b"a", b"ab", b"b"])
+    single, double = np.array([1, 2, 3], np.float32), np.array([1e-15, 1, 0])
+    for operation in OPERATIONS:
+        rows = trie.evaluate_rows(operation, [single, double, single])
+        assert [row.dtype for row in rows] == [np.float32, np.float64, np.float32]
+        for row, ws in zip(rows, (single, double, single), strict=True):
+            np.testing.assert_array_equal(row, trie.evaluate_rows(operation, [ws])[0])
+
+
+def test_arrays_of_any_make_compile_nothing_anew():
+    from genlm_backend.trie.sweep import sweep_sum
+
+    trie = TokenCharacterTrie([b"ab", b"a"])
+    trie.prepare()
+    before = len(sweep_sum.signatures)  # pyright: ignore
+    ws = np.array([1, 2], np.float32)
+    frozen, odd = ws.copy(), np.frombuffer(b"x" + ws.tobytes(), np.uint8)[1:].view(np.float32)
+    frozen.flags.writeable = False
+    assert not odd.flags.aligned
+    for kind in (frozen, odd, np.stack([ws, ws])[:, ::-1][0], torch.from_numpy(ws)):
+        assert trie.weight_sum(kind)[trie.root] == 3
+    trie.batch_weight_sum(np.stack([ws, ws]).T.copy().T)
+    assert len(sweep_sum.signatures) == before  # pyright: ignore
+
+
+def test_tries_can_be_copied(make):
+    trie = make([Token(3, b"ab"), Token(1, b"a"), Token(2, b"ab")])
+    ws = np.array([1, 2, 4], np.float32)
+    for twin in (copy.deepcopy(trie), pickle.loads(pickle.dumps(trie))):
+        np.testing.assert_array_equal(twin.weight_sum(ws), trie.weight_sum(ws))
+        assert twin.word2leaf == trie.word2leaf
+        assert twin.children[twin.root] == trie.children[trie.root]
+
+
+def test_the_callers_list_is_the_callers(make):
+    decode = [b"a", b"b"]
+    trie = make(decode)
+    decode.append(b"c")
+    assert trie.weight_sum([1.0, 2.0])[trie.root] == 3
 
 
 def test_double_precision_is_kept(make):
