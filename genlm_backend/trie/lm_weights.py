@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
+import numpy as np
+
 from genlm_backend.errors import VocabularyError
 from genlm_backend.tokenization import Token
 from genlm_backend.trie.async_trie import AsyncTokenCharacterTrie
@@ -60,11 +62,16 @@ async def lm_trie_weights(
         raise ValueError(f'operation must be "sum", "max" or "log_sum", got {operation!r}')
     plain = trie.trie if isinstance(trie, AsyncTokenCharacterTrie) else trie
     selection = _selection(lm, plain)
-    weights = await lm.next_token_logprobs(token_ids, lora_name=lora_name)
+    row = await lm.next_token_logprobs(token_ids, lora_name=lora_name)
+    # NumPy on the CPU: torch would wake a team of threads here, on the caller's thread, which
+    # then competes with the one that the model computes with.
+    weights = row.numpy() if row.device.type == "cpu" else row
     if selection is not None:
         weights = selection.apply(weights)
     if operation == "sum":
-        return await _maybe_awaited(trie.weight_sum(weights.exp_()))
+        is_array = isinstance(weights, np.ndarray)
+        weights = np.exp(weights, out=weights) if is_array else weights.exp_()
+        return await _maybe_awaited(trie.weight_sum(weights))
     if operation == "max":
         return await _maybe_awaited(trie.weight_max(weights))
     return await _maybe_awaited(trie.log_weight_sum(weights))
@@ -78,16 +85,18 @@ class _Selection:
     """The ids of a trie's entries, on every device where they have been needed."""
 
     def __init__(self, ids: list[int]) -> None:
-        self._ids = ids
+        self._ids = np.array(ids)
         self._tensors: dict[Any, Tensor] = {}
 
-    def apply(self, row: Tensor) -> Tensor:
+    def apply(self, row: Any) -> Any:
         """Return the entries' weights, in the trie's order."""
+        if isinstance(row, np.ndarray):
+            return row[self._ids]
         index = self._tensors.get(row.device)
         if index is None:
             import torch
 
-            index = self._tensors[row.device] = torch.tensor(self._ids, device=row.device)
+            index = self._tensors[row.device] = torch.from_numpy(self._ids).to(row.device)
         return row.index_select(0, index)
 
 
