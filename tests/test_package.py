@@ -65,12 +65,18 @@ def test_every_public_name_is_there_and_documented(module):
         module.no_such_name  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["AsyncVirtualLM", "AsyncMlxLM"])
-def test_backends_that_are_not_there_yet_import_and_say_so(name):
-    backend = getattr(genlm_backend.llm, name)
+def test_a_backend_that_is_not_there_yet_imports_and_says_so():
+    backend = genlm_backend.llm.AsyncMlxLM
     for use in (lambda: backend.from_name("gpt2"), lambda: backend("engine")):
-        with pytest.raises(ImportError, match=f"{name} is not yet available"):
+        with pytest.raises(ImportError, match="AsyncMlxLM is not yet available"):
             use()
+
+
+def test_a_backend_whose_library_is_absent_imports_and_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.delitem(sys.modules, "genlm_backend.llm.vllm.engine", raising=False)
+    with pytest.raises(ImportError, match="AsyncVirtualLM needs vLLM"):
+        genlm_backend.load_model_by_name("gpt2", backend="vllm")
 
 
 def test_every_error_is_also_what_a_caller_expects():
@@ -114,6 +120,7 @@ ARROWS = {
     "trie": ({"tokenization", "batching", "errors", "lazy"}, {"transformers"}),
     "llm": ({"tokenization", "batching", "cache", "errors", "lazy"}, set()),
     "llm.hf": ({"llm", "cache", "errors", "lazy"}, {"vllm"}),
+    "llm.vllm": ({"llm", "cache", "errors", "lazy"}, {"transformers"}),
 }
 # The registry knows backends by name only; loading looks tokenizers up inside its functions.
 MAY_NAME_TRANSFORMERS = {"llm/loading.py", "llm/bundled.py"}
@@ -140,7 +147,8 @@ def imports_of(path):
 
 def package_of(relative):
     parts = relative.with_suffix("").parts
-    return "llm.hf" if parts[:2] == ("llm", "hf") else parts[0]
+    is_backend = parts[:2] in (("llm", "hf"), ("llm", "vllm"))
+    return ".".join(parts[:2]) if is_backend else parts[0]
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))

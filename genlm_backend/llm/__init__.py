@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.llm.absent import AsyncMlxLM, AsyncVirtualLM
+    from genlm_backend.llm.absent import AsyncMlxLM
     from genlm_backend.llm.base import AsyncLM
     from genlm_backend.llm.batched import BatchedLM
     from genlm_backend.llm.hf.model import AsyncTransformer
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from genlm_backend.llm.query import Query
     from genlm_backend.llm.registry import load_model_by_name
     from genlm_backend.llm.statistics import LMStatistics
+    from genlm_backend.llm.vllm.model import AsyncVirtualLM
 
 __all__ = [
     "AsyncLM",
@@ -32,7 +33,7 @@ __getattr__, __dir__ = lazy_names(
         "AsyncLM": "genlm_backend.llm.base",
         "AsyncMlxLM": "genlm_backend.llm.absent",
         "AsyncTransformer": "genlm_backend.llm.hf.model",
-        "AsyncVirtualLM": "genlm_backend.llm.absent",
+        "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
         "BatchedLM": "genlm_backend.llm.batched",
         "LMStatistics": "genlm_backend.llm.statistics",
         "MockAsyncLM": "genlm_backend.llm.mock",

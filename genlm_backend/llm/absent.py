@@ -1,4 +1,4 @@
-"""Backends that the library does not have yet: importable everywhere, loadable nowhere."""
+"""The backend that the library does not have yet: importable everywhere, loadable nowhere."""
 
 from __future__ import annotations
 
@@ -24,12 +24,6 @@ class _NotYet:
             f"{cls.__name__} is not yet available: this release has no {cls.library} backend. "
             "AsyncTransformer (backend 'hf') runs the same programs."
         )
-
-
-class AsyncVirtualLM(_NotYet):
-    """A model evaluated by vLLM. Not yet available; using it raises an ``ImportError``."""
-
-    library = "vLLM"
 
 
 class AsyncMlxLM(_NotYet):

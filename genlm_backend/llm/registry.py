@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 BACKENDS: Final = {
     "hf": ("genlm_backend.llm.hf.model", "AsyncTransformer"),
+    "vllm": ("genlm_backend.llm.vllm.model", "AsyncVirtualLM"),
     "mock": ("genlm_backend.llm.mock", "MockAsyncLM"),
 }
 """Backend name → (module, class); imported when a model is loaded."""
@@ -25,8 +26,8 @@ def load_model_by_name(
     Args:
         name: A model on the Hugging Face hub, a local directory, or ``"smollm2"``, the small
             model that ships with the extra ``demo``.
-        backend: ``"hf"`` (transformers) or ``"mock"`` (the tokenizer and pseudo-random rows);
-            ``None`` means ``"hf"``.
+        backend: ``"hf"`` (transformers), ``"vllm"`` (vLLM, in this process), or ``"mock"``
+            (the tokenizer and pseudo-random rows); ``None`` means ``"hf"``.
         llm_opts: Keyword arguments for the backend's ``from_name``.
 
     Raises:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from genlm_backend import AsyncTransformer, MockAsyncLM
+from genlm_backend import AsyncTransformer, AsyncVirtualLM, MockAsyncLM
 from tests.llm import families
+from tests.llm.vllm import real
 
 
 def word_tokenizer(size=families.VOCAB):
@@ -45,6 +46,26 @@ class Backend:
         return fresh_row(self.model, token_ids)
 
 
+class FakeVLLM(Backend):
+    """vLLM's sessions over an engine that only counts."""
+
+    def make(self, **options):
+        from tests.llm.vllm.fake import FakeEngine
+
+        return AsyncVirtualLM(FakeEngine(max_sessions=24, num_blocks=500), **options)
+
+
+class RealVLLM(Backend):
+    """A tiny model in vLLM."""
+
+    def make(self, **options):
+        engine = real.SharedEngine(real.tiny_engine())
+        return AsyncVirtualLM(engine, **{**self.options, **options})
+
+    def expected(self, token_ids):
+        return fresh_row(real.tiny_model(), token_ids)
+
+
 _MODELS = {name: families.make(name) for name in ("llama", "gemma3", "mamba")}
 _SLOT = (
     2 * 2 * 2 * 8 * 4
@@ -61,10 +82,19 @@ BACKENDS = {
         "hf-no-cache", {"kv_cache_bytes": 0, "row_cache_bytes": 0}, _MODELS["llama"], False
     ),
     "hf-whole": Backend("hf-whole", {}, _MODELS["mamba"]),
+    "vllm-fake": FakeVLLM("vllm-fake", {}),
+    "vllm": RealVLLM("vllm", {}),
+}
+_MARKS = {
+    "vllm": [
+        pytest.mark.vllm,
+        pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM"),
+        pytest.mark.filterwarnings("ignore"),
+    ]
 }
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[pytest.param(name, marks=_MARKS.get(name, [])) for name in BACKENDS])
 def backend(request):
     return BACKENDS[request.param]
 

@@ -1,0 +1,1 @@
+"""AsyncVirtualLM: a model evaluated by vLLM."""

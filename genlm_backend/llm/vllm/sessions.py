@@ -1,0 +1,179 @@
+"""SessionTable: which live request of the engine holds the keys and values of which context.
+
+A *session* is a request that stays in the engine after its row has been computed. More tokens
+extend it in place; a new session may begin from the keys and values of another, at any token.
+Decides only, and knows no engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.llm.query import Query
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one query asks of the engine.
+
+    Attributes:
+        query: The query.
+        session: Id of the session that will hold its context.
+        is_new: Whether the session has to be started.
+        num_shared: Tokens of the context whose keys and values are there already.
+        source: The session that they are copied from, where a new one begins with any.
+    """
+
+    query: Query
+    session: str
+    is_new: bool
+    num_shared: int = 0
+    source: str | None = None
+
+    @property
+    def new_tokens(self) -> tuple[int, ...]:
+        """The tokens to send: the whole context, or what it has beyond the session's."""
+        ids = self.query.token_ids
+        return ids if self.is_new else ids[self.num_shared :]
+
+
+class _Session:
+    __slots__ = ("array", "context", "id", "used")
+
+    def __init__(self, session_id: str, context: Query, used: int) -> None:
+        self.id = session_id
+        self.used = used
+        self.hold(context)
+
+    def hold(self, context: Query) -> None:
+        self.context = context
+        self.array: NDArray[np.int64] = np.array(context.token_ids, np.int64)
+
+
+class SessionTable:
+    """Live sessions by their contexts, the ones unused for longest given up first.
+
+    ``step`` is asked for each query of a round; what it hands out is not seen by the queries
+    after it until ``commit``, because the engine has not computed it yet.
+
+    Args:
+        max_sessions: Sessions that the engine can hold, at least 1.
+        prefix: Of session ids.
+    """
+
+    def __init__(self, max_sessions: int, prefix: str = "session") -> None:
+        if max_sessions < 1:
+            raise ValueError(f"max_sessions must be at least 1, got {max_sessions}")
+        self.max_sessions = max_sessions
+        self._ids = (f"{prefix}-{number}" for number in itertools.count())
+        self._clock = itertools.count()
+        self._sessions: dict[str, _Session] = {}
+        self._by_context: dict[Query, _Session] = {}
+        self._round: list[Step] = []
+        self._held: set[str] = set()
+        self._extended: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._sessions) + sum(step.is_new for step in self._round)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a new session needs another to be given up."""
+        return len(self) >= self.max_sessions
+
+    def step(self, query: Query) -> Step:
+        """Choose where the row of ``query`` is computed, from the most tokens already there.
+
+        The session it uses, or copies from, is held until ``commit``. A session is extended by
+        one query of a round; its siblings begin where it stood before.
+        """
+        best, num_shared = self._longest_prefix(query)
+        if best is None:
+            step = Step(query, next(self._ids), is_new=True)
+        elif num_shared == len(best.array) and best.id not in self._extended:
+            step = Step(query, best.id, is_new=False, num_shared=num_shared)
+            self._extended.add(best.id)
+        else:
+            step = Step(query, next(self._ids), True, num_shared, best.id)
+        if best is not None:
+            self._held.add(best.id)
+        self._round.append(step)
+        return step
+
+    def withdraw(self, step: Step) -> None:
+        """Take back the step chosen last; what it held stays held until ``commit``."""
+        assert self._round[-1] is step
+        self._round.pop()
+        if not step.is_new:
+            self._extended.discard(step.session)
+
+    def oldest(self) -> str | None:
+        """Return the session unused for longest that no step of the round needs, if any."""
+        idle = (s for s in self._sessions.values() if s.id not in self._held)
+        found = min(idle, key=lambda session: session.used, default=None)
+        return None if found is None else found.id
+
+    def forget(self, session_id: str) -> int:
+        """Forget a session that the engine has given up; return how many tokens it held."""
+        session = self._sessions.pop(session_id)
+        if self._by_context.get(session.context) is session:
+            del self._by_context[session.context]
+        return len(session.array)
+
+    def commit(self) -> None:
+        """Record that the engine has computed every step of the round; begin the next."""
+        for step in self._round:
+            if step.is_new:
+                session = _Session(step.session, step.query, next(self._clock))
+                self._sessions[step.session] = session
+            else:
+                session = self._sessions[step.session]
+                if self._by_context.get(session.context) is session:
+                    del self._by_context[session.context]
+                session.hold(step.query)
+                session.used = next(self._clock)
+            self._by_context[step.query] = session
+        for session_id in self._held & self._sessions.keys():
+            self._sessions[session_id].used = next(self._clock)
+        self._end_round()
+
+    def clear(self) -> list[str]:
+        """Forget every session, those of an uncommitted round too; return their ids."""
+        ids = [*self._sessions, *(step.session for step in self._round if step.is_new)]
+        self._sessions.clear()
+        self._by_context.clear()
+        self._end_round()
+        return ids
+
+    def _end_round(self) -> None:
+        self._round.clear()
+        self._held.clear()
+        self._extended.clear()
+
+    def _longest_prefix(self, query: Query) -> tuple[_Session | None, int]:
+        """Return the session that shares most with ``query``, but for its last token.
+
+        At equal length one that ends there and is free comes first, because it can be extended.
+        """
+        ids = query.token_ids
+        parent = self._by_context.get(Query(ids[:-1], query.lora_name)) if ids[:-1] else None
+        if parent is not None:
+            return parent, len(ids) - 1
+        wanted = np.array(ids[:-1], np.int64)
+        best, best_key = None, (0, False)
+        for session in self._sessions.values():
+            if session.context.lora_name != query.lora_name:
+                continue
+            size = min(len(wanted), len(session.array))
+            if size < best_key[0]:
+                continue
+            differs = session.array[:size] != wanted[:size]
+            shared = int(differs.argmax()) if differs.any() else size
+            key = (shared, shared == len(session.array) and session.id not in self._extended)
+            if key > best_key:
+                best, best_key = session, key
+        return best, best_key[0]

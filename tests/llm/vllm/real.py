@@ -1,0 +1,66 @@
+"""Real engines of vLLM over a tiny model, loaded once and shared by tests."""
+
+import tempfile
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+import transformers as tf
+
+from tests.llm import families
+
+IS_INSTALLED = find_spec("vllm") is not None
+
+
+@cache
+def tiny_model():
+    """A random Llama with heads as wide as vLLM's kernels want them."""
+    torch.manual_seed(0)
+    config = families._config(
+        "LlamaConfig", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32
+    )
+    config.initializer_range = 0.2  # sharp enough that a wrong context shows
+    return tf.LlamaForCausalLM(config).eval()
+
+
+@cache
+def tiny_engine():
+    """The engine of ``tiny_model``."""
+    from genlm_backend.llm.vllm.engine import Engine
+    from tests.llm.conftest import word_tokenizer
+
+    folder = tempfile.mkdtemp()
+    tiny_model().save_pretrained(folder)
+    options = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 24,
+        "max_model_len": 256,
+        "kv_cache_memory_bytes": 8 << 20,
+    }
+    return Engine.load(folder, options, word_tokenizer())
+
+
+class SharedEngine:
+    """An engine whose closing ends its sessions only."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self._ids = set()
+        self._steps = engine.num_steps
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    @property
+    def num_steps(self):
+        return self._engine.num_steps - self._steps
+
+    def add(self, step):
+        self._ids.add(step.session)
+        self._engine.add(step)
+
+    def close(self):
+        self._engine.release(list(self._ids))
+        self._engine.reset()

@@ -1,0 +1,135 @@
+"""vLLM itself, on the bundled model: rows against transformers, whatever the history."""
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from genlm_backend import load_model_by_name
+from tests.llm.conftest import fresh_row
+from tests.llm.vllm import real
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.real,
+    pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    from transformers import AutoModelForCausalLM
+
+    from genlm_backend.llm.bundled import bundled_directory
+
+    return AutoModelForCausalLM.from_pretrained(bundled_directory("smollm2"), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 32}
+    options["kv_cache_memory_bytes"] = 512 << 20
+    with load_model_by_name(
+        "smollm2", backend="vllm", llm_opts={"engine_opts": options, "row_cache_bytes": 0}
+    ) as lm:
+        yield lm
+
+
+def check(row, model, context):
+    torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=1e-3)
+
+
+TEXT = "Sequential Monte Carlo methods are a set of algorithms that estimate the state of a system."
+
+
+def test_particles_with_resampling(lm, smollm2):
+    randomness = random.Random(0)
+    torch.manual_seed(0)
+
+    async def main():
+        particles = [lm.tokenizer.encode(TEXT) for _ in range(20)]
+        for step in range(9):
+            rows = await asyncio.gather(*map(lm.next_token_logprobs, particles))
+            for i in (0, 9, 19):
+                check(rows[i], smollm2, particles[i])
+            particles = [
+                [*context, int(torch.multinomial(row.exp(), 1))]
+                for context, row in zip(particles, rows, strict=True)
+            ]
+            if step % 3 == 2:
+                particles = [list(randomness.choice(particles)) for _ in particles]
+
+    before = lm.statistics()
+    asyncio.run(main())
+    after = lm.statistics()
+    assert after.num_forwards - before.num_forwards <= 10
+    assert after.tokens_computed - before.tokens_computed <= 40 + 20 * 9
+
+
+def test_forks_at_any_token_long_and_short_mixed_and_evictions(lm, smollm2):
+    randomness = random.Random(1)
+    pool = [lm.tokenizer.encode(TEXT * n)[:900] for n in (1, 5, 40)]
+
+    async def ask(context):
+        check(await lm.next_token_logprobs(context), smollm2, context)
+
+    async def main():
+        for _ in range(12):
+            asked = []
+            for _ in range(6):
+                base = randomness.choice(pool)
+                cut = base[: randomness.randrange(1, len(base) + 1)]
+                asked.append(cut + [randomness.randrange(49_152) for _ in range(3)])
+            pool.extend(asked)
+            await asyncio.gather(*map(ask, asked))
+
+    asyncio.run(main())
+    assert lm.statistics().num_evicted_tokens > 0
+
+
+def test_contexts_that_nobody_comes_back_to(lm, smollm2):
+    async def main():
+        await asyncio.gather(*(lm.next_token_logprobs([i, i + 1]) for i in range(500)))
+
+    asyncio.run(main())
+    context = lm.tokenizer.encode(TEXT)
+    check(lm.next_token_logprobs_sync(context), smollm2, context)
+
+
+def test_cancelled_callers_change_nothing(lm, smollm2):
+    prompt = lm.tokenizer.encode(TEXT)
+
+    async def main():
+        tasks = [asyncio.create_task(lm.next_token_logprobs([*prompt, i])) for i in range(40)]
+        await asyncio.sleep(0.01)
+        for task in tasks[::2]:
+            task.cancel()
+        rows = await asyncio.gather(*tasks, return_exceptions=True)
+        for i in (1, 21, 39):
+            check(rows[i], smollm2, [*prompt, i])
+
+    asyncio.run(main())
+
+
+def test_the_longest_context(lm, smollm2):
+    context = (lm.tokenizer.encode(TEXT) * 80)[: lm.max_length]
+    check(lm.next_token_logprobs_sync(context), smollm2, context)
+    with pytest.raises(ValueError, match="1024"):
+        lm.next_token_logprobs_sync([*context, 1])
+
+
+def test_clearing_changes_no_answer(lm, smollm2):
+    context = lm.tokenizer.encode(TEXT)
+    lm.next_token_logprobs_sync(context)
+    lm.clear_cache()
+    assert len(lm._table) == 0
+    check(lm.next_token_logprobs_sync([*context, 5]), smollm2, [*context, 5])
+
+
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_several_devices_are_refused_by_name(option):
+    with pytest.raises(ValueError, match=f"{option}=2"):
+        load_model_by_name("smollm2", backend="vllm", llm_opts={"engine_opts": {option: 2}})

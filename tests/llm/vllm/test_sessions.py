@@ -1,0 +1,134 @@
+"""Sessions of an engine: the most reused, nothing that is not there, never too many."""
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlm_backend import AsyncVirtualLM, MockAsyncLM
+from genlm_backend.llm.query import Query
+from genlm_backend.llm.vllm.sessions import SessionTable
+from tests.llm.conftest import word_tokenizer
+from tests.llm.vllm.fake import FakeEngine
+
+contexts = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.lists(contexts, min_size=1, max_size=6, unique=True), max_size=12),
+    st.integers(2, 6),
+    st.integers(4, 30),
+)
+def test_whatever_is_asked_in_whatever_order_the_rows_are_right(rounds, max_sessions, num_blocks):
+    engine = FakeEngine(max_sessions=max_sessions, num_blocks=num_blocks)
+    with AsyncVirtualLM(engine, batch_size=20, row_cache_bytes=0) as lm:
+        with MockAsyncLM(word_tokenizer(), row_cache_bytes=0) as other:
+            for asked in rounds:
+                rows = lm.batch_next_token_logprobs_sync(asked)
+                assert torch.equal(rows, other.batch_next_token_logprobs_sync(asked))
+                assert set(engine.sessions) == set(lm._table._sessions)
+        counts = lm.statistics()
+        assert counts.tokens_computed + counts.tokens_reused == sum(
+            len(context) for asked in rounds for context in asked
+        )
+
+
+def test_a_particle_computes_one_token_a_step_and_copies_compute_nothing():
+    engine = FakeEngine(max_sessions=30, num_blocks=300)
+    with AsyncVirtualLM(engine, row_cache_bytes=0, batch_size=30) as lm:
+        prompt = list(range(10))
+        lm.next_token_logprobs_sync(prompt)
+        particles = [[*prompt, i] for i in range(20)]
+        for step in range(5):
+            lm.batch_next_token_logprobs_sync(particles)
+            assert lm.statistics().tokens_computed == 10 + 20 * (step + 1)
+            particles = [[*particles[i // 2], 3 * i % 60] for i in range(20)]  # resampled
+        assert lm.statistics().num_forwards == 6
+
+
+def test_a_session_is_extended_by_one_query_of_a_round():
+    table = SessionTable(8)
+    parent = Query((1, 2, 3))
+    first = table.step(parent)
+    table.commit()
+    child, sibling = table.step(Query((1, 2, 3, 4))), table.step(Query((1, 2, 3, 5)))
+    assert (child.is_new, child.session, child.num_shared) == (False, first.session, 3)
+    assert child.new_tokens == (4,)
+    assert (sibling.is_new, sibling.source, sibling.num_shared) == (True, first.session, 3)
+    assert table.oldest() is None
+    table.commit()
+    again = table.step(Query((1, 2, 3, 4)))  # its last token has to be computed once more
+    assert (again.is_new, again.num_shared) == (True, 3)
+
+
+def test_adapters_share_nothing():
+    table = SessionTable(8)
+    table.step(Query((1, 2, 3)))
+    table.commit()
+    step = table.step(Query((1, 2, 3, 4), "poet"))
+    assert step.is_new
+    assert step.num_shared == 0
+
+
+def test_the_oldest_session_goes_first():
+    table = SessionTable(3)
+    ids = []
+    for context in ((1,), (2,), (3,)):
+        ids.append(table.step(Query(context)).session)
+        table.commit()
+    table.step(Query((1, 5)))
+    table.commit()
+    assert table.is_full
+    assert table.oldest() == ids[1]
+    assert table.forget(ids[1]) == 1
+    assert not table.is_full
+
+
+def test_two_thousand_abandoned_contexts_hold_no_more_than_the_engine_can():
+    engine = FakeEngine(max_sessions=16, num_blocks=200)
+    with AsyncVirtualLM(engine, batch_size=10, row_cache_bytes=0) as lm:
+
+        async def main():
+            await asyncio.gather(
+                *(lm.next_token_logprobs([i % 60, i // 60, 7]) for i in range(2000))
+            )
+
+        asyncio.run(main())
+        assert len(engine.sessions) <= 16
+        assert lm.statistics().num_evicted_tokens >= 3 * (2000 - 16)
+
+
+def test_a_failing_step_fails_its_callers_and_the_next_one_starts_clean():
+    engine = FakeEngine()
+    with AsyncVirtualLM(engine, row_cache_bytes=0) as lm:
+        lm.next_token_logprobs_sync([1, 2])
+        engine.failures.append(ZeroDivisionError("in the engine"))
+        with pytest.raises(ZeroDivisionError, match="in the engine"):
+            lm.next_token_logprobs_sync([1, 2, 3])
+        assert engine.sessions == engine.added == {}
+        with MockAsyncLM(word_tokenizer()) as other:
+            expected = other.next_token_logprobs_sync([1, 2, 3])
+        assert torch.equal(lm.next_token_logprobs_sync([1, 2, 3]), expected)
+
+
+def test_a_context_that_can_never_fit_is_told():
+    engine = FakeEngine(num_blocks=3)
+    with AsyncVirtualLM(engine, row_cache_bytes=0) as lm:
+        lm.next_token_logprobs_sync(list(range(11)))
+        with pytest.raises(RuntimeError, match="12 tokens does not fit into vLLM's 3 blocks of 4"):
+            lm.next_token_logprobs_sync(list(range(12)))
+        lm.next_token_logprobs_sync([1])
+
+
+def test_closing_closes_the_engine_once():
+    engine = FakeEngine()
+    lm = AsyncVirtualLM(engine)
+    lm.next_token_logprobs_sync([1])
+    lm.clear_cache()
+    assert engine.sessions == {}
+    lm.close()
+    lm.close()
+    assert engine.is_closed
