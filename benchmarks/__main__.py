@@ -99,7 +99,10 @@ def run(options: argparse.Namespace) -> None:
                 )
                 for name in TRIES
             }
-    results["command"] = "make bench" if options.peer else "python -m benchmarks run"
+    command = "make bench" if options.peer else "python -m benchmarks run"
+    if options.names:
+        command = f"{results['command']}, in part again by run {' '.join(options.names)}"
+    results["command"] = command
     results["machine"] = describe_machine(options.threads)
     if options.peer:
         results["machine"] += "; the peer is genlm-backend 0.3.1"

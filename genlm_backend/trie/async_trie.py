@@ -85,7 +85,8 @@ class AsyncTokenCharacterTrie:
             vocab: See ``TokenCharacterTrie``.
             backend: "parallel" (``ParallelTokenCharacterTrie``), "sequential"
                 (``TokenCharacterTrie``), or ``None``: the parallel one where there is a CUDA
-                device, the sequential one, which is the faster on a CPU, elsewhere.
+                device, or where ``device`` or ``as_tensor`` is given; the sequential one, which
+                is the faster on a CPU, elsewhere.
             batch_size: As of the class.
             timeout: As of the class.
             **kwargs: For the trie's constructor, such as ``device="cuda"``, ``as_tensor=True``.

@@ -22,8 +22,8 @@ class SpareMemory:
     Arrays may be dropped on any thread, and at any moment.
 
     Args:
-        max_bytes: Bytes of unused memory to keep, at most. The shapes that have not been asked
-            for longest go first.
+        max_bytes: Bytes of unused memory to keep, at most. The shapes that have been
+            there longest go first.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -37,11 +37,8 @@ class SpareMemory:
         key = (shape, np.dtype(dtype))
         memory = None
         with self._lock:
-            unused = self._unused.pop(key, [])
-            self._unused[key] = unused  # now the latest
-            if unused:
-                memory = unused.pop()
-                self.num_bytes -= memory.nbytes
+            if key in self._unused:
+                memory = self._pop(key)
         if memory is None:
             memory = np.empty(shape, dtype)
         # Without elements there is nothing to put back, and NumPy would not keep the lease.
@@ -66,15 +63,20 @@ class SpareMemory:
         """Give unused memory back to the system."""
         with self._lock:
             self._drop_until(0)
-            self._unused.clear()
 
     def __reduce__(self) -> tuple[type[SpareMemory], tuple[int]]:
         return type(self), (self._max_bytes,)  # a copy begins with nothing
 
     def _drop_until(self, max_bytes: int) -> None:
         while self.num_bytes > max_bytes:
-            key = next(key for key, unused in self._unused.items() if unused)
-            self.num_bytes -= self._unused[key].pop().nbytes
+            self._pop(next(iter(self._unused)))
+
+    def _pop(self, key: tuple[Shape, np.dtype]) -> NDArray[Any]:
+        memory = self._unused[key].pop()
+        self.num_bytes -= memory.nbytes
+        if not self._unused[key]:
+            del self._unused[key]  # or a key of every batch size ever seen would stay
+        return memory
 
 
 class _Lease:

@@ -48,6 +48,7 @@ class Rows(RuleBasedStateMachine):
 
     @invariant()
     def the_count_of_bytes_is_that_of_the_arrays(self):
+        assert all(self.spare._unused.values())  # no key without an array
         arrays = [array for unused in self.spare._unused.values() for array in unused]
         assert self.spare.num_bytes == sum(array.nbytes for array in arrays)
 

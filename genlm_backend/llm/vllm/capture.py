@@ -15,7 +15,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from genlm_backend.errors import MissingExtraError
 
-SUPPORTED = ((0, 32), (0, 33))
+SUPPORTED = ((0, 32),)
 """Releases of vLLM, major and minor, that the names below were checked with."""
 
 TAG = "genlm_row"

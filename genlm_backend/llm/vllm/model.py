@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
@@ -87,7 +88,8 @@ class AsyncVirtualLM(BatchedLM):
             self_check=self_check,
         )
         self._engine = engine
-        self._table = SessionTable(engine.max_sessions)
+        # Rows are told apart by session, and several models may live in one process.
+        self._table = SessionTable(engine.max_sessions, prefix=uuid.uuid4().hex)
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
         self._tokens_computed = self._tokens_reused = self._tokens_evicted = 0
 

@@ -123,6 +123,16 @@ def test_a_context_that_can_never_fit_is_told():
         lm.next_token_logprobs_sync([1])
 
 
+def test_no_two_models_name_a_session_alike():
+    engines = [FakeEngine(), FakeEngine()]
+    models = [AsyncVirtualLM(engine) for engine in engines]
+    for lm in models:
+        lm.next_token_logprobs_sync([1])
+    assert not set(engines[0].sessions) & set(engines[1].sessions)
+    for lm in models:
+        lm.close()
+
+
 def test_closing_closes_the_engine_once():
     engine = FakeEngine()
     lm = AsyncVirtualLM(engine)
