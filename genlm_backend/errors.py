@@ -6,7 +6,8 @@ keeps working without knowing this module::
     GenlmBackendError
     ├── ContextError (ValueError)            a context that no model can answer
     ├── ContextTypeError (TypeError)         token ids that are not integers
-    ├── UnknownAdapterError (ValueError)     a LoRA adapter that is not loaded
+    ├── AdapterError (ValueError)            a LoRA adapter that cannot be used
+    │   └── UnknownAdapterError              one that is not loaded
     ├── UnknownBackendError (ValueError)     a backend name nobody registered
     ├── UnsupportedModelError (ValueError)   a model this backend cannot evaluate
     ├── ModelNotFoundError (OSError)         no model under that name
@@ -20,6 +21,7 @@ keeps working without knowing this module::
     ├── BatcherClosedError (RuntimeError)    asked after close()
     ├── QueryDroppedError (RuntimeError)     the query was dropped before it was answered
     ├── EvaluationError (RuntimeError)       an evaluation broke its contract
+    │   └── EngineDiedError                  the process that evaluates has ended
     └── CacheError (RuntimeError)            a cache was misused or is inconsistent
         └── OutOfSlotsError                  no free key-value slot is left
 
@@ -41,7 +43,11 @@ class ContextTypeError(GenlmBackendError, TypeError):
     """The context is not a sequence of integers."""
 
 
-class UnknownAdapterError(GenlmBackendError, ValueError):
+class AdapterError(GenlmBackendError, ValueError):
+    """A LoRA adapter cannot be loaded, or has the name of another."""
+
+
+class UnknownAdapterError(AdapterError):
     """A query names a LoRA adapter that is not loaded."""
 
 
@@ -109,6 +115,10 @@ class QueryDroppedError(GenlmBackendError, RuntimeError):
 
 class EvaluationError(GenlmBackendError, RuntimeError):
     """An evaluation returned something other than one result per query, or ended abnormally."""
+
+
+class EngineDiedError(EvaluationError):
+    """The engine that evaluates has ended; the model has to be loaded again."""
 
 
 class CacheError(GenlmBackendError, RuntimeError):

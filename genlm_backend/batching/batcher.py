@@ -153,12 +153,23 @@ class Batcher(Generic[Q, R]):
         """
         if self._worker.is_current_thread():
             return function()
+        return self.call_soon(function).result()
+
+    def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Run ``function`` on the worker thread, after the batches already sent.
+
+        Returns:
+            A future of what it returns or raises.
+
+        Raises:
+            BatcherClosedError: After ``close()``.
+        """
         with self._lock:
             if self._is_closed:
                 raise BatcherClosedError("asked after it was closed")
             future: concurrent.futures.Future[T] = concurrent.futures.Future()
             self._worker.put(lambda: _run_into(future, function))
-        return future.result()
+        return future
 
     # ---------------------------------------------------------------- ending
 

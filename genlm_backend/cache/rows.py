@@ -17,12 +17,23 @@ class RowCache:
 
     Args:
         budget: Bytes that the rows may take together; 0 stores nothing.
+        max_rows: Rows that may be stored; ``None`` for any number.
+        device: Where rows are kept; ``None`` for wherever they are when stored.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(
+        self,
+        budget: int,
+        max_rows: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         if budget < 0:
             raise ValueError(f"row_cache_bytes must be zero or more, got {budget}")
+        if max_rows is not None and max_rows < 0:
+            raise ValueError(f"max_rows must be zero or more, got {max_rows}")
         self.budget = budget
+        self.max_rows = max_rows
+        self._device = device
         self._lock = threading.Lock()
         self._rows: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
         self._bytes = 0
@@ -40,21 +51,27 @@ class RowCache:
             return row
 
     def put(self, key: Hashable, row: torch.Tensor, generation: int | None = None) -> None:
-        """Store ``row``, dropping the least recently used rows beyond the budget.
+        """Store ``row``, dropping the least recently used rows beyond budget and number.
 
         A row larger than the budget is not stored, nor one that was computed in another
         ``generation`` than the present one: before a ``clear()``.
         """
         size = row.numel() * row.element_size()
+        if size > self.budget or self.max_rows == 0:
+            return
+        if self._device is not None:
+            row = row.to(self._device)
         with self._lock:
-            if size > self.budget or (generation is not None and generation != self._generation):
+            if generation is not None and generation != self._generation:
                 return
             old = self._rows.pop(key, None)
             if old is not None:
                 self._bytes -= old.numel() * old.element_size()
             self._rows[key] = row
             self._bytes += size
-            while self._bytes > self.budget:
+            while self._bytes > self.budget or (
+                self.max_rows is not None and len(self._rows) > self.max_rows
+            ):
                 _, dropped = self._rows.popitem(last=False)
                 self._bytes -= dropped.numel() * dropped.element_size()
                 self._num_evicted += 1

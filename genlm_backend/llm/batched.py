@@ -32,6 +32,8 @@ class BatchedLM(AsyncLM):
             more to add to it.
         row_cache_bytes: Bytes of rows to keep, so that a context asked again costs no forward
             pass; 0 keeps none.
+        row_cache: In place of one that ``row_cache_bytes`` bounds.
+        output_device: Where rows are returned: "cpu", "cuda:0", …
         self_check: Compare a few probe texts with the bytes of their tokens.
     """
 
@@ -44,10 +46,13 @@ class BatchedLM(AsyncLM):
         batch_size: int = 20,
         timeout: float = 0.02,
         row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
+        row_cache: RowCache | None = None,
+        output_device: str | torch.device = "cpu",
         self_check: bool = True,
     ) -> None:
         policy = BatchPolicy(max_batch_size=batch_size, timeout=timeout)
-        rows = RowCache(row_cache_bytes)
+        rows = RowCache(row_cache_bytes) if row_cache is None else row_cache
+        self.output_device = torch.device(output_device)
         super().__init__(tokenizer, vocab_size=vocab_size, self_check=self_check)
         self.max_length = max_length
         self._rows = rows
@@ -91,13 +96,14 @@ class BatchedLM(AsyncLM):
         if row is None:
             self.before_wait()
             row = await self._batcher.submit(query)
-        return copy_row(row)
+        return copy_row(row, self.output_device)
 
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same row as ``next_token_logprobs``, blocking the calling thread."""
-        return copy_row(self._rows_sync([self._query(token_ids, lora_name)])[0])
+        row = self._rows_sync([self._query(token_ids, lora_name)])[0]
+        return copy_row(row, self.output_device)
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
@@ -135,8 +141,9 @@ class BatchedLM(AsyncLM):
         return [row for query in queries if (row := rows[query]) is not None]
 
     def _stack(self, rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        present = [row for row in rows if row is not None]
-        return torch.stack(present) if present else torch.empty(0, len(self.byte_vocab))
+        present = [row.to(self.output_device) for row in rows if row is not None]
+        size = len(self.byte_vocab)
+        return torch.stack(present) if present else torch.empty(0, size, device=self.output_device)
 
     def _evaluate_and_store(self, queries: list[Query]) -> Sequence[torch.Tensor]:
         generation = self._rows.generation
@@ -200,9 +207,9 @@ class BatchedLM(AsyncLM):
             self.release()
 
 
-def copy_row(row: torch.Tensor) -> torch.Tensor:
-    """Return a copy that is the caller's to modify."""
-    if row.device.type != "cpu":
-        return row.clone()
+def copy_row(row: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy on ``device`` that is the caller's to modify."""
+    if row.device.type != "cpu" or device.type != "cpu":
+        return row.to(device, copy=True)
     # One memcpy. torch would wake a team of threads for it, which is slower than the copy.
     return torch.from_numpy(row.numpy().copy())

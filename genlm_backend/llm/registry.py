@@ -26,8 +26,9 @@ def load_model_by_name(
     Args:
         name: A model on the Hugging Face hub, a local directory, or ``"smollm2"``, the small
             model that ships with the extra ``demo``.
-        backend: ``"hf"`` (transformers), ``"vllm"`` (vLLM, in this process), or ``"mock"``
-            (the tokenizer and pseudo-random rows); ``None`` means ``"hf"``.
+        backend: ``"hf"`` (transformers), ``"vllm"`` (vLLM), or ``"mock"`` (the tokenizer and
+            pseudo-random rows); ``None`` means ``"vllm"`` where a CUDA device and a release of
+            vLLM that is supported are there, else ``"hf"``.
         llm_opts: Keyword arguments for the backend's ``from_name``.
 
     Raises:
@@ -47,4 +48,8 @@ def load_model_by_name(
 
 def default_backend() -> str:
     """Return the backend used where none is named."""
-    return "hf"
+    import torch
+
+    release = importlib.import_module("genlm_backend.llm.vllm.release")
+    is_there = release.is_supported(release.installed_release()) and torch.cuda.is_available()
+    return "vllm" if is_there else "hf"

@@ -79,11 +79,11 @@ class AsyncTransformer(BatchedLM):
             batch_size=batch_size,
             timeout=timeout,
             row_cache_bytes=row_cache_bytes,
+            output_device=output_device,
             self_check=self_check,
         )
         hf_model.eval()
         self.model = hf_model
-        self.output_device = torch.device(output_device)
         runner = Runner(hf_model)
         self._is_on_cpu = runner.device.type == "cpu"
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
@@ -147,7 +147,8 @@ class AsyncTransformer(BatchedLM):
         """
         query = self._query(token_ids, lora_name)
         self.before_wait()
-        return copy_row(self._batcher.call(lambda: self._evaluator.whole([query]))[0])
+        row = self._batcher.call(lambda: self._evaluator.whole([query]))[0]
+        return copy_row(row, self.output_device)
 
     def before_wait(self) -> None:
         """Release the calling thread's idle OpenMP threads where the model runs on the CPU."""

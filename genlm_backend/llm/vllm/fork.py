@@ -2,42 +2,40 @@
 
 vLLM loads it as a KV connector and asks it, for each new request, how many of its tokens need not
 be computed. Full blocks are shared by vLLM's own prefix caching; what is left, as a rule one
-partial block, is copied on the device before the forward pass.
+partial block, is put among the copies that vLLM's workers make on the device before the step.
+Everything is decided in the scheduler: a worker has nothing to know.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
 )
+from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
+
+from genlm_backend.errors import UnsupportedModelError
 
 SOURCE, NUM_SHARED = "genlm_source", "genlm_num_shared"
 
 
-@dataclass
-class _Copies(KVConnectorMetadata):
-    """Blocks to copy before a step: ``(from, to)``."""
-
-    pairs: list[tuple[int, int]] = field(default_factory=list)
-
-
 class ForkConnector(KVConnectorBase_V1):
-    """Plans the copies in the scheduler, makes them in the workers."""
+    """Plans the copies."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        self._block_size: int = vllm_config.cache_config.block_size
+        num_groups = len(kv_cache_config.kv_cache_groups)
+        if num_groups != 1:
+            raise UnsupportedModelError(
+                f"this model keeps {num_groups} kinds of state, not one of keys and values: its "
+                "contexts cannot be forked at any token"
+            )
+        self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._manager: Any = None
-        self._pairs: list[tuple[int, int]] = []
-        self._kv_caches: dict[str, torch.Tensor] = {}
-
-    # ---------------------------------------------------------------- in the scheduler
+        self._copies: list[KVCacheBlockCopy] = []
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Remember who knows the blocks of each request."""
@@ -48,7 +46,10 @@ class ForkConnector(KVConnectorBase_V1):
     ) -> tuple[int, bool]:
         """Return how many tokens beyond ``num_computed_tokens`` its source has."""
         params = request.kv_transfer_params or {}
-        return max(0, params.get(NUM_SHARED, 0) - num_computed_tokens), False
+        num_shared = params.get(NUM_SHARED, 0)
+        if num_shared <= num_computed_tokens or not self._blocks(params[SOURCE]):
+            return 0, False
+        return num_shared - num_computed_tokens, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the copies of the blocks that hold these tokens."""
@@ -58,15 +59,22 @@ class ForkConnector(KVConnectorBase_V1):
         num_shared = params[NUM_SHARED]
         first = (num_shared - num_external_tokens) // self._block_size
         end = -(-num_shared // self._block_size)
-        sources = self._manager.get_block_ids(params[SOURCE])
-        targets = self._manager.get_block_ids(request.request_id)
+        sources = self._blocks(params[SOURCE])[first:end]
+        targets = self._blocks(request.request_id)[first:end]
         for source, target in zip(sources, targets, strict=True):
-            self._pairs.extend(zip(source[first:end], target[first:end], strict=True))
+            self._copies.append(KVCacheBlockCopy(source, target))
+
+    def _blocks(self, request_id: str) -> list[int]:
+        (blocks,) = self._manager.get_block_ids(request_id)
+        return blocks
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Hand the planned copies to the workers."""
-        pairs, self._pairs = self._pairs, []
-        return _Copies(pairs)
+        """Hand the planned copies to the step."""
+        if self._copies:
+            planned = scheduler_output.kv_cache_block_copies or []
+            scheduler_output.kv_cache_block_copies = [*planned, *self._copies]
+            self._copies = []
+        return KVConnectorMetadata()
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -76,26 +84,14 @@ class ForkConnector(KVConnectorBase_V1):
 
     # ---------------------------------------------------------------- in a worker
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Remember the blocks of each layer; the first dimension is the block."""
-        self._kv_caches = kv_caches
-
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Copy, before the forward pass of the step."""
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, _Copies)
-        if not metadata.pairs:
-            return
-        device = next(iter(self._kv_caches.values())).device
-        source, target = torch.tensor(metadata.pairs, device=device).unbind(1)
-        for blocks in self._kv_caches.values():
-            blocks[target] = blocks[source]
+        """Do nothing: the step has made the copies."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: the copies are ordered before the layers."""
 
     def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Do nothing: what is live stays where it is."""
 

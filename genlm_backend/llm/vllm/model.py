@@ -2,184 +2,233 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Sequence
-from typing import Any, Protocol, Self
+import asyncio
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Self
 
 import torch
 
-from genlm_backend.errors import EvaluationError, MissingExtraError
+from genlm_backend.cache import RowCache
+from genlm_backend.errors import (
+    AdapterError,
+    BatcherClosedError,
+    UnknownAdapterError,
+)
+from genlm_backend.llm.base import TokenIds
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.loading import resolve_name
 from genlm_backend.llm.query import Query
+from genlm_backend.llm.sampling import Sampler
 from genlm_backend.llm.statistics import BackendCounts
-from genlm_backend.llm.vllm.sessions import SessionTable, Step
-
-
-class SessionEngine(Protocol):
-    """What is needed of an engine; ``engine.Engine`` is it over vLLM."""
-
-    tokenizer: Any
-    vocab_size: int
-    max_length: int
-    max_sessions: int
-    block_size: int
-    num_blocks: int
-    num_steps: int
-
-    def num_free_blocks(self) -> int:
-        """Return how many blocks of keys and values nobody holds."""
-        ...
-
-    def add(self, step: Step) -> None:
-        """Start or extend a session."""
-        ...
-
-    def run(self, session_ids: list[str]) -> list[torch.Tensor]:
-        """Compute the rows of these sessions."""
-        ...
-
-    def release(self, session_ids: list[str]) -> None:
-        """Give sessions up."""
-        ...
-
-    def reset(self) -> None:
-        """Forget the blocks of sessions that were given up."""
-        ...
-
-    def close(self) -> None:
-        """End the engine."""
-        ...
+from genlm_backend.llm.vllm.completion import Completion
+from genlm_backend.llm.vllm.release import check_release
+from genlm_backend.llm.vllm.rounds import Rounds
+from genlm_backend.llm.vllm.session_engine import SessionEngine
 
 
 class AsyncVirtualLM(BatchedLM):
     """A model of vLLM whose next-token log-probabilities can be awaited.
 
     Each context lives in vLLM as a session: a token more extends it, a fork of it copies one
-    block. Sessions are bounded by vLLM's own limits and given up oldest first.
+    block. Sessions are bounded by vLLM's own limits and given up oldest first. Everything that
+    waits runs on one thread, so that no event loop waits for a forward pass.
 
     Args:
         engine: What ``from_name`` makes.
+        cache_size: Rows to keep, at most; 0 bounds them by bytes only.
+        cache_opts: ``max_bytes`` of the rows kept, in place of ``row_cache_bytes``, and
+            ``move_to_cpu``: whether to keep them in main memory, wherever they are returned.
         batch_size: Distinct contexts evaluated at once, at most.
         timeout: Seconds that the first query of a batch may wait for company.
         row_cache_bytes: Bytes of rows to keep; 0 keeps none.
+        output_device: Where rows are returned: "cpu", "cuda:0", …
         max_length: The longest context to take, where it is less than vLLM's
             ``max_model_len - 1`` (one place is for a token that vLLM samples).
         self_check: Compare a few probe texts with the bytes of their tokens.
+
+    Raises:
+        ValueError: If a bound is negative.
+        TypeError: If ``cache_opts`` has another name.
     """
 
     def __init__(
         self,
         engine: SessionEngine,
+        cache_size: int = 0,
+        cache_opts: Mapping[str, Any] | None = None,
+        *,
         batch_size: int = 20,
         timeout: float = 0.02,
-        *,
         row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
+        output_device: str | torch.device = "cpu",
         max_length: int | None = None,
         self_check: bool = True,
     ) -> None:
         super().__init__(
             engine.tokenizer,
             vocab_size=engine.vocab_size,
-            max_length=min(max_length or engine.max_length, engine.max_length),
+            max_length=min(
+                max_length or engine.max_length,
+                engine.max_length,
+                engine.num_blocks * engine.block_size,
+            ),
             batch_size=min(batch_size, engine.max_sessions),
             timeout=timeout,
-            row_cache_bytes=row_cache_bytes,
+            row_cache=_row_cache(cache_size, row_cache_bytes, **(cache_opts or {})),
+            output_device=output_device,
             self_check=self_check,
         )
         self._engine = engine
-        # Rows are told apart by session, and several models may live in one process.
-        self._table = SessionTable(engine.max_sessions, prefix=uuid.uuid4().hex)
+        self._rounds = Rounds(engine)
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
-        self._tokens_computed = self._tokens_reused = self._tokens_evicted = 0
+        self._adapters: set[str] = set()
+        self._is_pumping = False
 
     @classmethod
     def from_name(
         cls, model_name: str, engine_opts: dict[str, Any] | None = None, **kwargs: Any
     ) -> Self:
-        """Load a model with vLLM, in this process.
+        """Load a model with vLLM.
+
+        The first engine of a process runs in it. A second one runs in a process of its own, and
+        so does one with several workers, or where ``VLLM_ENABLE_V1_MULTIPROCESSING=1`` is set.
+        A script that loads such a one guards its main part with ``if __name__ == "__main__":``.
 
         Args:
             model_name: A repository on the hub, a local directory, or ``"smollm2"``.
             engine_opts: For ``vllm.LLM``, such as ``dtype``, ``max_model_len``,
-                ``gpu_memory_utilization`` (0.9), ``max_num_seqs``.
+                ``tensor_parallel_size``, ``enable_lora``, ``gpu_memory_utilization`` (0.9),
+                ``max_num_seqs``.
             **kwargs: For the constructor.
 
         Raises:
             MissingExtraError: (``ImportError``) If vLLM is absent, or a release not supported.
+            UnsupportedModelError: (``ValueError``) If an option or the model does not go with
+                sessions.
             ModelNotFoundError: (``OSError``) If there is no such model.
         """
-        try:
-            from genlm_backend.llm.vllm.engine import Engine
-        except ImportError as error:
-            raise MissingExtraError(
-                f"AsyncVirtualLM needs vLLM ({error}); see the guide to models for how to "
-                f"install it. AsyncTransformer (backend 'hf') runs the same programs."
-            ) from error
+        check_release()
+        from genlm_backend.llm.vllm.engine import Engine
+
         engine = Engine.load(str(resolve_name(model_name)), dict(engine_opts or {}))
-        return cls(engine, **kwargs)
+        try:
+            return cls(engine, **kwargs)
+        except BaseException:
+            engine.close()
+            raise
+
+    # ---------------------------------------------------------------- rows
 
     def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor]:
-        """Return one row for each query, in as few rounds as the engine has room for."""
-        rows: list[torch.Tensor] = []
+        """Return one row for each query, on the output device."""
+        return self._finish(self._rounds.evaluate(queries))
+
+    def _finish(self, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        if rows[0].device != self.output_device:
+            rows = list(torch.stack(rows).to(self.output_device))
+        if len(self._undefined):
+            undefined = self._undefined.to(self.output_device)
+            return [row.index_fill(0, undefined, -torch.inf).log_softmax(-1) for row in rows]
+        # A view would keep the rows of its whole batch alive.
+        return [
+            row if row.untyped_storage().nbytes() == row.nbytes else row.clone() for row in rows
+        ]
+
+    # ---------------------------------------------------------------- samples
+
+    async def sample(
+        self,
+        prompt_token_ids: TokenIds,
+        max_tokens: int,
+        eos_token_ids: Collection[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: str | None = None,
+    ) -> list[int]:
+        """Sample a continuation with vLLM's own sampler; see ``AsyncLM.sample``.
+
+        No row leaves vLLM for it. A seed gives other draws than on other backends.
+        """
+        samples = await self.batch_sample(
+            [prompt_token_ids], max_tokens, eos_token_ids, temperature, seed, lora_name
+        )
+        return samples[0]
+
+    async def batch_sample(
+        self,
+        prompt_token_ids_list: Sequence[TokenIds],
+        max_tokens: int,
+        eos_token_ids: Collection[int],
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: str | None = None,
+    ) -> list[list[int]]:
+        """Sample a continuation of each prompt with vLLM's own sampler."""
+        Sampler(temperature)  # raises for what is no temperature
+        if max_tokens < 0:
+            raise ValueError(f"max_tokens must be zero or more, got {max_tokens}")
+        prompts = [self._query(token_ids, lora_name) for token_ids in prompt_token_ids_list]
+        if max_tokens == 0:
+            return [[] for _ in prompts]
+        assert self.max_length is not None
+        completions = [
+            Completion(
+                prompt, max_tokens, eos_token_ids, temperature, seed, stream, self.max_length
+            )
+            for stream, prompt in enumerate(prompts)
+        ]
+        self._batcher.call_soon(lambda: self._start(completions))
         try:
-            while len(rows) < len(queries):
-                steps = self._plan_round(queries[len(rows) :])
-                for step in steps:
-                    self._engine.add(step)
-                rows.extend(self._engine.run([step.session for step in steps]))
-                self._table.commit()
-                reused = sum(step.num_shared for step in steps)
-                self._tokens_reused += reused
-                self._tokens_computed += sum(len(s.query.token_ids) for s in steps) - reused
-        except BaseException:
-            # Whatever state the engine's requests are in: none of them is trusted again.
-            self._forget_sessions()
-            raise
-        return [self._finish(row) for row in rows]
+            return await asyncio.gather(*(asyncio.wrap_future(c.future) for c in completions))
+        finally:
+            for completion in completions:
+                completion.future.cancel()
 
-    def _plan_round(self, queries: list[Query]) -> list[Step]:
-        """Choose steps for as many of the queries, in order, as there is room for."""
-        steps: list[Step] = []
-        reserved = 0
-        for query in queries:
-            step = self._table.step(query)
-            needed = self._blocks_of(step)
-            if not self._make_room(reserved + needed):
-                self._table.withdraw(step)
-                if steps:
-                    break
-                self._forget_sessions()  # what the step itself holds is in its way
-                step = self._table.step(query)
-                if not self._make_room(needed := self._blocks_of(step)):
-                    self._table.withdraw(step)
-                    raise EvaluationError(
-                        f"a context of {len(query.token_ids)} tokens does not fit into vLLM's "
-                        f"{self._engine.num_blocks} blocks of {self._engine.block_size} tokens"
-                    )
-            reserved += needed
-            steps.append(step)
-        return steps
+    def _start(self, completions: list[Completion]) -> None:
+        self._rounds.start(completions, self.undefined_ids)
+        if not self._is_pumping:
+            self._pump()
 
-    def _blocks_of(self, step: Step) -> int:
-        """Return how many more blocks a step may take, at most: one for a sampled token too."""
-        size = self._engine.block_size
-        return len(step.query.token_ids) // size + 1 - step.num_shared // size
+    def _pump(self) -> None:
+        """Make one step for the completions and, if any are left, put the next into the queue.
 
-    def _make_room(self, num_blocks: int) -> bool:
-        """Give up the oldest sessions until the round fits; return whether it does."""
-        while len(self._table) > self._table.max_sessions or (
-            self._engine.num_free_blocks() < num_blocks
-        ):
-            session = self._table.oldest()
-            if session is None:
-                return False
-            self._engine.release([session])
-            self._tokens_evicted += self._table.forget(session)
-        return True
+        Batches that wait go in between, and take the completions along.
+        """
+        self._is_pumping = self._rounds.go_on()
+        if self._is_pumping:
+            with contextlib.suppress(BatcherClosedError):  # close() settles what is left
+                self._batcher.call_soon(self._pump)
 
-    def _forget_sessions(self) -> None:
-        self._engine.release(self._table.clear())
+    # ---------------------------------------------------------------- adapters
+
+    def add_new_lora(self, lora_path: str, lora_name: str) -> None:
+        """Load a LoRA adapter, to be named in queries; blocks until it is there.
+
+        Needs an engine with ``engine_opts={"enable_lora": True}``; ``max_loras`` of them can be
+        in one batch, ``max_lora_rank`` bounds their rank.
+
+        Args:
+            lora_path: A directory in PEFT's format, or a repository on the hub.
+            lora_name: A name that no other adapter of the model has.
+
+        Raises:
+            AdapterError: (``ValueError``) If the name is taken, or vLLM does not load it.
+        """
+        if lora_name in self._adapters:
+            raise AdapterError(f"there is an adapter named {lora_name!r} already")
+        self._batcher.call(lambda: self._engine.add_adapter(lora_name, str(lora_path)))
+        self._adapters.add(lora_name)
+
+    def check_adapter(self, lora_name: str | None) -> None:
+        """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
+        if lora_name is not None and lora_name not in self._adapters:
+            known = ", ".join(map(repr, sorted(self._adapters))) or "none are"
+            raise UnknownAdapterError(
+                f"no LoRA adapter named {lora_name!r} is loaded ({known}); see add_new_lora()"
+            )
+
+    # ---------------------------------------------------------------- keeping house
 
     def clear_cache(self) -> None:
         """Forget every row, session, key and value. No answer changes by it."""
@@ -188,24 +237,31 @@ class AsyncVirtualLM(BatchedLM):
             self._batcher.call(self._clear_engine)
 
     def _clear_engine(self) -> None:
-        self._forget_sessions()
+        self._rounds.forget_sessions()
         self._engine.reset()
-
-    def _finish(self, row: torch.Tensor) -> torch.Tensor:
-        row = row.cpu()
-        if len(self._undefined):
-            row = row.index_fill(0, self._undefined, -torch.inf).log_softmax(-1)
-        return row
 
     def backend_counts(self) -> BackendCounts:
         """Return the part of the statistics that only the backend knows."""
         return BackendCounts(
             num_forwards=self._engine.num_steps,
-            tokens_computed=self._tokens_computed,
-            tokens_reused=self._tokens_reused,
-            num_evicted_tokens=self._tokens_evicted,
+            tokens_computed=self._rounds.tokens_computed,
+            tokens_reused=self._rounds.tokens_reused,
+            num_evicted_tokens=self._rounds.tokens_evicted,
         )
 
     def release(self) -> None:
         """End the engine and free what it holds."""
+        completions = list(self._engine.completions.values())
         self._engine.close()
+        for completion in completions:
+            completion.fail(BatcherClosedError("closed before the sample was complete"))
+
+
+def _row_cache(
+    cache_size: int, row_cache_bytes: int, max_bytes: int | None = None, move_to_cpu: bool = False
+) -> RowCache:
+    return RowCache(
+        row_cache_bytes if max_bytes is None else max_bytes,
+        cache_size or None,
+        torch.device("cpu") if move_to_cpu else None,
+    )

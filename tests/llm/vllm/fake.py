@@ -2,6 +2,7 @@
 
 from genlm_backend import MockAsyncLM
 from genlm_backend.llm.query import Query
+from genlm_backend.llm.sampling import Sampler
 from tests.llm.conftest import word_tokenizer
 
 
@@ -15,18 +16,21 @@ class FakeEngine:
         self.max_length = max_length
         self.num_steps = 0
         self.sessions, self.added = {}, {}
+        self.completions = {}
+        self.adapters = {}
         self.is_closed = False
         self.failures = []
         self._mock = MockAsyncLM(self.tokenizer, row_cache_bytes=0)
 
     def num_free_blocks(self):
-        """Full blocks are shared by whoever has the same prefix; each session has one more."""
+        """Full blocks are shared by whoever has the same prefix; a partial one is its own."""
         shared = {
             ids[:end]
             for ids in self.sessions.values()
             for end in range(self.block_size, len(ids) + 1, self.block_size)
         }
-        return self.num_blocks - len(shared) - len(self.sessions)
+        num_partial = sum(len(ids) % self.block_size > 0 for ids in self.sessions.values())
+        return self.num_blocks - len(shared) - num_partial
 
     def add(self, step):
         assert not self.is_closed
@@ -44,7 +48,7 @@ class FakeEngine:
             assert self.sessions[step.session] + step.new_tokens == ids
         self.added[step.session] = ids
 
-    def run(self, session_ids):
+    def run(self, session_ids, relieve):
         assert set(session_ids) == set(self.added)
         if self.failures:
             raise self.failures.pop()
@@ -53,8 +57,41 @@ class FakeEngine:
         self.added = {}
         assert len(self.sessions) <= self.max_sessions
         assert self.num_free_blocks() >= 0
+        self._sample()
         queries = [Query(self.sessions[session_id]) for session_id in session_ids]
         return self._mock.evaluate(queries)
+
+    def start(self, completion, forbidden):
+        assert not self.is_closed
+        assert completion.num_possible > 0
+        self.completions[completion.id] = completion
+
+    def step(self, relieve):
+        """As many completions as there are places beside the sessions."""
+        if self.failures:
+            raise self.failures.pop()
+        if len(self.sessions) >= self.max_sessions:
+            assert relieve()
+        self._sample()
+
+    def _sample(self):
+        for completion in list(self.completions.values())[: self.max_sessions - len(self.sessions)]:
+            sampled = completion.token_ids
+            sampler = Sampler(completion.temperature, completion.seed, len(sampled))
+            context = completion.prompt.token_ids + tuple(sampled)
+            token_id = sampler.draw(self._mock.evaluate([Query(context)])[0])
+            is_last = len(sampled) + 1 == completion.num_possible
+            is_finished = is_last or token_id in completion.eos_token_ids
+            if is_finished:
+                del self.completions[completion.id]
+            completion.extend([token_id], is_finished)
+
+    def stop(self, completions):
+        for completion in completions:
+            del self.completions[completion.id]
+
+    def add_adapter(self, name, path):
+        self.adapters[name] = path
 
     def release(self, session_ids):
         for session_id in session_ids:

