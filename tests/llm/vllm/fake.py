@@ -1,5 +1,7 @@
 """An engine that counts sessions and blocks as vLLM does, and computes pseudo-random rows."""
 
+import time
+
 from genlm_backend import MockAsyncLM
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.sampling import Sampler
@@ -20,6 +22,7 @@ class FakeEngine:
         self.adapters = {}
         self.is_closed = False
         self.failures = []
+        self.is_slow = False
         self._mock = MockAsyncLM(self.tokenizer, row_cache_bytes=0)
 
     def num_free_blocks(self):
@@ -68,6 +71,9 @@ class FakeEngine:
 
     def step(self, relieve):
         """As many completions as there are places beside the sessions."""
+        if self.is_slow:
+            time.sleep(0.001)
+            return
         if self.failures:
             raise self.failures.pop()
         if len(self.sessions) >= self.max_sessions:

@@ -1,0 +1,146 @@
+"""Samples that the engine draws by itself: each caller its own, and nobody waits for ever."""
+
+import asyncio
+
+import pytest
+import torch
+
+from genlm_backend import AsyncVirtualLM
+from genlm_backend.errors import BatcherClosedError
+from genlm_backend.llm.query import Query
+from genlm_backend.llm.vllm.completion import Completion
+from tests.llm.vllm.fake import FakeEngine
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine(max_sessions=4, num_blocks=500)
+
+
+@pytest.fixture
+def lm(engine):
+    with AsyncVirtualLM(engine, row_cache_bytes=0) as lm:
+        yield lm
+
+
+def test_more_samples_than_places_and_rows_between_them(lm, engine):
+    async def main():
+        for i in range(4):  # every place has an idle session
+            await lm.next_token_logprobs([i])
+        samples = asyncio.create_task(lm.batch_sample([[i] for i in range(20)], 6, [], seed=0))
+        context = [7]
+        while not samples.done():
+            row = await lm.next_token_logprobs(context)
+            context = [*context[-20:], int(row.argmax())]
+        return await samples, await lm.batch_sample([[i] for i in range(20)], 6, [], seed=0)
+
+    beside, alone = asyncio.run(main())
+    assert beside == alone
+    assert [len(sample) for sample in alone] == [6] * 20
+    assert engine.completions == {}
+
+
+def test_a_cancelled_sample_ends_in_the_engine_and_disturbs_nobody(lm, engine):
+    async def main():
+        engine.is_slow = True
+        tasks = [asyncio.create_task(lm.sample([i], 30, [], seed=i)) for i in range(3)]
+        while len(engine.completions) < 3:
+            await asyncio.sleep(0)
+        tasks[1].cancel()
+        engine.is_slow = False
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(results[1], asyncio.CancelledError)
+        assert results[2] == await lm.sample([2], 30, [], seed=2)
+
+    asyncio.run(main())
+    assert engine.completions == {}
+
+
+def test_a_failing_step_is_told_to_all_that_were_in_it_and_to_no_later_one(lm, engine):
+    async def main():
+        engine.is_slow = True
+        samples = [asyncio.create_task(lm.sample([i], 60, [])) for i in range(3)]
+        while len(engine.completions) < 3:
+            await asyncio.sleep(0)
+        engine.failures.append(ZeroDivisionError("in the engine"))
+        engine.is_slow = False
+        results = await asyncio.gather(*samples, return_exceptions=True)
+        assert [type(result) for result in results] == [ZeroDivisionError] * 3
+        assert len(await lm.sample([1], 5, [])) == 5
+
+    asyncio.run(main())
+
+
+def test_a_failing_round_is_told_to_the_samples_in_it(lm, engine):
+    async def main():
+        engine.is_slow = True
+        sample = asyncio.create_task(lm.sample([1], 1000, []))
+        while not engine.completions:
+            await asyncio.sleep(0)
+        engine.failures.append(ZeroDivisionError("in the engine"))
+        results = await asyncio.gather(sample, lm.next_token_logprobs([1]), return_exceptions=True)
+        assert [type(result) for result in results] == [ZeroDivisionError] * 2
+        row = await lm.next_token_logprobs([1, 2])
+        assert torch.isfinite(row).all()
+
+    asyncio.run(main())
+
+
+def test_closing_settles_the_samples(engine):
+    lm = AsyncVirtualLM(engine)
+
+    async def main():
+        engine.is_slow = True
+        tasks = [asyncio.create_task(lm.sample([i], 60, [])) for i in range(9)]
+        while not engine.completions:
+            await asyncio.sleep(0)
+        await lm.aclose()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+        assert [type(result) for result in results] == [BatcherClosedError] * 9
+        with pytest.raises(BatcherClosedError):
+            await lm.sample([1], 3, [])
+
+    asyncio.run(main())
+    assert engine.is_closed
+
+
+def test_mistakes_are_told_before_anything_is_queued(lm, engine):
+    for prompts, options in (
+        ([[1], []], {}),
+        ([[1], [9999]], {}),
+        ([[1]], {"lora_name": "poet"}),
+        ([[1]], {"temperature": -1}),
+        ([[1]], {"max_tokens": -1}),
+    ):
+        with pytest.raises(ValueError, match=r"."):
+            asyncio.run(
+                lm.batch_sample(prompts, **{"max_tokens": 3, "eos_token_ids": [], **options})
+            )
+    assert engine.num_steps == 0
+    assert engine.completions == {}
+
+
+def test_streams_of_a_seed_differ_and_no_seed_is_a_fresh_one():
+    def seed_of(seed, stream):
+        return Completion(Query((1,)), 5, [], 1.0, seed, stream, 63).seed
+
+    assert seed_of(3, 0) == seed_of(3, 0)
+    assert len({seed_of(seed, stream) for seed in range(9) for stream in range(9)}) == 81
+    assert seed_of(None, 0) != seed_of(None, 0)
+    assert all(0 <= seed_of(None, 0) < 2**63 for _ in range(20))
+
+
+def test_rows_are_bounded_by_number_and_kept_where_they_are_wanted():
+    with AsyncVirtualLM(FakeEngine(), 3, {"max_bytes": 1 << 20, "move_to_cpu": True}) as lm:
+        for i in range(5):
+            lm.next_token_logprobs_sync([i])
+        assert len(lm._rows) == 3
+        lm.next_token_logprobs_sync([4])
+        assert lm.statistics().row_cache_hits == 1
+    with AsyncVirtualLM(FakeEngine(), cache_opts={"max_bytes": 0}) as lm:
+        lm.next_token_logprobs_sync([1])
+        assert len(lm._rows) == 0
+    with pytest.raises(TypeError, match="max_byte"):
+        AsyncVirtualLM(FakeEngine(), cache_opts={"max_byte": 1})
+    with pytest.raises(ValueError, match="max_rows"):
+        AsyncVirtualLM(FakeEngine(), cache_size=-1)
