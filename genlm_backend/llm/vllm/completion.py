@@ -81,7 +81,7 @@ class Completion:
         self._settle(error=error)
 
     def _settle(self, result: list[int] | None = None, error: BaseException | None = None) -> None:
-        if not self.future.set_running_or_notify_cancel():
+        if self.future.done() or not self.future.set_running_or_notify_cancel():
             return
         if error is None:
             self.future.set_result(result or [])

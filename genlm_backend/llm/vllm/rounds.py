@@ -138,14 +138,13 @@ class Rounds:
 
     def start(self, completions: list[Completion], forbidden: frozenset[int]) -> None:
         """Hand completions to the engine; an error of it is theirs."""
-        with contextlib.suppress(Exception), self._distrusting():
-            for index, completion in enumerate(completions):
-                try:
+        try:
+            with self._distrusting():
+                for completion in completions:
                     self._engine.start(completion, forbidden)
-                except BaseException as error:
-                    for unstarted in completions[index:]:
-                        unstarted.fail(error)
-                    raise
+        except Exception as error:
+            for completion in completions:  # those that were not started yet
+                completion.fail(error)
 
     def go_on(self) -> bool:
         """Make a step for the completions; return whether any are left.

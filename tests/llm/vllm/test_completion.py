@@ -86,6 +86,19 @@ def test_a_failing_round_is_told_to_the_samples_in_it(lm, engine):
     asyncio.run(main())
 
 
+def test_a_sample_that_cannot_even_begin(lm, engine, monkeypatch):
+    def start(completion, forbidden):
+        engine.completions[completion.id] = completion
+        raise ZeroDivisionError("at the start")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "start", start)
+        with pytest.raises(ZeroDivisionError):
+            asyncio.run(lm.batch_sample([[1], [2]], 5, []))
+    assert engine.completions == {}
+    assert len(asyncio.run(lm.sample([1], 5, []))) == 5
+
+
 def test_closing_settles_the_samples(engine):
     lm = AsyncVirtualLM(engine)
 
