@@ -145,22 +145,27 @@ class AsyncLM(abc.ABC):
         temperature: float = 1.0,
         seed: int | None = None,
         lora_name: str | None = None,
+        progress: bool = False,
     ) -> list[list[int]]:
         """Sample a continuation of each prompt, all at the same time; see ``sample``.
 
         Each prompt has a random stream of its own, derived from ``seed`` and its place in the
-        list, so that its continuation does not depend on the prompts behind it.
+        list, so that its continuation does not depend on the prompts behind it. ``progress``
+        shows a bar of the continuations that are complete.
         """
         samplers = [
             Sampler(temperature, seed, stream) for stream in range(len(prompt_token_ids_list))
         ]
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(
-                    self._sample(prompt, max_tokens, eos_token_ids, sampler, lora_name)
-                )
-                for prompt, sampler in zip(prompt_token_ids_list, samplers, strict=True)
-            ]
+        with progress_bar(len(samplers), progress) as bar:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(
+                        self._sample(prompt, max_tokens, eos_token_ids, sampler, lora_name)
+                    )
+                    for prompt, sampler in zip(prompt_token_ids_list, samplers, strict=True)
+                ]
+                for task in tasks:
+                    task.add_done_callback(lambda _: bar.update())
         return [task.result() for task in tasks]
 
     async def _sample(
@@ -220,3 +225,10 @@ class AsyncLM(abc.ABC):
         traceback: TracebackType | None,
     ) -> None:
         await self.aclose()
+
+
+def progress_bar(total: int, is_shown: bool) -> Any:
+    """Return a bar for ``total`` continuations, which shows nothing unless it is to."""
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, desc="sampling", unit="text", disable=not is_shown)

@@ -2,9 +2,14 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
+from genlm_backend.llm.sampling import Sampler, invert
 from tests.llm.families import VOCAB
 
 
@@ -52,3 +57,46 @@ def test_samples_follow_the_distribution(lm):
     # Every count within six standard deviations of its binomial mean.
     deviation = (counts - 3000 * row).abs() / (3000 * row * (1 - row)).sqrt().clamp_min(1)
     assert float(deviation.max()) < 6
+
+
+@given(
+    arrays.arrays(
+        np.float32,
+        st.integers(1, 3000),
+        elements=st.sampled_from([0.0, 0.25, 1.0, 3.0]),  # sums without rounding
+    ).filter(np.any),
+    st.integers(0, 2**20 - 1),
+)
+def test_a_draw_is_where_the_running_sum_passes_the_point(weights, numerator):
+    point = numerator / 2**20
+    ends = np.cumsum(weights, dtype=np.float64)
+    index = invert(weights, point)
+    assert weights[index] > 0
+    below = ends[index] - weights[index]
+    assert below <= point * ends[-1] + 1e-9 * ends[-1]
+    assert point * ends[-1] < ends[index] + 1e-9 * ends[-1]
+
+
+def test_what_has_no_probability_is_never_drawn_however_the_sums_round():
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        weights = generator.random(3000, dtype=np.float32) ** 20
+        weights[generator.random(3000) < 0.9] = 0
+        weights[-5:] = 0
+        for point in (0.0, 0.5, 1 - 2**-53):
+            assert weights[invert(weights, point)] > 0
+
+
+def test_temperature_sharpens_and_flattens():
+    row = torch.log(torch.tensor([0.2, 0.8]))
+    for temperature, expected in ((0.5, 16 / 17), (1, 0.8), (2, 2 / 3)):
+        sampler = Sampler(temperature, seed=0)
+        share = sum(sampler.draw(row) for _ in range(4000)) / 4000
+        assert share == pytest.approx(expected, abs=0.03)
+
+
+def test_progress_is_shown_on_request(lm, capsys):
+    asyncio.run(lm.batch_sample([[1], [2], [3]], 2, [], seed=0))
+    assert capsys.readouterr().err == ""
+    asyncio.run(lm.batch_sample([[1], [2], [3]], 2, [], seed=0, progress=True))
+    assert "3/3" in capsys.readouterr().err

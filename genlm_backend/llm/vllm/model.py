@@ -15,7 +15,7 @@ from genlm_backend.errors import (
     BatcherClosedError,
     UnknownAdapterError,
 )
-from genlm_backend.llm.base import TokenIds
+from genlm_backend.llm.base import TokenIds, progress_bar
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.loading import resolve_name
 from genlm_backend.llm.query import Query
@@ -163,6 +163,7 @@ class AsyncVirtualLM(BatchedLM):
         temperature: float = 1.0,
         seed: int | None = None,
         lora_name: str | None = None,
+        progress: bool = False,
     ) -> list[list[int]]:
         """Sample a continuation of each prompt with vLLM's own sampler."""
         Sampler(temperature)  # raises for what is no temperature
@@ -178,12 +179,16 @@ class AsyncVirtualLM(BatchedLM):
             )
             for stream, prompt in enumerate(prompts)
         ]
-        self._batcher.call_soon(lambda: self._start(completions))
-        try:
-            return await asyncio.gather(*(asyncio.wrap_future(c.future) for c in completions))
-        finally:
-            for completion in completions:
-                completion.future.cancel()
+        with progress_bar(len(completions), progress) as bar:
+            self._batcher.call_soon(lambda: self._start(completions))
+            futures = [asyncio.wrap_future(completion.future) for completion in completions]
+            for future in futures:
+                future.add_done_callback(lambda _: bar.update())
+            try:
+                return await asyncio.gather(*futures)
+            finally:
+                for completion in completions:
+                    completion.future.cancel()
 
     def _start(self, completions: list[Completion]) -> None:
         self._rounds.start(completions, self.undefined_ids)
