@@ -88,6 +88,17 @@ class AsyncLM(abc.ABC):
             Exception: What the model raised for this batch; the next call starts afresh.
         """
 
+    async def next_token_logits(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the row before it is normalised, where the backend knows it: float32 ``[vocab]``.
+
+        Some processors of transformers, such as the repetition penalty, are defined on these.
+        A backend that does not know them returns the log-probabilities, which differ from them
+        by one number.
+        """
+        return await self.next_token_logprobs(token_ids, lora_name)
+
     @abc.abstractmethod
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, lora_name: str | None = None

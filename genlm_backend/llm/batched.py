@@ -64,8 +64,9 @@ class BatchedLM(AsyncLM):
     def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor]:
         """Return one row for each of 1 to ``batch_size`` distinct queries, in order.
 
-        Called on the worker thread, never twice at once. Each row is float32 ``[vocab]``, owns
-        its memory and is not modified afterwards.
+        Called on the worker thread, never twice at once. Each row is float32 ``[vocab]``, or
+        ``[vocab + 1]`` with the logarithm of what the model's logits were normalised by at its
+        end; it owns its memory and is not modified afterwards.
         """
 
     def backend_counts(self) -> BackendCounts:
@@ -91,19 +92,32 @@ class BatchedLM(AsyncLM):
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the log-probabilities of the token after ``token_ids``: float32 ``[vocab]``."""
-        query = self._query(token_ids, lora_name)
+        return self._own(await self._answer(self._query(token_ids, lora_name)))
+
+    async def next_token_logits(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return what the model said before it was normalised: float32 ``[vocab]``."""
+        row = await self._answer(self._query(token_ids, lora_name))
+        logits = self._own(row)
+        return logits.add_(row[-1].to(logits.device)) if len(row) > len(logits) else logits
+
+    async def _answer(self, query: Query) -> torch.Tensor:
         row = self._rows.get(query)
         if row is None:
             self.before_wait()
             row = await self._batcher.submit(query)
-        return copy_row(row, self.output_device)
+        return row
+
+    def _own(self, row: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the log-probabilities that is the caller's to modify."""
+        return copy_row(row[: len(self.byte_vocab)], self.output_device)
 
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same row as ``next_token_logprobs``, blocking the calling thread."""
-        row = self._rows_sync([self._query(token_ids, lora_name)])[0]
-        return copy_row(row, self.output_device)
+        return self._own(self._rows_sync([self._query(token_ids, lora_name)])[0])
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
@@ -141,8 +155,8 @@ class BatchedLM(AsyncLM):
         return [row for query in queries if (row := rows[query]) is not None]
 
     def _stack(self, rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        present = [row.to(self.output_device) for row in rows if row is not None]
         size = len(self.byte_vocab)
+        present = [row[:size].to(self.output_device) for row in rows if row is not None]
         return torch.stack(present) if present else torch.empty(0, size, device=self.output_device)
 
     def _evaluate_and_store(self, queries: list[Query]) -> Sequence[torch.Tensor]:

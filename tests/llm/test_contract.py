@@ -57,6 +57,21 @@ def test_all_four_ways_to_ask_give_the_fresh_answer(lm, backend):
     close(lm.batch_next_token_logprobs_sync(contexts), expected)
 
 
+def test_logits_are_the_rows_before_they_are_normalised(lm, backend):
+    async def main():
+        for context in ([1, 2, 3], [1, 2, 3], [4]):
+            logits = await lm.next_token_logits(context)
+            assert logits.shape == (VOCAB,)
+            close(logits.log_softmax(-1), backend.expected(context))
+            if backend.model is not None:
+                with torch.no_grad():
+                    expected = backend.model(input_ids=torch.tensor([context])).logits[0, -1]
+                close(logits, expected.float())
+            logits.zero_()
+
+    asyncio.run(main())
+
+
 def test_different_contexts_have_different_rows(lm):
     rows = lm.batch_next_token_logprobs_sync([[1, 2, 3], [1, 2, 4], [4, 2, 3], [3, 2, 1], [1, 2]])
     for i in range(5):

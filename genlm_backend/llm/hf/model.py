@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any, Self
@@ -12,7 +13,7 @@ import torch
 from genlm_backend.cache.pool import KVPool
 from genlm_backend.errors import CacheError, MissingExtraError
 from genlm_backend.llm.base import TokenIds
-from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM, copy_row
+from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.hf.evaluator import Evaluator
 from genlm_backend.llm.hf.memory import default_kv_budget
 from genlm_backend.llm.hf.runner import Runner
@@ -87,6 +88,7 @@ class AsyncTransformer(BatchedLM):
         runner = Runner(hf_model)
         self._is_on_cpu = runner.device.type == "cpu"
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
+        self._defined = next(i for i in itertools.count() if i not in self.undefined_ids)
         pool = self._batcher.call(lambda: self._make_pool(runner, kv_cache_bytes))
         self._evaluator = Evaluator(runner, pool, _cost_model(runner), self._finish)
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
@@ -147,8 +149,7 @@ class AsyncTransformer(BatchedLM):
         """
         query = self._query(token_ids, lora_name)
         self.before_wait()
-        row = self._batcher.call(lambda: self._evaluator.whole([query]))[0]
-        return copy_row(row, self.output_device)
+        return self._own(self._batcher.call(lambda: self._evaluator.whole([query]))[0])
 
     def before_wait(self) -> None:
         """Release the calling thread's idle OpenMP threads where the model runs on the CPU."""
@@ -156,16 +157,24 @@ class AsyncTransformer(BatchedLM):
             release_idle_threads()
 
     def _finish(self, logits: torch.Tensor) -> list[torch.Tensor]:
-        """From logits ``[n, model_vocab]`` to rows on the output device, float32 ``[vocab]``.
+        """From logits ``[n, model_vocab]`` to rows on the output device, float32 ``[vocab + 1]``.
 
-        Each row owns its memory, so that a row that is kept does not keep its batch.
+        The last number of a row is the logarithm that its logits were normalised by. Each row
+        owns its memory, so that a row that is kept does not keep its batch.
         """
         if len(self._undefined):
             logits = logits.index_fill(1, self._undefined.to(logits.device), -torch.inf)
         if logits.device == self.output_device:
-            return [row.log_softmax(-1, dtype=torch.float32) for row in logits]
-        rows = logits.log_softmax(-1, dtype=torch.float32).to(self.output_device)
-        return [row.clone() for row in rows]
+            return [self._normalise(row) for row in logits]
+        return [row.clone() for row in self._normalise(logits).to(self.output_device)]
+
+    def _normalise(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.float()
+        rows = logits.new_empty((*logits.shape[:-1], logits.shape[-1] + 1))
+        torch.log_softmax(logits, -1, out=rows[..., :-1])
+        known = self._defined
+        rows[..., -1] = logits[..., known] - rows[..., known]
+        return rows
 
     # ---------------------------------------------------------------- caches
 
