@@ -162,6 +162,15 @@ def test_a_loop_closed_during_the_evaluation_leaves_a_clean_start(recorder):
     batcher.close()
 
 
+@pytest.fixture
+def interruptible():
+    """Listen to SIGINT, which a shell makes its background jobs ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_keyboard_interrupt_during_an_evaluation_leaves_the_batcher_usable(recorder):
     batcher = Batcher(recorder, PATIENT)
     recorder.hold()
