@@ -1,7 +1,6 @@
 """A caller that goes away disturbs nobody, and nothing is computed for nobody."""
 
 import asyncio
-import os
 import signal
 import threading
 
@@ -177,7 +176,8 @@ def test_a_keyboard_interrupt_during_an_evaluation_leaves_the_batcher_usable(rec
 
     def interrupt():
         assert recorder.is_held.wait(30)
-        os.kill(os.getpid(), signal.SIGINT)
+        # To the main thread, as a terminal's does: another one would not end its wait.
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
