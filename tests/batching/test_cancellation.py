@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import threading
+import time
 
 import pytest
 
@@ -176,7 +177,8 @@ def test_a_keyboard_interrupt_during_an_evaluation_leaves_the_batcher_usable(rec
 
     def interrupt():
         assert recorder.is_held.wait(30)
-        # To the main thread, as a terminal's does: another one would not end its wait.
+        # Python would not notice a signal that comes just before the main thread begins to wait.
+        time.sleep(0.2)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
