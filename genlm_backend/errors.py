@@ -17,6 +17,8 @@ keeps working without knowing this module::
     ├── VocabularyTypeError (TypeError)      an entry that has no letters
     ├── WeightsError (ValueError)            weights of another shape than the vocabulary's
     ├── WeightsTypeError (TypeError)         weights that are not real numbers
+    ├── ConstraintError (ValueError)         a constraint that cannot be made
+    │   └── ConstraintViolation              a token that a constraint does not allow
     ├── DeviceError (ValueError)             a device that is not there
     ├── BatcherClosedError (RuntimeError)    asked after close()
     ├── QueryDroppedError (RuntimeError)     the query was dropped before it was answered
@@ -99,6 +101,14 @@ class WeightsError(GenlmBackendError, ValueError):
 
 class WeightsTypeError(GenlmBackendError, TypeError):
     """The weights are not real numbers."""
+
+
+class ConstraintError(GenlmBackendError, ValueError):
+    """A schema, pattern or grammar that no constraint can be made of."""
+
+
+class ConstraintViolation(ConstraintError):
+    """A token that the constraint does not allow at this place."""
 
 
 class DeviceError(GenlmBackendError, ValueError):

@@ -56,6 +56,15 @@ def test_a_character_level_constraint_holds_and_both_waits_are_batched():
         assert int(found[2]) * 3 < int(found[1])
 
 
+def test_particles_under_a_schema_validate():
+    done = run("examples/json_smc.py", "--particles", "4", "--tokens", "60")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().split("\n")
+    assert len(lines) == 4
+    for line in lines:
+        assert re.match(r" *-\d+\.\d\d  \{", line), line
+
+
 def test_help_reads_well_and_a_typo_is_told():
     help_text = run("-m", "genlm_backend", "--help").stdout
     assert "demo" in help_text

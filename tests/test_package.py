@@ -134,6 +134,7 @@ def test_every_error_is_also_what_a_caller_expects():
         "VocabularyTypeError": TypeError,
         "WeightsError": ValueError,
         "WeightsTypeError": TypeError,
+        "ConstraintError": ValueError,
         "DeviceError": ValueError,
         "BatcherClosedError": RuntimeError,
         "QueryDroppedError": RuntimeError,
@@ -161,6 +162,7 @@ ARROWS = {
     "tokenization": ({"errors"}, {"torch"}),
     "trie": ({"tokenization", "batching", "errors", "lazy"}, {"transformers"}),
     "llm": ({"tokenization", "batching", "cache", "errors", "lazy"}, set()),
+    "generation": ({"llm", "errors", "lazy"}, {"vllm"}),
     "llm.hf": ({"llm", "cache", "errors", "lazy"}, {"vllm"}),
     "llm.vllm": ({"llm", "cache", "errors", "lazy"}, {"transformers"}),
 }

@@ -83,3 +83,9 @@ if __name__ == "__main__":
     )
     left = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before]
     assert not [p for p in left if "EngineCore" in " ".join(p.info["cmdline"] or [])]
+
+
+def test_the_workloads_of_the_benchmark_run_a_round():
+    for call in ("vllm_sis(1)", "vllm_plain(1)"):
+        printed = run(f"from benchmarks import virtual; print(virtual.{call})")
+        assert "tokens_per_second" in printed

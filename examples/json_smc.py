@@ -1,0 +1,79 @@
+"""Sequential Monte Carlo under a JSON schema: every particle keeps to it, the heavy ones survive.
+
+A particle holds a constraint of its own. Its weight is the probability that the model gave to
+what the schema allowed, so that the posterior is the model's own, given that the text validates.
+"""
+
+import argparse
+import asyncio
+import json
+
+import numpy as np
+
+from genlm_backend import AsyncLM, load_model_by_name
+from genlm_backend.generation import Constraint
+
+PROMPT = """Rome: {"city": "Rome", "country": "Italy", "capital": true, "rivers": ["Tiber"]}
+Paris: """
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "country": {"enum": ["France", "Italy", "Spain"]},
+        "capital": {"type": "boolean"},
+        "rivers": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 2},
+    },
+    "required": ["city", "country", "capital", "rivers"],
+    "additionalProperties": False,
+}
+
+
+class Particle:
+    def __init__(self, constraint: Constraint, log_weight: float = 0.0):
+        self.constraint, self.log_weight = constraint, log_weight
+
+    async def step(self, lm: AsyncLM, prompt: list[int], random: np.random.Generator) -> None:
+        context = prompt + self.constraint.token_ids
+        row, mask = await asyncio.gather(
+            lm.next_token_logprobs(context), asyncio.to_thread(self.constraint.mask)
+        )
+        row, log_mass = self.constraint.restrict(row, mask)
+        self.log_weight += log_mass
+        cumulative = np.cumsum(row.double().exp().numpy())
+        self.constraint.advance(int(np.searchsorted(cumulative, random.random() * cumulative[-1])))
+
+
+async def smc(lm: AsyncLM, count: int, max_tokens: int) -> list[Particle]:
+    prompt, random = lm.tokenizer.encode(PROMPT), np.random.default_rng(0)
+    constraint = Constraint.from_json_schema(lm, SCHEMA)
+    particles = [Particle(constraint.fork()) for _ in range(count)]
+    for _ in range(max_tokens):
+        active = [p for p in particles if not p.constraint.is_finished]
+        if not active:
+            break
+        await asyncio.gather(*(particle.step(lm, prompt, random) for particle in active))
+        log_weights = np.array([particle.log_weight for particle in particles])
+        total = np.logaddexp.reduce(log_weights)
+        weights = np.exp(log_weights - total)
+        if 1 / np.square(weights).sum() < count / 2:  # effective sample size
+            chosen, mean = random.choice(count, count, p=weights), float(total - np.log(count))
+            particles = [Particle(particles[i].constraint.fork(), mean) for i in chosen]
+    return particles
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="SMC under a JSON schema.")
+    parser.add_argument("--particles", type=int, default=20)
+    parser.add_argument("--tokens", type=int, default=80, help="tokens of each particle, at most")
+    options = parser.parse_args()
+    with load_model_by_name("smollm2", llm_opts={"batch_size": options.particles}) as lm:
+        particles = asyncio.run(smc(lm, options.particles, options.tokens))
+        for particle in sorted(particles, key=lambda p: -p.log_weight):
+            ids = [i for i in particle.constraint.token_ids if i not in lm.special_ids]
+            text = b"".join(lm.byte_vocab[i].byte_string for i in ids).decode(errors="replace")
+            is_whole = particle.constraint.is_finished
+            print(f"{particle.log_weight:8.2f}  {json.loads(text) if is_whole else text + ' …'}")
+
+
+if __name__ == "__main__":
+    main()

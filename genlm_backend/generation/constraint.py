@@ -1,0 +1,314 @@
+"""Constraint: which tokens may come next so that a text keeps to a schema, a pattern or a grammar.
+
+The grammars and the masks are llguidance's (extra ``grammar``); the bytes of the tokens are the
+model's ``byte_vocab``.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from genlm_backend.errors import ConstraintError, ConstraintViolation, MissingExtraError
+from genlm_backend.llm.base import AsyncLM
+
+_tokenizers: weakref.WeakKeyDictionary[AsyncLM, dict[Any, Any]] = weakref.WeakKeyDictionary()
+"""llguidance's own form of each model's vocabulary, which takes a tenth of a second to make."""
+
+
+class Constraint:
+    """How far a text has come in a grammar, and what may follow.
+
+    Made by one of the ``from_…`` methods. Every token whose bytes keep the text within the grammar
+    is allowed, however the text is divided into tokens: a sampler that draws from the allowed
+    ones samples from the model restricted to the grammar, prefix by prefix. Each particle of a
+    program holds one of its own; ``fork`` copies it.
+
+    A constraint is not to be used by two threads at once.
+
+    Attributes:
+        token_ids: What it has been advanced by.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self.token_ids: list[int] = []
+        self._is_ended = False
+
+    # ---------------------------------------------------------------- making one
+
+    @classmethod
+    def from_json_schema(
+        cls,
+        lm: AsyncLM,
+        schema: Mapping[str, Any] | bool | str,
+        *,
+        whitespace: str = " ?",
+        eos_token_ids: Collection[int] | None = None,
+    ) -> Self:
+        """Constrain to the JSON values that a schema describes.
+
+        Args:
+            lm: Whose tokens.
+            schema: A JSON schema, or the JSON text of one.
+            whitespace: A pattern of what may stand between the parts of a value; ``""`` for
+                nothing.
+            eos_token_ids: The tokens that end a text; by default the tokenizer's own.
+
+        Raises:
+            ConstraintError: If it is no schema, or has a part that llguidance does not know.
+        """
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except json.JSONDecodeError as error:
+                raise ConstraintError(f"the schema is no JSON: {error}") from error
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        if not isinstance(schema, Mapping):
+            raise ConstraintError(f"a JSON schema is an object or a boolean, got {schema!r}")
+        options = (
+            {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+        )
+        grammar = f"start: %json {json.dumps({**schema, 'x-guidance': options})}"
+        return cls.from_grammar(lm, grammar, eos_token_ids=eos_token_ids)
+
+    @classmethod
+    def from_json_object(cls, lm: AsyncLM, **options: Any) -> Self:
+        """Constrain to any JSON object; ``options`` as for ``from_json_schema``."""
+        return cls.from_json_schema(lm, {"type": "object"}, **options)
+
+    @classmethod
+    def from_regex(
+        cls, lm: AsyncLM, pattern: str, *, eos_token_ids: Collection[int] | None = None
+    ) -> Self:
+        """Constrain to the texts that a regular expression matches whole.
+
+        Args:
+            lm: Whose tokens.
+            pattern: In the syntax of Rust's ``regex``: no look-around, no back-references.
+            eos_token_ids: The tokens that end a text; by default the tokenizer's own.
+
+        Raises:
+            ConstraintError: If it is no such expression.
+        """
+        grammar = json.loads(_library().LLMatcher.grammar_from_regex(pattern))
+        return cls.from_grammar(
+            lm, grammar["grammars"][0]["lark_grammar"], eos_token_ids=eos_token_ids
+        )
+
+    @classmethod
+    def from_choice(
+        cls, lm: AsyncLM, choices: Iterable[str], *, eos_token_ids: Collection[int] | None = None
+    ) -> Self:
+        """Constrain to one of some texts.
+
+        Raises:
+            ConstraintError: If there is none, or one of them is empty or no text.
+        """
+        texts = list(choices)
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ConstraintError(f"choices must be texts of at least one letter, got {texts!r}")
+        grammar = "start: " + " | ".join(map(json.dumps, texts))
+        return cls.from_grammar(lm, grammar, eos_token_ids=eos_token_ids)
+
+    @classmethod
+    def from_grammar(
+        cls, lm: AsyncLM, grammar: str, *, eos_token_ids: Collection[int] | None = None
+    ) -> Self:
+        """Constrain to the texts of a context-free grammar.
+
+        Args:
+            lm: Whose tokens.
+            grammar: In Lark's syntax, as llguidance reads it, beginning at the rule ``start``.
+            eos_token_ids: The tokens that end a text; by default the tokenizer's own.
+
+        Raises:
+            ConstraintError: If it is no such grammar.
+            MissingExtraError: (``ImportError``) Without llguidance.
+        """
+        library = _library()
+        eos = _eos_of(lm, eos_token_ids)
+        if "%llguidance" not in grammar:
+            # Or only one way to divide a text into tokens would be allowed where it is forced.
+            grammar = '%llguidance {"no_forcing": true}\n' + grammar
+        tokenizer = _tokenizer_of(lm, eos)
+        matcher = library.LLMatcher(
+            tokenizer, library.LLMatcher.grammar_from_lark(grammar), log_level=0
+        )
+        if matcher.is_error():
+            raise ConstraintError(f"no such constraint: {matcher.get_error()}")
+        return cls(matcher, len(lm.byte_vocab), eos)
+
+    @classmethod
+    def from_response_format(cls, lm: AsyncLM, response_format: Mapping[str, Any]) -> Self:
+        """Constrain as a ``response_format`` says.
+
+        Args:
+            lm: Whose tokens.
+            response_format: ``type`` is ``"json_schema"``, ``"json_object"``, ``"regex"``,
+                ``"choice"`` or ``"grammar"``; all but the second have an entry of that name with
+                what the method of that name takes.
+
+        Raises:
+            ConstraintError: If it is none of these.
+        """
+        makers = {
+            "json_schema": cls.from_json_schema,
+            "regex": cls.from_regex,
+            "choice": cls.from_choice,
+            "grammar": cls.from_grammar,
+        }
+        kind = response_format.get("type")
+        if kind == "json_object" and set(response_format) == {"type"}:
+            return cls.from_json_object(lm)
+        if kind not in makers or set(response_format) != {"type", kind}:
+            known = ", ".join(repr(name) for name in ["json_object", *makers])
+            raise ConstraintError(
+                f"response_format must have a type of {known}, and an entry of that name; "
+                f"got {dict(response_format)!r}"
+            )
+        return makers[kind](lm, response_format[kind])
+
+    # ---------------------------------------------------------------- using it
+
+    def mask(self) -> torch.Tensor:
+        """Return which tokens may come next: bool ``[vocab]``, the caller's to modify.
+
+        The tokens that end a text are among them where it may end here; after one of them there
+        is nothing more.
+        """
+        if self._is_ended:
+            return torch.zeros(self._vocab_size, dtype=torch.bool)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._check()
+        bools = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
+        return torch.from_numpy(bools.view(np.bool_))
+
+    def restrict(
+        self, row: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, float]:
+        """Return log-probabilities of the allowed tokens alone, and how probable those were.
+
+        Args:
+            row: Log-probabilities ``[vocab]``; not modified.
+            mask: Of this place, where it has been computed already, as while a model computed
+                the row: ``asyncio.to_thread(constraint.mask)``.
+
+        Returns:
+            The row with the others at ``-inf``, normalised again, and the logarithm of the
+            probability that the allowed ones had together: the weight of a particle's step.
+        """
+        mask = self.mask() if mask is None else mask
+        allowed = row.masked_fill(~mask.to(row.device), -torch.inf)
+        log_mass = allowed.logsumexp(-1)
+        return allowed - log_mass, float(log_mass)
+
+    def advance(self, token_id: int) -> None:
+        """Go on by one token.
+
+        Raises:
+            ConstraintViolation: (``ValueError``) If the token is not allowed here; nothing has
+                changed then.
+        """
+        token_id = int(token_id)
+        if token_id in self._eos_token_ids:
+            if not self.can_end:
+                raise ConstraintViolation("the text cannot end here")
+            self._is_ended = True
+        else:
+            is_known = 0 <= token_id < self._vocab_size and not self._is_ended
+            if not is_known or self._matcher.validate_tokens([token_id]) != 1:
+                raise ConstraintViolation(f"token {token_id} is not allowed here")
+            self._matcher.consume_token(token_id)
+            self._check()
+        self.token_ids.append(token_id)
+
+    def fork(self) -> Self:
+        """Return a copy that goes its own way from here."""
+        copy = type(self)(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
+        copy.token_ids = list(self.token_ids)
+        copy._is_ended = self._is_ended
+        return copy
+
+    @property
+    def can_end(self) -> bool:
+        """Whether the text is complete as it is."""
+        return not self._is_ended and bool(self._matcher.is_accepting())
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing can follow: the text has ended, or is complete and cannot be longer."""
+        return self._is_ended or bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ConstraintError(f"the constraint broke down: {self._matcher.get_error()}")
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingExtraError(
+            "constraints need llguidance: pip install 'genlm-backend[grammar]'"
+        ) from error
+    return llguidance
+
+
+def _eos_of(lm: AsyncLM, given: Collection[int] | None) -> frozenset[int]:
+    eos = getattr(lm.tokenizer, "eos_token_id", None) if given is None else given
+    ids = frozenset([eos] if isinstance(eos, int) else eos or ())
+    if not ids:
+        raise ConstraintError("the tokenizer names no token that ends a text: pass eos_token_ids")
+    wrong = [i for i in ids if not 0 <= i < len(lm.byte_vocab)]
+    if wrong:
+        raise ConstraintError(f"eos_token_ids has {wrong[0]}, which is outside the vocabulary")
+    return ids
+
+
+def _tokenizer_of(lm: AsyncLM, eos_token_ids: frozenset[int]) -> Any:
+    made = _tokenizers.setdefault(lm, {})
+    if eos_token_ids not in made:
+        library = _library()
+        made[eos_token_ids] = library.LLTokenizer(
+            library.TokenizerWrapper(_Vocabulary(lm, min(eos_token_ids))),
+            n_vocab=len(lm.byte_vocab),
+            eos_token=sorted(eos_token_ids),
+        )
+    return made[eos_token_ids]
+
+
+class _Vocabulary:
+    """A model's tokens in the form that llguidance asks for."""
+
+    bos_token_id = None
+
+    def __init__(self, lm: AsyncLM, eos_token_id: int) -> None:
+        self.eos_token_id = eos_token_id
+        self.special_token_ids = sorted(lm.special_ids | lm.undefined_ids)
+        self.tokens = [token.byte_string for token in lm.byte_vocab]
+        self._ids = {
+            token: i for i, token in enumerate(self.tokens) if i not in set(self.special_token_ids)
+        }
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Divide a text greedily; which of the possible divisions it is does not matter."""
+        rest = text.encode() if isinstance(text, str) else text
+        found = []
+        while rest:
+            sizes = range(min(self._longest, len(rest)), 0, -1)
+            size = next((n for n in sizes if rest[:n] in self._ids), None)
+            if size is None:
+                return found
+            found.append(self._ids[rest[:size]])
+            rest = rest[size:]
+        return found

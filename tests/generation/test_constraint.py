@@ -1,0 +1,253 @@
+"""What a constraint lets through is in the language, and all that is in it is let through."""
+
+import json
+import random
+import re
+
+import jsonschema
+import pytest
+import torch
+
+from genlm_backend import MockAsyncLM, load_model_by_name
+from genlm_backend.errors import ConstraintError, ConstraintViolation
+from genlm_backend.generation import Constraint
+from tests.generation import schemas
+from tests.llm.conftest import word_tokenizer
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def lm():
+    """The bundled model's real vocabulary; nothing here needs its weights."""
+    with load_model_by_name("smollm2", backend="mock") as lm:
+        yield lm
+
+
+def bytes_of(lm, token_ids):
+    return b"".join(lm.byte_vocab[i].byte_string for i in token_ids)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_text_of_a_random_schema_validates(lm, part):
+    for seed in range(50 * part, 50 * part + 50):
+        schema = schemas.random_schema(random.Random(seed))
+        jsonschema.Draft202012Validator.check_schema(schema)
+        text = schemas.write(Constraint.from_json_schema(lm, schema), lm.byte_vocab, seed)
+        try:
+            jsonschema.validate(json.loads(text), schema)
+        except (ValueError, jsonschema.ValidationError) as error:
+            raise AssertionError(f"{text!r} for {schema}") from error
+
+
+# In the manner of the examples that the JSON Schema site and its drafts are explained by.
+WELL_KNOWN = {
+    "person": {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "type": "object",
+        "properties": {
+            "firstName": {"type": "string", "maxLength": 9},
+            "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        },
+        "required": ["firstName", "age"],
+        "additionalProperties": False,
+    },
+    "product with a definition": {
+        "$defs": {"size": {"type": "number", "exclusiveMinimum": 0, "maximum": 99}},
+        "type": "object",
+        "properties": {
+            "productId": {"type": "integer", "minimum": 1, "maximum": 999},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 2},
+            "width": {"$ref": "#/$defs/size"},
+        },
+        "required": ["productId", "width"],
+        "additionalProperties": False,
+    },
+    "one of two": {
+        "oneOf": [
+            {"type": "object", "properties": {"kind": {"const": "cat"}}, "required": ["kind"],
+             "additionalProperties": False},
+            {"type": "object", "properties": {"kind": {"const": "dog"}}, "required": ["kind"],
+             "additionalProperties": False},
+        ]
+    },
+    "a tree": {
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {
+                    "value": {"type": "boolean"},
+                    "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/node"}]},
+                },
+                "required": ["value", "next"],
+                "additionalProperties": False,
+            }
+        },
+        "$ref": "#/$defs/node",
+    },
+    "a date": {"type": "string", "format": "date"},
+    "a tuple": {
+        "type": "array",
+        "prefixItems": [{"type": "integer", "minimum": 0, "maximum": 9}, {"enum": ["NW", "SE"]}],
+        "items": False,
+        "minItems": 2,
+    },
+    "anything": {"type": "object", "maxProperties": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WELL_KNOWN)
+def test_every_text_of_a_well_known_schema_validates(lm, name):
+    schema = WELL_KNOWN[name]
+    if name == "anything":
+        schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    checker = jsonschema.FormatChecker()
+    for seed in range(15):
+        text = schemas.write(
+            Constraint.from_json_schema(lm, json.dumps(schema)), lm.byte_vocab, seed
+        )
+        jsonschema.validate(json.loads(text), schema, format_checker=checker)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ["hello", "help", "he", "world"],
+        ["größe", "größer", "日本語", "日本"],
+        ['a "quoted" one', "a\\backslash", "a/b"],
+    ],
+)
+def test_the_mask_is_every_token_that_some_text_goes_on_with(lm, choices):
+    wanted = [choice.encode() for choice in choices]
+    randomness = random.Random(0)
+    special = lm.special_ids | lm.undefined_ids
+    for _ in range(12):
+        constraint, text = Constraint.from_choice(lm, choices), b""
+        while not constraint.is_finished:
+            mask = constraint.mask()
+            expected = {
+                i
+                for i, token in enumerate(lm.byte_vocab)
+                if i not in special and any(w.startswith(text + token.byte_string) for w in wanted)
+            }
+            if text in wanted:
+                expected.add(lm.tokenizer.eos_token_id)
+            assert constraint.can_end == (text in wanted)
+            assert set(mask.nonzero().flatten().tolist()) == expected
+            chosen = randomness.choice(sorted(expected))
+            constraint.advance(chosen)
+            if chosen == lm.tokenizer.eos_token_id:
+                break
+            text += lm.byte_vocab[chosen].byte_string
+        assert text in wanted
+
+
+@pytest.mark.parametrize("pattern", [r"[a-f]{3}-\d+", r"(ab|cd)*e", r"a/b\.c?", r"[α-ω]+!"])
+def test_texts_of_a_pattern_match_it(lm, pattern):
+    for seed in range(10):
+        text = schemas.write(Constraint.from_regex(lm, pattern), lm.byte_vocab, seed).decode()
+        assert re.fullmatch(pattern, text)
+
+
+def test_a_grammar_that_counts(lm):
+    grammar = 'start: "(" start ")" | "x"'
+    for seed in range(20):
+        constraint = Constraint.from_grammar(lm, grammar)
+        text = schemas.write(constraint, lm.byte_vocab, seed)
+        depth = text.index(b"x")
+        assert text == b"(" * depth + b"x" + b")" * depth
+
+
+def test_forks_go_their_own_ways(lm):
+    first = Constraint.from_choice(lm, ["abc", "abd", "xyz"])
+    (a,) = (i for i, t in enumerate(lm.byte_vocab) if t.byte_string == b"ab")
+    (x,) = (i for i, t in enumerate(lm.byte_vocab) if t.byte_string == b"x")
+    second = first.fork()
+    first.advance(a)
+    second.advance(x)
+    third = first.fork()
+    assert (first.token_ids, second.token_ids, third.token_ids) == ([a], [x], [a])
+    assert torch.equal(first.mask(), third.mask())
+    assert not (first.mask() & second.mask()).any()
+
+
+def test_a_token_that_is_not_allowed_changes_nothing(lm):
+    constraint = Constraint.from_choice(lm, ["yes", "no"])
+    before = constraint.mask()
+    eos = lm.tokenizer.eos_token_id
+    for wrong in (lm.tokenizer.encode("maybe")[0], eos, -1, len(lm.byte_vocab), 0):
+        with pytest.raises(ConstraintViolation, match=r"not allowed here|cannot end here"):
+            constraint.advance(wrong)
+        assert torch.equal(constraint.mask(), before)
+    constraint.advance(lm.tokenizer.encode("yes")[0])
+    assert constraint.can_end
+    assert constraint.is_finished
+    assert constraint.mask().nonzero().flatten().tolist() == [eos]
+    constraint.advance(eos)
+    assert not constraint.mask().any()
+    assert not constraint.can_end
+    with pytest.raises(ConstraintViolation):
+        constraint.advance(eos)
+
+
+def test_restricting_gives_the_weight_of_the_step(lm):
+    constraint = Constraint.from_choice(lm, ["yes", "no"])
+    row = lm.next_token_logprobs_sync([1, 2, 3])
+    before = row.clone()
+    allowed, log_mass = constraint.restrict(row)
+    assert torch.equal(row, before)
+    mask = constraint.mask()
+    assert log_mass == pytest.approx(float(row.exp()[mask].sum().log()), abs=1e-5)
+    torch.testing.assert_close(allowed[mask], row[mask] - log_mass)
+    assert (allowed[~mask] == -torch.inf).all()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda lm: Constraint.from_json_schema(lm, {"type": "objekt"}), "objekt"),
+        (lambda lm: Constraint.from_json_schema(lm, '{"type": '), "no JSON"),
+        (lambda lm: Constraint.from_json_schema(lm, 3), "object or a boolean"),
+        (lambda lm: Constraint.from_regex(lm, "(a"), "unclosed group"),
+        (lambda lm: Constraint.from_choice(lm, []), "at least one letter"),
+        (lambda lm: Constraint.from_choice(lm, ["a", ""]), "at least one letter"),
+        (lambda lm: Constraint.from_grammar(lm, 'begin: "a"'), "start"),
+        (lambda lm: Constraint.from_regex(lm, "a", eos_token_ids=[99_999]), "99999"),
+        (lambda lm: Constraint.from_response_format(lm, {"type": "xml"}), "'json_object'"),
+        (lambda lm: Constraint.from_response_format(lm, {"type": "regex"}), "'regex'"),
+    ],
+)
+def test_what_is_no_constraint_is_told(lm, make, message):
+    with pytest.raises(ConstraintError, match=message):
+        make(lm)
+
+
+def test_response_formats(lm):
+    for response_format, text in (
+        ({"type": "json_object"}, b"{}"),
+        ({"type": "json_schema", "json_schema": {"const": 1}}, b"1"),
+        ({"type": "regex", "regex": "a{3}"}, b"aaa"),
+        ({"type": "choice", "choice": ["b"]}, b"b"),
+        ({"type": "grammar", "grammar": 'start: "c"'}, b"c"),
+    ):
+        constraint = Constraint.from_response_format(lm, response_format)
+        for token_id in lm.tokenizer.encode(text.decode()):
+            constraint.advance(token_id)
+        assert constraint.can_end
+
+
+def test_a_tokenizer_without_an_end_and_one_that_cannot_encode():
+    with MockAsyncLM(word_tokenizer()) as lm:
+        with pytest.raises(ConstraintError, match="pass eos_token_ids"):
+            Constraint.from_choice(lm, ["<5>"])
+        constraint = Constraint.from_choice(lm, ["<5><6>", "<5>"], eos_token_ids=[0, 1])
+        constraint.advance(5)
+        assert constraint.mask().nonzero().flatten().tolist() == [0, 1, 6]
+
+
+def test_without_its_library_the_error_names_the_extra(lm, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ImportError, match=r"genlm-backend\[grammar\]"):
+        Constraint.from_choice(lm, ["a"])
