@@ -19,6 +19,7 @@ keeps working without knowing this module::
     ├── WeightsTypeError (TypeError)         weights that are not real numbers
     ├── ConstraintError (ValueError)         a constraint that cannot be made
     │   └── ConstraintViolation              a token that a constraint does not allow
+    ├── GenerationConfigError (ValueError)   a field of a GenerationConfig
     ├── DeviceError (ValueError)             a device that is not there
     ├── BatcherClosedError (RuntimeError)    asked after close()
     ├── QueryDroppedError (RuntimeError)     the query was dropped before it was answered
@@ -109,6 +110,10 @@ class ConstraintError(GenlmBackendError, ValueError):
 
 class ConstraintViolation(ConstraintError):
     """A token that the constraint does not allow at this place."""
+
+
+class GenerationConfigError(GenlmBackendError, ValueError):
+    """A field of a generation's configuration is wrong, or contradicts another."""
 
 
 class DeviceError(GenlmBackendError, ValueError):

@@ -65,6 +65,14 @@ def test_particles_under_a_schema_validate():
         assert re.match(r" *-\d+\.\d\d  \{", line), line
 
 
+def test_a_chat_goes_on_from_its_own_answers():
+    questions = ["My name is Ada. What is the capital of France?", "What is my name?"]
+    done = run("examples/stream_chat.py", *questions, "--tokens", "25")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    assert len(done.stdout.strip()) > 60
+
+
 def test_help_reads_well_and_a_typo_is_told():
     help_text = run("-m", "genlm_backend", "--help").stdout
     assert "demo" in help_text

@@ -135,6 +135,7 @@ def test_every_error_is_also_what_a_caller_expects():
         "WeightsError": ValueError,
         "WeightsTypeError": TypeError,
         "ConstraintError": ValueError,
+        "GenerationConfigError": ValueError,
         "DeviceError": ValueError,
         "BatcherClosedError": RuntimeError,
         "QueryDroppedError": RuntimeError,

@@ -13,6 +13,7 @@ import torch
 
 from genlm_backend.llm.sampling import Sampler
 from genlm_backend.llm.statistics import LMStatistics
+from genlm_backend.llm.together import together
 from genlm_backend.tokenization import Token, decode_vocab
 
 TokenIds = Iterable[int]
@@ -168,16 +169,13 @@ class AsyncLM(abc.ABC):
             Sampler(temperature, seed, stream) for stream in range(len(prompt_token_ids_list))
         ]
         with progress_bar(len(samplers), progress) as bar:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(
-                        self._sample(prompt, max_tokens, eos_token_ids, sampler, lora_name)
-                    )
-                    for prompt, sampler in zip(prompt_token_ids_list, samplers, strict=True)
-                ]
-                for task in tasks:
-                    task.add_done_callback(lambda _: bar.update())
-        return [task.result() for task in tasks]
+
+            async def sample(prompt: TokenIds, sampler: Sampler) -> list[int]:
+                found = await self._sample(prompt, max_tokens, eos_token_ids, sampler, lora_name)
+                bar.update()
+                return found
+
+            return await together(map(sample, prompt_token_ids_list, samplers))
 
     async def _sample(
         self,

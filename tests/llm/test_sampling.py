@@ -50,6 +50,13 @@ def test_impossible_sampling_is_refused(lm, options):
         asyncio.run(lm.sample([1], **{"max_tokens": 3, "eos_token_ids": [], **options}))
 
 
+def test_one_wrong_prompt_is_told_as_it_is(lm):
+    for wrong in ([], [VOCAB]):
+        with pytest.raises(ValueError, match="token"):
+            asyncio.run(lm.batch_sample([[1], wrong, [2]], 3, []))
+    assert len(asyncio.run(lm.sample([1], 3, []))) == 3
+
+
 def test_samples_follow_the_distribution(lm):
     row = lm.next_token_logprobs_sync([1]).exp().double()
     samples = asyncio.run(lm.batch_sample([[1]] * 3000, 1, [], seed=0))

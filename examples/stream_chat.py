@@ -1,0 +1,43 @@
+"""Chat with the bundled model, the answer shown as it comes."""
+
+import argparse
+import asyncio
+
+from genlm_backend import AsyncLM, load_model_by_name
+from genlm_backend.generation import GenerationConfig, stream
+
+
+async def answer(lm: AsyncLM, messages: list[dict[str, str]], config: GenerationConfig) -> str:
+    prompt = lm.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    text = ""
+    async for token in stream(lm, prompt, config):
+        print(token.text, end="", flush=True)
+        text += token.text
+    print()
+    return text
+
+
+async def chat(questions: list[str], config: GenerationConfig) -> None:
+    messages: list[dict[str, str]] = []
+    async with load_model_by_name("smollm2") as lm:
+        while questions or not messages:
+            question = questions.pop(0) if questions else await asyncio.to_thread(input, "> ")
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": await answer(lm, messages, config)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Chat with the bundled model.")
+    parser.add_argument("questions", nargs="*", help="one by one; asked for if there is none")
+    parser.add_argument("--tokens", type=int, default=120, help="of an answer, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    sampling = {"do_sample": True, "temperature": 0.3, "top_p": 0.95, "seed": options.seed}
+    config = GenerationConfig(max_new_tokens=options.tokens, **sampling)
+    asyncio.run(chat(list(options.questions), config))
+
+
+if __name__ == "__main__":
+    main()

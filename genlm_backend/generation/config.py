@@ -1,0 +1,230 @@
+"""GenerationConfig: how a text is generated, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from genlm_backend.errors import GenerationConfigError
+from genlm_backend.llm.base import AsyncLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """How a text is generated. The defaults take the most probable token, to the model's limit.
+
+    Every field is checked at construction; ``replace`` makes another one.
+
+    Attributes:
+        do_sample: Whether to draw from the distribution, or to take its largest.
+        temperature: Divides the logits, above 0. Of use with ``do_sample``, as are the next four.
+        top_k: Only so many of the most probable tokens; 0 for all.
+        top_p: Only the most probable tokens that together have this probability, above 0 to 1.
+        min_p: Only tokens that have this share of the most probable one's probability, 0 to 1.
+        seed: Of the random stream; equal seeds give equal texts. ``None`` draws one afresh.
+        n: Texts to generate of one prompt, each with a stream of its own.
+        max_new_tokens: Tokens to generate, at most; ``None`` for as many as the model takes.
+        max_length: Tokens of prompt and text together, at most.
+        min_length: Tokens of prompt and text together before the text may end.
+        min_new_tokens: Tokens of the text before it may end.
+        early_stopping: Whether to stop at an end-of-sequence token at all.
+        eos_token_id: One or several tokens that end a text; ``None`` for the tokenizer's own.
+        stop_words_ids: Lists of token ids; a text that ends with one of them is complete.
+        stop: Strings; a text is complete, and cut off, where one of them begins.
+        repetition_penalty: Above 0; 1 for none. Divides the positive logits of tokens that were
+            there before, and multiplies the negative ones (Keskar et al., 2019).
+        suppress_repetition_in_generation: Whether ``repetition_penalty`` looks at the generated
+            tokens only, and not at the prompt.
+        no_repeat_ngram_size: No so many tokens follow one another twice; 0 for no such rule.
+        presence_penalty: Taken from the logits of tokens that were generated before.
+        frequency_penalty: Taken from them once for each time.
+        logprobs: Whether to return the log-probabilities of the tokens.
+        top_logprobs: How many alternatives to return with each token.
+        lora_name: The adapter to read the context with.
+        response_format: What the text must look like; see ``Constraint.from_response_format``.
+
+    Raises:
+        GenerationConfigError: (``ValueError``) Naming the field.
+    """
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    min_length: int = 0
+    min_new_tokens: int = 0
+    early_stopping: bool = True
+    eos_token_id: int | Sequence[int] | None = None
+    stop_words_ids: Sequence[Sequence[int]] = ()
+    stop: str | Sequence[str] = ()
+    repetition_penalty: float = 1.0
+    suppress_repetition_in_generation: bool = False
+    no_repeat_ngram_size: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: bool = False
+    top_logprobs: int = 0
+    lora_name: str | None = None
+    response_format: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._tidy("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        self._tidy("stop_words_ids", tuple(tuple(word) for word in self.stop_words_ids))
+        if self.eos_token_id is not None and not isinstance(self.eos_token_id, int):
+            self._tidy("eos_token_id", tuple(self.eos_token_id))
+        for name in (
+            "do_sample",
+            "early_stopping",
+            "suppress_repetition_in_generation",
+            "logprobs",
+        ):
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        for name, least in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is None:
+                is_right = name in ("max_new_tokens", "max_length", "seed")
+            else:
+                is_integer = isinstance(value, int) and not isinstance(value, bool)
+                is_right = is_integer and value >= least
+            self._check(name, is_right, f"{least} or more")
+        for name, (low, high, is_open) in _NUMBERS.items():
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            is_inside = is_number and math.isfinite(value) and low <= value <= high
+            self._check(
+                name, is_inside and not (is_open and value == low), _range(low, high, is_open)
+            )
+        self._check("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings")
+        words = self.stop_words_ids
+        are_ids = all(word and all(isinstance(i, int) for i in word) for word in words)
+        self._check("stop_words_ids", are_ids, "non-empty lists of token ids")
+        is_format = self.response_format is None or isinstance(self.response_format, Mapping)
+        self._check("response_format", is_format, "None or a mapping with a 'type'")
+        self._check_contradictions()
+
+    def _check_contradictions(self) -> None:
+        if not self.do_sample:
+            defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+            for name, default in defaults.items():
+                is_off = getattr(self, name) == default
+                self._check(name, is_off, f"{default} unless do_sample=True")
+            self._check("n", self.n == 1, "1 unless do_sample=True: the texts would be equal")
+        if self.max_length is not None:
+            self._check("min_length", self.min_length <= self.max_length, "at most max_length")
+        if self.max_new_tokens is not None:
+            is_less = self.min_new_tokens <= self.max_new_tokens
+            self._check("min_new_tokens", is_less, "at most max_new_tokens")
+        self._check(
+            "top_logprobs", self.logprobs or not self.top_logprobs, "0 unless logprobs=True"
+        )
+
+    def _tidy(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check(self, name: str, is_right: bool, wanted: str) -> None:
+        if not is_right:
+            raise GenerationConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+
+    def replace(self, **fields: Any) -> Self:
+        """Return another configuration, with these fields changed.
+
+        Raises:
+            GenerationConfigError: (``ValueError``) As at construction, and for a name that is no
+                field.
+        """
+        known = {field.name for field in dataclasses.fields(self)}
+        for name in fields:
+            if name not in known:
+                raise GenerationConfigError(f"{name} is no field of GenerationConfig")
+        return dataclasses.replace(self, **fields)
+
+    @classmethod
+    def from_hf(cls, config: Any) -> Self:
+        """Make one of a ``transformers.GenerationConfig``.
+
+        Raises:
+            GenerationConfigError: (``ValueError``) Naming what it asks for that is not done here.
+        """
+        given = config.to_diff_dict()
+        fields = {name: given[name] for name in _FROM_HF if given.get(name) is not None}
+        for name in sorted(set(given) - set(fields) - _NOT_OF_INTEREST):
+            if given[name] not in (None, False, _HARMLESS.get(name)):
+                raise GenerationConfigError(f"{name}={given[name]!r} is not supported")
+        if not fields.get("do_sample"):
+            for name in ("temperature", "top_k", "top_p", "min_p"):
+                fields.pop(name, None)  # transformers does not look at them either
+        if "max_new_tokens" in fields:
+            fields.pop("max_length", None)  # transformers prefers the other
+        return cls(**fields)
+
+    @classmethod
+    def from_model(cls, lm: AsyncLM) -> Self:
+        """Make one of the model's own defaults, where it has any."""
+        model = getattr(lm, "model", None)
+        config = getattr(model, "generation_config", None)
+        return cls() if config is None else cls.from_hf(config)
+
+
+_SWITCHES = ("do_sample", "early_stopping", "suppress_repetition_in_generation", "logprobs")
+
+_INTEGERS = {
+    "top_k": 0,
+    "seed": 0,
+    "n": 1,
+    "max_new_tokens": 1,
+    "max_length": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "no_repeat_ngram_size": 0,
+    "top_logprobs": 0,
+}
+"""Fields that are integers → the least they may be."""
+
+_NUMBERS = {
+    "temperature": (0.0, math.inf, True),
+    "top_p": (0.0, 1.0, True),
+    "min_p": (0.0, 1.0, False),
+    "repetition_penalty": (0.0, math.inf, True),
+    "presence_penalty": (-math.inf, math.inf, False),
+    "frequency_penalty": (-math.inf, math.inf, False),
+}
+"""Fields that are numbers → bounds, and whether the lower one is excluded."""
+
+_FROM_HF = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_new_tokens",
+    "max_length",
+    "min_length",
+    "min_new_tokens",
+    "eos_token_id",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+)
+_NOT_OF_INTEREST = {
+    "transformers_version",
+    "_from_model_config",
+    "bos_token_id",
+    "pad_token_id",
+    "use_cache",
+    "return_dict_in_generate",
+}
+_HARMLESS = {"num_beams": 1, "num_return_sequences": 1, "length_penalty": 1.0}
+
+
+def _range(low: float, high: float, is_open: bool) -> str:
+    if low == -math.inf:
+        return "a number"
+    text = f"above {low:g}" if is_open else f"{low:g} or more"
+    return text if high == math.inf else f"{text}, up to {high:g}"

@@ -1,0 +1,89 @@
+"""A configuration is right when it is made, or it is not made."""
+
+import dataclasses
+
+import pytest
+import transformers
+
+from genlm_backend.errors import GenerationConfigError
+from genlm_backend.generation import GenerationConfig
+
+SAMPLE = {"do_sample": True}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "more"),
+    [
+        ("temperature", 0, SAMPLE),
+        ("temperature", -1, SAMPLE),
+        ("temperature", float("nan"), SAMPLE),
+        ("temperature", float("inf"), SAMPLE),
+        ("temperature", "hot", SAMPLE),
+        ("temperature", 0.5, {}),
+        ("top_k", -1, SAMPLE),
+        ("top_k", 2.5, SAMPLE),
+        ("top_k", 5, {}),
+        ("top_p", 0, SAMPLE),
+        ("top_p", 1.1, SAMPLE),
+        ("top_p", 0.9, {}),
+        ("min_p", 1.5, SAMPLE),
+        ("seed", -1, SAMPLE),
+        ("n", 0, SAMPLE),
+        ("n", 2, {}),
+        ("n", True, SAMPLE),
+        ("top_k", False, SAMPLE),
+        ("max_new_tokens", 0, {}),
+        ("max_length", 0, {}),
+        ("min_length", -1, {}),
+        ("min_length", 9, {"max_length": 8}),
+        ("min_new_tokens", 9, {"max_new_tokens": 8}),
+        ("early_stopping", "yes", {}),
+        ("do_sample", 1, {}),
+        ("stop", ["a", ""], {}),
+        ("stop", [1], {}),
+        ("stop_words_ids", [[]], {}),
+        ("stop_words_ids", [["a"]], {}),
+        ("repetition_penalty", 0, {}),
+        ("no_repeat_ngram_size", -1, {}),
+        ("presence_penalty", float("inf"), {}),
+        ("frequency_penalty", None, {}),
+        ("top_logprobs", 3, {}),
+        ("top_logprobs", -1, {"logprobs": True}),
+        ("response_format", "json", {}),
+    ],
+)
+def test_each_wrong_field_is_named(field, value, more):
+    with pytest.raises(GenerationConfigError, match=rf"^{field} must be "):
+        GenerationConfig(**{field: value, **more})
+
+
+def test_it_is_frozen_and_replaced():
+    config = GenerationConfig(max_new_tokens=5, stop="x")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.n = 3
+    other = config.replace(do_sample=True, temperature=0.5)
+    assert (config.do_sample, other.do_sample, other.max_new_tokens, other.stop) == (
+        False,
+        True,
+        5,
+        ("x",),
+    )
+    with pytest.raises(GenerationConfigError, match=r"^temperature must be"):
+        config.replace(temperature=0.5)
+    with pytest.raises(GenerationConfigError, match=r"^temprature is no field"):
+        config.replace(temprature=0.5)
+    with pytest.raises(TypeError, match="mm_info"):
+        GenerationConfig(mm_info={})
+
+
+def test_from_transformers():
+    hf = transformers.GenerationConfig(
+        do_sample=True, temperature=0.7, top_k=5, max_new_tokens=9, eos_token_id=[2, 3]
+    )
+    config = GenerationConfig.from_hf(hf)
+    assert (config.temperature, config.top_k, config.max_new_tokens) == (0.7, 5, 9)
+    assert config.eos_token_id == (2, 3)
+    assert GenerationConfig.from_hf(transformers.GenerationConfig()) == GenerationConfig()
+    for wrong in ({"num_beams": 4}, {"penalty_alpha": 0.5}, {"bad_words_ids": [[1]]}):
+        with pytest.raises(GenerationConfigError, match=next(iter(wrong))):
+            GenerationConfig.from_hf(transformers.GenerationConfig(**wrong))

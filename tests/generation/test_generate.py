@@ -1,0 +1,250 @@
+"""Texts against transformers' own generate, and against what the model alone says."""
+
+import asyncio
+import random
+
+import pytest
+import torch
+import transformers
+
+from genlm_backend import AsyncTransformer, MockAsyncLM, load_model_by_name
+from genlm_backend.errors import ContextError, GenerationConfigError
+from genlm_backend.generation import GenerationConfig, generate, stream
+from genlm_backend.generation.processors import make_processors, make_warpers
+from tests.llm import families
+from tests.llm.conftest import fresh_row, word_tokenizer
+
+SETTINGS = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"repetition_penalty": 0.8},
+    {"no_repeat_ngram_size": 2},
+    {"no_repeat_ngram_size": 1, "repetition_penalty": 1.1},
+    {"min_length": 14},
+    {"min_new_tokens": 9, "no_repeat_ngram_size": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return families.make("llama")
+
+
+@pytest.fixture
+def lm(model):
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        yield lm
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_greedy_texts_are_those_of_transformers(lm, model, settings):
+    generator = random.Random(0)
+    prompts = [[generator.randrange(96) for _ in range(n % 9 + 1)] for n in range(12)]
+    eos = [7, 30, 31, 55]
+    config = GenerationConfig(max_new_tokens=16, eos_token_id=eos, **settings)
+
+    async def main():
+        return await asyncio.gather(*(generate(lm, prompt, config) for prompt in prompts))
+
+    for prompt, (ours,) in zip(prompts, run(main()), strict=True):
+        ids = torch.tensor([prompt])
+        theirs = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=16,
+            eos_token_id=eos,
+            pad_token_id=0,
+            **settings,
+        )[0, len(prompt) :].tolist()
+        assert ours.token_ids == theirs
+        assert ours.finish_reason == ("eos" if theirs[-1] in eos else "length")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", range(30))
+def test_distributions_are_those_of_transformers(model, seed):
+    generator = random.Random(seed)
+    fields = {
+        "temperature": generator.choice([0.5, 1.0, 1.7]),
+        "top_k": generator.choice([0, 3, 20]),
+        "top_p": generator.choice([0.3, 0.9, 1.0]),
+        "min_p": generator.choice([0.0, 0.1]),
+        "repetition_penalty": generator.choice([1.0, 1.4]),
+        "no_repeat_ngram_size": generator.choice([0, 2]),
+        "min_length": generator.choice([0, 12]),
+    }
+    config = GenerationConfig(do_sample=True, **fields)
+    hf = transformers.GenerationConfig(do_sample=True, eos_token_id=[5], **fields)
+    ids = torch.tensor([[generator.randrange(96) for _ in range(9)]])
+    model._prepare_special_tokens(hf, device="cpu")
+    theirs = model._get_logits_processor(hf, input_ids_seq_length=4, device="cpu")
+    logits = torch.randn(1, 96, generator=torch.Generator().manual_seed(seed)) * 3
+    ours = make_warpers(config)(ids, make_processors(config, 4, [5])(ids, logits.clone()))
+    assert torch.equal(ours, theirs(ids, logits.clone()))
+
+
+def test_penalties_of_presence_and_frequency_count_generated_tokens_only():
+    config = GenerationConfig(presence_penalty=0.5, frequency_penalty=0.25)
+    ids = torch.tensor([[1, 2, 3, 3, 4]])
+    found = make_processors(config, 2, [])(ids, torch.zeros(1, 6))
+    assert found.tolist() == [[0, 0, 0, -1.0, -0.75, 0]]
+    assert make_processors(config, 5, [])(ids, torch.zeros(1, 6)).tolist() == [[0] * 6]
+    config = GenerationConfig(repetition_penalty=2.0, suppress_repetition_in_generation=True)
+    found = make_processors(config, 4, [])(ids, torch.ones(1, 6))
+    assert found.tolist() == [[1, 1, 1, 1, 0.5, 1]]
+
+
+def test_samples_are_reproducible_in_any_company_and_differ_among_themselves(lm):
+    config = GenerationConfig(do_sample=True, seed=3, n=4, max_new_tokens=12)
+
+    async def main():
+        alone = await generate(lm, [1, 2], config)
+        crowd = [generate(lm, [i], config.replace(seed=i)) for i in range(9)]
+        beside, *_ = await asyncio.gather(generate(lm, [1, 2], config), *crowd)
+        return alone, beside
+
+    alone, beside = run(main())
+    assert [g.token_ids for g in alone] == [g.token_ids for g in beside]
+    assert len({tuple(g.token_ids) for g in alone}) == 4
+    before = lm.statistics().tokens_computed
+    run(generate(lm, list(range(40)), config))
+    assert lm.statistics().tokens_computed - before <= 40 + 4 * 11  # the prompt once
+
+
+def test_logprobs_are_the_models_own(lm, model):
+    config = GenerationConfig(
+        max_new_tokens=5, logprobs=True, top_logprobs=3, repetition_penalty=1.5
+    )
+    (generation,) = run(generate(lm, [1, 2, 3], config))
+    context = [1, 2, 3]
+    for token in generation.tokens:
+        row = fresh_row(model, context)
+        assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-4)
+        assert [i for i, _ in token.top_logprobs] == row.topk(3).indices.tolist()
+        assert dict(token.top_logprobs)[int(row.argmax())] == pytest.approx(
+            float(row.max()), abs=1e-4
+        )
+        context.append(token.token_id)
+
+
+def test_stop_words_of_ids_and_the_end_of_a_text(lm, model):
+    (whole,) = run(generate(lm, [1, 2], GenerationConfig(max_new_tokens=12)))
+    word = whole.token_ids[3:5]
+    (cut,) = run(generate(lm, [1, 2], GenerationConfig(max_new_tokens=12, stop_words_ids=[word])))
+    end = next(n for n in range(2, 13) if whole.token_ids[n - 2 : n] == word)
+    assert (cut.token_ids, cut.finish_reason) == (whole.token_ids[:end], "stop")
+    eos = whole.token_ids[4]
+    (ended,) = run(generate(lm, [1, 2], GenerationConfig(max_new_tokens=12, eos_token_id=eos)))
+    assert ended.token_ids == whole.token_ids[: whole.token_ids.index(eos) + 1]
+    assert ended.finish_reason == "eos"
+    (on,) = run(
+        generate(
+            lm, [1, 2], GenerationConfig(max_new_tokens=12, eos_token_id=eos, early_stopping=False)
+        )
+    )
+    assert on.token_ids == whole.token_ids
+    (short,) = run(generate(lm, [1, 2], GenerationConfig(max_length=7)))
+    assert short.token_ids == whole.token_ids[:5]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "kind", "message"),
+    [
+        ([], {}, ContextError, "empty"),
+        ([1, 99], {}, GenerationConfigError, "prompt has 99"),
+        ([1] * 5, {"max_length": 5}, ContextError, "no room"),
+        ([1], {"stop_words_ids": [[3], [96]]}, GenerationConfigError, "stop_words_ids has 96"),
+        ([1], {"eos_token_id": 96}, GenerationConfigError, "eos_token_id has 96"),
+        ([1], {"lora_name": "poet"}, ValueError, "poet"),
+        ([1], {"response_format": {"type": "xml"}}, ValueError, "response_format"),
+    ],
+)
+def test_mistakes_are_told_and_disturb_nobody(lm, prompt, fields, kind, message):
+    async def main():
+        good = asyncio.create_task(generate(lm, [1, 2], GenerationConfig(max_new_tokens=8)))
+        with pytest.raises(kind, match=message):
+            await generate(lm, prompt, GenerationConfig(**{"max_new_tokens": 3, **fields}))
+        return await good
+
+    assert len(run(main())[0].token_ids) == 8
+
+
+def test_a_model_without_a_maximum_has_to_be_told_one():
+    with MockAsyncLM(word_tokenizer()) as lm:
+        with pytest.raises(GenerationConfigError, match="max_new_tokens must be given"):
+            run(generate(lm, [1]))
+        assert len(run(generate(lm, [1], GenerationConfig(max_new_tokens=4)))[0].token_ids) == 4
+
+
+# -------------------------------------------------------------------- on the real model
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    with load_model_by_name("smollm2", backend="hf") as lm:
+        yield lm
+
+
+@pytest.mark.real
+def test_streams_are_texts_in_pieces(smollm2):
+    config = GenerationConfig(max_new_tokens=24)
+    prompt = "List three emoji of animals: 🐶"
+
+    async def main():
+        pieces = [token.text async for token in stream(smollm2, prompt, config)]
+        (whole,) = await generate(smollm2, prompt, config)
+        return pieces, whole
+
+    pieces, whole = run(main())
+    assert "".join(pieces) == whole.text
+    ids = [i for i in whole.token_ids if i not in smollm2.special_ids]
+    expected = b"".join(smollm2.byte_vocab[i].byte_string for i in ids).decode(errors="replace")
+    assert whole.text == expected
+    with pytest.raises(GenerationConfigError, match="n must be 1 to stream"):
+        run(anext(stream(smollm2, prompt, config.replace(do_sample=True, n=2))))
+
+
+@pytest.mark.real
+def test_stop_strings_cut_across_tokens(smollm2):
+    (whole,) = run(
+        generate(smollm2, "The capital of France is", GenerationConfig(max_new_tokens=20))
+    )
+    for stop in (whole.text[6:9], whole.text[-4:], whole.text[:2]):
+        config = GenerationConfig(max_new_tokens=20, stop=["never there", stop])
+        (cut,) = run(generate(smollm2, "The capital of France is", config))
+        assert cut.text == whole.text[: whole.text.index(stop)]
+        assert cut.finish_reason == "stop"
+
+
+@pytest.mark.real
+def test_a_response_format_is_kept_or_ends_by_length(smollm2):
+    import json
+
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 9}, "n": {"type": "integer"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    response_format = {"type": "json_schema", "json_schema": schema}
+    config = GenerationConfig(
+        do_sample=True, n=4, seed=0, max_new_tokens=60, response_format=response_format
+    )
+    for generation in run(generate(smollm2, "A city as JSON: ", config)):
+        if generation.finish_reason == "length":
+            continue
+        assert "city" in json.loads(generation.text)
+    config = config.replace(max_new_tokens=2)
+    assert {g.finish_reason for g in run(generate(smollm2, "JSON: ", config))} == {"length"}
+
+
+@pytest.mark.real
+def test_the_models_own_defaults(smollm2):
+    config = GenerationConfig.from_model(smollm2)
+    assert config.eos_token_id == smollm2.tokenizer.eos_token_id

@@ -1,0 +1,47 @@
+"""Characters come whole, and none that is taken back."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm_backend.generation.text import Text
+
+alphabet = st.text("abc é日\n", max_size=12)
+
+
+@given(alphabet, st.lists(st.integers(1, 3)), st.lists(st.text("abcé日", min_size=1), max_size=3))
+def test_however_the_bytes_come_the_text_ends_where_a_stop_string_begins(text, sizes, stops):
+    data, tracked, shown, parts = text.encode(), Text(stops), "", []
+    while data:
+        size = sizes.pop() if sizes else 1
+        parts.append(data[:size])
+        data = data[size:]
+    seen = b""
+    for part in parts:
+        seen += part
+        shown += tracked.add(part)
+        assert text.startswith(shown)
+        if tracked.is_stopped:
+            break
+    else:
+        shown += tracked.end()
+    # The stop string that is complete first ends it, at its earliest place.
+    complete = [text.index(stop) for stop in stops if stop.encode() in seen]
+    assert tracked.is_stopped == bool(complete)
+    assert shown == (text[: min(complete)] if complete else text)
+
+
+def test_nothing_is_shown_that_a_stop_string_may_take_back():
+    text = Text(["STOP"])
+    assert [text.add(b"a S"), text.add(b"T"), text.add(b"O"), text.add(b"x")] == [
+        "a ",
+        "",
+        "",
+        "STOx",
+    ]
+    assert [text.add(b"ST"), text.add(b"OP!"), text.is_stopped] == ["", "", True]
+
+
+def test_half_a_character_is_never_shown_but_at_the_end():
+    text = Text()
+    first, rest = "é".encode()[:1], "é".encode()[1:]
+    assert [text.add(first), text.add(rest), text.add(first), text.end()] == ["", "é", "", "\ufffd"]
