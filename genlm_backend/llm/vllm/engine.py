@@ -165,9 +165,14 @@ class Engine:
         requests, self._requests = self._requests, []
         self._call(self._core.add, requests)
         waiting = set(session_ids)
+        self._num_empty_steps = 0
         while waiting:
             for output in self._step():
-                if output.request_id in waiting and output.new_token_ids:
+                if output.request_id not in waiting:
+                    continue
+                if _has_failed(output.finish_reason):
+                    raise EvaluationError(f"vLLM ended a session: {output.finish_reason}")
+                if output.new_token_ids:
                     waiting.discard(output.request_id)
             if waiting and self._is_stuck and not relieve():
                 raise EvaluationError(f"vLLM has no room for {len(waiting)} of its requests")
@@ -291,10 +296,13 @@ class Engine:
         for output in outputs:
             completion = self.completions.get(output.request_id)
             if completion is not None:
-                is_finished = output.finish_reason is not None
-                if is_finished:
+                reason = output.finish_reason
+                if reason is not None:
                     del self.completions[output.request_id]
-                completion.extend(output.new_token_ids, is_finished)
+                if _has_failed(reason):
+                    completion.fail(EvaluationError(f"vLLM ended a sample: {reason}"))
+                else:
+                    completion.extend(output.new_token_ids, is_finished=reason is not None)
         return outputs
 
     def _settle(self) -> None:
@@ -306,6 +314,7 @@ class Engine:
             self._step()
             if time.monotonic() > deadline:
                 raise EvaluationError(f"vLLM did not answer for {_PATIENCE:.0f} seconds")
+        self._num_empty_steps = 0
 
     def _request(
         self, name: str, query: Query, token_ids: tuple[int, ...], params: Any, resumable: bool
@@ -321,6 +330,11 @@ class Engine:
                 "vLLM's engine has ended, and what it printed says why; close this model and "
                 "load it again"
             ) from error
+
+
+def _has_failed(finish_reason: Any) -> bool:
+    """Whether a request ended otherwise than by a token of its end, or by its length."""
+    return finish_reason is not None and str(finish_reason) not in ("stop", "length")
 
 
 _REFUSED = {

@@ -17,7 +17,7 @@ from genlm_backend.errors import (
 )
 from genlm_backend.llm.base import TokenIds, progress_bar
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.llm.loading import resolve_name
+from genlm_backend.llm.loading import explained, resolve_name
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.sampling import Sampler
 from genlm_backend.llm.statistics import BackendCounts
@@ -111,7 +111,9 @@ class AsyncVirtualLM(BatchedLM):
         check_release()
         from genlm_backend.llm.vllm.engine import Engine
 
-        engine = Engine.load(str(resolve_name(model_name)), dict(engine_opts or {}))
+        path = resolve_name(model_name)
+        with explained(model_name):
+            engine = Engine.load(path, dict(engine_opts or {}))
         try:
             return cls(engine, **kwargs)
         except BaseException:

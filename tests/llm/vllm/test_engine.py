@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from genlm_backend import load_model_by_name
+from genlm_backend.errors import ModelNotFoundError
 from tests.llm.conftest import fresh_row
 from tests.llm.vllm import real
 
@@ -176,3 +177,8 @@ def test_a_sample_that_outgrows_the_model_is_told(lm):
 def test_what_does_not_go_with_sessions_is_refused_by_name(option):
     with pytest.raises(ValueError, match=f"{next(iter(option))}="):
         load_model_by_name("smollm2", backend="vllm", llm_opts={"engine_opts": option})
+
+
+def test_a_name_that_is_no_model_is_told():
+    with pytest.raises(ModelNotFoundError, match="no model 'smolm2' could be loaded"):
+        load_model_by_name("smolm2", backend="vllm")
