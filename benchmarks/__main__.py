@@ -23,6 +23,9 @@ SINGLE = (
     "awaits",
     "import_time",
     "decoding",
+    "sampling",
+    "masks",
+    "async_glm",
 )
 TRIES = ("SmolLM2", "Tekken", "Tekken + DeepSeek")
 FAST = {"genlm_backend", "peer + cache_kv", "generate"}

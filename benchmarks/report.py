@@ -86,6 +86,27 @@ def rows(results: Results) -> list[tuple[str, str, str]]:
     if "peer_ms" in decoding:
         peer_ms = median(decoding["peer_ms"])
         table.append((f"… over the peer's ({peer_ms:.0f} ms)", f"{peer_ms / ours_ms:.1f}×", ""))
+    return table + rows_of_generation(results)
+
+
+def rows_of_generation(results: Results) -> list[tuple[str, str, str]]:
+    """What, measured, aim; of what stands above the models."""
+    table = []
+    if "sampling" in results:
+        step, draws = (median(results["sampling"][key]) for key in ("step_ms", "draws_ms"))
+        what = f"20 draws, of the step they belong to ({step:.0f} ms)"
+        table.append((what, f"{100 * draws / step:.1f}%", "15%"))
+    if "masks" in results:
+        keys = ("step_ms", "masks_ms", "both_ms")
+        step, masks, both = (median(results["masks"][key]) for key in keys)
+        hidden = max(0.0, 1 - max(0.0, both - step) / masks)
+        table.append(("a mask under a JSON schema, each of 20", f"{masks / 20:.2f} ms", ""))
+        table.append(("… of which hidden behind the forward pass", f"{100 * hidden:.0f}%", ""))
+    if "async_glm" in results:
+        found = results["async_glm"]
+        ratio = median(found["theirs_s"]) / median(found["ours_s"])
+        what = f"AsyncGLM, {found['num_tasks']} tasks, over `generate` task by task"
+        table.append((what, f"{ratio:.1f}×", "3×"))
     return table
 
 

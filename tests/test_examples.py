@@ -73,6 +73,13 @@ def test_a_chat_goes_on_from_its_own_answers():
     assert len(done.stdout.strip()) > 60
 
 
+def test_tasks_from_threads_come_back_to_their_threads():
+    done = run("examples/async_glm.py", "--threads", "4", "--tokens", "6")
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    assert len(done.stdout.strip().split("\n")) == 5
+
+
 def test_help_reads_well_and_a_typo_is_told():
     help_text = run("-m", "genlm_backend", "--help").stdout
     assert "demo" in help_text
@@ -101,6 +108,9 @@ def test_help_reads_well_and_a_typo_is_told():
         "awaits(1)",
         "import_time(1)",
         "decoding(1)",
+        "sampling(1)",
+        "masks(1)",
+        "async_glm(1, 3, 2)",
         "trie_speed('SmolLM2', 1)",
         "trie_async('Tekken + DeepSeek', 1)",
         "trie_first_call(1)",

@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from genlm_backend.generation.async_glm import AsyncGLM
     from genlm_backend.generation.config import GenerationConfig
     from genlm_backend.generation.constraint import Constraint
-    from genlm_backend.generation.generate import GeneratedToken, Generation, generate, stream
+    from genlm_backend.generation.generation import GeneratedToken, Generation, generate, stream
 
 __all__ = [
+    "AsyncGLM",
     "Constraint",
     "GeneratedToken",
     "Generation",
@@ -21,11 +23,12 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "AsyncGLM": "genlm_backend.generation.async_glm",
         "Constraint": "genlm_backend.generation.constraint",
-        "GeneratedToken": "genlm_backend.generation.generate",
-        "Generation": "genlm_backend.generation.generate",
+        "GeneratedToken": "genlm_backend.generation.generation",
+        "Generation": "genlm_backend.generation.generation",
         "GenerationConfig": "genlm_backend.generation.config",
-        "generate": "genlm_backend.generation.generate",
-        "stream": "genlm_backend.generation.generate",
+        "generate": "genlm_backend.generation.generation",
+        "stream": "genlm_backend.generation.generation",
     },
 )

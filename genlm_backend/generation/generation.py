@@ -99,6 +99,11 @@ async def stream(
         yield token
 
 
+def check_request(lm: AsyncLM, prompt: str | TokenIds, config: GenerationConfig) -> None:
+    """Raise what ``generate`` would raise of this request before it asks the model anything."""
+    _Request(lm, prompt, config, 0)
+
+
 class _Request:
     """One text: awaits logits, processes them, chooses a token, and knows which is the last."""
 

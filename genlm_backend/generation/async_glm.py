@@ -1,0 +1,404 @@
+"""AsyncGLM: tasks for a model from ordinary threads, batched together behind their backs."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from genlm_backend.errors import ContextError, GenerationConfigError
+from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.generation.generation import check_request, generate
+from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.together import together
+
+HONOURED = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_new_tokens",
+    "max_length",
+    "min_length",
+    "min_new_tokens",
+    "eos_token_id",
+    "pad_token_id",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "num_return_sequences",
+    "seed",
+)
+"""The ``generation_kwargs`` that are honoured: those of ``model.generate``, and ``seed``."""
+
+
+@dataclass
+class _Task:
+    id: int
+    rows: torch.Tensor
+    prompts: list[list[int]]
+    configs: list[GenerationConfig]
+    pad_token_id: int
+    future: Future[torch.Tensor]
+
+
+class AsyncGLM:
+    """Generates for many threads at once: ``submit`` a task, ``get_result`` later.
+
+    What ``model.generate`` does for one caller at a time, this does for as many as come: tasks
+    that are under way at the same time share forward passes. Any method may be called from any
+    thread.
+
+    Args:
+        model: A causal language model of transformers, or an ``AsyncLM``, which is not closed at
+            ``shutdown``.
+        tokenizer: The model's; tasks are token ids, so that it may be left out.
+        max_queue_size: Tasks that may wait for others to end, at least 1.
+        generation_kwargs: For every task that does not say otherwise; see ``HONOURED``.
+        max_running: Tasks under way at once; by default as many as the model takes in a batch.
+
+    Raises:
+        GenerationConfigError: (``ValueError``) If ``generation_kwargs`` has something else.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        max_queue_size: int = 10,
+        generation_kwargs: Mapping[str, Any] | None = None,
+        *,
+        max_running: int | None = None,
+    ) -> None:
+        if max_queue_size < 1:
+            raise GenerationConfigError(f"max_queue_size must be 1 or more, got {max_queue_size}")
+        self._is_own = not isinstance(model, AsyncLM)
+        self._defaults = dict(generation_kwargs or {})
+        self._lm: AsyncLM = _wrap(model, tokenizer) if self._is_own else model
+        try:
+            self._base = GenerationConfig.from_model(self._lm)
+            self._config_of(self._defaults, 0)
+        except BaseException:
+            self._close_model()
+            raise
+        self._max_queue_size = max_queue_size
+        self._max_running = max_running or getattr(self._lm, "batch_size", 20)
+        self._changed = threading.Condition()
+        self._waiting: deque[_Task] = deque()
+        self._tasks: dict[int, _Task] = {}
+        self._num_running = 0
+        self._next_id = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._is_shut_down = False
+
+    # ---------------------------------------------------------------- tasks
+
+    def start(self) -> None:
+        """Start working; again has no effect.
+
+        Raises:
+            RuntimeError: After ``shutdown()``.
+        """
+        with self._changed:
+            self._check_open()
+            if self._thread is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=_run_loop, args=(self._loop,), name="genlm-async-glm", daemon=True
+                )
+                self._thread.start()
+            self._advance()
+
+    def submit(
+        self,
+        inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any],
+        generation_kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Queue a task and return its id.
+
+        Args:
+            inputs: Token ids ``[length]`` or ``[batch, length]``, or a mapping with ``input_ids``
+                and an ``attention_mask`` that is 0 where a row is padded, on either side.
+            generation_kwargs: In place of the constructor's.
+            timeout: Seconds to wait where the queue is full; ``None`` waits as long as it takes.
+
+        Raises:
+            ContextError: (``ValueError``) If a prompt is empty or too long. Nothing is queued
+                then, as with the next one.
+            GenerationConfigError: (``ValueError``) If ``generation_kwargs`` are wrong.
+            queue.Full: If the queue was full for ``timeout`` seconds.
+            RuntimeError: After ``shutdown()``.
+        """
+        kwargs = {**self._defaults, **(generation_kwargs or {})}
+        rows, mask = _rows_of(inputs)
+        prompts = [row[keep].tolist() for row, keep in zip(rows, mask, strict=True)]
+        configs = [self._config_of(kwargs, row) for row in range(len(prompts))]
+        for prompt, config in zip(prompts, configs, strict=True):
+            check_request(self._lm, prompt, config)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not self._is_shut_down and len(self._waiting) >= self._max_queue_size:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise queue.Full(f"{len(self._waiting)} tasks are waiting already")
+                self._changed.wait(left)
+            self._check_open()
+            pad = kwargs.get("pad_token_id")
+            task = _Task(
+                self._next_id, rows, prompts, configs, self._pad() if pad is None else pad, Future()
+            )
+            self._next_id += 1
+            self._tasks[task.id] = task
+            self._waiting.append(task)
+            self._advance()
+        return task.id
+
+    def get_result(self, task_id: int, timeout: float | None = None) -> torch.Tensor:
+        """Wait for a task and return its result, once.
+
+        Returns:
+            Token ids, int64 ``[batch × num_return_sequences, length]``, as ``model.generate``
+            gives them: each row as it was given, its continuation, and padding.
+
+        Raises:
+            TimeoutError: If it is not complete after ``timeout`` seconds; it can be asked again.
+            KeyError: If there is no such task, or its result has been collected.
+            CancelledError: (of ``concurrent.futures``) If ``shutdown`` came first.
+            Exception: What made the task fail.
+        """
+        with self._changed:
+            task = self._tasks.get(task_id)
+        if task is None:
+            raise KeyError(f"no task {task_id}, or its result has been collected")
+        try:
+            error = task.future.exception(timeout)
+        except CancelledError:
+            self._collect(task_id)
+            raise
+        self._collect(task_id)
+        if error is not None:
+            raise error
+        return task.future.result()
+
+    def _collect(self, task_id: int) -> None:
+        with self._changed:
+            if self._tasks.pop(task_id, None) is None:
+                raise KeyError(f"the result of task {task_id} has been collected")
+
+    def is_ready(self, task_id: int) -> bool:
+        """Return whether ``get_result`` would not have to wait.
+
+        Raises:
+            KeyError: As there.
+        """
+        with self._changed:
+            if task_id not in self._tasks:
+                raise KeyError(f"no task {task_id}, or its result has been collected")
+            return self._tasks[task_id].future.done()
+
+    def queue_size(self) -> int:
+        """Return how many tasks wait to be begun."""
+        with self._changed:
+            return len(self._waiting)
+
+    # ---------------------------------------------------------------- ending
+
+    def shutdown(self, wait: bool = True, timeout: float | None = None) -> None:
+        """End it; again has no effect. Results that are there can still be collected.
+
+        Args:
+            wait: Whether to complete the tasks first. Those that are not are cancelled.
+            timeout: Seconds to wait for them, at most.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            self._is_shut_down = True
+            self._changed.notify_all()
+            while wait and self._thread is not None and (self._waiting or self._num_running):
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                self._changed.wait(left)
+            unfinished = list(self._tasks.values())
+            self._waiting.clear()
+            thread, self._thread = self._thread, None
+        for task in unfinished:
+            task.future.cancel()
+        if thread is not None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            thread.join()
+        self._close_model()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown(wait=kind is None)
+
+    def _close_model(self) -> None:
+        if self._is_own:
+            self._lm.close()
+
+    def _check_open(self) -> None:
+        if self._is_shut_down:
+            raise RuntimeError("this AsyncGLM has been shut down")
+
+    # ---------------------------------------------------------------- working
+
+    def _advance(self) -> None:
+        """Begin what there is room for; under the lock."""
+        if self._loop is None or self._thread is None:
+            return
+        while self._waiting and self._num_running < self._max_running:
+            task = self._waiting.popleft()
+            self._num_running += 1
+            asyncio.run_coroutine_threadsafe(self._run(task), self._loop)
+        self._changed.notify_all()
+
+    async def _run(self, task: _Task) -> None:
+        result: torch.Tensor | None = None
+        error: BaseException | None = None
+        try:
+            if task.future.set_running_or_notify_cancel():
+                result = await self._generate(task)
+        except BaseException as raised:  # a future is settled
+            error = raised
+            if not isinstance(raised, Exception):
+                error = CancelledError("the task was cancelled by shutdown()")
+        finally:
+            if task.future.running():
+                if error is None and result is not None:
+                    task.future.set_result(result)
+                else:
+                    task.future.set_exception(error)
+            with self._changed:
+                self._num_running -= 1
+                self._advance()
+
+    async def _generate(self, task: _Task) -> torch.Tensor:
+        pairs = zip(task.prompts, task.configs, strict=True)
+        found = await together(generate(self._lm, prompt, config) for prompt, config in pairs)
+        texts = [
+            (row, generation.token_ids)
+            for row, generations in zip(task.rows, found, strict=True)
+            for generation in generations
+        ]
+        longest = max(len(token_ids) for _, token_ids in texts)
+        return torch.stack(
+            [
+                torch.cat([row, torch.tensor(ids + [task.pad_token_id] * (longest - len(ids)))])
+                for row, ids in texts
+            ]
+        )
+
+    # ---------------------------------------------------------------- what is asked for
+
+    def _config_of(self, kwargs: Mapping[str, Any], row: int) -> GenerationConfig:
+        """Return the configuration of one row, whose random stream is its own."""
+        for name in kwargs:
+            if name not in HONOURED:
+                known = ", ".join(HONOURED)
+                raise GenerationConfigError(f"{name} is not honoured here; these are: {known}")
+        fields = dict(kwargs)
+        fields.pop("pad_token_id", None)
+        if "num_return_sequences" in fields:
+            fields["n"] = fields.pop("num_return_sequences")
+        if fields.get("seed") is not None:
+            fields["seed"] += row
+        base = self._base
+        if not fields.get("do_sample", base.do_sample):
+            for name in ("temperature", "top_k", "top_p", "min_p"):
+                fields.pop(name, None)  # model.generate does not look at them either
+            base = GenerationConfig(
+                max_new_tokens=base.max_new_tokens,
+                max_length=base.max_length,
+                eos_token_id=base.eos_token_id,
+                repetition_penalty=base.repetition_penalty,
+                no_repeat_ngram_size=base.no_repeat_ngram_size,
+            )
+        if (
+            base.max_new_tokens is None
+            and base.max_length is None
+            and not ({"max_new_tokens", "max_length"} & set(fields))
+        ):
+            fields["max_new_tokens"] = 20  # as model.generate
+        return base.replace(**fields)
+
+    def _pad(self) -> int:
+        config = getattr(getattr(self._lm, "model", None), "generation_config", None)
+        tokenizer = self._lm.tokenizer
+        for holder, name in ((config, "pad_token_id"), (tokenizer, "pad_token_id")):
+            if isinstance(found := getattr(holder, name, None), int):
+                return found
+        eos = self._base.eos_token_id
+        return eos if isinstance(eos, int) else eos[0] if eos else 0
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()
+
+
+def _rows_of(
+    inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids ``[batch, length]`` and which of them count, bool of the same shape."""
+    is_mapping = isinstance(inputs, Mapping)
+    if is_mapping and "input_ids" not in inputs:
+        raise ContextError(f"the inputs have no 'input_ids', only {sorted(inputs)}")
+    ids = torch.as_tensor(inputs["input_ids"] if is_mapping else inputs)
+    if ids.numel() == 0:
+        raise ContextError("the inputs are empty: a context needs at least one token")
+    given = inputs.get("attention_mask") if is_mapping else None
+    if ids.is_floating_point() or ids.dtype is torch.bool or ids.ndim not in (1, 2):
+        raise ContextError(
+            f"token ids must be integers of shape [length] or [batch, length], got {ids.dtype} "
+            f"of shape {list(ids.shape)}"
+        )
+    rows = ids.cpu().long().reshape(-1, ids.shape[-1])
+    if given is None:
+        return rows, torch.ones_like(rows, dtype=torch.bool)
+    mask = torch.as_tensor(given).cpu().bool().reshape(-1, torch.as_tensor(given).shape[-1])
+    if mask.shape != rows.shape:
+        raise ContextError(
+            f"attention_mask has shape {list(mask.shape)} and input_ids {list(rows.shape)}"
+        )
+    return rows, mask
+
+
+def _wrap(model: Any, tokenizer: Any) -> AsyncLM:
+    from genlm_backend.llm import AsyncTransformer
+
+    if tokenizer is None:
+        from tokenizers import Tokenizer, models
+
+        # Nothing here looks at the bytes of a token; each id gets a word of its own.
+        size = model.get_input_embeddings().num_embeddings
+        tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(size)}, unk_token="<0>"))
+    return AsyncTransformer(model, tokenizer)

@@ -1,0 +1,211 @@
+"""Tasks from threads: each gets its own result, once, and nobody waits for ever."""
+
+import asyncio
+import queue
+import threading
+import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import pytest
+import torch
+
+from genlm_backend import MockAsyncLM
+from genlm_backend.errors import ContextError, GenerationConfigError
+from genlm_backend.generation import AsyncGLM, GenerationConfig, generate
+from tests.llm import families
+from tests.llm.conftest import word_tokenizer
+
+GREEDY = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": [7, 30], "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return families.make("llama")
+
+
+@pytest.fixture
+def mock():
+    with MockAsyncLM(word_tokenizer(), row_cache_bytes=0) as lm:
+        yield lm
+
+
+class SlowLM(MockAsyncLM):
+    """A mock whose batches wait until they may go on."""
+
+    def __init__(self):
+        super().__init__(word_tokenizer(), row_cache_bytes=0)
+        self.gate = threading.Event()
+
+    def evaluate(self, queries):
+        assert self.gate.wait(60)
+        if any(query.token_ids[0] == 13 for query in queries):
+            raise ZeroDivisionError("thirteen")
+        return super().evaluate(queries)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("tokenizer", [None, word_tokenizer()], ids=["bare", "tokenizer"])
+def test_results_are_those_of_generate(model, tokenizer):
+    batches = [
+        torch.tensor([1, 2, 3]),
+        torch.tensor([[4, 5, 6], [7, 8, 9]]),
+        {
+            "input_ids": torch.tensor([[0, 0, 5], [1, 2, 3]]),
+            "attention_mask": [[0, 0, 1], [1, 1, 1]],
+        },
+    ]
+    with AsyncGLM(model, tokenizer, generation_kwargs=GREEDY) as glm:
+        ids = [glm.submit(batch) for batch in batches]
+        results = [glm.get_result(task_id, timeout=60) for task_id in ids]
+    for batch, result in zip(batches, results, strict=True):
+        rows = batch["input_ids"] if isinstance(batch, dict) else torch.atleast_2d(batch)
+        mask = torch.ones_like(rows)
+        if isinstance(batch, dict):
+            mask = torch.tensor(batch["attention_mask"])
+        theirs = model.generate(rows, attention_mask=mask, **GREEDY)
+        assert torch.equal(result, theirs)
+
+
+def test_rows_padded_on_the_right_lose_their_padding(model):
+    inputs = {"input_ids": [[5, 6, 0, 0], [1, 2, 3, 4]], "attention_mask": [[1, 1, 0, 0], [1] * 4]}
+    with AsyncGLM(model, generation_kwargs=GREEDY) as glm:
+        result = glm.get_result(glm.submit(inputs), timeout=60)
+        alone = glm.get_result(glm.submit([5, 6]), timeout=60)
+    ours = [i for i in result[0, 4:].tolist() if i]
+    assert result[0, :4].tolist() == [5, 6, 0, 0]
+    assert ours == [i for i in alone[0, 2:].tolist() if i]
+
+
+def test_four_hundred_tasks_from_sixteen_threads(mock):
+    async def expected_of(prompts):
+        config = GenerationConfig(max_new_tokens=6)
+        return await asyncio.gather(*(generate(mock, prompt, config) for prompt in prompts))
+
+    prompts = [[i % 90, i // 90, 3] for i in range(400)]
+    expected = [found[0].token_ids for found in asyncio.run(expected_of(prompts))]
+    kwargs = {"max_new_tokens": 6}
+    with AsyncGLM(mock, max_queue_size=10, generation_kwargs=kwargs) as glm:
+
+        def work(thread):
+            results = {}
+            for index in range(thread, 400, 16):
+                task_id = glm.submit(prompts[index])
+                results[index] = glm.get_result(task_id, timeout=60)
+            return results
+
+        with ThreadPoolExecutor(16) as pool:
+            for results in pool.map(work, range(16)):
+                for index, result in results.items():
+                    assert result.tolist() == [prompts[index] + expected[index]]
+    assert mock.statistics().mean_batch_size > 3
+
+
+def test_several_samples_with_seeds(mock):
+    kwargs = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 5, "seed": 1}
+    with AsyncGLM(mock, generation_kwargs=kwargs) as glm:
+        first, second = (glm.get_result(glm.submit([[1, 2], [3, 4]]), 60) for _ in range(2))
+    assert first.shape == (6, 7)
+    assert torch.equal(first, second)
+    assert len({tuple(row) for row in first[:3].tolist()}) == 3
+
+
+def test_a_full_queue_blocks_times_out_and_goes_on():
+    lm = SlowLM()
+    kwargs = {"max_new_tokens": 2}
+    with AsyncGLM(lm, max_queue_size=2, generation_kwargs=kwargs, max_running=1) as glm:
+        ids = [glm.submit([i]) for i in range(3)]
+        assert glm.queue_size() == 2
+        begin = time.monotonic()
+        with pytest.raises(queue.Full):
+            glm.submit([9], timeout=0.05)
+        assert time.monotonic() - begin >= 0.05
+        with pytest.raises(TimeoutError):
+            glm.get_result(ids[0], timeout=0.01)
+        assert not glm.is_ready(ids[0])
+        threading.Timer(0.05, lm.gate.set).start()
+        ids.append(glm.submit([9]))  # waits for a place
+        assert [glm.get_result(i, 60)[0, 0].item() for i in ids] == [0, 1, 2, 9]
+        with pytest.raises(KeyError):
+            glm.get_result(ids[0])
+        with pytest.raises(KeyError):
+            glm.is_ready(12345)
+    lm.close()
+
+
+def test_a_failing_task_gives_its_own_exception_and_the_others_their_results():
+    lm = SlowLM()
+    lm.gate.set()
+    with AsyncGLM(lm, generation_kwargs={"max_new_tokens": 2}) as glm:
+        bad = glm.submit([13])
+        with pytest.raises(ZeroDivisionError, match="thirteen"):
+            glm.get_result(bad, 60)
+        good = glm.submit([1])
+        assert glm.get_result(good, 60).shape == (1, 3)
+        with pytest.raises(KeyError):
+            glm.get_result(bad)
+    lm.close()
+
+
+def test_tasks_may_be_submitted_before_the_start_and_shutdown_completes_them(mock):
+    glm = AsyncGLM(mock, generation_kwargs={"max_new_tokens": 3})
+    task_id = glm.submit([1, 2])
+    assert glm.queue_size() == 1
+    glm.start()
+    glm.start()
+    glm.shutdown(wait=True)
+    assert glm.get_result(task_id).shape == (1, 5)
+    glm.shutdown()
+    for use in (lambda: glm.submit([1]), glm.start):
+        with pytest.raises(RuntimeError, match="shut down"):
+            use()
+
+
+def test_shutdown_without_waiting_cancels_what_is_not_complete():
+    lm = SlowLM()
+    glm = AsyncGLM(lm, generation_kwargs={"max_new_tokens": 2}, max_running=1)
+    glm.start()
+    ids = [glm.submit([i]) for i in range(3)]
+
+    def wait():
+        with pytest.raises(CancelledError):
+            glm.get_result(ids[2])
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    threading.Timer(0.1, lm.gate.set).start()
+    glm.shutdown(wait=False)
+    waiting.join(30)
+    assert not waiting.is_alive()
+    for task_id in ids[:2]:
+        with pytest.raises(CancelledError):
+            glm.get_result(task_id, 30)
+    assert not [t for t in threading.enumerate() if t.name == "genlm-async-glm"]
+    lm.close()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kwargs", "kind", "message"),
+    [
+        ([], {}, ContextError, "empty"),
+        ([[]], {}, ContextError, "empty"),
+        ([1.5], {}, ContextError, "must be integers"),
+        ([[[1]]], {}, ContextError, "shape"),
+        ([96], {}, GenerationConfigError, "96"),
+        ({"ids": [1]}, {}, ContextError, "input_ids"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, {}, ContextError, "attention_mask"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}, {}, ContextError, "empty"),
+        ([1], {"num_beams": 4}, GenerationConfigError, "num_beams is not honoured"),
+        ([1], {"temperature": -1, "do_sample": True}, GenerationConfigError, "temperature"),
+        ([1, 2], {"max_length": 2}, ContextError, "no room"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_queued(mock, inputs, kwargs, kind, message):
+    with AsyncGLM(mock, generation_kwargs={"max_new_tokens": 3}) as glm:
+        with pytest.raises(kind, match=message):
+            glm.submit(inputs, kwargs)
+        assert glm.queue_size() == 0
+        assert glm.get_result(glm.submit([1]), 30).shape == (1, 4)
+    with pytest.raises(GenerationConfigError, match="num_beams"):
+        AsyncGLM(mock, generation_kwargs={"num_beams": 2})
+    with pytest.raises(GenerationConfigError, match="max_queue_size"):
+        AsyncGLM(mock, max_queue_size=0)
