@@ -15,30 +15,12 @@ from typing import Any, Self
 
 import torch
 
-from genlm_backend.errors import ContextError, GenerationConfigError
+from genlm_backend.errors import GenerationConfigError
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.generation import check_request, generate
+from genlm_backend.generation.hf_inputs import config_of_kwargs, rows_of
 from genlm_backend.llm.base import AsyncLM
 from genlm_backend.llm.together import together
-
-HONOURED = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "max_new_tokens",
-    "max_length",
-    "min_length",
-    "min_new_tokens",
-    "eos_token_id",
-    "pad_token_id",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "num_return_sequences",
-    "seed",
-)
-"""The ``generation_kwargs`` that are honoured: those of ``model.generate``, and ``seed``."""
 
 
 @dataclass
@@ -63,7 +45,7 @@ class AsyncGLM:
             ``shutdown``.
         tokenizer: The model's; tasks are token ids, so that it may be left out.
         max_queue_size: Tasks that may wait for others to end, at least 1.
-        generation_kwargs: For every task that does not say otherwise; see ``HONOURED``.
+        generation_kwargs: For every task that does not say otherwise; see ``hf_inputs.HONOURED``.
         max_running: Tasks under way at once; by default as many as the model takes in a batch.
 
     Raises:
@@ -141,7 +123,7 @@ class AsyncGLM:
             RuntimeError: After ``shutdown()``.
         """
         kwargs = {**self._defaults, **(generation_kwargs or {})}
-        rows, mask = _rows_of(inputs)
+        rows, mask = rows_of(inputs)
         prompts = [row[keep].tolist() for row, keep in zip(rows, mask, strict=True)]
         configs = [self._config_of(kwargs, row) for row in range(len(prompts))]
         for prompt, config in zip(prompts, configs, strict=True):
@@ -311,35 +293,7 @@ class AsyncGLM:
     # ---------------------------------------------------------------- what is asked for
 
     def _config_of(self, kwargs: Mapping[str, Any], row: int) -> GenerationConfig:
-        """Return the configuration of one row, whose random stream is its own."""
-        for name in kwargs:
-            if name not in HONOURED:
-                known = ", ".join(HONOURED)
-                raise GenerationConfigError(f"{name} is not honoured here; these are: {known}")
-        fields = dict(kwargs)
-        fields.pop("pad_token_id", None)
-        if "num_return_sequences" in fields:
-            fields["n"] = fields.pop("num_return_sequences")
-        if fields.get("seed") is not None:
-            fields["seed"] += row
-        base = self._base
-        if not fields.get("do_sample", base.do_sample):
-            for name in ("temperature", "top_k", "top_p", "min_p"):
-                fields.pop(name, None)  # model.generate does not look at them either
-            base = GenerationConfig(
-                max_new_tokens=base.max_new_tokens,
-                max_length=base.max_length,
-                eos_token_id=base.eos_token_id,
-                repetition_penalty=base.repetition_penalty,
-                no_repeat_ngram_size=base.no_repeat_ngram_size,
-            )
-        if (
-            base.max_new_tokens is None
-            and base.max_length is None
-            and not ({"max_new_tokens", "max_length"} & set(fields))
-        ):
-            fields["max_new_tokens"] = 20  # as model.generate
-        return base.replace(**fields)
+        return config_of_kwargs(self._base, kwargs, row)
 
     def _pad(self) -> int:
         config = getattr(getattr(self._lm, "model", None), "generation_config", None)
@@ -363,33 +317,6 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(loop.shutdown_default_executor())
     finally:
         loop.close()
-
-
-def _rows_of(
-    inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids ``[batch, length]`` and which of them count, bool of the same shape."""
-    is_mapping = isinstance(inputs, Mapping)
-    if is_mapping and "input_ids" not in inputs:
-        raise ContextError(f"the inputs have no 'input_ids', only {sorted(inputs)}")
-    ids = torch.as_tensor(inputs["input_ids"] if is_mapping else inputs)
-    if ids.numel() == 0:
-        raise ContextError("the inputs are empty: a context needs at least one token")
-    given = inputs.get("attention_mask") if is_mapping else None
-    if ids.is_floating_point() or ids.dtype is torch.bool or ids.ndim not in (1, 2):
-        raise ContextError(
-            f"token ids must be integers of shape [length] or [batch, length], got {ids.dtype} "
-            f"of shape {list(ids.shape)}"
-        )
-    rows = ids.cpu().long().reshape(-1, ids.shape[-1])
-    if given is None:
-        return rows, torch.ones_like(rows, dtype=torch.bool)
-    mask = torch.as_tensor(given).cpu().bool().reshape(-1, torch.as_tensor(given).shape[-1])
-    if mask.shape != rows.shape:
-        raise ContextError(
-            f"attention_mask has shape {list(mask.shape)} and input_ids {list(rows.shape)}"
-        )
-    return rows, mask
 
 
 def _wrap(model: Any, tokenizer: Any) -> AsyncLM:
