@@ -154,7 +154,7 @@ class GenerationConfig:
             GenerationConfigError: (``ValueError``) Naming what it asks for that is not done here.
         """
         given = config.to_diff_dict()
-        fields = {name: given[name] for name in _FROM_HF if given.get(name) is not None}
+        fields = {name: given[name] for name in SHARED_FIELDS if given.get(name) is not None}
         for name in sorted(set(given) - set(fields) - _NOT_OF_INTEREST):
             if given[name] not in (None, False, _HARMLESS.get(name)):
                 raise GenerationConfigError(f"{name}={given[name]!r} is not supported")
@@ -198,7 +198,7 @@ _NUMBERS = {
 }
 """Fields that are numbers → bounds, and whether the lower one is excluded."""
 
-_FROM_HF = (
+SHARED_FIELDS = (
     "do_sample",
     "temperature",
     "top_k",
@@ -212,6 +212,8 @@ _FROM_HF = (
     "repetition_penalty",
     "no_repeat_ngram_size",
 )
+"""Fields that mean the same in transformers."""
+
 _NOT_OF_INTEREST = {
     "transformers_version",
     "_from_model_config",

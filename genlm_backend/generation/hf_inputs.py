@@ -8,25 +8,9 @@ from typing import Any
 import torch
 
 from genlm_backend.errors import ContextError, GenerationConfigError
-from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.generation.config import SHARED_FIELDS, GenerationConfig
 
-HONOURED = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "max_new_tokens",
-    "max_length",
-    "min_length",
-    "min_new_tokens",
-    "eos_token_id",
-    "pad_token_id",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "num_return_sequences",
-    "seed",
-)
+HONOURED = (*SHARED_FIELDS, "pad_token_id", "num_return_sequences", "seed")
 """The ``generation_kwargs`` that are honoured: those of ``model.generate``, and ``seed``."""
 
 
