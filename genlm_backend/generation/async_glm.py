@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+import transformers
 
 from genlm_backend.errors import GenerationConfigError
 from genlm_backend.generation.config import GenerationConfig
@@ -61,13 +62,15 @@ class AsyncGLM:
         *,
         max_running: int | None = None,
     ) -> None:
-        if max_queue_size < 1:
-            raise GenerationConfigError(f"max_queue_size must be 1 or more, got {max_queue_size}")
+        for name, value in (("max_queue_size", max_queue_size), ("max_running", max_running)):
+            if value is not None and value < 1:
+                raise GenerationConfigError(f"{name} must be 1 or more, got {value}")
         self._is_own = not isinstance(model, AsyncLM)
         self._defaults = dict(generation_kwargs or {})
         self._lm: AsyncLM = _wrap(model, tokenizer) if self._is_own else model
         try:
-            self._base = GenerationConfig.from_model(self._lm)
+            model_config = getattr(getattr(self._lm, "model", None), "generation_config", None)
+            self._base = model_config or transformers.GenerationConfig()
             self._config_of(self._defaults, 0)
         except BaseException:
             self._close_model()
@@ -122,7 +125,10 @@ class AsyncGLM:
             queue.Full: If the queue was full for ``timeout`` seconds.
             RuntimeError: After ``shutdown()``.
         """
-        kwargs = {**self._defaults, **(generation_kwargs or {})}
+        own = generation_kwargs or {}
+        kwargs = {**self._defaults, **own}
+        if "max_length" in own and "max_new_tokens" not in own:
+            kwargs.pop("max_new_tokens", None)  # or the constructor's would go before it
         rows, mask = rows_of(inputs)
         prompts = [row[keep].tolist() for row, keep in zip(rows, mask, strict=True)]
         configs = [self._config_of(kwargs, row) for row in range(len(prompts))]
@@ -296,10 +302,8 @@ class AsyncGLM:
         return config_of_kwargs(self._base, kwargs, row)
 
     def _pad(self) -> int:
-        config = getattr(getattr(self._lm, "model", None), "generation_config", None)
-        tokenizer = self._lm.tokenizer
-        for holder, name in ((config, "pad_token_id"), (tokenizer, "pad_token_id")):
-            if isinstance(found := getattr(holder, name, None), int):
+        for holder in (self._base, self._lm.tokenizer):
+            if isinstance(found := getattr(holder, "pad_token_id", None), int):
                 return found
         eos = self._base.eos_token_id
         return eos if isinstance(eos, int) else eos[0] if eos else 0

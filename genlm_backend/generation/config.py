@@ -80,12 +80,7 @@ class GenerationConfig:
         self._tidy("stop_words_ids", tuple(tuple(word) for word in self.stop_words_ids))
         if self.eos_token_id is not None and not isinstance(self.eos_token_id, int):
             self._tidy("eos_token_id", tuple(self.eos_token_id))
-        for name in (
-            "do_sample",
-            "early_stopping",
-            "suppress_repetition_in_generation",
-            "logprobs",
-        ):
+        for name in _SWITCHES:
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name, least in _INTEGERS.items():
             value = getattr(self, name)
@@ -106,6 +101,9 @@ class GenerationConfig:
         words = self.stop_words_ids
         are_ids = all(word and all(isinstance(i, int) for i in word) for word in words)
         self._check("stop_words_ids", are_ids, "non-empty lists of token ids")
+        eos = self.eos_token_id
+        eos_ids = () if eos is None else eos if isinstance(eos, tuple) else (eos,)
+        self._check("eos_token_id", all(isinstance(i, int) for i in eos_ids), "token ids")
         is_format = self.response_format is None or isinstance(self.response_format, Mapping)
         self._check("response_format", is_format, "None or a mapping with a 'type'")
         self._check_contradictions()
@@ -158,7 +156,9 @@ class GenerationConfig:
         for name in sorted(set(given) - set(fields) - _NOT_OF_INTEREST):
             if given[name] not in (None, False, _HARMLESS.get(name)):
                 raise GenerationConfigError(f"{name}={given[name]!r} is not supported")
-        if not fields.get("do_sample"):
+        if fields.get("do_sample"):
+            fields.setdefault("top_k", _HF_TOP_K)
+        else:
             for name in ("temperature", "top_k", "top_p", "min_p"):
                 fields.pop(name, None)  # transformers does not look at them either
         if "max_new_tokens" in fields:
@@ -213,6 +213,9 @@ SHARED_FIELDS = (
     "no_repeat_ngram_size",
 )
 """Fields that mean the same in transformers."""
+
+_HF_TOP_K = 50
+"""What transformers takes where it samples and nobody has said."""
 
 _NOT_OF_INTEREST = {
     "transformers_version",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from genlm_backend.errors import ContextError, GenerationConfigError
@@ -14,44 +16,33 @@ HONOURED = (*SHARED_FIELDS, "pad_token_id", "num_return_sequences", "seed")
 """The ``generation_kwargs`` that are honoured: those of ``model.generate``, and ``seed``."""
 
 
-def config_of_kwargs(
-    base: GenerationConfig, kwargs: Mapping[str, Any], row: int
-) -> GenerationConfig:
+def config_of_kwargs(defaults: Any, kwargs: Mapping[str, Any], row: int) -> GenerationConfig:
     """Return the configuration of one row of a task, whose random stream is its own.
 
     Args:
-        base: The model's own defaults.
+        defaults: The model's own ``transformers.GenerationConfig``.
         kwargs: As for ``model.generate``, and ``seed``.
         row: Which row.
 
     Raises:
         GenerationConfigError: (``ValueError``) Naming what is not honoured, or wrong.
     """
-    for name in kwargs:
+    merged, ours = copy.deepcopy(defaults), {}
+    for name, value in kwargs.items():
         if name not in HONOURED:
             raise GenerationConfigError(
                 f"{name} is not honoured here; these are: {', '.join(HONOURED)}"
             )
-    fields = dict(kwargs)
-    fields.pop("pad_token_id", None)
-    if "num_return_sequences" in fields:
-        fields["n"] = fields.pop("num_return_sequences")
-    if fields.get("seed") is not None:
-        fields["seed"] += row
-    if not fields.get("do_sample", base.do_sample):
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            fields.pop(name, None)  # model.generate does not look at them either
-        base = GenerationConfig(
-            max_new_tokens=base.max_new_tokens,
-            max_length=base.max_length,
-            eos_token_id=base.eos_token_id,
-            repetition_penalty=base.repetition_penalty,
-            no_repeat_ngram_size=base.no_repeat_ngram_size,
-        )
-    has_length = base.max_new_tokens is not None or base.max_length is not None
-    if not has_length and not {"max_new_tokens", "max_length"} & set(fields):
-        fields["max_new_tokens"] = 20  # as model.generate
-    return base.replace(**fields)
+        if name in SHARED_FIELDS:
+            setattr(merged, name, value)
+    if kwargs.get("num_return_sequences") is not None:
+        ours["n"] = kwargs["num_return_sequences"]
+    if kwargs.get("seed") is not None:
+        mixed = np.random.SeedSequence([kwargs["seed"], row]).generate_state(1, np.uint64)
+        ours["seed"] = int(mixed[0])
+    if merged.max_new_tokens is None and merged.max_length is None:
+        ours["max_new_tokens"] = 20  # as model.generate
+    return GenerationConfig.from_hf(merged).replace(**ours)
 
 
 def rows_of(

@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import threading
-import time
 
 import pytest
 
@@ -174,23 +173,29 @@ def interruptible():
 def test_a_keyboard_interrupt_during_an_evaluation_leaves_the_batcher_usable(recorder):
     batcher = Batcher(recorder, PATIENT)
     recorder.hold()
+    is_noticed = threading.Event()
 
     def interrupt():
         assert recorder.is_held.wait(30)
-        # Python would not notice a signal that comes just before the main thread begins to wait.
-        time.sleep(0.2)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        # Python does not notice a signal that comes just before the main thread begins to wait;
+        # it does with the next one, and takes both for one.
+        while not is_noticed.is_set():
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            is_noticed.wait(3)
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(batcher.submit(1))
+    is_noticed.set()
     recorder.let_go()
     assert asyncio.run(batcher.submit(2)) == 4
 
+    is_noticed.clear()
     recorder.hold()
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         batcher.submit_sync([3])
+    is_noticed.set()
     recorder.let_go()
     assert batcher.submit_sync([4, 5]) == [8, 10]
     batcher.close()

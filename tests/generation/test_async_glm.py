@@ -1,6 +1,7 @@
 """Tasks from threads: each gets its own result, once, and nobody waits for ever."""
 
 import asyncio
+import copy
 import queue
 import threading
 import time
@@ -8,12 +9,13 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 
 import pytest
 import torch
+import transformers
 
 from genlm_backend import MockAsyncLM
 from genlm_backend.errors import ContextError, GenerationConfigError
 from genlm_backend.generation import AsyncGLM, GenerationConfig, generate
 from tests.llm import families
-from tests.llm.conftest import word_tokenizer
+from tests.llm.conftest import fresh_row, word_tokenizer
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": [7, 30], "pad_token_id": 0}
 
@@ -98,6 +100,27 @@ def test_four_hundred_tasks_from_sixteen_threads(mock):
                 for index, result in results.items():
                     assert result.tolist() == [prompts[index] + expected[index]]
     assert mock.statistics().mean_batch_size > 3
+
+
+def test_samples_are_drawn_from_where_generate_draws_them(model):
+    """Nobody names top_k: transformers keeps 50 tokens then, of 96."""
+    draws = {"do_sample": True, "max_new_tokens": 1, "temperature": 3.0, "eos_token_id": 95}
+    kwargs = {**draws, "num_return_sequences": 400, "seed": 0}
+    with AsyncGLM(model, generation_kwargs=kwargs) as glm:
+        result = glm.get_result(glm.submit([1, 2, 3]), 60)
+    allowed = fresh_row(model, [1, 2, 3]).topk(50).indices.tolist()
+    seen = set(result[:, 3].tolist())
+    assert seen <= set(allowed)
+    assert len(seen) > 25
+
+
+def test_the_models_own_defaults_hold_once_it_samples(model):
+    own = copy.deepcopy(model)
+    own.generation_config = transformers.GenerationConfig(top_k=1, eos_token_id=95)
+    with AsyncGLM(own, generation_kwargs={"do_sample": True, "max_new_tokens": 5}) as glm:
+        sampled = glm.get_result(glm.submit([1, 2]), 60)
+        greedy = glm.get_result(glm.submit([1, 2], {"do_sample": False}), 60)
+    assert torch.equal(sampled, greedy)
 
 
 def test_several_samples_with_seeds(mock):
@@ -207,5 +230,6 @@ def test_mistakes_are_told_before_anything_is_queued(mock, inputs, kwargs, kind,
         assert glm.get_result(glm.submit([1]), 30).shape == (1, 4)
     with pytest.raises(GenerationConfigError, match="num_beams"):
         AsyncGLM(mock, generation_kwargs={"num_beams": 2})
-    with pytest.raises(GenerationConfigError, match="max_queue_size"):
-        AsyncGLM(mock, max_queue_size=0)
+    for name in ("max_queue_size", "max_running"):
+        with pytest.raises(GenerationConfigError, match=name):
+            AsyncGLM(mock, **{name: 0})

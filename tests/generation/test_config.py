@@ -43,6 +43,7 @@ SAMPLE = {"do_sample": True}
         ("stop", [1], {}),
         ("stop_words_ids", [[]], {}),
         ("stop_words_ids", [["a"]], {}),
+        ("eos_token_id", "</s>", {}),
         ("repetition_penalty", 0, {}),
         ("no_repeat_ngram_size", -1, {}),
         ("presence_penalty", float("inf"), {}),
@@ -84,6 +85,11 @@ def test_from_transformers():
     assert (config.temperature, config.top_k, config.max_new_tokens) == (0.7, 5, 9)
     assert config.eos_token_id == (2, 3)
     assert GenerationConfig.from_hf(transformers.GenerationConfig()) == GenerationConfig()
+    sampling = GenerationConfig.from_hf(transformers.GenerationConfig(do_sample=True))
+    assert sampling.top_k == 50  # as model.generate, which fills it in
+    assert (
+        GenerationConfig.from_hf(transformers.GenerationConfig(do_sample=True, top_k=0)).top_k == 0
+    )
     for wrong in ({"num_beams": 4}, {"penalty_alpha": 0.5}, {"bad_words_ids": [[1]]}):
         with pytest.raises(GenerationConfigError, match=next(iter(wrong))):
             GenerationConfig.from_hf(transformers.GenerationConfig(**wrong))

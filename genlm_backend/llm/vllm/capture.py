@@ -187,12 +187,12 @@ class Core:
         return outputs.outputs
 
     def take_rows(self, tags: list[str], vocab_size: int) -> list[torch.Tensor]:
-        """Return the latest rows of these requests, float32 ``[vocab]``, and let go of them."""
+        """Return the latest rows of these requests, float32 ``[vocab]``, and let go of them.
+
+        They are on the device where they were computed, or on the CPU if that is elsewhere.
+        """
         if self.is_local:
-            rows = [_ROWS.pop(tag) for tag in tags]
-            if rows[0].device.type == "cpu":
-                return rows
-            return [row.clone() for row in torch.stack(rows).cpu()]
+            return [_ROWS.pop(tag) for tag in tags]
         answers = self._client.collective_rpc("take_genlm_rows", args=(tags,))
         found = [answer for answer in answers if answer is not None]
         if len(found) != 1:

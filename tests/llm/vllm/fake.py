@@ -1,6 +1,6 @@
 """An engine that counts sessions and blocks as vLLM does, and computes pseudo-random rows."""
 
-import time
+import threading
 
 from genlm_backend import MockAsyncLM
 from genlm_backend.llm.query import Query
@@ -22,7 +22,8 @@ class FakeEngine:
         self.adapters = {}
         self.is_closed = False
         self.failures = []
-        self.is_slow = False
+        self.may_sample = threading.Event()
+        self.may_sample.set()
         self._mock = MockAsyncLM(self.tokenizer, row_cache_bytes=0)
 
     def num_free_blocks(self):
@@ -71,8 +72,7 @@ class FakeEngine:
 
     def step(self, relieve):
         """As many completions as there are places beside the sessions."""
-        if self.is_slow:
-            time.sleep(0.001)
+        if not self.may_sample.wait(0.001):
             return
         if self.failures:
             raise self.failures.pop()

@@ -42,12 +42,12 @@ def test_more_samples_than_places_and_rows_between_them(lm, engine):
 
 def test_a_cancelled_sample_ends_in_the_engine_and_disturbs_nobody(lm, engine):
     async def main():
-        engine.is_slow = True
+        engine.may_sample.clear()
         tasks = [asyncio.create_task(lm.sample([i], 30, [], seed=i)) for i in range(3)]
         while len(engine.completions) < 3:
             await asyncio.sleep(0)
         tasks[1].cancel()
-        engine.is_slow = False
+        engine.may_sample.set()
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(results[1], asyncio.CancelledError)
         assert results[2] == await lm.sample([2], 30, [], seed=2)
@@ -58,12 +58,12 @@ def test_a_cancelled_sample_ends_in_the_engine_and_disturbs_nobody(lm, engine):
 
 def test_a_failing_step_is_told_to_all_that_were_in_it_and_to_no_later_one(lm, engine):
     async def main():
-        engine.is_slow = True
+        engine.may_sample.clear()
         samples = [asyncio.create_task(lm.sample([i], 60, [])) for i in range(3)]
         while len(engine.completions) < 3:
             await asyncio.sleep(0)
         engine.failures.append(ZeroDivisionError("in the engine"))
-        engine.is_slow = False
+        engine.may_sample.set()
         results = await asyncio.gather(*samples, return_exceptions=True)
         assert [type(result) for result in results] == [ZeroDivisionError] * 3
         assert len(await lm.sample([1], 5, [])) == 5
@@ -73,7 +73,7 @@ def test_a_failing_step_is_told_to_all_that_were_in_it_and_to_no_later_one(lm, e
 
 def test_a_failing_round_is_told_to_the_samples_in_it(lm, engine):
     async def main():
-        engine.is_slow = True
+        engine.may_sample.clear()
         sample = asyncio.create_task(lm.sample([1], 1000, []))
         while not engine.completions:
             await asyncio.sleep(0)
@@ -103,7 +103,7 @@ def test_closing_settles_the_samples(engine):
     lm = AsyncVirtualLM(engine)
 
     async def main():
-        engine.is_slow = True
+        engine.may_sample.clear()
         tasks = [asyncio.create_task(lm.sample([i], 60, [])) for i in range(9)]
         while not engine.completions:
             await asyncio.sleep(0)

@@ -4,7 +4,6 @@ import asyncio
 import os
 import random
 import signal
-import time
 
 import psutil
 import pytest
@@ -143,8 +142,5 @@ def test_a_second_model_beside_one_in_this_process_and_a_dead_engine(monkeypatch
     check(first.next_token_logprobs_sync([1, 2, 3, 4, 5]), [1, 2, 3, 4, 5])
     first.close()
     real.close_tiny_engine()
-    deadline = time.monotonic() + 20
-    while any(process.is_running() for process in new) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    alive = [p for p in new if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    _, alive = psutil.wait_procs(new, timeout=20)
     assert not [p for p in alive if "resource_tracker" not in " ".join(p.cmdline())]
