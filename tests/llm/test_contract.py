@@ -17,6 +17,12 @@ from tests.llm.families import VOCAB
 TOLERANCE = {"rtol": 0, "atol": 2e-5}
 
 
+@pytest.fixture(autouse=True)
+def tolerance(request, monkeypatch):
+    if "backend" in request.fixturenames:
+        monkeypatch.setitem(TOLERANCE, "atol", request.getfixturevalue("backend").tolerance)
+
+
 def close(row, expected):
     torch.testing.assert_close(row, expected, **TOLERANCE)
 

@@ -49,6 +49,30 @@ def load_tiny(**options):
     return Engine.load(tiny_folder(), {**TINY_OPTIONS, **options}, word_tokenizer())
 
 
+@cache
+def small_smollm2():
+    """The bundled model with the first tokens of its vocabulary only."""
+    from genlm_backend.llm.bundled import bundled_directory
+
+    model = tf.AutoModelForCausalLM.from_pretrained(
+        bundled_directory("smollm2"), dtype=torch.float32
+    )
+    model.resize_token_embeddings(families.VOCAB, mean_resizing=False)
+    return model.eval()
+
+
+@cache
+def small_smollm2_engine():
+    """The engine of ``small_smollm2``."""
+    from genlm_backend.llm.vllm.engine import Engine
+    from tests.llm.conftest import word_tokenizer
+
+    folder = tempfile.mkdtemp()
+    small_smollm2().save_pretrained(folder)
+    options = {**TINY_OPTIONS, "kv_cache_memory_bytes": 128 << 20}
+    return Engine.load(folder, options, word_tokenizer())
+
+
 _tiny = None
 
 
