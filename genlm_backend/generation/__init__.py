@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from genlm_backend.generation.async_glm import AsyncGLM
     from genlm_backend.generation.config import GenerationConfig
     from genlm_backend.generation.constraint import Constraint
-    from genlm_backend.generation.generation import GeneratedToken, Generation, generate, stream
+    from genlm_backend.generation.generated import GeneratedToken, Generation
+    from genlm_backend.generation.generation import generate, stream
 
 __all__ = [
     "AsyncGLM",
@@ -25,8 +26,8 @@ __getattr__, __dir__ = lazy_names(
     {
         "AsyncGLM": "genlm_backend.generation.async_glm",
         "Constraint": "genlm_backend.generation.constraint",
-        "GeneratedToken": "genlm_backend.generation.generation",
-        "Generation": "genlm_backend.generation.generation",
+        "GeneratedToken": "genlm_backend.generation.generated",
+        "Generation": "genlm_backend.generation.generated",
         "GenerationConfig": "genlm_backend.generation.config",
         "generate": "genlm_backend.generation.generation",
         "stream": "genlm_backend.generation.generation",

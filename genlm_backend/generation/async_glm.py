@@ -18,8 +18,9 @@ import transformers
 
 from genlm_backend.errors import GenerationConfigError
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.generation import check_request, generate
+from genlm_backend.generation.generation import generate
 from genlm_backend.generation.hf_inputs import config_of_kwargs, rows_of
+from genlm_backend.generation.prompt import Prompt
 from genlm_backend.llm.base import AsyncLM
 from genlm_backend.llm.together import together
 
@@ -133,7 +134,7 @@ class AsyncGLM:
         prompts = [row[keep].tolist() for row, keep in zip(rows, mask, strict=True)]
         configs = [self._config_of(kwargs, row) for row in range(len(prompts))]
         for prompt, config in zip(prompts, configs, strict=True):
-            check_request(self._lm, prompt, config)
+            Prompt.check(self._lm, prompt, config)
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while not self._is_shut_down and len(self._waiting) >= self._max_queue_size:

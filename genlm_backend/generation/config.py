@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import InitVar, dataclass
+from difflib import get_close_matches
+from typing import Any, Literal, Self
 
 from genlm_backend.errors import GenerationConfigError
 from genlm_backend.llm.base import AsyncLM
@@ -45,6 +46,14 @@ class GenerationConfig:
         top_logprobs: How many alternatives to return with each token.
         lora_name: The adapter to read the context with.
         response_format: What the text must look like; see ``Constraint.from_response_format``.
+        num_beams: Texts to search among for the most probable ones; 1 for no beam search. ``n``
+            of them are returned, the best first.
+        length_penalty: A beam's log-probability is divided by its length to this power, for
+            ranking: above 0 favours long texts.
+        beam_early_stopping: When a beam search ends that has found ``num_beams`` texts: ``True``
+            at once, ``False`` when no beam is better by its present length, ``"never"`` when none
+            can become so; as ``early_stopping`` of transformers.
+        mm_info: Refused: a text model sees no images and hears no sounds.
 
     Raises:
         GenerationConfigError: (``ValueError``) Naming the field.
@@ -74,8 +83,14 @@ class GenerationConfig:
     top_logprobs: int = 0
     lora_name: str | None = None
     response_format: Mapping[str, Any] | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    beam_early_stopping: bool | Literal["never"] = False
+    mm_info: InitVar[object] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, mm_info: object) -> None:
+        if mm_info is not None:
+            raise GenerationConfigError("mm_info: a text model takes no multimodal input")
         self._tidy("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         self._tidy("stop_words_ids", tuple(tuple(word) for word in self.stop_words_ids))
         if self.eos_token_id is not None and not isinstance(self.eos_token_id, int):
@@ -114,12 +129,29 @@ class GenerationConfig:
             for name, default in defaults.items():
                 is_off = getattr(self, name) == default
                 self._check(name, is_off, f"{default} unless do_sample=True")
-            self._check("n", self.n == 1, "1 unless do_sample=True: the texts would be equal")
+            is_one = self.n == 1 or self.n <= self.num_beams
+            self._check(
+                "n", is_one, "1, or at most num_beams, unless do_sample=True: texts would be equal"
+            )
         if self.max_length is not None:
             self._check("min_length", self.min_length <= self.max_length, "at most max_length")
         if self.max_new_tokens is not None:
             is_less = self.min_new_tokens <= self.max_new_tokens
             self._check("min_new_tokens", is_less, "at most max_new_tokens")
+        is_simple = not self.do_sample and self.response_format is None
+        self._check(
+            "num_beams", self.num_beams == 1 or is_simple, "1 with do_sample or response_format"
+        )
+        self._check(
+            "beam_early_stopping",
+            self.beam_early_stopping in (True, False, "never"),
+            "True, False or 'never'",
+        )
+        if self.num_beams == 1:
+            self._check("length_penalty", self.length_penalty == 1, "1.0 unless num_beams > 1")
+            self._check(
+                "beam_early_stopping", not self.beam_early_stopping, "False unless num_beams > 1"
+            )
         self._check(
             "top_logprobs", self.logprobs or not self.top_logprobs, "0 unless logprobs=True"
         )
@@ -138,10 +170,12 @@ class GenerationConfig:
             GenerationConfigError: (``ValueError``) As at construction, and for a name that is no
                 field.
         """
-        known = {field.name for field in dataclasses.fields(self)}
+        known = [field.name for field in dataclasses.fields(self)] + ["mm_info"]
         for name in fields:
             if name not in known:
-                raise GenerationConfigError(f"{name} is no field of GenerationConfig")
+                near = get_close_matches(name, known, n=2)
+                hint = f"; did you mean {' or '.join(near)}?" if near else ""
+                raise GenerationConfigError(f"{name} is no field of GenerationConfig{hint}")
         return dataclasses.replace(self, **fields)
 
     @classmethod
@@ -153,8 +187,14 @@ class GenerationConfig:
         """
         given = config.to_diff_dict()
         fields = {name: given[name] for name in SHARED_FIELDS if given.get(name) is not None}
+        if given.get("num_return_sequences") is not None:
+            fields["n"] = given["num_return_sequences"]
+        if (given.get("num_beams") or 1) > 1:
+            fields["beam_early_stopping"] = given.get("early_stopping") or False
+        else:
+            fields.pop("length_penalty", None)  # transformers does not look at it either
         for name in sorted(set(given) - set(fields) - _NOT_OF_INTEREST):
-            if given[name] not in (None, False, _HARMLESS.get(name)):
+            if given[name] not in (None, False):
                 raise GenerationConfigError(f"{name}={given[name]!r} is not supported")
         if fields.get("do_sample"):
             fields.setdefault("top_k", _HF_TOP_K)
@@ -185,6 +225,7 @@ _INTEGERS = {
     "min_new_tokens": 0,
     "no_repeat_ngram_size": 0,
     "top_logprobs": 0,
+    "num_beams": 1,
 }
 """Fields that are integers → the least they may be."""
 
@@ -195,6 +236,7 @@ _NUMBERS = {
     "repetition_penalty": (0.0, math.inf, True),
     "presence_penalty": (-math.inf, math.inf, False),
     "frequency_penalty": (-math.inf, math.inf, False),
+    "length_penalty": (-math.inf, math.inf, False),
 }
 """Fields that are numbers → bounds, and whether the lower one is excluded."""
 
@@ -211,6 +253,8 @@ SHARED_FIELDS = (
     "eos_token_id",
     "repetition_penalty",
     "no_repeat_ngram_size",
+    "num_beams",
+    "length_penalty",
 )
 """Fields that mean the same in transformers."""
 
@@ -224,8 +268,10 @@ _NOT_OF_INTEREST = {
     "pad_token_id",
     "use_cache",
     "return_dict_in_generate",
+    "early_stopping",
+    "length_penalty",
+    "num_return_sequences",
 }
-_HARMLESS = {"num_beams": 1, "num_return_sequences": 1, "length_penalty": 1.0}
 
 
 def _range(low: float, high: float, is_open: bool) -> str:

@@ -12,7 +12,7 @@ import torch
 from genlm_backend.errors import ContextError, GenerationConfigError
 from genlm_backend.generation.config import SHARED_FIELDS, GenerationConfig
 
-HONOURED = (*SHARED_FIELDS, "pad_token_id", "num_return_sequences", "seed")
+HONOURED = (*SHARED_FIELDS, "early_stopping", "num_return_sequences", "pad_token_id", "seed")
 """The ``generation_kwargs`` that are honoured: those of ``model.generate``, and ``seed``."""
 
 
@@ -33,10 +33,8 @@ def config_of_kwargs(defaults: Any, kwargs: Mapping[str, Any], row: int) -> Gene
             raise GenerationConfigError(
                 f"{name} is not honoured here; these are: {', '.join(HONOURED)}"
             )
-        if name in SHARED_FIELDS:
+        if name not in ("pad_token_id", "seed"):
             setattr(merged, name, value)
-    if kwargs.get("num_return_sequences") is not None:
-        ours["n"] = kwargs["num_return_sequences"]
     if kwargs.get("seed") is not None:
         mixed = np.random.SeedSequence([kwargs["seed"], row]).generate_state(1, np.uint64)
         ours["seed"] = int(mixed[0])

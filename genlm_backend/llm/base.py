@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 
+from genlm_backend.errors import UnknownAdapterError
 from genlm_backend.llm.sampling import Sampler
 from genlm_backend.llm.statistics import LMStatistics
 from genlm_backend.llm.together import together
@@ -197,6 +198,13 @@ class AsyncLM(abc.ABC):
         return generated
 
     # ---------------------------------------------------------------- keeping house
+
+    def check_adapter(self, lora_name: str | None) -> None:
+        """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
+        if lora_name is not None:
+            raise UnknownAdapterError(
+                f"no LoRA adapter named {lora_name!r} is loaded; {type(self).__name__} has none"
+            )
 
     def clear_cache(self) -> None:  # noqa: B027  (a backend without a cache has nothing to do)
         """Forget every cached row, key and value. No answer changes by it."""

@@ -11,7 +11,7 @@ import torch
 
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.cache import RowCache
-from genlm_backend.errors import BatcherClosedError, UnknownAdapterError
+from genlm_backend.errors import BatcherClosedError
 from genlm_backend.llm.base import AsyncLM, TokenIds
 from genlm_backend.llm.query import Query, check_context
 from genlm_backend.llm.statistics import BackendCounts, LMStatistics
@@ -72,13 +72,6 @@ class BatchedLM(AsyncLM):
     def backend_counts(self) -> BackendCounts:
         """Return the part of the statistics that only the backend knows."""
         return BackendCounts()
-
-    def check_adapter(self, lora_name: str | None) -> None:
-        """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
-        if lora_name is not None:
-            raise UnknownAdapterError(
-                f"no LoRA adapter named {lora_name!r} is loaded; {type(self).__name__} has none"
-            )
 
     def before_wait(self) -> None:
         """Prepare the calling thread for waiting; called before a query is queued."""

@@ -68,6 +68,21 @@ def test_results_are_those_of_generate(model, tokenizer):
         assert torch.equal(result, theirs)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_beams_are_those_of_generate(model):
+    kwargs = {
+        **GREEDY,
+        "pad_token_id": 1,
+        "num_beams": 3,
+        "num_return_sequences": 2,
+        "length_penalty": -1.0,
+    }
+    with AsyncGLM(model, generation_kwargs=kwargs) as glm:
+        result = glm.get_result(glm.submit([[4, 5, 6], [7, 8, 9]]), timeout=60)
+    rows = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    assert torch.equal(result, model.generate(rows, attention_mask=torch.ones_like(rows), **kwargs))
+
+
 def test_rows_padded_on_the_right_lose_their_padding(model):
     inputs = {"input_ids": [[5, 6, 0, 0], [1, 2, 3, 4]], "attention_mask": [[1, 1, 0, 0], [1] * 4]}
     with AsyncGLM(model, generation_kwargs=GREEDY) as glm:
@@ -213,11 +228,13 @@ def test_shutdown_without_waiting_cancels_what_is_not_complete():
         ([[]], {}, ContextError, "empty"),
         ([1.5], {}, ContextError, "must be integers"),
         ([[[1]]], {}, ContextError, "shape"),
-        ([96], {}, GenerationConfigError, "96"),
+        ([96], {}, ContextError, "96"),
         ({"ids": [1]}, {}, ContextError, "input_ids"),
         ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, {}, ContextError, "attention_mask"),
         ({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}, {}, ContextError, "empty"),
-        ([1], {"num_beams": 4}, GenerationConfigError, "num_beams is not honoured"),
+        ([1], {"penalty_alpha": 0.6}, GenerationConfigError, "penalty_alpha is not honoured"),
+        ([1], {"num_beams": 2, "do_sample": True}, GenerationConfigError, "num_beams"),
+        ([1], {"num_return_sequences": 2}, GenerationConfigError, "n must be 1"),
         ([1], {"temperature": -1, "do_sample": True}, GenerationConfigError, "temperature"),
         ([1, 2], {"max_length": 2}, ContextError, "no room"),
     ],
@@ -228,8 +245,8 @@ def test_mistakes_are_told_before_anything_is_queued(mock, inputs, kwargs, kind,
             glm.submit(inputs, kwargs)
         assert glm.queue_size() == 0
         assert glm.get_result(glm.submit([1]), 30).shape == (1, 4)
-    with pytest.raises(GenerationConfigError, match="num_beams"):
-        AsyncGLM(mock, generation_kwargs={"num_beams": 2})
+    with pytest.raises(GenerationConfigError, match="penalty_alpha"):
+        AsyncGLM(mock, generation_kwargs={"penalty_alpha": 0.6})
     for name in ("max_queue_size", "max_running"):
         with pytest.raises(GenerationConfigError, match=name):
             AsyncGLM(mock, **{name: 0})

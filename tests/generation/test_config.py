@@ -73,8 +73,11 @@ def test_it_is_frozen_and_replaced():
         config.replace(temperature=0.5)
     with pytest.raises(GenerationConfigError, match=r"^temprature is no field"):
         config.replace(temprature=0.5)
-    with pytest.raises(TypeError, match="mm_info"):
-        GenerationConfig(mm_info={})
+    with pytest.raises(GenerationConfigError, match=r"did you mean temperature\?"):
+        config.replace(temprature=0.5)
+    for make in (GenerationConfig, config.replace):
+        with pytest.raises(GenerationConfigError, match="mm_info: a text model takes no"):
+            make(mm_info={"image": b""})
 
 
 def test_from_transformers():
@@ -90,6 +93,13 @@ def test_from_transformers():
     assert (
         GenerationConfig.from_hf(transformers.GenerationConfig(do_sample=True, top_k=0)).top_k == 0
     )
-    for wrong in ({"num_beams": 4}, {"penalty_alpha": 0.5}, {"bad_words_ids": [[1]]}):
+    beams = GenerationConfig.from_hf(
+        transformers.GenerationConfig(
+            num_beams=4, num_return_sequences=2, length_penalty=0.5, early_stopping="never"
+        )
+    )
+    expected = GenerationConfig(num_beams=4, n=2, length_penalty=0.5, beam_early_stopping="never")
+    assert beams == expected
+    for wrong in ({"penalty_alpha": 0.5}, {"bad_words_ids": [[1]]}):
         with pytest.raises(GenerationConfigError, match=next(iter(wrong))):
             GenerationConfig.from_hf(transformers.GenerationConfig(**wrong))

@@ -157,7 +157,8 @@ def test_stop_words_of_ids_and_the_end_of_a_text(lm, model):
     ("prompt", "fields", "kind", "message"),
     [
         ([], {}, ContextError, "empty"),
-        ([1, 99], {}, GenerationConfigError, "prompt has 99"),
+        ([1, 99], {}, ContextError, "token id 99"),
+        ([1.5], {}, TypeError, "must be integers"),
         ([1] * 5, {"max_length": 5}, ContextError, "no room"),
         ([1], {"stop_words_ids": [[3], [96]]}, GenerationConfigError, "stop_words_ids has 96"),
         ([1], {"eos_token_id": 96}, GenerationConfigError, "eos_token_id has 96"),

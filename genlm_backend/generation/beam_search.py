@@ -1,0 +1,164 @@
+"""BeamSearch: the most probable texts, as transformers searches for them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import torch
+
+from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.generation.draft import Draft
+from genlm_backend.generation.generated import GeneratedToken
+from genlm_backend.generation.processors import make_processors
+from genlm_backend.generation.prompt import Prompt
+from genlm_backend.generation.text import Text
+from genlm_backend.llm.base import AsyncLM
+
+_NEVER = -1.0e9
+"""transformers' score of what must not be chosen."""
+
+LogProbs = tuple[float | None, tuple[tuple[int, float], ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    """A text of the search: its context, the sum of its log-probabilities, and each token's own."""
+
+    context: list[int]
+    score: float
+    logprobs: tuple[LogProbs, ...] = ()
+
+
+class BeamSearch(Draft):
+    """``num_beams`` texts at once, of which the ``n`` with the best scores are returned.
+
+    Every step extends all beams by every token and goes on with the best continuations that have
+    not ended. A text that ends has the score ``sum of log-probabilities / length **
+    length_penalty``, its length without the prompt. The search ends when no beam can become
+    better than the worst of ``num_beams`` texts that have ended, by the estimate that
+    ``beam_early_stopping`` names. The order of operations, in float32, is that of transformers'
+    ``model.generate``, so that the texts are the same. (Beam search: Lowerre, 1976; the length
+    penalty: Wu et al., 2016, arXiv:1609.08144.)
+    """
+
+    def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
+        super().__init__(lm, prompt, config)
+        self._processors = make_processors(
+            config, len(prompt.token_ids), sorted(prompt.eos_token_ids)
+        )
+        first = _Beam(list(prompt.token_ids), 0.0)
+        self._beams = [first] + [_Beam(first.context, _NEVER)] * (config.num_beams - 1)
+        self._ended: list[_Beam] = []
+        self._rows: torch.Tensor | None = None
+        # More candidates than beams, so that enough are left when some of them end.
+        self._num_candidates = max(2, 1 + len(prompt.eos_token_ids)) * config.num_beams
+
+    @property
+    def width(self) -> int:
+        """As many contexts as beams."""
+        return self._config.num_beams
+
+    async def read(self) -> None:
+        """Await the log-probabilities of every beam."""
+        lora = self._config.lora_name
+        contexts = self.contexts
+        rows = await asyncio.gather(*(self._lm.next_token_logprobs(c, lora) for c in contexts))
+        if len(rows) < len(self._beams):  # before the first token all beams are one context
+            rows = rows * len(self._beams)
+        self._rows = torch.stack(list(rows))
+
+    def write(self) -> list[tuple[int, GeneratedToken]]:
+        """Go one token further; return the texts once the search has ended."""
+        rows, beams, config = self._rows, self._beams, self._config
+        assert rows is not None
+        self._rows = None
+        ids = torch.tensor([beam.context for beam in beams], device=rows.device)
+        scores = self._processors(ids, rows.clone()) if self._processors else rows
+        scores = scores + torch.tensor([b.score for b in beams], device=rows.device)[:, None]
+        found = scores.flatten().topk(min(self._num_candidates, scores.numel()))
+        candidates: list[_Beam] = []
+        for score, index in zip(found.values.tolist(), found.indices.tolist(), strict=True):
+            number, token_id = divmod(index, rows.shape[1])
+            beam = beams[number]
+            own = self._logprobs(rows[number], token_id) if config.logprobs else (None, ())
+            candidates.append(_Beam([*beam.context, token_id], score, (*beam.logprobs, own)))
+        ends = [self._finish_reason(beam.context) is not None for beam in candidates]
+        self._end([c for c, is_end in zip(candidates[: self.width], ends, strict=False) if is_end])
+        open_beams = [c for c, is_end in zip(candidates, ends, strict=True) if not is_end]
+        self._beams = open_beams[: self.width]
+        self.contexts = [beam.context for beam in self._beams]
+        if self._beams and self._can_improve():
+            return []
+        self.is_finished = True
+        return self._texts()
+
+    def rest(self) -> list[tuple[int, str]]:
+        """Return the characters of the best beam of an interrupted search."""
+        if self.is_finished:
+            return []
+        best = max([*self._ended, *map(self._scored, self._beams)], key=lambda beam: beam.score)
+        return [(0, "".join(token.text for token in self._tokens(best)))]
+
+    def scores(self) -> dict[int, float]:
+        """Return the score of each text of a search that has ended."""
+        best = self._ended[: self._config.n] if self.is_finished else []
+        return {number: beam.score for number, beam in enumerate(best)}
+
+    # ---------------------------------------------------------------- scores
+
+    def _scored(self, beam: _Beam) -> _Beam:
+        length = len(beam.context) - len(self._prompt.token_ids)
+        scale = torch.tensor(beam.score) / (length**self._config.length_penalty)
+        return _Beam(beam.context, float(scale), beam.logprobs)
+
+    def _end(self, beams: list[_Beam]) -> None:
+        """Keep the best of the texts that have ended, these among them."""
+        if self._config.beam_early_stopping is True and len(self._ended) == self.width:
+            return
+        merged = [*self._ended, *map(self._scored, beams)]
+        self._ended = sorted(merged, key=lambda beam: -beam.score)[: self.width]
+
+    def _can_improve(self) -> bool:
+        if len(self._ended) < self.width:
+            return True
+        stopping, penalty = self._config.beam_early_stopping, self._config.length_penalty
+        if stopping is True:
+            return False
+        best = self._beams[0]
+        is_longest = stopping == "never" and penalty > 0
+        length = self._prompt.max_length if is_longest else len(best.context)
+        length -= len(self._prompt.token_ids)
+        return bool(torch.tensor(best.score) / (length**penalty) > self._ended[-1].score)
+
+    # ---------------------------------------------------------------- texts
+
+    def _finish_reason(self, context: list[int]) -> str | None:
+        if context[-1] in self._prompt.eos_token_ids:
+            return "eos"
+        if self._ends_with_stop_word(context) or self._is_stopped(context):
+            return "stop"
+        return "length" if len(context) >= self._prompt.max_length else None
+
+    def _is_stopped(self, context: list[int]) -> bool:
+        if not self._config.stop:
+            return False
+        text = Text(self._config.stop)
+        text.add(b"".join(map(self._bytes, context[len(self._prompt.token_ids) :])))
+        return text.is_stopped
+
+    def _texts(self) -> list[tuple[int, GeneratedToken]]:
+        best = enumerate(self._ended[: self._config.n])
+        return [(number, token) for number, beam in best for token in self._tokens(beam)]
+
+    def _tokens(self, beam: _Beam) -> list[GeneratedToken]:
+        text, tokens = Text(self._config.stop), []
+        generated = beam.context[len(self._prompt.token_ids) :]
+        reason = self._finish_reason(beam.context)
+        for place, (token_id, own) in enumerate(zip(generated, beam.logprobs, strict=True)):
+            new = text.add(self._bytes(token_id))
+            is_last = place == len(generated) - 1
+            if is_last and not text.is_stopped:
+                new += text.end()
+            tokens.append(GeneratedToken(token_id, new, *own, reason if is_last else None))
+        return tokens

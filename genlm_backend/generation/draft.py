@@ -1,0 +1,82 @@
+"""Draft: texts of one prompt in the making, a token at a time."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+
+import torch
+
+from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.generation.generated import GeneratedToken
+from genlm_backend.generation.prompt import Prompt
+from genlm_backend.llm.base import AsyncLM
+
+
+class Draft(abc.ABC):
+    """What a model is asked for, and what becomes of its answers.
+
+    Until ``is_finished``: await ``read()``, then call ``write()``. Between the two calls a draft
+    may rest for as long as anybody likes.
+
+    Args:
+        lm: The model.
+        prompt: Checked.
+        config: How.
+
+    Attributes:
+        contexts: The token ids of each text so far, prompt included; what is asked next.
+        is_finished: Whether every text is complete.
+    """
+
+    def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
+        self._lm, self._prompt, self._config = lm, prompt, config
+        self.contexts: list[list[int]] = [list(prompt.token_ids)]
+        self.is_finished = False
+
+    @property
+    def width(self) -> int:
+        """Contexts asked at once, at most."""
+        return 1
+
+    @property
+    def lora_name(self) -> str | None:
+        """The adapter that the contexts are read with."""
+        return self._config.lora_name
+
+    @abc.abstractmethod
+    async def read(self) -> None:
+        """Await what the model says of ``contexts``; nothing has changed if it is cancelled."""
+
+    @abc.abstractmethod
+    def write(self) -> list[tuple[int, GeneratedToken]]:
+        """Choose the next token of each text; return the certain ones with their text's number."""
+
+    @abc.abstractmethod
+    def rest(self) -> list[tuple[int, str]]:
+        """Return the characters that are left of texts that are not to be finished."""
+
+    def scores(self) -> dict[int, float]:
+        """Return the score of each text that has one, by its number."""
+        return {}
+
+    # ---------------------------------------------------------------- for the kinds of draft
+
+    def _ends_with_stop_word(self, context: Sequence[int]) -> bool:
+        generated = context[len(self._prompt.token_ids) :]
+        words = self._config.stop_words_ids
+        return any(tuple(generated[-len(word) :]) == tuple(word) for word in words)
+
+    def _bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to the text: none where it is special."""
+        is_silent = token_id in self._lm.special_ids or token_id in self._prompt.eos_token_ids
+        return b"" if is_silent else self._lm.byte_vocab[token_id].byte_string
+
+    def _logprobs(
+        self, row: torch.Tensor | None, token_id: int
+    ) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+        if row is None:
+            return None, ()
+        top = row.topk(min(self._config.top_logprobs, len(row)))
+        pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        return float(row[token_id]), pairs

@@ -1,0 +1,161 @@
+"""Prompt: a prompt and what a configuration means for it, checked before anything is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from genlm_backend.errors import ContextError, ContextTypeError, GenerationConfigError
+from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.generation.constraint import Constraint
+from genlm_backend.llm.base import AsyncLM, TokenIds
+from genlm_backend.llm.query import check_context
+
+Chat = Sequence[Mapping[str, Any]]
+"""A chat's messages, each with its ``role`` and ``content``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that goes with its model and configuration.
+
+    Attributes:
+        token_ids: Of the prompt.
+        eos_token_ids: The tokens that end a text.
+        max_length: Tokens of prompt and text together, at most.
+        constraint: At the beginning of a text, for each text to fork; or ``None``.
+    """
+
+    token_ids: tuple[int, ...]
+    eos_token_ids: frozenset[int]
+    max_length: int
+    constraint: Constraint | None
+
+    @classmethod
+    def check(
+        cls,
+        lm: AsyncLM,
+        prompt: str | TokenIds,
+        config: GenerationConfig,
+        max_length: int | None = None,
+    ) -> Prompt:
+        """Check a prompt and a configuration against a model.
+
+        Args:
+            lm: The model.
+            prompt: A text, or token ids.
+            config: The configuration.
+            max_length: Tokens of prompt and text together, where others set a bound too.
+
+        Raises:
+            ContextError: (``ValueError``) If the prompt is empty, or leaves no room for a token.
+            ContextTypeError: (``TypeError``) If its ids are not integers.
+            GenerationConfigError: (``ValueError``) If the configuration does not go with the model.
+        """
+        ids = encode(lm, prompt) if isinstance(prompt, str) else prompt
+        token_ids = check_context(ids, len(lm.byte_vocab))
+        lm.check_adapter(config.lora_name)
+        for word in config.stop_words_ids:
+            _check_ids("stop_words_ids", word, lm)
+        constraint = None
+        if config.response_format is not None:
+            constraint = Constraint.from_response_format(lm, config.response_format)
+        return cls(
+            token_ids=token_ids,
+            eos_token_ids=_eos_ids(lm, config),
+            max_length=_max_length(lm, len(token_ids), config, max_length),
+            constraint=constraint,
+        )
+
+
+def encode(lm: AsyncLM, text: str) -> list[int]:
+    """Return the token ids of a text.
+
+    Raises:
+        ContextError: If it has none, or the model's tokenizer does not encode text.
+    """
+    method = getattr(lm.tokenizer, "encode", None)
+    if method is None:
+        raise ContextError("the model's tokenizer cannot encode text: pass token ids")
+    encoded = method(text)
+    ids = encoded if isinstance(encoded, list) else encoded.ids
+    if not ids:
+        raise ContextError("the prompt is empty: a context needs at least one token")
+    return ids
+
+
+def encode_chat(lm: AsyncLM, messages: Chat) -> list[int]:
+    """Return the token ids of a chat, up to where the answer begins, by the model's template.
+
+    Raises:
+        ContextError: If the messages are not ``role`` and text, or there is no template.
+    """
+    for message in messages:
+        if not isinstance(message.get("content"), str):
+            raise ContextError(
+                "the content of a message must be text: images, sounds and other parts are not "
+                f"understood here, got {message!r}"
+            )
+    template = getattr(lm.tokenizer, "apply_chat_template", None)
+    if template is None or not getattr(lm.tokenizer, "chat_template", None):
+        raise ContextError("the model's tokenizer has no chat template: pass text or token ids")
+    return list(template(list(messages), add_generation_prompt=True, return_dict=False))
+
+
+def is_chat(text: object) -> bool:
+    """Whether ``text`` is a chat's messages, and not a text or a list of texts."""
+    return isinstance(text, (list, tuple)) and bool(text) and isinstance(text[0], Mapping)
+
+
+def ids_of(input_ids: Any) -> Any:
+    """Return ``input_ids`` without the batch dimension of one that tokenizers like to add."""
+    if getattr(input_ids, "ndim", 1) == 2 and len(input_ids) == 1:
+        return input_ids[0]
+    if isinstance(input_ids, (Mapping, str)):
+        raise ContextTypeError(
+            f"input_ids must be token ids, got {type(input_ids).__name__}: a text goes to "
+            "start_request_text, of a tokenizer's mapping pass its 'input_ids'"
+        )
+    return input_ids
+
+
+def _max_length(
+    lm: AsyncLM, prompt_length: int, config: GenerationConfig, max_length: int | None
+) -> int:
+    longest = getattr(lm, "max_length", None)
+    limits = [
+        None if config.max_new_tokens is None else prompt_length + config.max_new_tokens,
+        config.max_length,
+        max_length,
+        None if longest is None else longest + 1,  # the last token is never a context
+    ]
+    known = [limit for limit in limits if limit is not None]
+    if not known:
+        raise GenerationConfigError(
+            "max_new_tokens must be given: this model has no maximum of its own"
+        )
+    if min(known) <= prompt_length:
+        raise ContextError(
+            f"the prompt has {prompt_length} tokens and leaves no room for another: "
+            f"prompt and text may have {min(known)} together"
+        )
+    return min(known)
+
+
+def _eos_ids(lm: AsyncLM, config: GenerationConfig) -> frozenset[int]:
+    if not config.early_stopping:
+        return frozenset()
+    given = config.eos_token_id
+    eos = getattr(lm.tokenizer, "eos_token_id", None) if given is None else given
+    ids = [eos] if isinstance(eos, int) else list(eos or ())
+    _check_ids("eos_token_id", ids, lm)
+    return frozenset(ids)
+
+
+def _check_ids(name: str, ids: Sequence[int], lm: AsyncLM) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < len(lm.byte_vocab):
+            raise GenerationConfigError(
+                f"{name} has {token_id}, which is outside the vocabulary of {len(lm.byte_vocab)}"
+            )

@@ -1,0 +1,91 @@
+"""Sample: one text, token after token, drawn or the most probable."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import torch
+
+from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.generation.draft import Draft
+from genlm_backend.generation.generated import GeneratedToken
+from genlm_backend.generation.processors import make_processors, make_warpers
+from genlm_backend.generation.prompt import Prompt
+from genlm_backend.generation.text import Text
+from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.sampling import Sampler
+
+
+class Sample(Draft):
+    """One text: awaits logits, processes them, chooses a token, and knows which is the last.
+
+    Args:
+        lm: The model.
+        prompt: Checked.
+        config: How.
+        number: Of the text among those of the prompt, and of its random stream.
+    """
+
+    def __init__(
+        self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig, number: int = 0
+    ) -> None:
+        super().__init__(lm, prompt, config)
+        self._number = number
+        self._processors = make_processors(
+            config, len(prompt.token_ids), sorted(prompt.eos_token_ids)
+        )
+        self._warpers = make_warpers(config)
+        self._sampler = Sampler(1.0 if config.do_sample else 0.0, config.seed, number)
+        self._text = Text(config.stop)
+        self._constraint = None if prompt.constraint is None else prompt.constraint.fork()
+        self._logits: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None
+
+    async def read(self) -> None:
+        """Await the logits, and what the constraint allows meanwhile."""
+        ask = self._lm.next_token_logits(self.contexts[0], self._config.lora_name)
+        if self._constraint is None:
+            self._logits = await ask
+        else:
+            mask = asyncio.to_thread(self._constraint.mask)
+            self._logits, self._mask = await asyncio.gather(ask, mask)
+
+    def write(self) -> list[tuple[int, GeneratedToken]]:
+        """Choose a token."""
+        logits, context = self._logits, self.contexts[0]
+        assert logits is not None
+        self._logits = None
+        row = logits.log_softmax(-1) if self._config.logprobs else None
+        logits = self._apply(self._processors, logits)
+        if self._mask is not None:
+            logits = logits.masked_fill(~self._mask.to(logits.device), -torch.inf)
+        token_id = self._sampler.draw(self._apply(self._warpers, logits))
+        context.append(token_id)
+        if self._constraint is not None:
+            self._constraint.advance(token_id)
+        new = self._text.add(self._bytes(token_id))
+        reason = self._finish_reason(token_id)
+        if reason is not None:
+            self.is_finished = True
+            new += "" if self._text.is_stopped else self._text.end()
+        logprob, top = self._logprobs(row, token_id)
+        return [(self._number, GeneratedToken(token_id, new, logprob, top, reason))]
+
+    def rest(self) -> list[tuple[int, str]]:
+        """Return the characters that were held back."""
+        return [] if self.is_finished else [(self._number, self._text.end())]
+
+    def _apply(self, processors: Any, logits: torch.Tensor) -> torch.Tensor:
+        if not processors:
+            return logits
+        ids = torch.tensor([self.contexts[0]], device=logits.device)
+        return processors(ids, logits[None])[0]
+
+    def _finish_reason(self, token_id: int) -> str | None:
+        if token_id in self._prompt.eos_token_ids:
+            return "eos"
+        is_stopped = self._text.is_stopped or self._ends_with_stop_word(self.contexts[0])
+        if is_stopped or (self._constraint is not None and self._constraint.is_finished):
+            return "stop"
+        return "length" if len(self.contexts[0]) >= self._prompt.max_length else None

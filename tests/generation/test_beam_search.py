@@ -1,0 +1,119 @@
+"""Beam search against transformers' own."""
+
+import asyncio
+import random
+
+import pytest
+import torch
+from transformers import GenerationConfig as HFGenerationConfig
+
+from genlm_backend import AsyncTransformer, MockAsyncLM
+from genlm_backend.errors import GenerationConfigError
+from genlm_backend.generation import GenerationConfig, generate, stream
+from tests.llm import families
+from tests.llm.conftest import fresh_row, word_tokenizer
+
+SETTINGS = [
+    {"num_beams": 2},
+    {"num_beams": 4, "length_penalty": 2.0},
+    {"num_beams": 3, "length_penalty": -1.0, "early_stopping": True},
+    {"num_beams": 5, "length_penalty": 0.0, "early_stopping": "never"},
+    {"num_beams": 4, "length_penalty": 1.5, "early_stopping": "never", "num_return_sequences": 4},
+    {"num_beams": 3, "early_stopping": True, "num_return_sequences": 2},
+    {"num_beams": 4, "repetition_penalty": 1.3, "min_new_tokens": 4},
+    {"num_beams": 2, "no_repeat_ngram_size": 1, "num_return_sequences": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return families.make("llama")
+
+
+@pytest.fixture
+def lm(model):
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        yield lm
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_texts_are_those_of_transformers(lm, model, settings):
+    generator = random.Random(1)
+    prompts = [[generator.randrange(96) for _ in range(n % 6 + 1)] for n in range(10)]
+    eos = [7, 30, 31, 55, 60, 61, 62, 63]  # many, so that beams end at different lengths
+    hf = HFGenerationConfig(max_new_tokens=14, eos_token_id=eos, pad_token_id=1, **settings)
+    config = GenerationConfig.from_hf(hf)
+
+    async def main():
+        return await asyncio.gather(*(generate(lm, prompt, config) for prompt in prompts))
+
+    reasons = set()
+    for prompt, ours in zip(prompts, asyncio.run(main()), strict=True):
+        ids = torch.tensor([prompt])
+        theirs = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=hf,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        assert len(ours) == len(theirs.sequences) == settings.get("num_return_sequences", 1)
+        for one, row, score in zip(ours, theirs.sequences, theirs.sequences_scores, strict=True):
+            row = row[len(prompt) :].tolist()
+            assert one.token_ids == row[: len(one.token_ids)]
+            assert set(row[len(one.token_ids) :]) <= {1}
+            assert one.score == pytest.approx(float(score), abs=1e-4)
+            reasons.add(one.finish_reason)
+            assert one.finish_reason == ("eos" if one.token_ids[-1] in eos else "length")
+    assert "eos" in reasons or settings.get("length_penalty", 1) > 1 or "min_new_tokens" in settings
+
+
+def test_a_beam_knows_the_log_probabilities_of_its_tokens(lm, model):
+    config = GenerationConfig(num_beams=3, n=2, max_new_tokens=5, logprobs=True, top_logprobs=2)
+    for text in asyncio.run(generate(lm, [1, 2], config)):
+        context, total = [1, 2], 0.0
+        for token in text.tokens:
+            row = fresh_row(model, context)
+            assert token.logprob == pytest.approx(float(row[token.token_id]), abs=1e-4)
+            assert [i for i, _ in token.top_logprobs] == row.topk(2).indices.tolist()
+            context.append(token.token_id)
+            total += token.logprob
+        assert text.score == pytest.approx(total / len(text.tokens), abs=1e-4)
+
+
+def test_stop_words_and_the_width_of_a_batch(lm):
+    config = GenerationConfig(num_beams=4, max_new_tokens=10)
+    (whole,) = asyncio.run(generate(lm, [5, 6], config))
+    word = whole.token_ids[2:4]
+    (cut,) = asyncio.run(generate(lm, [5, 6], config.replace(stop_words_ids=[word], n=1)))
+    assert cut.finish_reason in ("stop", "length")
+    if cut.finish_reason == "stop":
+        assert cut.token_ids[-2:] == word
+    assert max(lm.statistics().batch_sizes) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_beams": 0}, "num_beams must be 1 or more"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams must be 1 with do_sample"),
+        ({"num_beams": 2, "response_format": {"type": "json_object"}}, "num_beams must be 1"),
+        ({"num_beams": 2, "n": 3}, "n must be 1, or at most num_beams"),
+        ({"length_penalty": 2.0}, "length_penalty must be 1.0 unless num_beams > 1"),
+        ({"num_beams": 2, "length_penalty": float("nan")}, "length_penalty must be a number"),
+        ({"beam_early_stopping": True}, "beam_early_stopping must be False unless"),
+        ({"num_beams": 2, "beam_early_stopping": "soon"}, "True, False or 'never'"),
+    ],
+)
+def test_contradictions_are_named(fields, message):
+    with pytest.raises(GenerationConfigError, match=message):
+        GenerationConfig(**fields)
+
+
+def test_a_search_is_not_streamed():
+    with (
+        MockAsyncLM(word_tokenizer()) as lm,
+        pytest.raises(GenerationConfigError, match="num_beams must be 1 to stream"),
+    ):
+        asyncio.run(anext(stream(lm, [1], num_beams=2, max_new_tokens=3)))
