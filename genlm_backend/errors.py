@@ -20,6 +20,11 @@ keeps working without knowing this module::
     ├── ConstraintError (ValueError)         a constraint that cannot be made
     │   └── ConstraintViolation              a token that a constraint does not allow
     ├── GenerationConfigError (ValueError)   a field of a GenerationConfig
+    ├── RuntimeConfigError (ValueError)      a field of a RuntimeConfig
+    ├── UnknownModelError (KeyError)         a model name that an engine does not have
+    ├── UnknownRequestError (ValueError)     a request that is not this engine's
+    ├── ModelStateError (RuntimeError)       a model is not in the state that this needs
+    ├── RequestQueueFullError (queue.Full)   no room among the requests that wait
     ├── DeviceError (ValueError)             a device that is not there
     ├── BatcherClosedError (RuntimeError)    asked after close()
     ├── QueryDroppedError (RuntimeError)     the query was dropped before it was answered
@@ -32,6 +37,8 @@ Batchers and caches live below the models, so the errors live below everything.
 """
 
 from __future__ import annotations
+
+import queue
 
 
 class GenlmBackendError(Exception):
@@ -114,6 +121,28 @@ class ConstraintViolation(ConstraintError):
 
 class GenerationConfigError(GenlmBackendError, ValueError):
     """A field of a generation's configuration is wrong, or contradicts another."""
+
+
+class RuntimeConfigError(GenlmBackendError, ValueError):
+    """A field of a model's runtime configuration is wrong, or does not go with the model."""
+
+
+class UnknownModelError(GenlmBackendError, KeyError):
+    """An engine has no model of that name."""
+
+    __str__ = Exception.__str__  # a KeyError would show its message in quotes
+
+
+class UnknownRequestError(GenlmBackendError, ValueError):
+    """Something is not a request, or it is another engine's."""
+
+
+class ModelStateError(GenlmBackendError, RuntimeError):
+    """A model of an engine is not in the state that is needed."""
+
+
+class RequestQueueFullError(GenlmBackendError, queue.Full):
+    """As many requests as may wait are waiting."""
 
 
 class DeviceError(GenlmBackendError, ValueError):

@@ -3,6 +3,7 @@
 import ast
 import os
 import pickle
+import queue
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -143,6 +144,11 @@ def test_every_error_is_also_what_a_caller_expects():
         "EngineDiedError": RuntimeError,
         "AdapterError": ValueError,
         "CacheError": RuntimeError,
+        "RuntimeConfigError": ValueError,
+        "UnknownModelError": KeyError,
+        "UnknownRequestError": ValueError,
+        "ModelStateError": RuntimeError,
+        "RequestQueueFullError": queue.Full,
     }
     for name, kind in kinds.items():
         error = getattr(errors, name)

@@ -67,6 +67,17 @@ class PrefixCache(abc.ABC):
         """Free up to ``count`` unlocked slots, least recently used first; return how many."""
 
     @abc.abstractmethod
+    def peek(self, token_ids: Sequence[int], namespace: Hashable = None) -> int:
+        """Return how many of the first tokens are cached; locks nothing and changes no age."""
+
+    @abc.abstractmethod
+    def forget(self, token_ids: Sequence[int], namespace: Hashable = None, keep: int = 0) -> int:
+        """Free the unlocked slots of a context beyond its first ``keep`` tokens; return how many.
+
+        What another cached context shares with it stays.
+        """
+
+    @abc.abstractmethod
     def clear(self) -> None:
         """Unpin everything and free all that no evaluation under way has locked."""
 
@@ -127,6 +138,14 @@ class NullPrefixCache(PrefixCache):
         match.is_released = True
 
     def evict(self, count: int) -> int:
+        """Return 0."""
+        return 0
+
+    def peek(self, token_ids: Sequence[int], namespace: Hashable = None) -> int:
+        """Return 0."""
+        return 0
+
+    def forget(self, token_ids: Sequence[int], namespace: Hashable = None, keep: int = 0) -> int:
         """Return 0."""
         return 0
 

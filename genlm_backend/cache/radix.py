@@ -164,6 +164,38 @@ class RadixPrefixCache(PrefixCache):
             self.num_evicted += freed
         return freed
 
+    def peek(self, token_ids: Sequence[int], namespace: Hashable = None) -> int:
+        """Return how many of the first tokens are cached; locks nothing and changes no age."""
+        tokens, done = array("q", token_ids), 0
+        with self._lock:
+            node = self._roots.get(namespace)
+            while node is not None and done < len(tokens):
+                node = node.children.get(tokens[done])
+                if node is not None:
+                    shared = _common_prefix(node.tokens, tokens[done : done + len(node.tokens)])
+                    done += shared
+                    node = node if shared == len(node.tokens) else None
+        return done
+
+    def forget(self, token_ids: Sequence[int], namespace: Hashable = None, keep: int = 0) -> int:
+        """Free a context's unlocked slots beyond its first ``keep`` tokens; return how many."""
+        freed = 0
+        with self._lock:
+            match = self.match(token_ids, namespace)
+            self.release(match)
+            node, end = match.node, match.num_tokens
+            while end > keep and self._is_evictable(node):
+                count = min(len(node.slots), end - keep)
+                self.pool.free(node.slots[len(node.slots) - count :])
+                freed, end = freed + count, end - count
+                if count < len(node.slots):
+                    del node.slots[-count:], node.tokens[-count:]
+                    break
+                parent = node.parent
+                self._remove_leaf(node)
+                node = parent
+        return freed
+
     def clear(self) -> None:
         """Unpin everything and free all that no evaluation under way has locked."""
         with self._lock:

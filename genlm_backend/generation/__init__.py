@@ -8,15 +8,33 @@ if TYPE_CHECKING:
     from genlm_backend.generation.async_glm import AsyncGLM
     from genlm_backend.generation.config import GenerationConfig
     from genlm_backend.generation.constraint import Constraint
+    from genlm_backend.generation.engine import Engine
     from genlm_backend.generation.generated import GeneratedToken, Generation
     from genlm_backend.generation.generation import generate, stream
+    from genlm_backend.generation.installed_model import ModelState
+    from genlm_backend.generation.request import GenerationRequest
+    from genlm_backend.generation.result_queue import ResultQueue
+    from genlm_backend.generation.runtime_config import RuntimeConfig
+    from genlm_backend.generation.status import (
+        GeneratedElements,
+        GenerationStatus,
+        RequestStatistics,
+    )
 
 __all__ = [
     "AsyncGLM",
     "Constraint",
+    "Engine",
+    "GeneratedElements",
     "GeneratedToken",
     "Generation",
     "GenerationConfig",
+    "GenerationRequest",
+    "GenerationStatus",
+    "ModelState",
+    "RequestStatistics",
+    "ResultQueue",
+    "RuntimeConfig",
     "generate",
     "stream",
 ]
@@ -26,9 +44,17 @@ __getattr__, __dir__ = lazy_names(
     {
         "AsyncGLM": "genlm_backend.generation.async_glm",
         "Constraint": "genlm_backend.generation.constraint",
+        "Engine": "genlm_backend.generation.engine",
+        "GeneratedElements": "genlm_backend.generation.status",
         "GeneratedToken": "genlm_backend.generation.generated",
         "Generation": "genlm_backend.generation.generated",
         "GenerationConfig": "genlm_backend.generation.config",
+        "GenerationRequest": "genlm_backend.generation.request",
+        "GenerationStatus": "genlm_backend.generation.status",
+        "ModelState": "genlm_backend.generation.installed_model",
+        "RequestStatistics": "genlm_backend.generation.status",
+        "ResultQueue": "genlm_backend.generation.result_queue",
+        "RuntimeConfig": "genlm_backend.generation.runtime_config",
         "generate": "genlm_backend.generation.generation",
         "stream": "genlm_backend.generation.generation",
     },

@@ -197,6 +197,32 @@ class AsyncLM(abc.ABC):
             generated.append(token_id)
         return generated
 
+    # ---------------------------------------------------------------- keys and values
+
+    @property
+    def kv_capacity(self) -> int | None:
+        """Tokens whose keys and values fit at once; ``None`` where no such memory bounds them.
+
+        A context beyond it is still answered, at the cost of computing it again and again.
+        """
+        return None
+
+    async def num_cached_tokens(self, token_ids: TokenIds, lora_name: str | None = None) -> int:
+        """Return how many of a context's tokens need not be computed if it is asked now."""
+        return 0
+
+    can_forget: bool = False
+    """Whether ``forget`` has any effect."""
+
+    async def forget(  # noqa: B027
+        self, token_ids: TokenIds, lora_name: str | None = None, keep: int = 0
+    ) -> None:
+        """Free the keys and values of a context beyond its first ``keep`` tokens.
+
+        What another cached context shares with it stays, and so do rows. No answer changes by it.
+        Comes after the batches that have been sent, so that a cancelled query leaves nothing.
+        """
+
     # ---------------------------------------------------------------- keeping house
 
     def check_adapter(self, lora_name: str | None) -> None:

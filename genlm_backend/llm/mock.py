@@ -42,6 +42,8 @@ class MockAsyncLM(BatchedLM):
 
         return cls(load_tokenizer(model_name), **kwargs)
 
+    can_forget = True  # there is nothing to forget
+
     def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor]:
         """Return one pseudo-random row for each query."""
         return [self._row(query) for query in queries]

@@ -61,7 +61,9 @@ class Radix(RuleBasedStateMachine):
 
     @rule(target=matches, token_ids=contexts, namespace=st.sampled_from([None, "adapter"]))
     def look_up(self, token_ids, namespace):
+        num_cached = self.cache.peek(token_ids, namespace)
         match = self.cache.match(token_ids, namespace)
+        assert match.num_tokens == num_cached
         self.check_match(match, token_ids, namespace)
         return match, token_ids, namespace
 
@@ -107,6 +109,18 @@ class Radix(RuleBasedStateMachine):
         freed = self.cache.evict(count)
         assert freed <= count
         assert self.cache.num_used == used - freed
+
+    @rule(token_ids=contexts, other=contexts, keep=st.integers(0, 5))
+    def forget(self, token_ids, other, keep):
+        used, cached = self.cache.num_used, self.cache.peek(token_ids)
+        of_other = self.cache.peek(other)
+        freed = self.cache.forget(token_ids, keep=keep)
+        assert self.cache.num_used == used - freed
+        assert self.cache.peek(token_ids) == cached - freed >= min(cached, keep)
+        pairs = zip(token_ids, other, strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        if shared is not None and of_other > shared:  # it goes another way, which stays
+            assert self.cache.peek(other) == of_other
 
     @rule()
     def clear(self):
@@ -165,6 +179,20 @@ def test_eviction_frees_no_more_than_it_must_and_nothing_in_vain():
     assert cache.num_used == 6 + 1 + 3
     cache.free(slots)
     cache.release(held)
+
+
+def test_what_is_forgotten_is_what_nobody_else_has():
+    cache = make(20)
+    cache.release(fill(cache, [1, 2, 3, 4, 5]))
+    held = fill(cache, [1, 2, 9])
+    assert cache.forget([1, 2, 3, 4, 5, 6], keep=4) == 1
+    assert cache.forget([1, 2, 3, 4, 5, 6]) == 2
+    assert cache.forget([1, 2, 9]) == 0  # locked
+    cache.release(held)
+    assert cache.forget([1, 2, 9], namespace="adapter") == 0
+    assert cache.forget([1, 2, 9]) == 3
+    assert cache.num_used == cache.num_evicted == 0
+    cache.check_integrity()
 
 
 def test_a_lone_particle_stays_one_node_however_far_it_goes():

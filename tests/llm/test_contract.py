@@ -215,6 +215,22 @@ def test_an_adapter_that_is_not_loaded_is_refused(lm):
 # -------------------------------------------------------------------- trouble
 
 
+def test_tokens_that_are_cached_are_counted(lm):
+    async def main():
+        assert await lm.num_cached_tokens([1, 2, 3, 4, 5]) == 0
+        await lm.next_token_logprobs([1, 2, 3, 4])
+        found = [await lm.num_cached_tokens(c) for c in ([1, 2, 3, 4, 5], [1, 2, 9, 9], [7])]
+        has_memory = lm.kv_capacity is not None
+        assert found == ([4, 2, 0] if has_memory else [0, 0, 0])
+        if lm.can_forget:
+            await lm.forget([1, 2, 3, 4], keep=1)
+            assert await lm.num_cached_tokens([1, 2, 3, 4, 5]) == int(has_memory)
+        lm.clear_cache()
+        assert await lm.num_cached_tokens([1, 2, 3, 4, 5]) == 0
+
+    asyncio.run(main())
+
+
 def test_cancelled_and_timed_out_callers_leave_the_others(lm, backend):
     async def main():
         tasks = [asyncio.ensure_future(lm.next_token_logprobs([i, i])) for i in range(8)]

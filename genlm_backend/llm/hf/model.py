@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import itertools
 import logging
@@ -19,7 +20,11 @@ from genlm_backend.llm.hf.memory import default_kv_budget
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.hf.schedule import CostModel
 from genlm_backend.llm.hf.support import check_model, examine
-from genlm_backend.llm.hf.threads import frequent_switches, release_idle_threads
+from genlm_backend.llm.hf.threads import (
+    frequent_switches,
+    release_idle_threads,
+    use_num_threads,
+)
 from genlm_backend.llm.loading import explained, resolve_name
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.statistics import BackendCounts
@@ -44,6 +49,7 @@ class AsyncTransformer(BatchedLM):
             device's free memory, or a quarter of the machine's, 4 GiB at most.
         row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
         output_device: Where rows are returned: "cpu", "cuda:0", …
+        num_threads: Threads of a forward pass on the CPU. Default: torch's own number.
         max_length: The longest context to accept. Default: what the model's config says.
         self_check: Compare a few probe texts with the bytes of their tokens.
 
@@ -66,11 +72,14 @@ class AsyncTransformer(BatchedLM):
         kv_cache_bytes: int | None = None,
         row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
         output_device: str | torch.device = "cpu",
+        num_threads: int | None = None,
         max_length: int | None = None,
         self_check: bool = True,
     ) -> None:
         if kv_cache_bytes is not None and kv_cache_bytes < 0:
             raise ValueError(f"kv_cache_bytes must be zero or more, got {kv_cache_bytes}")
+        if num_threads is not None and num_threads < 1:
+            raise ValueError(f"num_threads must be one or more, got {num_threads}")
         check_model(hf_model)
         config = hf_model.config.get_text_config(decoder=True)
         super().__init__(
@@ -89,6 +98,9 @@ class AsyncTransformer(BatchedLM):
         self._is_on_cpu = runner.device.type == "cpu"
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
         self._defined = next(i for i in itertools.count() if i not in self.undefined_ids)
+        if num_threads is not None:
+            use_threads = num_threads
+            self._batcher.call(lambda: use_num_threads(use_threads))
         pool = self._batcher.call(lambda: self._make_pool(runner, kv_cache_bytes))
         self._evaluator = Evaluator(runner, pool, _cost_model(runner), self._finish)
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
@@ -194,6 +206,29 @@ class AsyncTransformer(BatchedLM):
     def kv_reuse(self) -> bool:
         """Whether keys and values are reused; where not, every context is run whole."""
         return self._evaluator.pool is not None
+
+    @property
+    def kv_capacity(self) -> int | None:
+        """Tokens that ``kv_cache_bytes`` hold; ``None`` where every context is run whole."""
+        return self._evaluator.prefixes.num_slots if self.kv_reuse else None
+
+    async def num_cached_tokens(self, token_ids: TokenIds, lora_name: str | None = None) -> int:
+        """Return how many of a context's tokens have their keys and values cached."""
+        query = self._query(token_ids, lora_name)
+        # The last token always goes through the model: its logits are the answer.
+        return self._evaluator.prefixes.peek(query.token_ids[:-1], lora_name)
+
+    can_forget = True
+
+    async def forget(
+        self, token_ids: TokenIds, lora_name: str | None = None, keep: int = 0
+    ) -> None:
+        """Free the keys and values of a context beyond its first ``keep`` tokens."""
+        ids = self._query(token_ids, lora_name).token_ids
+        done = self._batcher.call_soon(
+            lambda: self._evaluator.prefixes.forget(ids, lora_name, keep)
+        )
+        await asyncio.wrap_future(done)
 
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
         """Compute a prompt now and keep its keys and values until a cache is cleared.

@@ -50,6 +50,19 @@ def _pause_function() -> Callable[[int], int] | None:
     return None
 
 
+def use_num_threads(count: int) -> None:
+    """Let the calling thread's operators use ``count`` threads, and leave the others theirs.
+
+    ``torch.set_num_threads`` sets a number for the calling thread, and another one for threads
+    that have not used an operator yet.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    thread = threading.Thread(target=torch.set_num_threads, args=(before,))
+    thread.start()
+    thread.join()
+
+
 def release_idle_threads() -> None:
     """End the calling thread's idle OpenMP team, if it has one; about a microsecond if not."""
     pause = _pause_function()

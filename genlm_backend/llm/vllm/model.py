@@ -137,6 +137,19 @@ class AsyncVirtualLM(BatchedLM):
             row if row.untyped_storage().nbytes() == row.nbytes else row.clone() for row in rows
         ]
 
+    @property
+    def kv_capacity(self) -> int | None:
+        """Tokens that vLLM's blocks hold, but for the unused ends of a batch's last blocks."""
+        assert self.max_length is not None
+        num_blocks = self._engine.num_blocks - self.batch_size
+        return max(self.max_length, num_blocks * self._engine.block_size)
+
+    async def num_cached_tokens(self, token_ids: TokenIds, lora_name: str | None = None) -> int:
+        """Return how many of a context's tokens a session has."""
+        query = self._query(token_ids, lora_name)
+        found = self._batcher.call_soon(lambda: self._rounds.table.num_shared(query))
+        return await asyncio.wrap_future(found)
+
     # ---------------------------------------------------------------- samples
 
     async def sample(

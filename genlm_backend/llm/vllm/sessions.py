@@ -104,6 +104,10 @@ class SessionTable:
         self._round.append(step)
         return step
 
+    def num_shared(self, query: Query) -> int:
+        """Return how many of a context's tokens ``step`` would find."""
+        return self._longest_prefix(query)[1]
+
     def withdraw(self, step: Step) -> None:
         """Take back the step chosen last; what it held stays held until ``commit``."""
         assert self._round[-1] is step

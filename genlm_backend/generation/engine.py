@@ -1,0 +1,376 @@
+"""Engine: models by name, and requests for texts of them, from coroutines and threads alike."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterable
+from difflib import get_close_matches
+from types import TracebackType
+from typing import Any, Self, cast, overload
+
+from genlm_backend.errors import (
+    ModelStateError,
+    RuntimeConfigError,
+    UnknownModelError,
+    UnknownRequestError,
+)
+from genlm_backend.generation.background_loop import BackgroundLoop
+from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.generation.draft import Draft
+from genlm_backend.generation.generated import Generation
+from genlm_backend.generation.generation import check_streamable, make_config, make_drafts
+from genlm_backend.generation.installed_model import InstalledModel, ModelState
+from genlm_backend.generation.prompt import Chat, Prompt, encode, encode_chat, ids_of, is_chat
+from genlm_backend.generation.request import GenerationRequest
+from genlm_backend.generation.runtime_config import RuntimeConfig
+from genlm_backend.generation.status import GeneratedElements, GenerationStatus
+from genlm_backend.llm.base import AsyncLM, TokenIds
+
+
+class Engine:
+    """Holds models by name and generates texts for whoever asks, batched together.
+
+    Requests live on an event loop of the engine's own, on a thread of its own: they are started,
+    read, awaited and stopped from any coroutine and any thread, and go on while those do other
+    things. At most ``max_batch`` texts of a model are under way; the others wait in order. When
+    its keys and values do not fit into memory, the youngest text rests until they do.
+
+    Use it in a ``with`` or ``async with`` statement, or call ``close()``.
+    """
+
+    def __init__(self) -> None:
+        self._loop = BackgroundLoop("genlm-engine")
+        self._lock = threading.RLock()
+        self._models: dict[str, InstalledModel] = {}
+        self._is_closed = False
+
+    # ---------------------------------------------------------------- models
+
+    def install_model(
+        self,
+        name: str,
+        model: AsyncLM | str,
+        runtime_config: RuntimeConfig | None = None,
+        **fields: Any,
+    ) -> None:
+        """Make a model known; nothing is loaded yet.
+
+        Args:
+            name: For requests.
+            model: What ``load_model_by_name`` takes, or a model that is loaded: such a one stays
+                its owner's, who closes it.
+            runtime_config: How it is run.
+            **fields: Of the configuration, in place of its own.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) If the name is in use.
+            RuntimeConfigError: (``ValueError``) If the configuration does not go with the model.
+        """
+        config = (runtime_config or RuntimeConfig()).replace(**fields)
+        installed = InstalledModel(name, model, config, self._loop)
+        with self._lock:
+            self._check_open()
+            if name in self._models:
+                self._models[name].check_state(
+                    ModelState.RELEASED, to="install another of that name"
+                )
+            self._models[name] = installed
+
+    def start_model(self, name: str) -> None:
+        """Load a model if need be, and let requests in; blocks until it is ready.
+
+        Loading allocates the pool of keys and values. Unless ``warm_up`` is off, a context of the
+        maximum length and a batch of the maximum size are computed once, so that what does not
+        fit into memory fails here.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) Unless it is installed or stopped.
+            UnknownModelError: (``KeyError``) If there is no such name.
+            Exception: What loading or computing raised; the state has not changed then.
+        """
+        self._model(name).start()
+
+    def stop_model(self, name: str) -> None:
+        """Interrupt a model's requests with what they have, and take no more; blocks until done.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) Unless it is running.
+            UnknownModelError: (``KeyError``) If there is no such name.
+        """
+        self._model(name).stop()
+
+    def release_model(self, name: str) -> None:
+        """Return a model's memory; a model that was given loaded is not closed.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) Unless it is installed or stopped.
+            UnknownModelError: (``KeyError``) If there is no such name.
+        """
+        self._model(name).release()
+
+    def model_state(self, name: str) -> ModelState:
+        """Return what a model is ready for.
+
+        Raises:
+            UnknownModelError: (``KeyError``) If there is no such name.
+        """
+        return self._model(name).state
+
+    @property
+    def models(self) -> dict[str, ModelState]:
+        """Every name, and what its model is ready for."""
+        with self._lock:
+            return {name: model.state for name, model in self._models.items()}
+
+    def num_running(self, name: str) -> int:
+        """Return how many texts of a model are under way."""
+        return self._model(name).served.num_running
+
+    def num_waiting(self, name: str) -> int:
+        """Return how many requests for a model wait to begin."""
+        return self._model(name).served.num_waiting
+
+    def _model(self, name: str) -> InstalledModel:
+        with self._lock:
+            self._check_open()
+            if name not in self._models:
+                near = get_close_matches(str(name), self._models, n=2)
+                hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+                raise UnknownModelError(f"no model {name!r} is installed{hint}")
+            return self._models[name]
+
+    # ---------------------------------------------------------------- requests
+
+    def start_request_ids(
+        self,
+        model_name: str,
+        input_ids: TokenIds,
+        config: GenerationConfig | None = None,
+        *,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> GenerationRequest:
+        """Start a request for texts after token ids, and return its handle at once.
+
+        Where as many requests wait as ``max_queue_size`` allows, this blocks until there is
+        room; a coroutine gives ``timeout=0``, or uses ``generate`` and ``stream``.
+
+        Args:
+            model_name: Of a running model.
+            input_ids: A list, or an array or tensor ``[length]`` or ``[1, length]``.
+            config: How; by default greedily, to the model's limit.
+            timeout: Seconds to wait for room, at most; 0 refuses at once.
+            **fields: Of the configuration, in place of its own.
+
+        Raises:
+            UnknownModelError: (``KeyError``) If there is no such name.
+            ModelStateError: (``RuntimeError``) If the model is not running.
+            ContextError: (``ValueError``) If the prompt is empty, or leaves no room for a token.
+            ContextTypeError: (``TypeError``) If its ids are not integers.
+            GenerationConfigError: (``ValueError``) If the configuration does not go with the model.
+            RequestQueueFullError: (``queue.Full``) If there was no room in time.
+        """
+        request, drafts = self._prepare(model_name, ids_of(input_ids), config, fields)
+        request.model.submit(request, drafts, timeout)
+        return request
+
+    @overload
+    def start_request_text(
+        self,
+        model_name: str,
+        text: str | Chat,
+        config: GenerationConfig | None = ...,
+        *,
+        timeout: float | None = ...,
+        **fields: Any,
+    ) -> GenerationRequest: ...
+
+    @overload
+    def start_request_text(
+        self,
+        model_name: str,
+        text: Iterable[str | Chat],
+        config: GenerationConfig | None = ...,
+        *,
+        timeout: float | None = ...,
+        **fields: Any,
+    ) -> list[GenerationRequest]: ...
+
+    def start_request_text(
+        self,
+        model_name: str,
+        text: str | Chat | Iterable[str | Chat],
+        config: GenerationConfig | None = None,
+        *,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> GenerationRequest | list[GenerationRequest]:
+        """Start a request for texts after a text or a chat; of several, one request each.
+
+        Args:
+            model_name: Of a running model.
+            text: A text; a chat's messages, ``[{"role": …, "content": …}, …]``, which the model's
+                chat template puts together; or several of either. All are checked before any is
+                started.
+            config: As for ``start_request_ids``, as is the rest.
+            timeout: Seconds to wait for room, at most, of each.
+            **fields: Of the configuration, in place of its own.
+
+        Raises:
+            ContextError: (``ValueError``) If the model's tokenizer does not encode text, or has no
+                chat template; otherwise as ``start_request_ids``.
+        """
+        is_one = isinstance(text, str) or is_chat(text)
+        texts = [cast("str | Chat", text)] if is_one else list(cast("Iterable[str | Chat]", text))
+        prepared = [self._prepare(model_name, one, config, fields) for one in texts]
+        for request, drafts in prepared:
+            request.model.submit(request, drafts, timeout)
+        requests = [request for request, _ in prepared]
+        return requests[0] if is_one else requests
+
+    def stop_request(self, request: GenerationRequest) -> None:
+        """Interrupt a request: what there is can be read. One that has ended stays as it is.
+
+        Raises:
+            UnknownRequestError: (``ValueError``) If it is not this engine's.
+        """
+        self._check_request(request)
+        request.model.end(request, GenerationStatus.INTERRUPTED)
+
+    def release_request(self, request: GenerationRequest) -> None:
+        """Interrupt a request and forget what it has generated; again has no effect.
+
+        Raises:
+            UnknownRequestError: (``ValueError``) If it is not this engine's.
+        """
+        self.stop_request(request)
+        request.queue.drop()
+
+    def sync_request(self, request: GenerationRequest, timeout: float | None = None) -> None:
+        """Block until a request has ended, in whatever way; a coroutine awaits the request.
+
+        Raises:
+            TimeoutError: If it has not after ``timeout`` seconds; it goes on.
+            UnknownRequestError: (``ValueError``) If it is not this engine's.
+        """
+        self._check_request(request)
+        if not request.queue.wait_for_end(timeout):
+            raise TimeoutError(f"request {request.id} has not ended after {timeout} s")
+
+    def _prepare(
+        self,
+        model_name: str,
+        prompt: str | Chat | TokenIds,
+        config: GenerationConfig | None,
+        fields: dict[str, Any],
+    ) -> tuple[GenerationRequest, list[Draft]]:
+        """Check everything about a request, and start nothing."""
+        served = self._model(model_name).served
+        config = make_config(config, fields)
+        if isinstance(prompt, str):
+            ids: Any = encode(served.lm, prompt)
+        else:
+            ids = encode_chat(served.lm, cast(Chat, prompt)) if is_chat(prompt) else prompt
+        checked = Prompt.check(served.lm, ids, config, served.config.max_length)
+        drafts = make_drafts(served.lm, checked, config)
+        if drafts[0].width > served.max_batch:
+            raise RuntimeConfigError(
+                f"num_beams={config.num_beams} does not fit into max_batch={served.max_batch}"
+            )
+        return GenerationRequest(served, checked.token_ids, config), drafts
+
+    def _check_request(self, request: GenerationRequest) -> None:
+        if not isinstance(request, GenerationRequest) or request.model.loop is not self._loop:
+            raise UnknownRequestError(f"{request!r} is no request of this engine")
+
+    # ---------------------------------------------------------------- short forms
+
+    async def generate(
+        self,
+        model_name: str,
+        prompt: str | Chat | TokenIds,
+        config: GenerationConfig | None = None,
+        *,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> list[Generation]:
+        """Return the texts after a prompt: a text, a chat or token ids.
+
+        Cancelling it interrupts the request. Waits for room without blocking the event loop.
+
+        Raises:
+            RequestQueueFullError: (``queue.Full``) If there was no room in ``timeout`` seconds;
+                otherwise as ``start_request_ids`` and the request itself.
+        """
+        request, drafts = self._prepare(model_name, ids_of(prompt), config, fields)
+        await request.model.asubmit(request, drafts, timeout)
+        try:
+            return await request
+        finally:
+            self.stop_request(request)
+
+    async def stream(
+        self,
+        model_name: str,
+        prompt: str | Chat | TokenIds,
+        config: GenerationConfig | None = None,
+        *,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> AsyncIterator[GeneratedElements]:
+        """Yield the pieces of a text as they come; leaving the iteration interrupts the request.
+
+        Raises:
+            GenerationConfigError: (``ValueError``) If ``n`` or ``num_beams`` is not 1; otherwise
+                as ``generate``.
+        """
+        check_streamable(make_config(config, fields))
+        request, drafts = self._prepare(model_name, ids_of(prompt), config, fields)
+        await request.model.asubmit(request, drafts, timeout)
+        try:
+            async for elements in request.queue:
+                yield elements
+        finally:
+            self.stop_request(request)
+
+    # ---------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        """Stop and release every model and end the engine's thread; again has no effect."""
+        with self._lock:
+            models = [] if self._is_closed else list(self._models.values())
+            self._is_closed = True
+        for model in models:
+            model.end()
+        self._loop.close()
+
+    async def aclose(self) -> None:
+        """Do as ``close()``, leaving the event loop free meanwhile."""
+        await asyncio.to_thread(self.close)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ModelStateError("this engine has been closed")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()

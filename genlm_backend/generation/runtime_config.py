@@ -1,0 +1,178 @@
+"""RuntimeConfig: how an engine runs a model, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, Self
+
+import torch
+
+from genlm_backend.errors import RuntimeConfigError
+from genlm_backend.llm.base import AsyncLM
+
+_FUTURE_MODES = ("int8", "uint4")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """How an engine runs a model. Every field is checked at construction; ``None`` is the model's.
+
+    Attributes:
+        device: Where the model runs: "cpu", "cuda:0", …
+        threads: Threads of a forward pass on the CPU.
+        max_batch: Texts under way at once, at most; the others wait in order.
+        max_length: Tokens of a prompt and its text together, at most.
+        max_queue_size: Requests that may wait to begin, at most; ``None`` for no bound.
+        kv_cache_mode: How keys and values are stored: ``"default"``, as the model computes them.
+        prefix_cache: Whether the keys and values of a request stay for others when it has ended.
+            Without, only requests under way at the same time share those of a common beginning.
+        kv_cache_bytes: Bytes of keys and values, at most.
+        warm_up: Whether starting the model asks for a context of the maximum length and for a
+            batch of the maximum size, so that what does not fit fails then.
+        backend: As for ``load_model_by_name``, where the model is given by name.
+        llm_opts: More options for loading it.
+
+    Raises:
+        RuntimeConfigError: (``ValueError``) Naming the field.
+    """
+
+    device: str | None = None
+    threads: int | None = None
+    max_batch: int | None = None
+    max_length: int | None = None
+    max_queue_size: int | None = None
+    kv_cache_mode: str = "default"
+    prefix_cache: bool = True
+    kv_cache_bytes: int | None = None
+    warm_up: bool = True
+    backend: str | None = None
+    llm_opts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        least = {"threads": 1, "max_batch": 1, "max_length": 2, "max_queue_size": 0}
+        for name, minimum in {**least, "kv_cache_bytes": 1}.items():
+            value = getattr(self, name)
+            is_integer = isinstance(value, int) and not isinstance(value, bool)
+            self._check(name, value is None or (is_integer and value >= minimum), f"{minimum} up")
+        for name in ("prefix_cache", "warm_up"):
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        for name in ("device", "backend"):
+            value = getattr(self, name)
+            self._check(name, value is None or (isinstance(value, str) and value), "a name")
+        if self.device is not None:
+            try:
+                torch.device(self.device)
+            except RuntimeError as error:
+                raise RuntimeConfigError(f"device must be one, got {self.device!r}") from error
+        if self.kv_cache_mode in _FUTURE_MODES:
+            raise RuntimeConfigError(f"kv_cache_mode={self.kv_cache_mode!r} does not exist yet")
+        self._check("kv_cache_mode", self.kv_cache_mode == "default", "'default'")
+        self._check("llm_opts", isinstance(self.llm_opts, Mapping), "a mapping of options")
+
+    def _check(self, name: str, is_right: object, wanted: str) -> None:
+        if not is_right:
+            raise RuntimeConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+
+    def replace(self, **fields: Any) -> Self:
+        """Return another configuration, with these fields changed.
+
+        Raises:
+            RuntimeConfigError: (``ValueError``) As at construction, and for a name that is no
+                field.
+        """
+        known = [known.name for known in dataclasses.fields(self)]
+        for name in fields:
+            if name not in known:
+                near = get_close_matches(name, known, n=2)
+                hint = f"; did you mean {' or '.join(near)}?" if near else ""
+                raise RuntimeConfigError(f"{name} is no field of RuntimeConfig{hint}")
+        return dataclasses.replace(self, **fields)
+
+    @classmethod
+    def from_model(cls, lm: AsyncLM) -> Self:
+        """Make one of what a loaded model has."""
+        return cls(
+            device=_device_of(lm),
+            max_batch=getattr(lm, "batch_size", None),
+            max_length=getattr(lm, "max_length", None),
+            kv_cache_bytes=lm.statistics().kv_bytes_budget or None,
+        )
+
+    # ---------------------------------------------------------------- for a model
+
+    def loading_options(self, backend: str) -> dict[str, Any]:
+        """Return the ``llm_opts`` of ``load_model_by_name`` that this asks for.
+
+        Raises:
+            RuntimeConfigError: If the backend has no such option.
+        """
+        asked: dict[str, Any] = {
+            "batch_size": self.max_batch,
+            "row_cache_bytes": None if self.prefix_cache else 0,
+        }
+        if backend == "hf":
+            asked["num_threads"] = self.threads
+            asked["kv_cache_bytes"] = self.kv_cache_bytes
+            asked["hf_opts"] = None if self.device is None else {"device_map": self.device}
+        else:
+            known = {"vllm": ("kv_cache_bytes",)}.get(backend, ())
+            for name in ("device", "threads", "kv_cache_bytes"):
+                if name not in known and getattr(self, name) is not None:
+                    raise RuntimeConfigError(f"{name} cannot be chosen for backend {backend!r}")
+            if self.kv_cache_bytes is not None:
+                asked["engine_opts"] = {"kv_cache_memory_bytes": self.kv_cache_bytes}
+        options = {name: value for name, value in asked.items() if value is not None}
+        for name, value in self.llm_opts.items():
+            is_both = isinstance(value, Mapping) and isinstance(options.get(name), Mapping)
+            options[name] = {**options[name], **value} if is_both else value
+        return options
+
+    def check_model(self, lm: AsyncLM) -> None:
+        """Check against a model that is loaded.
+
+        Raises:
+            RuntimeConfigError: If it asks for something else than the model has.
+        """
+        own = type(self).from_model(lm)
+        is_there = self.device is None or _is_on(own.device, self.device)
+        is_budget = self.kv_cache_bytes in (None, own.kv_cache_bytes)
+        for name, is_right in (("device", is_there), ("kv_cache_bytes", is_budget)):
+            if not is_right:
+                raise RuntimeConfigError(
+                    f"{name} is chosen when a model is loaded: it has {getattr(own, name)!r}, "
+                    f"not {getattr(self, name)!r}"
+                )
+        for name in ("threads", "backend"):
+            if getattr(self, name) is not None:
+                raise RuntimeConfigError(f"{name} is chosen when a model is loaded by its name")
+        if self.llm_opts:
+            raise RuntimeConfigError("llm_opts are for a model that is loaded by its name")
+
+    def check_loaded(self, lm: AsyncLM) -> None:
+        """Check what no model can be told when it is loaded.
+
+        Raises:
+            RuntimeConfigError: If the model has less than this asks for.
+        """
+        longest = getattr(lm, "max_length", None)
+        if None not in (self.max_length, longest) and self.max_length > longest + 1:  # pyright: ignore
+            raise RuntimeConfigError(
+                f"max_length={self.max_length} is more than the model's {longest + 1}"  # pyright: ignore
+            )
+        if not self.prefix_cache and not lm.can_forget:
+            raise RuntimeConfigError(f"prefix_cache=False: {type(lm).__name__} cannot forget")
+
+
+def _device_of(lm: AsyncLM) -> str | None:
+    device = getattr(getattr(lm, "model", None), "device", None)
+    return None if device is None else str(device)
+
+
+def _is_on(there: str | None, asked: str) -> bool:
+    if there is None:
+        return False
+    here, wanted = torch.device(there), torch.device(asked)
+    return here.type == wanted.type and wanted.index in (None, here.index or 0)

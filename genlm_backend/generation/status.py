@@ -1,0 +1,78 @@
+"""How a request fares: its status, what came of it since it was last asked, and its times."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class GenerationStatus(enum.Enum):
+    """How far a request has come. The last three are final."""
+
+    INIT = "init"
+    """It waits for a place, or for its prompt to be computed."""
+    CONTEXT_FINISHED = "context finished"
+    """The prompt has been computed."""
+    GENERATING = "generating"
+    """There are tokens, and there will be more."""
+    FINISHED = "finished"
+    """Every text is complete."""
+    INTERRUPTED = "interrupted"
+    """It was stopped, or its keys and values do not fit; what there is can be read."""
+    FAILED = "failed"
+    """An exception ended it; what there is can be read before it is raised."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing will follow."""
+        return self in (type(self).FINISHED, type(self).INTERRUPTED, type(self).FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedElements:
+    """What was generated of one text since it was last asked for.
+
+    Attributes:
+        token_ids: The new tokens.
+        text: The characters that are certain with them, never half of one.
+        logprobs: The logarithms of the tokens' probabilities, if asked for.
+        top_logprobs: The most probable tokens at each place and theirs, if asked for.
+        index: Of the text among the ``n`` of the request.
+        finish_reason: ``"eos"``, ``"stop"``, ``"length"`` or ``"interrupted"`` where the text ends
+            with these; else ``None``.
+        num_cached_tokens: Tokens of the prompt that were found in the prefix cache.
+    """
+
+    token_ids: list[int]
+    text: str
+    logprobs: list[float] | None = None
+    top_logprobs: list[tuple[tuple[int, float], ...]] | None = None
+    index: int = 0
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatistics:
+    """Times and counts of a request. Times are in seconds, and ``None`` before their event.
+
+    Attributes:
+        time_in_queue: From its start until the model was first asked.
+        time_to_first_token: From its start until its first token.
+        time_per_token: Between a text's tokens after its first, on average; texts of one request
+            come at the same time.
+        time_in_total: From its start until it ended, or until now.
+        num_prompt_tokens: Tokens of the prompt.
+        num_generated_tokens: Tokens generated, of all texts.
+        num_cached_tokens: Tokens of the prompt that were found in the prefix cache.
+        num_preemptions: How often it had to rest for want of memory.
+    """
+
+    time_in_queue: float | None
+    time_to_first_token: float | None
+    time_per_token: float | None
+    time_in_total: float
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
