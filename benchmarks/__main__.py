@@ -26,6 +26,7 @@ SINGLE = (
     "sampling",
     "masks",
     "async_glm",
+    "engine",
 )
 TRIES = ("SmolLM2", "Tekken", "Tekken + DeepSeek")
 FAST = {"genlm_backend", "peer + cache_kv", "generate"}

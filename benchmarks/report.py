@@ -107,6 +107,15 @@ def rows_of_generation(results: Results) -> list[tuple[str, str, str]]:
         ratio = median(found["theirs_s"]) / median(found["ours_s"])
         what = f"AsyncGLM, {found['num_tasks']} tasks, over `generate` task by task"
         table.append((what, f"{ratio:.1f}×", "3×"))
+    if "engine" in results:
+        found = results["engine"]
+        ours, theirs = median(found["ours_s"]), median(found["theirs_s"])
+        what = f"Engine, {found['num_requests']} requests of 4 and 32 tokens, 20 at once"
+        table.append((what, f"{found['num_tokens'] / ours:.0f} tokens/s", ""))
+        table.append(("… over `generate` in padded batches of 20", f"{theirs / ours:.1f}×", ""))
+        table.append(
+            ("… median time to the first token", f"{median(found['first_token_s']):.2f} s", "")
+        )
     return table
 
 

@@ -393,3 +393,53 @@ def async_glm(repeats: int, num_tasks: int = 16, num_tokens: int = 16) -> Number
         numbers["theirs_s"].append(seconds(theirs))
     glm.shutdown()
     return {**numbers, "num_tasks": num_tasks, "num_equal": num_equal}
+
+
+def engine(repeats: int, num_requests: int = 40, max_batch: int = 20) -> Numbers:
+    """Requests of different lengths through an Engine, against padded batches of generate."""
+    from genlm_backend import AsyncTransformer
+    from genlm_backend.generation import Engine
+
+    model, tokenizer = load_hf()
+    ids = tokenizer.encode(TEXT)
+    prompts = [ids[i : i + 8 + i] for i in range(num_requests)]
+    lengths = [4 + 28 * (i % 4 == 0) for i in range(num_requests)]  # every fourth is long
+    lm = AsyncTransformer(model, tokenizer, batch_size=max_batch)
+
+    def theirs() -> None:
+        for begin in range(0, num_requests, max_batch):
+            batch = prompts[begin : begin + max_batch]
+            longest = max(map(len, batch))
+            rows = [[0] * (longest - len(prompt)) + prompt for prompt in batch]
+            mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch]
+            model.generate(
+                torch.tensor(rows),
+                attention_mask=torch.tensor(mask),
+                do_sample=False,
+                max_new_tokens=max(lengths[begin : begin + max_batch]),
+                eos_token_id=49_151,
+                pad_token_id=0,
+            )
+
+    numbers: dict[str, list[float]] = {"ours_s": [], "theirs_s": [], "first_token_s": []}
+    with Engine() as served:
+        served.install_model("m", lm, max_batch=max_batch, warm_up=False)
+        served.start_model("m")
+
+        def ours() -> None:
+            lm.clear_cache()
+            requests = [
+                served.start_request_ids("m", prompt, max_new_tokens=n, early_stopping=False)
+                for prompt, n in zip(prompts, lengths, strict=True)
+            ]
+            for request in requests:
+                request.result()
+            waits = sorted(request.statistics().time_to_first_token or 0 for request in requests)
+            numbers["first_token_s"].append(waits[len(waits) // 2])
+
+        ours()
+        for _ in range(repeats):
+            numbers["ours_s"].append(seconds(ours))
+            numbers["theirs_s"].append(seconds(theirs))
+    lm.close()
+    return {**numbers, "num_requests": num_requests, "num_tokens": sum(lengths)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import threading
 import time
@@ -16,13 +15,15 @@ from typing import Any, Self
 import torch
 import transformers
 
-from genlm_backend.errors import GenerationConfigError
+from genlm_backend.errors import GenerationConfigError, OutOfSlotsError
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.generation import generate
+from genlm_backend.generation.engine import Engine
 from genlm_backend.generation.hf_inputs import config_of_kwargs, rows_of
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.llm.base import AsyncLM
 from genlm_backend.llm.together import together
+
+_NAME = "model"
 
 
 @dataclass
@@ -39,8 +40,8 @@ class AsyncGLM:
     """Generates for many threads at once: ``submit`` a task, ``get_result`` later.
 
     What ``model.generate`` does for one caller at a time, this does for as many as come: tasks
-    that are under way at the same time share forward passes. Any method may be called from any
-    thread.
+    that are under way at the same time share forward passes, on an ``Engine`` of its own. Any
+    method may be called from any thread.
 
     Args:
         model: A causal language model of transformers, or an ``AsyncLM``, which is not closed at
@@ -48,7 +49,8 @@ class AsyncGLM:
         tokenizer: The model's; tasks are token ids, so that it may be left out.
         max_queue_size: Tasks that may wait for others to end, at least 1.
         generation_kwargs: For every task that does not say otherwise; see ``hf_inputs.HONOURED``.
-        max_running: Tasks under way at once; by default as many as the model takes in a batch.
+        max_running: Tasks, and texts of them, under way at once; by default as many as the model
+            takes in a batch.
 
     Raises:
         GenerationConfigError: (``ValueError``) If ``generation_kwargs`` has something else.
@@ -83,8 +85,7 @@ class AsyncGLM:
         self._tasks: dict[int, _Task] = {}
         self._num_running = 0
         self._next_id = 0
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._engine: Engine | None = None
         self._is_shut_down = False
 
     # ---------------------------------------------------------------- tasks
@@ -97,12 +98,12 @@ class AsyncGLM:
         """
         with self._changed:
             self._check_open()
-            if self._thread is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=_run_loop, args=(self._loop,), name="genlm-async-glm", daemon=True
+            if self._engine is None:
+                self._engine = Engine()
+                self._engine.install_model(
+                    _NAME, self._lm, max_batch=self._max_running, warm_up=False
                 )
-                self._thread.start()
+                self._engine.start_model(_NAME)
             self._advance()
 
     def submit(
@@ -135,6 +136,10 @@ class AsyncGLM:
         configs = [self._config_of(kwargs, row) for row in range(len(prompts))]
         for prompt, config in zip(prompts, configs, strict=True):
             Prompt.check(self._lm, prompt, config)
+            if config.num_beams > self._max_running:
+                raise GenerationConfigError(
+                    f"num_beams={config.num_beams} is more than max_running={self._max_running}"
+                )
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while not self._is_shut_down and len(self._waiting) >= self._max_queue_size:
@@ -214,19 +219,18 @@ class AsyncGLM:
         with self._changed:
             self._is_shut_down = True
             self._changed.notify_all()
-            while wait and self._thread is not None and (self._waiting or self._num_running):
+            while wait and self._engine is not None and (self._waiting or self._num_running):
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     break
                 self._changed.wait(left)
             unfinished = list(self._tasks.values())
             self._waiting.clear()
-            thread, self._thread = self._thread, None
+            engine, self._engine = self._engine, None
         for task in unfinished:
             task.future.cancel()
-        if thread is not None and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            thread.join()
+        if engine is not None:
+            engine.close()
         self._close_model()
 
     def __enter__(self) -> Self:
@@ -253,20 +257,20 @@ class AsyncGLM:
 
     def _advance(self) -> None:
         """Begin what there is room for; under the lock."""
-        if self._loop is None or self._thread is None:
+        if self._engine is None:
             return
         while self._waiting and self._num_running < self._max_running:
             task = self._waiting.popleft()
             self._num_running += 1
-            asyncio.run_coroutine_threadsafe(self._run(task), self._loop)
+            self._engine.loop.submit(self._run(task, self._engine))
         self._changed.notify_all()
 
-    async def _run(self, task: _Task) -> None:
+    async def _run(self, task: _Task, engine: Engine) -> None:
         result: torch.Tensor | None = None
         error: BaseException | None = None
         try:
             if task.future.set_running_or_notify_cancel():
-                result = await self._generate(task)
+                result = await self._generate(task, engine)
         except BaseException as raised:  # a future is settled
             error = raised
             if not isinstance(raised, Exception):
@@ -281,9 +285,13 @@ class AsyncGLM:
                 self._num_running -= 1
                 self._advance()
 
-    async def _generate(self, task: _Task) -> torch.Tensor:
+    async def _generate(self, task: _Task, engine: Engine) -> torch.Tensor:
         pairs = zip(task.prompts, task.configs, strict=True)
-        found = await together(generate(self._lm, prompt, config) for prompt, config in pairs)
+        found = await together(engine.generate(_NAME, prompt, config) for prompt, config in pairs)
+        if any(text.finish_reason == "interrupted" for texts in found for text in texts):
+            if self._is_shut_down:
+                raise CancelledError("the task was cancelled by shutdown()")
+            raise OutOfSlotsError("the task's keys and values do not fit into the model's memory")
         texts = [
             (row, generation.token_ids)
             for row, generations in zip(task.rows, found, strict=True)
@@ -308,20 +316,6 @@ class AsyncGLM:
                 return found
         eos = self._base.eos_token_id
         return eos if isinstance(eos, int) else eos[0] if eos else 0
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    asyncio.set_event_loop(loop)
-    try:
-        loop.run_forever()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.run_until_complete(loop.shutdown_default_executor())
-    finally:
-        loop.close()
 
 
 def _wrap(model: Any, tokenizer: Any) -> AsyncLM:

@@ -37,10 +37,13 @@ class Engine:
     its keys and values do not fit into memory, the youngest text rests until they do.
 
     Use it in a ``with`` or ``async with`` statement, or call ``close()``.
+
+    Attributes:
+        loop: Where requests live.
     """
 
     def __init__(self) -> None:
-        self._loop = BackgroundLoop("genlm-engine")
+        self.loop = BackgroundLoop("genlm-engine")
         self._lock = threading.RLock()
         self._models: dict[str, InstalledModel] = {}
         self._is_closed = False
@@ -68,7 +71,7 @@ class Engine:
             RuntimeConfigError: (``ValueError``) If the configuration does not go with the model.
         """
         config = (runtime_config or RuntimeConfig()).replace(**fields)
-        installed = InstalledModel(name, model, config, self._loop)
+        installed = InstalledModel(name, model, config, self.loop)
         with self._lock:
             self._check_open()
             if name in self._models:
@@ -281,7 +284,7 @@ class Engine:
         return GenerationRequest(served, checked.token_ids, config), drafts
 
     def _check_request(self, request: GenerationRequest) -> None:
-        if not isinstance(request, GenerationRequest) or request.model.loop is not self._loop:
+        if not isinstance(request, GenerationRequest) or request.model.loop is not self.loop:
             raise UnknownRequestError(f"{request!r} is no request of this engine")
 
     # ---------------------------------------------------------------- short forms
@@ -343,7 +346,7 @@ class Engine:
             self._is_closed = True
         for model in models:
             model.end()
-        self._loop.close()
+        self.loop.close()
 
     async def aclose(self) -> None:
         """Do as ``close()``, leaving the event loop free meanwhile."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from genlm_backend import MockAsyncLM
+from genlm_backend import AsyncTransformer, MockAsyncLM
 from genlm_backend.errors import ContextError, GenerationConfigError
 from genlm_backend.generation import AsyncGLM, GenerationConfig, generate
 from tests.llm import families
@@ -81,6 +81,18 @@ def test_beams_are_those_of_generate(model):
         result = glm.get_result(glm.submit([[4, 5, 6], [7, 8, 9]]), timeout=60)
     rows = torch.tensor([[4, 5, 6], [7, 8, 9]])
     assert torch.equal(result, model.generate(rows, attention_mask=torch.ones_like(rows), **kwargs))
+
+
+def test_a_task_that_does_not_fit_into_memory_says_so(model):
+    with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=10_000) as lm:
+        assert lm.kv_capacity is not None
+        length = lm.kv_capacity
+        with AsyncGLM(lm) as glm:
+            long = glm.submit([1] * 5, {"max_new_tokens": length})
+            short = glm.submit([2] * 5, {"max_new_tokens": 3})
+            assert glm.get_result(short, 60).shape == (1, 8)
+            with pytest.raises(RuntimeError, match="do not fit into the model's memory"):
+                glm.get_result(long, 60)
 
 
 def test_rows_padded_on_the_right_lose_their_padding(model):
@@ -217,7 +229,7 @@ def test_shutdown_without_waiting_cancels_what_is_not_complete():
     for task_id in ids[:2]:
         with pytest.raises(CancelledError):
             glm.get_result(task_id, 30)
-    assert not [t for t in threading.enumerate() if t.name == "genlm-async-glm"]
+    assert not [t for t in threading.enumerate() if t.name == "genlm-engine"]
     lm.close()
 
 
@@ -234,6 +246,7 @@ def test_shutdown_without_waiting_cancels_what_is_not_complete():
         ({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}, {}, ContextError, "empty"),
         ([1], {"penalty_alpha": 0.6}, GenerationConfigError, "penalty_alpha is not honoured"),
         ([1], {"num_beams": 2, "do_sample": True}, GenerationConfigError, "num_beams"),
+        ([1], {"num_beams": 21}, GenerationConfigError, "more than max_running=20"),
         ([1], {"num_return_sequences": 2}, GenerationConfigError, "n must be 1"),
         ([1], {"temperature": -1, "do_sample": True}, GenerationConfigError, "temperature"),
         ([1, 2], {"max_length": 2}, ContextError, "no room"),

@@ -615,7 +615,7 @@ def test_without_a_prefix_cache_nothing_stays(engine, model, fields):
         while not stopped.status().is_final and lm.statistics().kv_bytes_used == 0:
             pass
         engine.stop_request(stopped)
-        engine._loop.submit(engine._models["m"].served._join()).result()
+        engine.loop.submit(engine._models["m"].served._join()).result()
         assert lm.statistics().kv_bytes_used == 0
         lm._evaluator.prefixes.check_integrity()
 

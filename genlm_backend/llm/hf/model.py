@@ -16,7 +16,7 @@ from genlm_backend.errors import CacheError, MissingExtraError
 from genlm_backend.llm.base import TokenIds
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.hf.evaluator import Evaluator
-from genlm_backend.llm.hf.memory import default_kv_budget
+from genlm_backend.llm.hf.memory import default_kv_budget, release_cached_memory
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.hf.schedule import CostModel
 from genlm_backend.llm.hf.support import check_model, examine
@@ -272,6 +272,7 @@ class AsyncTransformer(BatchedLM):
         """Let go of the model and of the slots."""
         self._evaluator.close()
         self.model = None
+        release_cached_memory()
 
 
 def _model_vocab_size(model: Any) -> int:

@@ -1,0 +1,48 @@
+"""What a model takes while it runs, and gives back when it is released."""
+
+import psutil
+import pytest
+
+from genlm_backend.generation import Engine
+
+
+def resident():
+    return psutil.Process().memory_info().rss
+
+
+@pytest.mark.real
+def test_a_released_model_gives_its_memory_back():
+    with Engine() as engine:
+        left = []
+        for _ in range(3):
+            before = resident()
+            engine.install_model("m", "smollm2", backend="hf", max_length=600)
+            engine.start_model("m")
+            engine.start_request_ids("m", [1] * 500, max_new_tokens=2).result()
+            taken = resident() - before
+            engine.stop_model("m")
+            engine.release_model("m")
+            left.append(resident() - before)
+        assert taken > 500 << 20
+        # What the first one leaves are libraries; nothing is added to it.
+        assert max(left[1:]) < 0.15 * taken
+
+
+@pytest.mark.real
+def test_requests_come_and_go_and_memory_does_not_grow():
+    with Engine() as engine:
+        engine.install_model("m", "smollm2", backend="hf", max_length=64, kv_cache_bytes=32 << 20)
+        engine.start_model("m")
+
+        def work(count):
+            for i in range(count):
+                engine.start_request_ids("m", [i + 5, 7], max_new_tokens=2).result()
+
+        work(60)  # the rows kept are bounded by their bytes
+        lm = engine._models["m"].served.lm
+        lm.clear_cache()
+        before = resident()
+        work(60)
+        lm.clear_cache()
+        assert resident() - before < 40 << 20
+        assert len(engine._models["m"].served._tasks) <= 1
