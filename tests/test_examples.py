@@ -80,6 +80,16 @@ def test_tasks_from_threads_come_back_to_their_threads():
     assert len(done.stdout.strip().split("\n")) == 5
 
 
+def test_requests_of_an_engine_are_streamed_awaited_and_stopped():
+    done = run("examples/engine_requests.py", "--tokens", "6", "--max-batch", "3")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.strip().split("\n")
+    assert lines[0].startswith("The capital of France is Paris")
+    assert sum("(interrupted)" in line for line in lines) == 1
+    cached = [int(n) for n in re.findall(r"(\d+) of \d+ prompt tokens cached", done.stdout)]
+    assert cached[0] < 10 < cached[1]
+
+
 def test_help_reads_well_and_a_typo_is_told():
     help_text = run("-m", "genlm_backend", "--help").stdout
     assert "demo" in help_text
@@ -111,6 +121,7 @@ def test_help_reads_well_and_a_typo_is_told():
         "sampling(1)",
         "masks(1)",
         "async_glm(1, 3, 2)",
+        "engine(1, 5, 3)",
         "trie_speed('SmolLM2', 1)",
         "trie_async('Tekken + DeepSeek', 1)",
         "trie_first_call(1)",

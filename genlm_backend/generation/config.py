@@ -35,6 +35,7 @@ class GenerationConfig:
         eos_token_id: One or several tokens that end a text; ``None`` for the tokenizer's own.
         stop_words_ids: Lists of token ids; a text that ends with one of them is complete.
         stop: Strings; a text is complete, and cut off, where one of them begins.
+        bad_words_ids: Lists of token ids that are not generated.
         repetition_penalty: Above 0; 1 for none. Divides the positive logits of tokens that were
             there before, and multiplies the negative ones (Keskar et al., 2019).
         suppress_repetition_in_generation: Whether ``repetition_penalty`` looks at the generated
@@ -74,6 +75,7 @@ class GenerationConfig:
     eos_token_id: int | Sequence[int] | None = None
     stop_words_ids: Sequence[Sequence[int]] = ()
     stop: str | Sequence[str] = ()
+    bad_words_ids: Sequence[Sequence[int]] = ()
     repetition_penalty: float = 1.0
     suppress_repetition_in_generation: bool = False
     no_repeat_ngram_size: int = 0
@@ -92,7 +94,8 @@ class GenerationConfig:
         if mm_info is not None:
             raise GenerationConfigError("mm_info: a text model takes no multimodal input")
         self._tidy("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        self._tidy("stop_words_ids", tuple(tuple(word) for word in self.stop_words_ids))
+        for name in _LISTS_OF_IDS:
+            self._tidy(name, tuple(tuple(word) for word in getattr(self, name)))
         if self.eos_token_id is not None and not isinstance(self.eos_token_id, int):
             self._tidy("eos_token_id", tuple(self.eos_token_id))
         for name in _SWITCHES:
@@ -113,9 +116,10 @@ class GenerationConfig:
                 name, is_inside and not (is_open and value == low), _range(low, high, is_open)
             )
         self._check("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings")
-        words = self.stop_words_ids
-        are_ids = all(word and all(isinstance(i, int) for i in word) for word in words)
-        self._check("stop_words_ids", are_ids, "non-empty lists of token ids")
+        for name in _LISTS_OF_IDS:
+            words = getattr(self, name)
+            are_ids = all(word and all(isinstance(i, int) for i in word) for word in words)
+            self._check(name, are_ids, "non-empty lists of token ids")
         eos = self.eos_token_id
         eos_ids = () if eos is None else eos if isinstance(eos, tuple) else (eos,)
         self._check("eos_token_id", all(isinstance(i, int) for i in eos_ids), "token ids")
@@ -215,6 +219,8 @@ class GenerationConfig:
 
 _SWITCHES = ("do_sample", "early_stopping", "suppress_repetition_in_generation", "logprobs")
 
+_LISTS_OF_IDS = ("stop_words_ids", "bad_words_ids")
+
 _INTEGERS = {
     "top_k": 0,
     "seed": 0,
@@ -253,6 +259,7 @@ SHARED_FIELDS = (
     "eos_token_id",
     "repetition_penalty",
     "no_repeat_ngram_size",
+    "bad_words_ids",
     "num_beams",
     "length_penalty",
 )

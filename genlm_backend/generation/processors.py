@@ -9,6 +9,7 @@ from transformers import (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
@@ -33,6 +34,9 @@ def make_processors(
         made.append(OfGenerated(penalty, prompt_length) if is_late else penalty)
     if config.no_repeat_ngram_size:
         made.append(NoRepeatNGramLogitsProcessor(config.no_repeat_ngram_size))
+    if config.bad_words_ids:
+        words = [list(word) for word in config.bad_words_ids]
+        made.append(NoBadWordsLogitsProcessor(words, eos_token_ids or None))
     if config.min_length and eos_token_ids:
         made.append(MinLengthLogitsProcessor(config.min_length, eos_token_ids))
     if config.min_new_tokens and eos_token_ids:

@@ -56,8 +56,9 @@ class Prompt:
         ids = encode(lm, prompt) if isinstance(prompt, str) else prompt
         token_ids = check_context(ids, len(lm.byte_vocab))
         lm.check_adapter(config.lora_name)
-        for word in config.stop_words_ids:
-            _check_ids("stop_words_ids", word, lm)
+        for name in ("stop_words_ids", "bad_words_ids"):
+            for word in getattr(config, name):
+                _check_ids(name, word, lm)
         constraint = None
         if config.response_format is not None:
             constraint = Constraint.from_response_format(lm, config.response_format)

@@ -43,6 +43,7 @@ SAMPLE = {"do_sample": True}
         ("stop", [1], {}),
         ("stop_words_ids", [[]], {}),
         ("stop_words_ids", [["a"]], {}),
+        ("bad_words_ids", [[]], {}),
         ("eos_token_id", "</s>", {}),
         ("repetition_penalty", 0, {}),
         ("no_repeat_ngram_size", -1, {}),
@@ -100,6 +101,6 @@ def test_from_transformers():
     )
     expected = GenerationConfig(num_beams=4, n=2, length_penalty=0.5, beam_early_stopping="never")
     assert beams == expected
-    for wrong in ({"penalty_alpha": 0.5}, {"bad_words_ids": [[1]]}):
+    for wrong in ({"penalty_alpha": 0.5}, {"num_beam_groups": 2}):
         with pytest.raises(GenerationConfigError, match=next(iter(wrong))):
             GenerationConfig.from_hf(transformers.GenerationConfig(**wrong))

@@ -21,6 +21,7 @@ SETTINGS = [
     {"no_repeat_ngram_size": 2},
     {"no_repeat_ngram_size": 1, "repetition_penalty": 1.1},
     {"min_length": 14},
+    {"bad_words_ids": [[n] for n in range(0, 96, 2)] + [[1, 3], [5, 7]]},
     {"min_new_tokens": 9, "no_repeat_ngram_size": 3},
 ]
 
@@ -78,8 +79,11 @@ def test_distributions_are_those_of_transformers(model, seed):
         "repetition_penalty": generator.choice([1.0, 1.4]),
         "no_repeat_ngram_size": generator.choice([0, 2]),
         "min_length": generator.choice([0, 12]),
+        "bad_words_ids": generator.choice([None, [[3], [4, 9], [5]]]),
     }
-    config = GenerationConfig(do_sample=True, **fields)
+    config = GenerationConfig(
+        do_sample=True, **{name: value for name, value in fields.items() if value is not None}
+    )
     hf = transformers.GenerationConfig(do_sample=True, eos_token_id=[5], **fields)
     ids = torch.tensor([[generator.randrange(96) for _ in range(9)]])
     model._prepare_special_tokens(hf, device="cpu")
