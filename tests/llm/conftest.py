@@ -35,6 +35,10 @@ class Backend:
     model: Any = None
     is_cached: bool = True
 
+    def bare_model(self):
+        """The model of transformers that it must agree with, or ``None``."""
+        return self.model
+
     def make(self, **options):
         tokenizer = word_tokenizer()
         if self.model is None:
@@ -64,6 +68,9 @@ class TinyVLLM(Backend):
         engine = real.SharedEngine(real.tiny_engine())
         return AsyncVirtualLM(engine, **{**self.options, **options})
 
+    def bare_model(self):
+        return real.tiny_model()
+
     def expected(self, token_ids):
         return fresh_row(real.tiny_model(), token_ids)
 
@@ -76,6 +83,9 @@ class SmallVLLM(Backend):
     def make(self, **options):
         engine = real.SharedEngine(real.small_smollm2_engine())
         return AsyncVirtualLM(engine, **{**self.options, **options})
+
+    def bare_model(self):
+        return real.small_smollm2()
 
     def expected(self, token_ids):
         return fresh_row(real.small_smollm2(), token_ids)

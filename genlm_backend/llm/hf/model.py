@@ -27,6 +27,7 @@ from genlm_backend.llm.hf.threads import (
 )
 from genlm_backend.llm.loading import explained, resolve_name
 from genlm_backend.llm.query import Query
+from genlm_backend.llm.rows import rows_of_logits
 from genlm_backend.llm.statistics import BackendCounts
 
 logger = logging.getLogger(__name__)
@@ -177,16 +178,9 @@ class AsyncTransformer(BatchedLM):
         if len(self._undefined):
             logits = logits.index_fill(1, self._undefined.to(logits.device), -torch.inf)
         if logits.device == self.output_device:
-            return [self._normalise(row) for row in logits]
-        return [row.clone() for row in self._normalise(logits).to(self.output_device)]
-
-    def _normalise(self, logits: torch.Tensor) -> torch.Tensor:
-        logits = logits.float()
-        rows = logits.new_empty((*logits.shape[:-1], logits.shape[-1] + 1))
-        torch.log_softmax(logits, -1, out=rows[..., :-1])
-        known = self._defined
-        rows[..., -1] = logits[..., known] - rows[..., known]
-        return rows
+            return [rows_of_logits(row, self._defined) for row in logits]
+        rows = rows_of_logits(logits, self._defined).to(self.output_device)
+        return [row.clone() for row in rows]
 
     # ---------------------------------------------------------------- caches
 

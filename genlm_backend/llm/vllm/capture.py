@@ -22,6 +22,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from genlm_backend.errors import EvaluationError
+from genlm_backend.llm.rows import rows_of_logits
 
 TAG = "genlm_row"
 
@@ -30,7 +31,7 @@ _ROWS: dict[str, torch.Tensor] = {}
 
 
 class RowCapture(LogitsProcessor, LogitsProcessorV2):
-    """Keeps the log-softmax rows of tagged requests; changes no logit.
+    """Keeps the rows of tagged requests, with their normalisers; changes no logit.
 
     It is what both of vLLM's model runners expect: the first tells of moves within the batch
     (``update_state``), the second of a fixed slot for each request (``add_request``).
@@ -76,9 +77,9 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
             tagged = {row: self._tags[slot] for row, slot in slots if slot in self._tags}
         if logits.device.type == "cpu":
             for row, tag in tagged.items():
-                _ROWS[tag] = logits[row].log_softmax(-1, dtype=torch.float32)
+                _ROWS[tag] = rows_of_logits(logits[row])
         elif tagged:
-            rows = logits[list(tagged)].log_softmax(-1, dtype=torch.float32)
+            rows = rows_of_logits(logits[list(tagged)])
             _ROWS.update(zip(tagged.values(), rows, strict=True))
         return logits
 
@@ -197,7 +198,7 @@ class Core:
         found = [answer for answer in answers if answer is not None]
         if len(found) != 1:
             raise EvaluationError(f"{len(found)} of vLLM's workers have the rows, instead of one")
-        rows = np.frombuffer(found[0], np.float32).reshape(len(tags), vocab_size)
+        rows = np.frombuffer(found[0], np.float32).reshape(len(tags), vocab_size + 1)
         return [torch.from_numpy(row.copy()) for row in rows]
 
     def forget_rows(self, tags: list[str]) -> None:

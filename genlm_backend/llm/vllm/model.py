@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from genlm_backend.llm.base import TokenIds, progress_bar
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.loading import explained, resolve_name
 from genlm_backend.llm.query import Query
+from genlm_backend.llm.rows import rows_of_logits
 from genlm_backend.llm.sampling import Sampler
 from genlm_backend.llm.statistics import BackendCounts
 from genlm_backend.llm.vllm.completion import Completion
@@ -82,6 +84,7 @@ class AsyncVirtualLM(BatchedLM):
         self._engine = engine
         self._rounds = Rounds(engine)
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
+        self._defined = next(i for i in itertools.count() if i not in self.undefined_ids)
         self._adapters: set[str] = set()
         self._is_pumping = False
 
@@ -131,7 +134,9 @@ class AsyncVirtualLM(BatchedLM):
             rows = list(torch.stack(rows).to(self.output_device))
         if len(self._undefined):
             undefined = self._undefined.to(self.output_device)
-            return [row.index_fill(0, undefined, -torch.inf).log_softmax(-1) for row in rows]
+            logits = torch.stack(rows)[:, :-1] + torch.stack(rows)[:, -1:]
+            filled = logits.index_fill(1, undefined, -torch.inf)
+            return [rows_of_logits(row, self._defined) for row in filled]
         # A view would keep the rows of its whole batch alive.
         return [
             row if row.untyped_storage().nbytes() == row.nbytes else row.clone() for row in rows

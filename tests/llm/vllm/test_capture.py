@@ -29,6 +29,11 @@ def taken(tags):
     return torch.from_numpy(np.frombuffer(found, np.float32).reshape(len(tags), -1).copy())
 
 
+def check(rows, logits):
+    torch.testing.assert_close(rows[:, :-1], logits.float().log_softmax(-1))
+    torch.testing.assert_close(rows[:, :-1] + rows[:, -1:], logits.float())
+
+
 @pytest.fixture(autouse=True)
 def first_rank(monkeypatch):
     from genlm_backend.llm.vllm import capture
@@ -78,7 +83,7 @@ def test_the_first_runner_moves_requests_about(seed):
         tags = [tag for tag in batch if tag is not None]
         rows = [index for index, tag in enumerate(batch) if tag is not None]
         if tags:
-            torch.testing.assert_close(taken(tags), logits[rows].log_softmax(-1))
+            check(taken(tags), logits[rows])
 
 
 def test_the_second_runner_gives_each_request_a_place_and_mixes_the_rows():
@@ -96,7 +101,7 @@ def test_the_second_runner_gives_each_request_a_place_and_mixes_the_rows():
     logits = torch.randn(3, 7)
     context = SimpleNamespace(idx_mapping_np=np.array([2, 0, 4]))
     assert processor.apply(logits, context) is logits
-    torch.testing.assert_close(taken(["a", "b"]), logits[[2, 1]].log_softmax(-1))
+    check(taken(["a", "b"]), logits[[2, 1]])
     assert not processor.add_request(4, params(None))  # the place has another request now
     processor.apply(logits, context)
     assert taken(["b"]).shape == (1, 7)
