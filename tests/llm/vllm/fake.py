@@ -18,6 +18,7 @@ class FakeEngine:
         self.max_sessions, self.num_blocks, self.block_size = max_sessions, num_blocks, block_size
         self.max_length = max_length
         self.num_steps = 0
+        self.num_sampled = []  # of each step: how many completions, and of how many
         self.sessions, self.added = {}, {}
         self.completions = {}
         self.adapters = {}
@@ -82,7 +83,10 @@ class FakeEngine:
         self._sample()
 
     def _sample(self):
-        for completion in list(self.completions.values())[: self.max_sessions - len(self.sessions)]:
+        running = list(self.completions.values())[: self.max_sessions - len(self.sessions)]
+        if running:
+            self.num_sampled.append((len(running), len(self.completions)))
+        for completion in running:
             sampled = completion.token_ids
             sampler = Sampler(completion.temperature, completion.seed, len(sampled))
             context = completion.prompt.token_ids + tuple(sampled)

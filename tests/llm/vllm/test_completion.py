@@ -56,6 +56,32 @@ def test_a_cancelled_sample_ends_in_the_engine_and_disturbs_nobody(lm, engine):
     assert engine.completions == {}
 
 
+def test_idle_sessions_leave_half_of_the_places(lm, engine):
+    async def main():
+        for i in range(4):
+            await lm.next_token_logprobs([i])
+        await lm.batch_sample([[i] for i in range(6)], 5, [], seed=0)
+
+    asyncio.run(main())
+    assert all(num_running >= min(2, num_there) for num_running, num_there in engine.num_sampled)
+
+
+def test_nothing_is_sampled_for_nobody(lm, engine):
+    async def main():
+        engine.may_sample.clear()
+        task = asyncio.create_task(lm.sample([1], 60, []))
+        while not engine.completions:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        engine.may_sample.set()
+        while engine.completions:
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert len(engine.num_sampled) <= 2
+
+
 def test_a_failing_step_is_told_to_all_that_were_in_it_and_to_no_later_one(lm, engine):
     async def main():
         engine.may_sample.clear()
