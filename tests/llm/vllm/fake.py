@@ -2,9 +2,10 @@
 
 import threading
 
+import torch
+
 from genlm_backend import MockAsyncLM
 from genlm_backend.llm.query import Query
-from genlm_backend.llm.rows import rows_of_logits
 from genlm_backend.llm.sampling import Sampler
 from tests.llm.conftest import word_tokenizer
 
@@ -65,7 +66,7 @@ class FakeEngine:
         assert self.num_free_blocks() >= 0
         self._sample()
         queries = [Query(self.sessions[session_id]) for session_id in session_ids]
-        return [rows_of_logits(row) for row in self._mock.evaluate(queries)]
+        return [torch.cat([row, row.new_zeros(1)]) for row in self._mock.evaluate(queries)]
 
     def start(self, completion, forbidden):
         assert not self.is_closed
