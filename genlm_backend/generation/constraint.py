@@ -148,7 +148,13 @@ class Constraint:
         return cls(matcher, len(lm.byte_vocab), eos)
 
     @classmethod
-    def from_response_format(cls, lm: AsyncLM, response_format: Mapping[str, Any]) -> Self:
+    def from_response_format(
+        cls,
+        lm: AsyncLM,
+        response_format: Mapping[str, Any],
+        *,
+        eos_token_ids: Collection[int] | None = None,
+    ) -> Self:
         """Constrain as a ``response_format`` says.
 
         Args:
@@ -156,6 +162,7 @@ class Constraint:
             response_format: ``type`` is ``"json_schema"``, ``"json_object"``, ``"regex"``,
                 ``"choice"`` or ``"grammar"``; all but the second have an entry of that name with
                 what the method of that name takes.
+            eos_token_ids: The tokens that end a text; by default the tokenizer's own.
 
         Raises:
             ConstraintError: If it is none of these.
@@ -168,14 +175,14 @@ class Constraint:
         }
         kind = response_format.get("type")
         if kind == "json_object" and set(response_format) == {"type"}:
-            return cls.from_json_object(lm)
+            return cls.from_json_object(lm, eos_token_ids=eos_token_ids)
         if kind not in makers or set(response_format) != {"type", kind}:
             known = ", ".join(repr(name) for name in ["json_object", *makers])
             raise ConstraintError(
                 f"response_format must have a type of {known}, and an entry of that name; "
                 f"got {dict(response_format)!r}"
             )
-        return makers[kind](lm, response_format[kind])
+        return makers[kind](lm, response_format[kind], eos_token_ids=eos_token_ids)
 
     # ---------------------------------------------------------------- using it
 
@@ -250,7 +257,13 @@ class Constraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ConstraintError(f"the constraint broke down: {self._matcher.get_error()}")
+            error = self._matcher.get_error()
+            if error.startswith("NoExtensionBias"):
+                raise ConstraintError(
+                    "the text cannot go on: no token of the vocabulary begins what has to follow "
+                    f"the {len(self.token_ids)} that there are"
+                )
+            raise ConstraintError(f"the constraint broke down: {error}")
 
 
 def _library() -> Any:

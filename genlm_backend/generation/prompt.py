@@ -59,12 +59,15 @@ class Prompt:
         for name in ("stop_words_ids", "bad_words_ids"):
             for word in getattr(config, name):
                 _check_ids(name, word, lm)
+        eos = _eos_ids(lm, config)
         constraint = None
         if config.response_format is not None:
-            constraint = Constraint.from_response_format(lm, config.response_format)
+            constraint = Constraint.from_response_format(
+                lm, config.response_format, eos_token_ids=eos or None
+            )
         return cls(
             token_ids=token_ids,
-            eos_token_ids=_eos_ids(lm, config),
+            eos_token_ids=eos,
             max_length=_max_length(lm, len(token_ids), config, max_length),
             constraint=constraint,
         )

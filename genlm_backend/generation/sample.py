@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from genlm_backend.errors import ConstraintError
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.draft import Draft
 from genlm_backend.generation.generated import GeneratedToken
@@ -60,6 +61,8 @@ class Sample(Draft):
         logits = self._apply(self._processors, logits)
         if self._mask is not None:
             logits = logits.masked_fill(~self._mask.to(logits.device), -torch.inf)
+        if logits.max() == -torch.inf:
+            raise ConstraintError(f"no token may follow the {len(context)} that there are")
         token_id = self._sampler.draw(self._apply(self._warpers, logits))
         context.append(token_id)
         if self._constraint is not None:

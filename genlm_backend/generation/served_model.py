@@ -248,7 +248,6 @@ class ServedModel:
             self._is_open = False
             for request in {run.request: None for run in self._runs}:
                 self.end(request, GenerationStatus.INTERRUPTED)
-            self._room.notify()
         self.loop.submit(self._join()).result()
         self.lm.clear_cache()
 

@@ -238,6 +238,34 @@ def test_ids_of_every_kind(engine, lm, ids):
     assert same(found, alone(lm, [3, 4], max_new_tokens=3))
 
 
+def test_a_response_format_holds_ends_by_length_or_says_that_nothing_can_follow(engine, lm):
+    serve(engine, lm)
+    fields = {"do_sample": True, "n": 4, "seed": 0, "eos_token_id": 2}
+    choice = {"type": "choice", "choice": ["<3><4>", "<8><9><10>"]}
+    for text in engine.start_request_ids(
+        "m", [1], max_new_tokens=9, response_format=choice, **fields
+    ).result():
+        assert text.text in ("<3><4>", "<8><9><10>")
+        assert text.finish_reason in ("eos", "stop")
+    pattern = {"type": "regex", "regex": "(<5>){50}"}
+    request = engine.start_request_ids(
+        "m", [1], max_new_tokens=9, response_format=pattern, **fields
+    )
+    assert [g.finish_reason for g in request.result()] == ["length"] * 4
+    assert request.status() is GenerationStatus.FINISHED
+    nothing = {"type": "regex", "regex": "<5>no such token"}
+    request = engine.start_request_ids(
+        "m", [1], max_new_tokens=9, response_format=nothing, **fields
+    )
+    with pytest.raises(ValueError, match=r"the text cannot go on: .* the 1 that there are"):
+        request.result()
+    every = engine.start_request_ids(
+        "m", [1], max_new_tokens=9, bad_words_ids=[[i] for i in range(96)]
+    )
+    with pytest.raises(ValueError, match="no token may follow the 1 that there are"):
+        every.result()
+
+
 def test_the_queue_has_every_token_once_with_its_numbers(engine, lm):
     serve(engine, lm)
     config = GenerationConfig(
