@@ -264,11 +264,9 @@ class ResultQueue:
 
 def wait_until(waiter: Future[None], deadline: float | None) -> bool:
     """Block for a signal; return whether it came before ``deadline`` (of ``time.monotonic``)."""
-    left = None if deadline is None else deadline - time.monotonic()
-    if left is not None and left <= 0:
-        return waiter.done()
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
     try:
         waiter.result(left)
     except TimeoutError:
-        return False
+        return not waiter.cancel()  # so that whoever notifies can forget it
     return True

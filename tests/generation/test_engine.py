@@ -424,6 +424,16 @@ def test_what_was_held_back_is_handed_out_when_a_request_is_stopped(engine, gate
     assert request.result()[0].text == text.text
 
 
+def test_a_stopped_model_keeps_its_weights_and_no_keys_or_values(engine, model):
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        serve(engine, lm)
+        engine.start_request_ids("m", [1, 2], max_new_tokens=4).result()
+        assert lm.statistics().kv_bytes_used > 0
+        engine.stop_model("m")
+        assert lm.statistics().kv_bytes_used == lm.statistics().row_bytes_used == 0
+        assert lm.next_token_logprobs_sync([1]).shape == (96,)
+
+
 def test_stopping_a_model_interrupts_its_requests(engine, gated):
     serve(engine, gated, max_batch=2)
     requests = [engine.start_request_ids("m", [i], max_new_tokens=50) for i in range(4)]

@@ -65,6 +65,10 @@ def test_a_plan_fits_and_is_the_longest_that_does(found, data, max_batch, capaci
     assert need(plan.running) <= plan.num_tokens <= max(capacity, 0)
     assert sum(item.width for item in plan.running) <= max_batch
     assert all(need([item]) > capacity for item in plan.hopeless)
+    for place, item in enumerate(plan.running):
+        if place and not at_work[items.index(item)]:
+            room = capacity - need(plan.running[: place + 1])
+            assert room >= HEADROOM * item.width
     decided = len(plan.running) + len(plan.hopeless)
     assert set(items[:decided]) == {*plan.running, *plan.hopeless}  # nobody overtakes
     if decided < len(items):

@@ -1,0 +1,117 @@
+"""A queue hands out every token once, to whoever waits however, and is settled once."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm_backend.generation.generated import GeneratedToken
+from genlm_backend.generation.result_queue import ResultQueue
+from genlm_backend.generation.status import GenerationStatus
+
+
+def token(token_id, reason=None):
+    return GeneratedToken(token_id, f"<{token_id}>", finish_reason=reason)
+
+
+def make(num_texts=1):
+    return ResultQueue(num_texts, 5, with_logprobs=False)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=30))
+def test_reading_now_and_then_gives_every_token_once_and_in_order(steps):
+    results, read = make(3), {0: [], 1: [], 2: []}
+
+    def take(piece):
+        assert piece.text == "".join(f"<{i}>" for i in piece.token_ids)
+        assert piece.token_ids
+        read[piece.index] += piece.token_ids
+
+    written = {0: [], 1: [], 2: []}
+    for number, (index, is_read) in enumerate(steps):
+        results.put([(index, token(number))])
+        written[index].append(number)
+        if is_read:
+            take(results.get_nowait())
+    assert results.generated_length() == len(steps)
+    results.end(GenerationStatus.FINISHED)
+    for piece in results:
+        take(piece)
+    assert read == written
+    assert [text.token_ids for text in results.generations()] == list(written.values())
+
+
+def test_what_comes_after_the_end_has_no_effect():
+    results = make()
+    results.put([(0, token(1))])
+    results.end(GenerationStatus.INTERRUPTED, [(0, "rest")])
+    results.put([(0, token(2))])
+    results.end(GenerationStatus.FAILED, error=ValueError("late"))
+    assert results.status() is GenerationStatus.INTERRUPTED
+    assert results.error is None
+    piece = results.get()
+    assert (piece.token_ids, piece.text, piece.finish_reason) == ([1], "<1>rest", "interrupted")
+    assert results.get() is None
+
+
+def test_threads_and_coroutines_share_a_queue():
+    results, count = make(), 300
+    seen, lock = [], threading.Lock()
+
+    def read():
+        for piece in results:
+            with lock:
+                seen.extend(piece.token_ids)
+
+    async def aread():
+        async for piece in results:
+            with lock:
+                seen.extend(piece.token_ids)
+
+    async def two():
+        await asyncio.gather(aread(), aread())
+
+    with ThreadPoolExecutor(5) as pool:
+        readers = [*(pool.submit(read) for _ in range(3)), pool.submit(asyncio.run, two())]
+        for number in range(count):
+            results.put([(0, token(number))])
+        results.end(GenerationStatus.FINISHED)
+        for reader in readers:
+            reader.result(30)
+    assert sorted(seen) == list(range(count))
+
+
+def test_a_reader_that_is_cancelled_takes_nothing():
+    results = make()
+
+    async def main():
+        first, second = asyncio.create_task(results.aget()), asyncio.create_task(results.aget())
+        for _ in range(3):
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        results.put([(0, token(7))])
+        assert (await second).token_ids == [7]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(results.await_end(), 0.01)
+        results.end(GenerationStatus.FINISHED)
+        await results.await_end()
+
+    asyncio.run(main())
+
+
+def test_waiters_that_gave_up_are_forgotten():
+    results = make()
+    for _ in range(100):
+        assert results.get_with_timeout(0) is None
+
+    async def main():
+        for _ in range(50):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(results.aget(), 0.001)
+
+    asyncio.run(main())
+    assert len(results._changed._waiters) < 5
