@@ -114,8 +114,6 @@ class BeamSearch(Draft):
 
     def _end(self, beams: list[_Beam]) -> None:
         """Keep the best of the texts that have ended, these among them."""
-        if self._config.beam_early_stopping is True and len(self._ended) == self.width:
-            return
         merged = [*self._ended, *map(self._scored, beams)]
         self._ended = sorted(merged, key=lambda beam: -beam.score)[: self.width]
 

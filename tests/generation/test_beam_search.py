@@ -13,7 +13,11 @@ from genlm_backend.generation import GenerationConfig, generate, stream
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
+MANY = list(range(40, 70))  # so that the estimates of when to end matter
 SETTINGS = [
+    {"num_beams": 2, "length_penalty": 1.5, "early_stopping": "never", "eos_token_id": MANY},
+    {"num_beams": 3, "length_penalty": 2.0, "eos_token_id": MANY, "num_return_sequences": 3},
+    {"num_beams": 4, "early_stopping": "never", "eos_token_id": MANY, "num_return_sequences": 4},
     {"num_beams": 2},
     {"num_beams": 4, "length_penalty": 2.0},
     {"num_beams": 3, "length_penalty": -1.0, "early_stopping": True},
@@ -37,12 +41,12 @@ def lm(model):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS, ids=range(len(SETTINGS)))
 def test_texts_are_those_of_transformers(lm, model, settings):
     generator = random.Random(1)
     prompts = [[generator.randrange(96) for _ in range(n % 6 + 1)] for n in range(10)]
-    eos = [7, 30, 31, 55, 60, 61, 62, 63]  # many, so that beams end at different lengths
-    hf = HFGenerationConfig(max_new_tokens=14, eos_token_id=eos, pad_token_id=1, **settings)
+    eos = settings.get("eos_token_id", [7, 30, 31, 55, 60, 61, 62, 63])
+    hf = HFGenerationConfig(max_new_tokens=14, pad_token_id=1, **{"eos_token_id": eos, **settings})
     config = GenerationConfig.from_hf(hf)
 
     async def main():
