@@ -182,6 +182,22 @@ def test_what_does_not_fit_fails_when_the_model_is_started(engine):
         engine.start_model("m")
 
 
+def test_a_model_that_fails_to_start_is_closed_if_it_is_the_engines(engine, monkeypatch):
+    def fail(lm, max_batch, max_length):
+        loaded.append(lm)
+        raise MemoryError("warming up")
+
+    loaded = []
+    monkeypatch.setattr("genlm_backend.generation.installed_model._warm_up", fail)
+    engine.install_model("own", "smollm2", backend="mock")
+    with pytest.raises(MemoryError, match="warming up"):
+        engine.start_model("own")
+    with pytest.raises(RuntimeError, match="closed"):
+        loaded[0].next_token_logprobs_sync([1])
+    monkeypatch.undo()
+    engine.start_model("own")
+
+
 def test_an_engine_that_is_closed_says_so_and_ends_what_runs(gated):
     with Engine() as engine:
         serve(engine, gated)
@@ -501,6 +517,8 @@ def test_cancelled_callers_interrupt_their_requests_and_no_others(engine, gated)
         tasks[5].cancel()
         with pytest.raises(TimeoutError):
             await waiting
+        assert engine.num_running("m") == 4
+        assert engine.num_waiting("m") == 1  # of seven, two have gone
         gated.let()
         done = await asyncio.gather(*tasks, return_exceptions=True)
         for i, found in enumerate(done):
@@ -656,6 +674,17 @@ def test_without_a_prefix_cache_nothing_stays(engine, model, fields):
         engine.loop.submit(engine._models["m"].served._join()).result()
         assert lm.statistics().kv_bytes_used == 0
         lm._evaluator.prefixes.check_integrity()
+
+
+def test_without_a_prefix_cache_requests_under_way_share_what_they_have_in_common(engine, model):
+    prompt = [(7 * i) % 96 for i in range(60)]
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        serve(engine, lm, prefix_cache=False)
+        short = engine.start_request_ids("m", prompt, max_new_tokens=3)
+        long = engine.start_request_ids("m", [*prompt, 5], max_new_tokens=20)
+        for request in (short, long):
+            request.result(30)
+        assert lm.statistics().tokens_computed < 2 * len(prompt)
 
 
 # -------------------------------------------------------------------- mistakes

@@ -253,3 +253,53 @@ def test_a_response_format_is_kept_or_ends_by_length(smollm2):
 def test_the_models_own_defaults(smollm2):
     config = GenerationConfig.from_model(smollm2)
     assert config.eos_token_id == smollm2.tokenizer.eos_token_id
+
+
+REAL_SETTINGS = [
+    {},
+    {"repetition_penalty": 1.3},
+    {"no_repeat_ngram_size": 2, "min_new_tokens": 8},
+    {"num_beams": 3},
+    {"num_beams": 4, "length_penalty": 0.5, "early_stopping": True, "num_return_sequences": 2},
+    {"num_beams": 2, "repetition_penalty": 1.2, "early_stopping": "never"},
+]
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore")
+def test_sixty_real_texts_are_those_of_transformers(smollm2):
+    """Ten prompts with each of six settings, all under way at the same time."""
+    text = (
+        "The sun was low over the harbour when the last boat came in, and nobody spoke of it. " * 3
+    )
+    ids = smollm2.tokenizer.encode(text)
+    jobs = [
+        (ids[3 * i + k : 3 * i + k + 3 + i], REAL_SETTINGS[k])
+        for i in range(10)
+        for k in range(len(REAL_SETTINGS))
+    ]
+    model = smollm2.model
+
+    def config_of(settings):
+        hf = transformers.GenerationConfig(
+            max_new_tokens=10, eos_token_id=[2, 30, 198], pad_token_id=1, **settings
+        )
+        return hf, GenerationConfig.from_hf(hf)
+
+    async def main():
+        return await asyncio.gather(
+            *(generate(smollm2, prompt, config_of(settings)[1]) for prompt, settings in jobs)
+        )
+
+    for (prompt, settings), ours in zip(jobs, run(main()), strict=True):
+        tensor = torch.tensor([prompt])
+        theirs = model.generate(
+            tensor,
+            attention_mask=torch.ones_like(tensor),
+            generation_config=config_of(settings)[0],
+        )[:, len(prompt) :].tolist()
+        for one, row in zip(ours, theirs, strict=True):
+            assert one.token_ids == row[: len(one.token_ids)]
+            assert set(row[len(one.token_ids) :]) <= {1}
