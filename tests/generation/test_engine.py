@@ -681,7 +681,7 @@ def test_without_a_prefix_cache_requests_under_way_share_what_they_have_in_commo
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
         serve(engine, lm, prefix_cache=False)
         short = engine.start_request_ids("m", prompt, max_new_tokens=3)
-        long = engine.start_request_ids("m", [*prompt, 5], max_new_tokens=20)
+        long = engine.start_request_ids("m", prompt, max_new_tokens=20)
         for request in (short, long):
             request.result(30)
         assert lm.statistics().tokens_computed < 2 * len(prompt)
