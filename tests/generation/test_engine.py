@@ -861,3 +861,26 @@ def test_a_runtime_configuration_goes_with_its_model(engine, lm, model):
         with pytest.raises(ValueError, match="max_length=300 is more than the model's 257"):
             engine.install_model("other", hf, max_length=300)
     assert "m" not in engine.models
+
+
+def test_what_a_runtime_configuration_asks_of_each_backend():
+    config = RuntimeConfig(
+        device="cpu", threads=2, max_batch=5, kv_cache_bytes=999, llm_opts={"timeout": 0.5}
+    )
+    assert config.loading_options("hf") == {
+        "batch_size": 5,
+        "num_threads": 2,
+        "kv_cache_bytes": 999,
+        "hf_opts": {"device_map": "cpu"},
+        "timeout": 0.5,
+    }
+    more = config.replace(llm_opts={"hf_opts": {"dtype": "bfloat16"}}, prefix_cache=False)
+    options = more.loading_options("hf")
+    assert options["hf_opts"] == {"device_map": "cpu", "dtype": "bfloat16"}
+    assert options["row_cache_bytes"] == 0
+    vllm = RuntimeConfig(kv_cache_bytes=999, llm_opts={"engine_opts": {"dtype": "float32"}})
+    assert vllm.loading_options("vllm") == {
+        "engine_opts": {"kv_cache_memory_bytes": 999, "dtype": "float32"}
+    }
+    with pytest.raises(ValueError, match="device cannot be chosen for backend 'vllm'"):
+        config.loading_options("vllm")

@@ -193,3 +193,13 @@ def test_another_threads_forward_of_the_same_shape_keeps_all_its_logits(tiny_lla
         hook = tiny_llama.model.register_forward_pre_hook(ask_elsewhere, with_kwargs=True)
         lm.next_token_logprobs_sync([5, 6, 7, 8])
     assert shapes == [(1, 4, 96)]
+
+
+def test_a_number_of_threads_is_the_models_own(tiny_llama):
+    before = torch.get_num_threads()
+    with AsyncTransformer(tiny_llama, word_tokenizer(), num_threads=1) as lm:
+        assert lm._batcher.call(torch.get_num_threads) == 1
+        assert torch.get_num_threads() == before
+        assert lm.next_token_logprobs_sync([1]).shape == (96,)
+    with pytest.raises(ValueError, match="num_threads must be one or more, got 0"):
+        AsyncTransformer(tiny_llama, word_tokenizer(), num_threads=0)
