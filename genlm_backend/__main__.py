@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from genlm_backend.errors import GenlmBackendError, MissingExtraError
+from genlm_backend.info import info
 
 
 def example_path(name: str) -> Path:
@@ -48,7 +49,12 @@ def main() -> None:
         help="sequential Monte Carlo on a small real model; 'demo --help' lists its options",
         add_help=False,
     )
+    commands.add_parser("info", help="versions, devices and extras, for bug reports")
     known, rest = parser.parse_known_args()
+    if known.command == "info":
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        print(info())
     if known.command == "demo":
         try:
             run_demo(rest)

@@ -1,6 +1,7 @@
 """Imports, arrows and public names."""
 
 import ast
+import json
 import os
 import pickle
 import queue
@@ -164,12 +165,14 @@ def test_every_error_is_also_what_a_caller_expects():
 ARROWS = {
     "errors": (set(), {"torch", "numpy", "transformers"}),
     "lazy": (set(), {"torch", "numpy", "transformers"}),
-    "batching": ({"errors"}, {"torch", "numpy", "transformers"}),
+    "readable": (set(), {"torch", "numpy", "transformers"}),
+    "info": ({"llm", "errors"}, {"transformers"}),
+    "batching": ({"readable", "errors"}, {"torch", "numpy", "transformers"}),
     "cache": ({"errors"}, {"asyncio", "transformers"}),
     "tokenization": ({"errors"}, {"torch"}),
-    "trie": ({"tokenization", "batching", "errors", "lazy"}, {"transformers"}),
-    "llm": ({"tokenization", "batching", "cache", "errors", "lazy"}, set()),
-    "generation": ({"llm", "errors", "lazy"}, {"vllm"}),
+    "trie": ({"readable", "tokenization", "batching", "errors", "lazy"}, {"transformers"}),
+    "llm": ({"readable", "tokenization", "batching", "cache", "errors", "lazy"}, set()),
+    "generation": ({"readable", "llm", "errors", "lazy"}, {"vllm"}),
     "llm.hf": ({"llm", "cache", "errors", "lazy"}, {"vllm"}),
     "llm.vllm": ({"llm", "cache", "errors", "lazy"}, {"transformers"}),
 }
@@ -221,3 +224,45 @@ def test_arrows_point_one_way(path):
 
 def test_no_file_has_outgrown_its_name():
     assert not [p.name for p in ROOT.rglob("*.py") if len(p.read_text().split("\n")) > 400]
+
+
+def test_statistics_read_well_everywhere():
+    from genlm_backend.batching import BatcherStatistics
+    from genlm_backend.generation import RequestStatistics
+    from genlm_backend.llm.statistics import LMStatistics
+    from genlm_backend.trie.async_trie import TrieStatistics
+
+    lm = LMStatistics(num_awaits=12_345, num_batches=4, batch_sizes={1: 3, 20: 1}, kv_bytes_used=99)
+    assert "num_awaits          12,345\n" in repr(lm)
+    assert "batch_sizes         1 (×3), 20 (×1)\n" in repr(lm)
+    assert "kv_bytes_used       99 B\n" in repr(lm)
+    assert repr(lm).endswith("mean_batch_size     5.8")
+    assert json.loads(json.dumps(lm.as_dict()))["batch_sizes"] == {"1": 3, "20": 1}
+    assert lm.as_dict()["mean_batch_size"] == 23 / 4
+    assert "<td style='text-align:right'>12,345</td>" in lm._repr_html_()
+    trie = TrieStatistics(*[BatcherStatistics(num_submitted=n) for n in range(3)])
+    assert "max.num_submitted      1\n" in repr(trie)
+    assert trie.as_dict()["log_sum"]["num_submitted"] == 2
+    request = RequestStatistics(0.0123, 1.5, None, 3 * 1024.0, 1, 2, 3, 0)
+    assert "time_in_queue         12.3 ms\n" in repr(request)
+    assert "time_to_first_token   1.50 s\n" in repr(request)
+    assert "time_per_token        –\n" in repr(request)
+
+
+def test_info_tells_what_is_there():
+    shown = run("import runpy, sys; sys.argv = ['x', 'info']; runpy.run_module('genlm_backend')")
+    assert shown == ""  # nothing happens on import
+    done = subprocess.run(
+        [sys.executable, "-m", "genlm_backend", "info"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert rows["genlm-backend"] == genlm_backend.__version__
+    assert rows["torch"][0].isdigit()
+    assert any(line.startswith("backend by default    hf") for line in done.stdout.splitlines())
+    assert "\nextra " in done.stdout
+    typo = subprocess.run(
+        [sys.executable, "-m", "genlm_backend", "info", "--all"], capture_output=True, text=True
+    )
+    assert typo.returncode == 2
+    assert "unrecognized arguments: --all" in typo.stderr

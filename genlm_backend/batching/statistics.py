@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from genlm_backend.readable import Readable
 
-@dataclass(frozen=True, slots=True)
-class BatcherStatistics:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class BatcherStatistics(Readable):
     """Counts since the batcher was made.
 
     Attributes:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from genlm_backend.readable import Readable
+
 
 class GenerationStatus(enum.Enum):
     """How far a request has come. The last three are final."""
@@ -52,8 +54,8 @@ class GeneratedElements:
     num_cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RequestStatistics:
+@dataclass(frozen=True, slots=True, repr=False)
+class RequestStatistics(Readable):
     """Times and counts of a request. Times are in seconds, and ``None`` before their event.
 
     Attributes:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import ClassVar
+
+from genlm_backend.readable import Readable
 
 
-@dataclass(frozen=True, slots=True)
-class LMStatistics:
+@dataclass(frozen=True, slots=True, repr=False)
+class LMStatistics(Readable):
     """Counts since the model was loaded; bytes and tokens are exact, not estimates.
 
     Attributes:
@@ -29,6 +32,8 @@ class LMStatistics:
         num_evicted_rows: Rows dropped to stay within the budget.
         num_evicted_tokens: Tokens whose keys and values were dropped to stay within the budget.
     """
+
+    _derived: ClassVar[tuple[str, ...]] = ("mean_batch_size",)
 
     num_awaits: int = 0
     num_batches: int = 0

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, get_args
 
 from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.errors import BatcherClosedError, UnknownBackendError
+from genlm_backend.readable import Readable
 from genlm_backend.trie.base import VocabularyTrie
 from genlm_backend.trie.operation import Operation, Weights, check_weights
 from genlm_backend.trie.sequential import TokenCharacterTrie
@@ -19,8 +20,8 @@ from genlm_backend.trie.sequential import TokenCharacterTrie
 Backend = Literal["parallel", "sequential"]
 
 
-@dataclass(frozen=True, slots=True)
-class TrieStatistics:
+@dataclass(frozen=True, slots=True, repr=False)
+class TrieStatistics(Readable):
     """What the batching of each operation has done since the trie was made or cleaned up.
 
     Attributes:

@@ -104,7 +104,7 @@ def test_the_second_runner_gives_each_request_a_place_and_mixes_the_rows():
     check(taken(["a", "b"]), logits[[2, 1]])
     assert not processor.add_request(4, params(None))  # the place has another request now
     processor.apply(logits, context)
-    assert taken(["b"]).shape == (1, 7)
+    assert taken(["b"]).shape == (1, 8)  # and the normaliser
 
 
 def test_rows_that_are_not_all_here_are_left_to_another_worker():
