@@ -28,16 +28,40 @@ def test_the_demo_ends_with_texts_and_what_batching_did():
     done = run("-m", "genlm_backend", "demo", "--particles", "6", "--tokens", "5")
     assert done.returncode == 0, done.stderr
     assert "Posterior" in done.stdout
+    assert re.search(r"Effective sample size  [▁▂▃▄▅▆▇█]{5}  of 6\n", done.stdout)
     found = re.search(
-        r"(\d+) awaits in (\d+) forward passes\s+\(mean batch ([\d.]+)\);\s+(\d+)\s+tokens\s+"
-        r"computed,\s+(\d+)\s+reused;\s+([\d.]+)\s+s",
+        r"(\d+) awaits in (\d+) forward passes \(mean batch ([\d.]+)\); (\d+) tokens "
+        r"computed, (\d+) reused",
         done.stdout,
     )
     assert found, done.stdout
-    awaits, passes, _, computed, _, _ = map(float, found.groups())
+    awaits, passes, _, computed, _ = map(float, found.groups())
     assert awaits <= 30
     assert passes <= 6
     assert computed < 6 * 5 + 10
+
+
+def test_every_example_is_short_enough_to_be_read():
+    for path in (ROOT / "examples").glob("*.py"):
+        assert len(path.read_text().splitlines()) < 80, path.name
+
+
+def test_importance_sampling_is_one_pass_a_step():
+    done = run("examples/sis.py", "--particles", "5", "--tokens", "4")
+    assert done.returncode == 0, done.stderr
+    *texts, counts = done.stdout.strip().split("\n")
+    assert len(texts) == 5
+    assert counts == "20 awaits in 4 passes"
+
+
+def test_scores_rank_what_is_said_above_what_is_not():
+    done = run("examples/scoring.py")
+    assert done.returncode == 0, done.stderr
+    *texts, counts = done.stdout.strip().split("\n")
+    assert texts[0].endswith("The capital of France is Paris.")
+    assert texts[-1].endswith("Mat the on sat cat the.")
+    awaits, computed = map(int, re.findall(r"(\d+) awaits, (\d+) tokens computed", counts)[0])
+    assert computed < awaits  # beginnings are shared
 
 
 def test_a_character_level_constraint_holds_and_both_waits_are_batched():
