@@ -28,7 +28,7 @@ class Particle:
         self.log_weight += np.log(cumulative[-1])
         token = int(np.searchsorted(cumulative, random.random() * cumulative[-1]))
         self.is_done = token == lm.tokenizer.eos_token_id
-        self.tokens = self.tokens + [token]
+        self.tokens = [*self.tokens, token]
 
 
 async def smc(lm: AsyncLM, prompt: list[int], count: int, max_tokens: int, max_bytes: int):
