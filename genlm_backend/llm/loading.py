@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,13 @@ def resolve_name(name: str) -> str:
 
 @contextlib.contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Turn the many errors of an absent model into one that says what was looked for."""
+    """Turn the many errors of an absent model into one that says what was looked for.
+
+    Progress bars of loading appear where somebody sees them: on a terminal, or in a notebook.
+    """
     try:
-        yield
+        with _bars_where_seen():
+            yield
     except OSError as error:
         first_line = str(error).strip().split("\n")[0]
         raise ModelNotFoundError(
@@ -39,6 +44,21 @@ def explained(name: str) -> Iterator[None]:
             f"bundled model ({', '.join(BUNDLED)}), and a repository on the Hugging Face hub "
             f"({first_line}). A path to a local directory works as a name."
         ) from error
+
+
+@contextlib.contextmanager
+def _bars_where_seen() -> Iterator[None]:
+    from transformers.utils import logging
+
+    is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
+    if is_seen or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def load_tokenizer(name: str, **options: Any) -> Any:

@@ -121,3 +121,12 @@ def test_of_two_conversions_at_once_the_first_wins(tmp_path, monkeypatch):
     directory = bundled.bundled_directory("smollm2")
     assert (directory / "config.json").read_text() == "theirs"
     assert [p.name for p in directory.parent.iterdir()] == [directory.name]
+
+
+def test_loading_is_quiet_where_nobody_watches_and_leaves_the_setting(capfd):
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    load_model_by_name("smollm2", backend="hf").close()
+    assert capfd.readouterr() == ("", "")
+    assert logging.is_progress_bar_enabled() == before
