@@ -1,50 +1,30 @@
-"""``python -m benchmarks run``: measure, then write the table and the chart of the docs."""
+"""``python -m benchmarks``: measure, and make the tables and charts of the docs."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.workload import REGISTRY, Numbers, Workload, medians
+
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
-SINGLE = (
-    "smc",
-    "step_overhead",
-    "prefill_mix",
-    "loop_stall",
-    "python_meanwhile",
-    "awaits",
-    "import_time",
-    "decoding",
-    "sampling",
-    "masks",
-    "async_glm",
-    "engine",
-)
-TRIES = ("SmolLM2", "Tekken", "Tekken + DeepSeek")
-FAST = {"genlm_backend", "peer + cache_kv", "generate"}
+RESULTS = "benchmarks.jsonl"
 
 
-def measure(
-    name: str,
-    arguments: dict[str, Any],
-    peer: str | None,
-    threads: int,
-    python: str = sys.executable,
-) -> Any:
-    """Run one workload in a fresh process and return its numbers."""
-    job = json.dumps({"name": name, "arguments": arguments, "peer": peer, "threads": threads})
-    command = [python, "-m", "benchmarks", "worker", job]
+def measure(job: dict[str, Any], python: str = sys.executable) -> Numbers:
+    """Measure one variant of a workload in a fresh process and return its numbers."""
+    command = [python, "-m", "benchmarks", "worker", json.dumps(job)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"the workload {name} {arguments} failed")
+        raise SystemExit(f"the workload {job['name']} {job['variant']} failed")
     return json.loads(done.stdout.strip().split("\n")[-1])
 
 
@@ -52,131 +32,143 @@ def work(job: dict[str, Any]) -> None:
     """Be the fresh process."""
     import torch
 
-    from benchmarks import systems, tries, virtual, workloads
+    import benchmarks.catalogue  # noqa: F401  (registers the workloads)
+    from benchmarks.systems import DEVICE, add_peer
 
     torch.set_num_threads(job["threads"])
-    systems.add_peer(job["peer"])
-    modules = {"trie": tries, "vllm": virtual}
-    module = modules.get(job["name"].split("_")[0], workloads)
-    print(json.dumps(getattr(module, job["name"])(**job["arguments"])))
+    DEVICE[0] = job["device"] or "cpu"
+    add_peer(job["peer"])
+    workload = REGISTRY[job["name"]]
+    print(json.dumps(workload.measure(job["variant"], job["repeats"], job["device"])))
 
 
-def describe_machine(threads: int) -> str:
-    """Name the processor and the versions that matter."""
+def describe_machine(threads: int, device: str | None) -> str:
+    """Name the processor, or the device."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         names = [line for line in cpuinfo.read_text().split("\n") if line.startswith("model name")]
         model = names[0].split(":")[1].strip() if names else model
-    versions = ", ".join(f"{p} {version(p)}" for p in ("torch", "transformers"))
-    return f"{model}, {threads} threads, Python {platform.python_version()}, {versions}"
+    if device:
+        import torch
+
+        model += f" with {torch.cuda.get_device_name(device)}" if device != "cpu" else ""
+    return f"{model}, {threads} threads"
+
+
+def versions(peer: str | None) -> dict[str, str]:
+    """The versions that matter."""
+    found = {"Python": platform.python_version()}
+    for package in ("torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {**found, "the peer": "genlm-backend 0.3.1"} if peer else found
+
+
+def variants_of(workload: Workload, options: argparse.Namespace) -> list[str]:
+    """Return what can be measured of a workload with these options."""
+    if workload.needs == "vllm" and not (options.vllm_python or options.names):
+        return []
+    if workload.needs == "device" and not options.device:
+        return []
+    without_peer = () if options.peer else workload.peers
+    return [variant for variant in workload.variants if variant not in without_peer]
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what was asked for, the systems of SIS in turns, and write the results."""
+    """Measure what was asked for and write a line of JSON for each process."""
     start = time.perf_counter()
-    known = ("sis", *SINGLE, "tries", "vllm")
-    unknown = set(options.names) - set(known)
+    unknown = set(options.names) - set(REGISTRY)
     if unknown:
-        raise SystemExit(f"no workload {min(unknown)!r}; there are {', '.join(known)}")
-    names = options.names or known
-    path = options.output / "benchmarks.json"
-    results: dict[str, Any] = json.loads(path.read_text()) if options.names else {}
-
-    def note(text: str) -> None:
-        print(f"[{time.perf_counter() - start:4.0f} s] {text}", flush=True)
-
-    def one(name: str, **arguments: Any) -> Any:
-        note(" ".join([name, *(value for value in arguments.values() if isinstance(value, str))]))
-        return measure(name, arguments, options.peer, options.threads)
-
-    if "sis" in names:
-        results["sis"] = run_sis(options, note)
-    for name in SINGLE:
-        if name in names:
-            results[name] = one(name, repeats=options.rounds)
-    if "tries" in names:
-        results["trie_speed"] = {
-            name: one("trie_speed", vocabulary=name, repeats=options.rounds) for name in TRIES
-        }
-        results["trie_async"] = {
-            name: one("trie_async", vocabulary=name, repeats=options.rounds) for name in TRIES[:2]
-        }
-        results["trie_first_call"] = one("trie_first_call", repeats=options.rounds)
-        if options.device:
-            results["trie_device"] = {
-                name: one(
-                    "trie_device", vocabulary=name, repeats=options.rounds, device=options.device
+        raise SystemExit(f"no workload {min(unknown)!r}; there are {', '.join(REGISTRY)}")
+    path = options.output / RESULTS
+    names = options.names or list(REGISTRY)
+    kept = read(path) if path.exists() and options.names else []
+    kept = [line for line in kept if line["workload"] not in names]
+    command = " ".join(["python -m benchmarks run", *options.names])
+    if options.peer and not options.names:
+        command = "make bench"
+    about = {
+        "machine": describe_machine(options.threads, options.device),
+        "versions": versions(options.peer),
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+    lines = []
+    for name in names:
+        workload = REGISTRY[name]
+        rounds = options.rounds if workload.is_repeated else 1
+        for number in range(rounds):
+            for variant in variants_of(workload, options):
+                label = " ".join(filter(None, [name, variant]))
+                at = f"[{time.perf_counter() - start:5.0f} s]"
+                print(f"{at} {label}, round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+                job = {
+                    "name": name,
+                    "variant": variant,
+                    "repeats": 1 if workload.is_repeated else options.rounds,
+                    "peer": options.peer,
+                    "device": options.device,
+                    "threads": options.threads,
+                }
+                python = options.vllm_python if workload.needs == "vllm" else None
+                numbers = measure(job, python or sys.executable)
+                lines.append(
+                    {
+                        "workload": name,
+                        "variant": variant,
+                        "round": number,
+                        "medians": medians(numbers),
+                        "numbers": numbers,
+                        **about,
+                    }
                 )
-                for name in TRIES
-            }
-    if "vllm" in names and (options.vllm_python or options.names):
-        results["vllm"] = run_virtual(options, note)
-    command = "make bench" if options.peer else "python -m benchmarks run"
-    if options.names:
-        again = f", in part again by run {' '.join(options.names)}"
-        command = results["command"].removesuffix(again) + again
-    results["command"] = command
-    if not options.names:
-        results["machine"] = describe_machine(options.threads)
-        if options.peer:
-            results["machine"] += "; the peer is genlm-backend 0.3.1"
     options.output.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    order = list(REGISTRY)
+    whole = sorted([*kept, *lines], key=lambda line: order.index(line["workload"]))
+    path.write_text("".join(json.dumps(line) + "\n" for line in whole))
     report(options)
-    note(f"wrote benchmarks.json and the tables and the chart made of it to {options.output}")
 
 
-def run_sis(options: argparse.Namespace, note: Callable[[str], None]) -> dict[str, Any]:
-    """Measure the systems of SIS in turns."""
-    systems = ["genlm_backend", "generate"]
-    if options.peer:
-        systems += ["peer + cache_kv", "peer"]
-    results: dict[str, Any] = {name: [] for name in systems}
-    for round_number in range(options.rounds):
-        for name in systems:
-            note(f"SIS, round {round_number + 1} of {options.rounds}: {name}")
-            arguments = {"system": name, "repeats": 3 if name in FAST else 1}
-            numbers = measure("sis", arguments, options.peer, options.threads)
-            results[name].append(numbers)
-            note("  " + ", ".join(f"{rate:.1f}" for rate in numbers["tokens_per_second"]))
-    return results
-
-
-def run_virtual(options: argparse.Namespace, note: Callable[[str], None]) -> dict[str, Any]:
-    """Measure vLLM and, in turns with it, the Hugging Face backend under the same Python."""
-    python = options.vllm_python or sys.executable
-    results: dict[str, Any] = {"vllm_sis": [], "vllm_plain": [], "vllm_beside": []}
-    for round_number in range(options.rounds):
-        for name, found in results.items():
-            note(f"{name}, round {round_number + 1} of {options.rounds}")
-            found.append(measure(name, {"repeats": 2}, options.peer, options.threads, python))
-    return results
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of results of workloads that there are."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [line for line in lines if line["workload"] in REGISTRY]
 
 
 def report(options: argparse.Namespace) -> None:
-    """Make the table and the chart from the results on file."""
-    from benchmarks.report import chart, markdown, markdown_of_tries, markdown_of_virtual
+    """Make the tables and charts from the results on file."""
+    from benchmarks.report import charts, tables
 
-    results = json.loads((options.output / "benchmarks.json").read_text())
-    tables = {"benchmarks": markdown, "tries": markdown_of_tries, "virtual": markdown_of_virtual}
-    for name, table in tables.items():
-        text = table(results)
+    lines = read(options.output / RESULTS)
+    for name, text in tables(lines).items():
         (options.output / f"{name}.md").write_text(text)
         print(f"\n{text}")
-    chart(results, options.output / "benchmarks.png")
+    charts(lines, options.output)
+
+
+def list_workloads(options: argparse.Namespace) -> None:
+    """Print every workload."""
+    for name, workload in REGISTRY.items():
+        needs = {"vllm": " (--vllm-python)", "device": " (--device)"}.get(workload.needs or "", "")
+        print(f"{name:<18}{workload.title}{needs}")
 
 
 def main() -> None:
     """Parse the command line and do what it says."""
+    import benchmarks.catalogue  # noqa: F401  (registers the workloads)
+
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("run", "report"):
-        command = commands.add_parser(name)
-        command.add_argument("--output", type=Path, default=ASSETS)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="list | run | report")
+    commands.add_parser("list", help="every workload, with a line about it")
+    for name, text in (("run", "measure and report"), ("report", "only make tables and charts")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--output", type=Path, default=ASSETS, help="folder of the results")
         if name == "run":
             command.add_argument("names", nargs="*", help="workloads; all by default")
-            command.add_argument("--device", help="also measure tries there, such as cuda")
+            command.add_argument("--device", help="measure there, such as cuda")
             command.add_argument("--peer", help="folder that holds genlm-backend 0.3.1")
             command.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
             command.add_argument("--rounds", type=int, default=3)
@@ -186,7 +178,7 @@ def main() -> None:
     if options.command == "worker":
         work(options.job)
     else:
-        {"run": run, "report": report}[options.command](options)
+        {"list": list_workloads, "run": run, "report": report}[options.command](options)
 
 
 if __name__ == "__main__":

@@ -25,17 +25,26 @@ PROMPT_TOKENS = 51
 
 
 def load_hf() -> tuple[Any, Any]:
-    """SmolLM2-135M in float32, and its tokenizer, by transformers alone."""
+    """SmolLM2-135M in float32 on the device, and its tokenizer, by transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = bundled_directory("smollm2")
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return model, AutoTokenizer.from_pretrained(path)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return model.to(DEVICE[0]), AutoTokenizer.from_pretrained(path)
+
+
+DEVICE = ["cpu"]
+"""Where models are measured: what ``--device`` says."""
+
+
+def tensor_on(model: Any, values: Any) -> torch.Tensor:
+    """Return a tensor where the model is."""
+    return torch.tensor(values, device=model.device)
 
 
 def draw(row: torch.Tensor, random: np.random.Generator) -> int:
     """Sample a token the same way for every system that hands out rows."""
-    cumulative = np.exp(row.numpy()).cumsum(dtype=np.float64)
+    cumulative = np.exp(row.cpu().numpy()).cumsum(dtype=np.float64)
     return int(np.searchsorted(cumulative, random.random() * cumulative[-1]))
 
 
@@ -109,7 +118,7 @@ class Generate(System):
 
     def sample(self, prompt: list[int], num_particles: int, num_tokens: int, seed: int) -> int:
         torch.manual_seed(seed)
-        ids = torch.tensor([prompt] * num_particles)
+        ids = tensor_on(self.model, [prompt] * num_particles)
         output = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -123,11 +132,34 @@ class Generate(System):
         return output[:, len(prompt) :].numel()
 
 
+class ContinuousBatching(Generate):
+    """transformers' own continuous batching, with its paged attention."""
+
+    def sample(self, prompt: list[int], num_particles: int, num_tokens: int, seed: int) -> int:
+        from transformers import GenerationConfig
+
+        torch.manual_seed(seed)
+        config = GenerationConfig(
+            max_new_tokens=num_tokens,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            eos_token_id=-1,
+            pad_token_id=0,
+        )
+        found = self.model.generate_batch(
+            [prompt] * num_particles, generation_config=config, progress_bar=False
+        )
+        return sum(len(output.generated_tokens) for output in found.values())
+
+
 SYSTEMS: dict[str, type[System]] = {
     "genlm_backend": Ours,
     "peer": Peer,
     "peer + cache_kv": PeerCached,
     "generate": Generate,
+    "continuous batching": ContinuousBatching,
 }
 
 

@@ -293,3 +293,79 @@ def trie_device(vocabulary: str, repeats: int, device: str = "cuda") -> Numbers:
                 "bytes": timed(lambda source=bytes_alone: source.clone()),
             }
     return numbers
+
+
+# -------------------------------------------------------------------- tables
+
+
+def markdown_of_speed(speed: dict[str, Numbers]) -> str:
+    """Return the tables of sums and maxima, and of building."""
+    batches = sorted({int(key.split()[1]) for key in next(iter(speed.values()))["ms"]["ours"]})
+    lines = [
+        f"| vocabulary, operation | {' / '.join(map(str, batches))} rows, ms "
+        "| peer, sequential | peer, parallel | ratio to its faster |",
+        "|---|---|---|---|---|",
+    ]
+    for name, found in speed.items():
+        for operation in ("sum", "max"):
+            keys = [f"{operation} {batch}" for batch in batches]
+            columns = {
+                system: " / ".join(milliseconds(times[key]) for key in keys)
+                for system, times in found["ms"].items()
+            }
+            ours = found["ms"]["ours"]
+            theirs = [times for system, times in found["ms"].items() if system != "ours"]
+            ratios = " / ".join(
+                f"{min(times[key] for times in theirs) / ours[key]:.0f}×" if theirs else ""
+                for key in keys
+            )
+            lines.append(
+                f"| {name}, {found['num_tokens']:,} tokens, {operation} | {columns['ours']} "
+                f"| {columns.get('peer seq', '')} | {columns.get('peer par', '')} | {ratios} |"
+            )
+    lines += ["", "| building | seconds | MB it keeps | MB at most |", "|---|---|---|---|"]
+    for name, found in speed.items():
+        for system, build in found["build"].items():
+            label = "" if system == "ours" else f", {system.replace('seq', 'sequential')}"
+            label = label.replace("par", "parallel")
+            lines.append(
+                f"| {name}, {found['num_nodes']:,} nodes{label} | {build['seconds']:.2f} "
+                f"| {build['stays_mb']:.0f} | {build['peak_mb']:.0f} |"
+            )
+    return "\n".join(lines)
+
+
+def markdown_of_async(results: dict[str, Numbers]) -> str:
+    """Return the table of awaits."""
+    lines = [
+        "| a hundred awaits of `weight_sum` at once | ms | over one batch call | longest stall |",
+        "|---|---|---|---|",
+    ]
+    for name, found in results.items():
+        for system, numbers in found.items():
+            together, apart = (statistics.median(numbers[k]) for k in ("async_ms", "batch_ms"))
+            label = "" if system == "ours" else f", {system}"
+            lines.append(
+                f"| {name}{label} | {milliseconds(together)} | {together / apart:.2f}× "
+                f"| {milliseconds(statistics.median(numbers['stall_ms']))} ms |"
+            )
+    return "\n".join(lines)
+
+
+def markdown_of_device(results: dict[str, Numbers]) -> str:
+    """Return the tables of a device."""
+    lines = []
+    for name, found in results.items():
+        lines += [
+            f"| {name} on {found['device']} | whole call, ms | kernel | copying its bytes |",
+            "|---|---|---|---|",
+        ]
+        for key, times in found["ms"].items():
+            cells = " | ".join(f"{times[part]:.3f}" for part in ("whole", "kernel", "bytes"))
+            lines.append(f"| {key} | {cells} |")
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def milliseconds(value: float) -> str:
+    return f"{value:.2f}" if value < 1 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"

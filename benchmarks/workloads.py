@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.systems import PROMPT_TOKENS, SYSTEMS, TEXT, load_hf
+from benchmarks.limit import products_seconds, program_seconds
+from benchmarks.systems import PROMPT_TOKENS, SYSTEMS, TEXT, Ours, load_hf, tensor_on
 
 Numbers = dict[str, Any]
 
@@ -45,16 +46,81 @@ def prompt_of(lm: Any) -> list[int]:
 # -------------------------------------------------------------------- whole programs
 
 
-def sis(system: str, repeats: int, num_particles: int = 20, num_tokens: int = 16) -> Numbers:
-    """Tokens per second of 20 particles, 16 sampled tokens each, behind one 51-token prompt."""
+def sis(
+    system: str,
+    repeats: int,
+    num_particles: int = 20,
+    num_tokens: int = 16,
+    num_prompt: int = PROMPT_TOKENS,
+) -> Numbers:
+    """Tokens per second of particles that sample behind one prompt, each with its own await.
+
+    With this library, also the seconds that the matrix products of it take alone.
+    """
     it = SYSTEMS[system]()
-    prompt = it.start(num_particles)
-    rates = []
+    prompt = (it.start(num_particles) * 20)[:num_prompt]
+    rates: list[float] = []
+    times: list[float] = []
+    limits: list[float] = []
     for seed in range(repeats):
         start = time.perf_counter()
         count = it.sample(prompt, num_particles, num_tokens, seed)
-        rates.append(count / (time.perf_counter() - start))
-    return {"tokens_per_second": rates}
+        times.append(time.perf_counter() - start)
+        rates.append(count / times[-1])
+        if isinstance(it, Ours):
+            steps = [(num_particles, num_particles)] * (num_tokens - 1)
+            limits.append(program_seconds(it.lm.model, [(num_prompt, 1), *steps]))
+    numbers = {"tokens_per_second": rates, "seconds": times}
+    return {**numbers, "limit_s": limits} if limits else numbers
+
+
+def scoring(repeats: int, num_texts: int = 200) -> Numbers:
+    """Every token of many texts scored, against padded batches of 20 through the model alone."""
+    lm = load_ours(batch_size=64)
+    ids = lm.tokenizer.encode(TEXT)
+    generator = random.Random(0)
+    texts = []
+    for _ in range(num_texts):
+        begin, size = generator.randrange(len(ids) - 24), generator.randint(8, 24)
+        texts.append([generator.randrange(1000, 40_000), *ids[begin : begin + size]])
+    num_tokens = sum(len(text) - 1 for text in texts)
+
+    async def score(text: list[int]) -> float:
+        rows = await asyncio.gather(
+            *(lm.next_token_logprobs(text[:n]) for n in range(1, len(text)))
+        )
+        return sum(float(row[token]) for row, token in zip(rows, text[1:], strict=True))
+
+    async def all_scores() -> list[float]:
+        return await asyncio.gather(*map(score, texts))
+
+    @torch.inference_mode()
+    def theirs() -> list[float]:
+        found = []
+        for begin in range(0, num_texts, 20):
+            batch = texts[begin : begin + 20]
+            longest = max(map(len, batch))
+            padding = [[0] * (longest - len(text)) for text in batch]
+            rows = tensor_on(lm.model, [t + p for t, p in zip(batch, padding, strict=True)])
+            ones = [[1] * len(text) for text in batch]
+            mask = tensor_on(lm.model, [o + p for o, p in zip(ones, padding, strict=True)])
+            logprobs = lm.model(rows, attention_mask=mask).logits.float().log_softmax(-1)
+            for text, own in zip(batch, logprobs, strict=True):
+                found.append(sum(float(own[n, token]) for n, token in enumerate(text[1:])))
+        return found
+
+    numbers: dict[str, list[float]] = {"ours_s": [], "theirs_s": [], "limit_s": []}
+    expected = theirs()
+    for _ in range(repeats):
+        lm.clear_cache()
+        start = time.perf_counter()
+        found = asyncio.run(all_scores())
+        numbers["ours_s"].append(time.perf_counter() - start)
+        assert max(abs(x - y) for x, y in zip(found, expected, strict=True)) < 0.1
+        numbers["theirs_s"].append(seconds(theirs))
+        chunk = products_seconds(lm.model, 200, 200)
+        numbers["limit_s"].append(chunk * num_tokens / 200)
+    return {**numbers, "num_texts": num_texts, "num_tokens": num_tokens}
 
 
 def smc(repeats: int) -> Numbers:
@@ -94,7 +160,7 @@ def step_overhead(repeats: int) -> Numbers:
     @torch.inference_mode()
     def bare(token_ids: list[list[int]]) -> None:
         lm.model(
-            torch.tensor(token_ids), past_key_values=cache, use_cache=True, logits_to_keep=1
+            tensor_on(lm.model, token_ids), past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1].log_softmax(-1)
 
     lm._batcher.call(lambda: bare([prompt] * 5))
@@ -294,152 +360,3 @@ def decoding(repeats: int) -> Numbers:
         return numbers
     numbers["peer_ms"] = [1e3 * seconds(lambda: theirs(tokenizer)) for _ in range(repeats)]
     return numbers
-
-
-# -------------------------------------------------------------------- generation
-
-
-def sampling(repeats: int) -> Numbers:
-    """The draws of a step of 20 samples, against the step itself."""
-    from genlm_backend.llm.sampling import Sampler
-
-    lm = load_ours(row_cache_bytes=0)
-    samplers = [Sampler(0.8, seed) for seed in range(20)]
-    prompt = prompt_of(lm)
-    steps, draws = [], []
-    contexts = [[*prompt, i] for i in range(20)]
-    lm.batch_next_token_logprobs_sync(contexts)
-    for _ in range(4 * repeats):
-        contexts = [[*context, 5] for context in contexts]
-        start = time.perf_counter()
-        rows = lm.batch_next_token_logprobs_sync(contexts)
-        middle = time.perf_counter()
-        for sampler, row in zip(samplers, rows, strict=True):
-            sampler.draw(row)
-        steps.append(1e3 * (middle - start))
-        draws.append(1e3 * (time.perf_counter() - middle))
-    return {"step_ms": steps, "draws_ms": draws, "vocabulary": len(lm.byte_vocab)}
-
-
-def masks(repeats: int) -> Numbers:
-    """A mask under a JSON schema for each of 20 particles, against the step itself."""
-    from genlm_backend.generation import Constraint
-
-    lm = load_ours(row_cache_bytes=0)
-    integers = {"type": "array", "items": {"type": "integer"}}
-    schema = {
-        "type": "object",
-        "properties": {"name": {"type": "string"}, "sizes": integers},
-        "required": ["name", "sizes"],
-        "additionalProperties": False,
-    }
-    constraint = Constraint.from_json_schema(lm, schema)
-    for token_id in lm.tokenizer.encode('{"name": "a'):
-        constraint.advance(token_id)  # within a string, where most tokens are allowed
-    constraints = [constraint.fork() for _ in range(20)]
-    prompt = prompt_of(lm)
-    numbers: dict[str, list[float]] = {"step_ms": [], "masks_ms": [], "both_ms": []}
-
-    def compute() -> list[torch.Tensor]:
-        return [constraint.mask() for constraint in constraints]
-
-    async def both(contexts: list[list[int]]) -> None:
-        asked = [lm.next_token_logprobs(context) for context in contexts]
-        computed = [asyncio.to_thread(constraint.mask) for constraint in constraints]
-        await asyncio.gather(*asked, *computed)
-
-    contexts = [[*prompt, i] for i in range(20)]
-    for _ in range(3 * repeats):
-        for name, found in numbers.items():
-            contexts = [[*context, 5] for context in contexts]
-            start = time.perf_counter()
-            if name == "step_ms":
-                lm.batch_next_token_logprobs_sync(contexts)
-            elif name == "masks_ms":
-                compute()
-            else:
-                asyncio.run(both(contexts))
-            found.append(1e3 * (time.perf_counter() - start))
-    return numbers
-
-
-def async_glm(repeats: int, num_tasks: int = 16, num_tokens: int = 16) -> Numbers:
-    """16 tasks through AsyncGLM, against ``model.generate`` task by task; greedy, equal results."""
-    from genlm_backend.generation import AsyncGLM
-
-    model, tokenizer = load_hf()
-    ids = tokenizer.encode(TEXT)
-    prompts = [torch.tensor([ids[i : i + 20 + i]]) for i in range(num_tasks)]
-    options = {"do_sample": False, "max_new_tokens": num_tokens, "eos_token_id": 49_151}
-    glm = AsyncGLM(model, tokenizer, num_tasks, options)
-    glm.start()
-
-    def ours() -> list[torch.Tensor]:
-        glm._lm.clear_cache()
-        tasks = [glm.submit(prompt) for prompt in prompts]
-        return [glm.get_result(task) for task in tasks]
-
-    def theirs() -> list[torch.Tensor]:
-        return [
-            model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
-            for ids in prompts
-        ]
-
-    found = zip(ours(), theirs(), strict=True)
-    num_equal = sum(torch.equal(first, second) for first, second in found)
-    numbers = {"ours_s": [], "theirs_s": []}
-    for _ in range(repeats):
-        numbers["ours_s"].append(seconds(ours))
-        numbers["theirs_s"].append(seconds(theirs))
-    glm.shutdown()
-    return {**numbers, "num_tasks": num_tasks, "num_equal": num_equal}
-
-
-def engine(repeats: int, num_requests: int = 40, max_batch: int = 20) -> Numbers:
-    """Requests of different lengths through an Engine, against padded batches of generate."""
-    from genlm_backend import AsyncTransformer
-    from genlm_backend.generation import Engine
-
-    model, tokenizer = load_hf()
-    ids = tokenizer.encode(TEXT)
-    prompts = [ids[i : i + 8 + i] for i in range(num_requests)]
-    lengths = [4 + 28 * (i % 4 == 0) for i in range(num_requests)]  # every fourth is long
-    lm = AsyncTransformer(model, tokenizer, batch_size=max_batch)
-
-    def theirs() -> None:
-        for begin in range(0, num_requests, max_batch):
-            batch = prompts[begin : begin + max_batch]
-            longest = max(map(len, batch))
-            rows = [[0] * (longest - len(prompt)) + prompt for prompt in batch]
-            mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch]
-            model.generate(
-                torch.tensor(rows),
-                attention_mask=torch.tensor(mask),
-                do_sample=False,
-                max_new_tokens=max(lengths[begin : begin + max_batch]),
-                eos_token_id=49_151,
-                pad_token_id=0,
-            )
-
-    numbers: dict[str, list[float]] = {"ours_s": [], "theirs_s": [], "first_token_s": []}
-    with Engine() as served:
-        served.install_model("m", lm, max_batch=max_batch, warm_up=False)
-        served.start_model("m")
-
-        def ours() -> None:
-            lm.clear_cache()
-            requests = [
-                served.start_request_ids("m", prompt, max_new_tokens=n, early_stopping=False)
-                for prompt, n in zip(prompts, lengths, strict=True)
-            ]
-            for request in requests:
-                request.result()
-            waits = sorted(request.statistics().time_to_first_token or 0 for request in requests)
-            numbers["first_token_s"].append(waits[len(waits) // 2])
-
-        ours()
-        for _ in range(repeats):
-            numbers["ours_s"].append(seconds(ours))
-            numbers["theirs_s"].append(seconds(theirs))
-    lm.close()
-    return {**numbers, "num_requests": num_requests, "num_tokens": sum(lengths)}

@@ -1,5 +1,6 @@
 """Examples, the command line and the benchmarks run and print what they promise."""
 
+import json
 import os
 import re
 import subprocess
@@ -132,41 +133,69 @@ def test_help_reads_well_and_a_typo_is_told():
 @pytest.mark.parametrize(
     "call",
     [
-        "sis('genlm_backend', 1, 3, 2)",
-        "sis('generate', 1, 3, 2)",
-        "smc(1)",
-        "step_overhead(1)",
-        "prefill_mix(1)",
-        "loop_stall(1)",
-        "python_meanwhile(1)",
-        "awaits(1)",
-        "import_time(1)",
-        "decoding(1)",
-        "sampling(1)",
-        "masks(1)",
-        "async_glm(1, 3, 2)",
-        "engine(1, 5, 3)",
-        "trie_speed('SmolLM2', 1)",
-        "trie_async('Tekken + DeepSeek', 1)",
-        "trie_first_call(1)",
-        "trie_device('SmolLM2', 1, 'cpu')",
+        "workloads.sis('genlm_backend', 1, 3, 2)",
+        "workloads.sis('generate', 1, 3, 2)",
+        "workloads.sis('continuous batching', 1, 2, 2)",
+        "workloads.smc(1)",
+        "workloads.scoring(1, 4)",
+        "workloads.step_overhead(1)",
+        "workloads.prefill_mix(1)",
+        "workloads.loop_stall(1)",
+        "workloads.python_meanwhile(1)",
+        "workloads.awaits(1)",
+        "workloads.import_time(1)",
+        "workloads.decoding(1)",
+        "generation.sampling(1)",
+        "generation.masks(1)",
+        "generation.async_glm(1, 3, 2)",
+        "generation.engine(1, 5, 3)",
+        "growth.particles(1, (1, 2))",
+        "growth.context(1, (8, 16))",
+        "growth.vocabulary(1, (500, 1000))",
+        "tries.trie_speed('SmolLM2', 1)",
+        "tries.trie_async('Tekken + DeepSeek', 1)",
+        "tries.trie_first_call(1)",
+        "tries.trie_device('SmolLM2', 1, 'cpu')",
     ],
 )
 def test_every_workload_runs_a_round(call):
-    module = "tries" if call.startswith("trie_") else "workloads"
-    done = run("-c", f"from benchmarks import {module} as w; print(w.{call})")
+    module = call.split(".")[0]
+    done = run("-c", f"from benchmarks import {module}; print({call})")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().startswith("{")
+    assert done.stdout.strip().split("\n")[-1].startswith("{")
 
 
-def test_the_table_of_the_docs_is_made_from_the_measurements_beside_it(tmp_path):
+def test_workloads_are_listed_measured_and_kept_line_by_line(tmp_path):
+    import shutil
+
+    listed = run("-m", "benchmarks", "list").stdout
+    assert "growth            How cost grows" in listed
+    typo = run("-m", "benchmarks", "run", "growht")
+    assert typo.returncode != 0
+    assert "no workload 'growht'" in typo.stderr
+    shutil.copy(ROOT / "docs" / "assets" / "benchmarks.jsonl", tmp_path)
+    before = [json.loads(line) for line in (tmp_path / "benchmarks.jsonl").open()]
+    options = ("--rounds", "1", "--output", str(tmp_path))
+    done = run("-m", "benchmarks", "run", "import_time", *options)
+    assert done.returncode == 0, done.stderr
+    after = [json.loads(line) for line in (tmp_path / "benchmarks.jsonl").open()]
+    assert [x for x in after if x["workload"] != "import_time"] == [
+        x for x in before if x["workload"] != "import_time"
+    ]
+    (line,) = (x for x in after if x["workload"] == "import_time")
+    assert line["command"] == "python -m benchmarks run import_time"
+    assert {"machine", "versions", "medians", "date"} <= set(line)
+    assert "`python -m benchmarks run import_time`" in (tmp_path / "benchmarks.md").read_text()
+
+
+def test_the_tables_of_the_docs_are_made_from_the_measurements_beside_them(tmp_path):
     import shutil
 
     assets = ROOT / "docs" / "assets"
-    shutil.copy(assets / "benchmarks.json", tmp_path)
+    shutil.copy(assets / "benchmarks.jsonl", tmp_path)
     done = run("-m", "benchmarks", "report", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    for name in ("benchmarks.md", "tries.md"):
+    for name in ("benchmarks.md", "tries.md", "virtual.md", "growth.md"):
         assert (tmp_path / name).read_text() == (assets / name).read_text()
     assert (tmp_path / "benchmarks.png").stat().st_size > 5000
 
