@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEER := .peer
 # Not demo: the model's package asks for an engine that would have to be compiled.
-EXTRAS := bitsandbytes,grammar,viz,test,bench,docs
+EXTRAS := bitsandbytes,grammar,lora,viz,test,bench,docs
 
 .PHONY: help setup demo test test-vllm quick lint types bench docs clean
 

@@ -200,6 +200,27 @@ def test_the_tables_of_the_docs_are_made_from_the_measurements_beside_them(tmp_p
     assert (tmp_path / "benchmarks.png").stat().st_size > 5000
 
 
+NOTEBOOK = """
+import sys, nbformat
+from nbclient import NotebookClient
+notebook = nbformat.read(sys.argv[1], 4)
+for cell in notebook.cells:
+    assert cell.cell_type != "code" or cell.execution_count, "not executed"
+    for output in cell.get("outputs", []):
+        assert output.get("name") != "stderr", output
+        assert "site-packages" not in str(output), output
+NotebookClient(notebook, timeout=100, kernel_name="python3").execute()
+print(len(notebook.cells))
+"""
+
+
+@pytest.mark.parametrize("name", ["exploring", "tries"])
+def test_notebooks_run_and_show_what_they_showed(name):
+    done = run("-c", NOTEBOOK, str(ROOT / "docs" / "notebooks" / f"{name}.ipynb"))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert int(done.stdout) >= 8
+
+
 def test_the_documentation_builds_without_a_warning(tmp_path):
     done = run("-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path))
     assert done.returncode == 0, done.stderr

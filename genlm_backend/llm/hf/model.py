@@ -16,6 +16,7 @@ from genlm_backend.errors import CacheError, MissingExtraError
 from genlm_backend.llm.base import TokenIds
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.hf.evaluator import Evaluator
+from genlm_backend.llm.hf.lora import Adapters
 from genlm_backend.llm.hf.memory import default_kv_budget, release_cached_memory
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.hf.schedule import CostModel
@@ -95,6 +96,7 @@ class AsyncTransformer(BatchedLM):
         )
         hf_model.eval()
         self.model = hf_model
+        self._adapters = Adapters(hf_model)
         runner = Runner(hf_model)
         self._is_on_cpu = runner.device.type == "cpu"
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
@@ -151,7 +153,12 @@ class AsyncTransformer(BatchedLM):
     def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor]:
         """Return one row for each query, from as few tokens through the model as possible."""
         with frequent_switches():
-            return self._evaluator.evaluate(queries)
+            rows: dict[Query, torch.Tensor] = {}
+            for lora_name in dict.fromkeys(query.lora_name for query in queries):
+                own = [query for query in queries if query.lora_name == lora_name]
+                self._adapters.activate(lora_name)
+                rows.update(zip(own, self._evaluator.evaluate(own), strict=True))
+            return [rows[query] for query in queries]
 
     def next_token_logprobs_uncached(
         self, token_ids: TokenIds, lora_name: str | None = None
@@ -162,7 +169,12 @@ class AsyncTransformer(BatchedLM):
         """
         query = self._query(token_ids, lora_name)
         self.before_wait()
-        return self._own(self._batcher.call(lambda: self._evaluator.whole([query]))[0])
+
+        def whole() -> list[torch.Tensor]:
+            self._adapters.activate(lora_name)
+            return self._evaluator.whole([query])
+
+        return self._own(self._batcher.call(whole)[0])
 
     def before_wait(self) -> None:
         """Release the calling thread's idle OpenMP threads where the model runs on the CPU."""
@@ -181,6 +193,36 @@ class AsyncTransformer(BatchedLM):
             return [rows_of_logits(row, self._defined) for row in logits]
         rows = rows_of_logits(logits, self._defined).to(self.output_device)
         return [row.clone() for row in rows]
+
+    # ---------------------------------------------------------------- adapters
+
+    def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
+        """Load a LoRA adapter, to be named in queries; blocks until it is there (extra ``lora``).
+
+        A batch takes a forward pass for each adapter in it. Keys and values are cached for each.
+
+        Args:
+            lora_path: A directory in PEFT's format, or a repository on the hub.
+            lora_name: A name that no other adapter of the model has.
+
+        Raises:
+            MissingExtraError: (``ImportError``) Without PEFT.
+            AdapterError: (``ValueError``) If the name is taken, or nothing can be loaded.
+        """
+        self._batcher.call(lambda: self._adapters.load(str(lora_path), lora_name))
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Remove an adapter, and clear the cache.
+
+        Raises:
+            UnknownAdapterError: (``ValueError``) If there is none of that name.
+        """
+        self._batcher.call(lambda: self._adapters.remove(lora_name))
+        self.clear_cache()
+
+    def check_adapter(self, lora_name: str | None) -> None:
+        """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
+        self._adapters.check(lora_name)
 
     # ---------------------------------------------------------------- caches
 
@@ -235,7 +277,12 @@ class AsyncTransformer(BatchedLM):
         """
         query = self._query(prompt_tokens, lora_name)
         self.before_wait()
-        if not self._batcher.call(lambda: self._evaluator.pin(query)) and self.kv_reuse:
+
+        def pin() -> bool:
+            self._adapters.activate(lora_name)
+            return self._evaluator.pin(query)
+
+        if not self._batcher.call(pin) and self.kv_reuse:
             raise CacheError(
                 f"a prompt of {len(query.token_ids)} tokens does not fit into the "
                 f"{self._evaluator.prefixes.num_slots} tokens of kv_cache_bytes that are not pinned"

@@ -12,10 +12,10 @@ from tests.llm.vllm import real
 RANK, ALPHA = 8, 32
 
 
-def make_adapter(folder, seed):
+def make_adapter(folder, seed, model=None):
     """Write a random adapter in PEFT's format; return the model with it merged in."""
     generator = torch.Generator().manual_seed(seed)
-    merged = copy.deepcopy(real.tiny_model())
+    merged = copy.deepcopy(real.tiny_model() if model is None else model)
     tensors = {}
     for name, module in merged.named_modules():
         if name.endswith(("q_proj", "v_proj", "down_proj")):
