@@ -6,6 +6,7 @@ the exact bytes of every token id, and a trie over them turns log-probabilities 
 of every prefix of characters.
 """
 
+import logging
 from typing import TYPE_CHECKING
 
 from genlm_backend.lazy import lazy_names
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from genlm_backend.trie.sequential import TokenCharacterTrie
 
 __version__ = "0.4.0"
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless somebody listens
 
 __all__ = [
     "AsyncLM",

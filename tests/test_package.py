@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import genlm_backend
+import genlm_backend.generation
 import genlm_backend.llm
 import genlm_backend.trie
 from genlm_backend.llm.registry import default_backend
@@ -37,7 +38,7 @@ def test_importing_loads_nothing_heavy_and_changes_no_environment():
 import os, sys
 before = dict(os.environ)
 import genlm_backend, genlm_backend.llm, genlm_backend.errors, genlm_backend.batching
-import genlm_backend.trie
+import genlm_backend.trie, genlm_backend.generation
 assert dict(os.environ) == before
 heavy = {"torch", "numpy", "numba", "transformers", "tokenizers", "sentencepiece"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
@@ -59,7 +60,19 @@ assert not {k for k in changed if "GENLM" in k}, changed
     run(code)
 
 
-@pytest.mark.parametrize("module", [genlm_backend, genlm_backend.llm, genlm_backend.trie])
+def test_the_log_is_silent_unless_somebody_listens():
+    code = """
+import logging, genlm_backend
+logging.getLogger("genlm_backend.llm.hf.support").warning("something")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [genlm_backend, genlm_backend.llm, genlm_backend.trie, genlm_backend.generation],
+)
 def test_every_public_name_is_there_and_documented(module):
     for name in module.__all__:
         value = getattr(module, name)

@@ -15,6 +15,7 @@ from genlm_backend.errors import UnknownAdapterError
 from genlm_backend.llm.sampling import Sampler
 from genlm_backend.llm.statistics import LMStatistics
 from genlm_backend.llm.together import together
+from genlm_backend.llm.watching import is_watched
 from genlm_backend.tokenization import Token, decode_vocab
 
 TokenIds = Iterable[int]
@@ -164,7 +165,7 @@ class AsyncLM(abc.ABC):
 
         Each prompt has a random stream of its own, derived from ``seed`` and its place in the
         list, so that its continuation does not depend on the prompts behind it. ``progress``
-        shows a bar of the continuations that are complete.
+        shows a bar of the continuations that are complete, on a terminal or in a notebook.
         """
         samplers = [
             Sampler(temperature, seed, stream) for stream in range(len(prompt_token_ids_list))
@@ -274,4 +275,5 @@ def progress_bar(total: int, is_shown: bool) -> Any:
     """Return a bar for ``total`` continuations, which shows nothing unless it is to."""
     from tqdm.auto import tqdm
 
-    return tqdm(total=total, desc="sampling", unit="text", disable=not is_shown)
+    is_hidden = not (is_shown and is_watched())
+    return tqdm(total=total, desc="sampling", unit="text", disable=is_hidden)

@@ -16,6 +16,7 @@ from typing import Any, Final
 import platformdirs
 
 from genlm_backend.errors import MissingExtraError
+from genlm_backend.llm.watching import is_watched
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def _convert(source: Path, filename: str, folder: Path) -> None:
 
     message = f"Converting {filename} (once; kept in the user's cache directory) …"
     logger.info(message)
-    if sys.stderr.isatty():
+    if is_watched():
         print(message, file=sys.stderr, flush=True)
     options: dict[str, Any] = {"gguf_file": filename, "dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # newer releases keep the blocks packed where they can

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from genlm_backend.errors import ModelNotFoundError
 from genlm_backend.llm.bundled import BUNDLED, bundled_directory, is_bundled
+from genlm_backend.llm.watching import is_watched
 
 
 def resolve_name(name: str) -> str:
@@ -50,8 +50,7 @@ def explained(name: str) -> Iterator[None]:
 def _bars_where_seen() -> Iterator[None]:
     from transformers.utils import logging
 
-    is_seen = sys.stderr.isatty() or "ipykernel" in sys.modules
-    if is_seen or not logging.is_progress_bar_enabled():
+    if is_watched() or not logging.is_progress_bar_enabled():
         yield
         return
     logging.disable_progress_bar()

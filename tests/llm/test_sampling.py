@@ -102,8 +102,12 @@ def test_temperature_sharpens_and_flattens():
         assert share == pytest.approx(expected, abs=0.03)
 
 
-def test_progress_is_shown_on_request(lm, capsys):
-    asyncio.run(lm.batch_sample([[1], [2], [3]], 2, [], seed=0))
-    assert capsys.readouterr().err == ""
-    asyncio.run(lm.batch_sample([[1], [2], [3]], 2, [], seed=0, progress=True))
-    assert "3/3" in capsys.readouterr().err
+def test_progress_is_shown_on_request_where_somebody_sees_it(lm, capsys, monkeypatch):
+    def shown(progress):
+        asyncio.run(lm.batch_sample([[1], [2], [3]], 2, [], seed=0, progress=progress))
+        return capsys.readouterr().err
+
+    assert shown(False) == shown(True) == ""
+    monkeypatch.setattr("genlm_backend.llm.base.is_watched", lambda: True)
+    assert shown(False) == ""
+    assert "3/3" in shown(True)
