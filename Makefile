@@ -66,8 +66,10 @@ $(PEER)/.installed:
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(PEER) genlm-backend==0.3.1
 	@touch $@
 
+ROUNDS ?= 3
+
 bench: $(STAMP) $(PEER)/.installed $(VLLM_VENV)/.installed
-	$(BIN)/python -m benchmarks run --peer $(PEER) --vllm-python $(VLLM_VENV)/bin/python
+	$(BIN)/python -m benchmarks run --rounds $(ROUNDS) --peer $(PEER) --vllm-python $(VLLM_VENV)/bin/python
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict

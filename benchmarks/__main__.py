@@ -31,10 +31,13 @@ def measure(job: dict[str, Any], python: str = sys.executable) -> Numbers:
 def work(job: dict[str, Any]) -> None:
     """Be the fresh process."""
     import torch
+    from transformers.utils import logging
 
     import benchmarks.catalogue  # noqa: F401  (registers the workloads)
     from benchmarks.systems import DEVICE, add_peer
 
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
     torch.set_num_threads(job["threads"])
     DEVICE[0] = job["device"] or "cpu"
     add_peer(job["peer"])
@@ -103,8 +106,9 @@ def run(options: argparse.Namespace) -> None:
         for number in range(rounds):
             for variant in variants_of(workload, options):
                 label = " ".join(filter(None, [name, variant]))
-                at = f"[{time.perf_counter() - start:5.0f} s]"
-                print(f"{at} {label}, round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+                if sys.stderr.isatty() and not options.quiet:
+                    at = f"[{time.perf_counter() - start:5.0f} s]"
+                    print(f"{at} {label}, round {number + 1} of {rounds}", file=sys.stderr)
                 job = {
                     "name": name,
                     "variant": variant,
@@ -168,6 +172,7 @@ def main() -> None:
         command.add_argument("--output", type=Path, default=ASSETS, help="folder of the results")
         if name == "run":
             command.add_argument("names", nargs="*", help="workloads; all by default")
+            command.add_argument("--quiet", action="store_true", help="show no progress")
             command.add_argument("--device", help="measure there, such as cuda")
             command.add_argument("--peer", help="folder that holds genlm-backend 0.3.1")
             command.add_argument("--vllm-python", help="interpreter of an environment with vLLM")

@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from benchmarks.limit import program_seconds
 from benchmarks.systems import TEXT, load_hf, tensor_on
 from benchmarks.workloads import Numbers, load_ours, prompt_of, seconds
 
@@ -138,7 +139,9 @@ def engine(repeats: int, num_requests: int = 40, max_batch: int = 20) -> Numbers
                 pad_token_id=0,
             )
 
-    numbers: dict[str, list[float]] = {"ours_s": [], "theirs_s": [], "first_token_s": []}
+    numbers: dict[str, list[float]] = {
+        name: [] for name in ("ours_s", "theirs_s", "first_token_s", "limit_s")
+    }
     with Engine() as served:
         served.install_model("m", lm, max_batch=max_batch, warm_up=False)
         served.start_model("m")
@@ -156,7 +159,13 @@ def engine(repeats: int, num_requests: int = 40, max_batch: int = 20) -> Numbers
 
         ours()
         for _ in range(repeats):
+            before = lm.statistics()
             numbers["ours_s"].append(seconds(ours))
+            after = lm.statistics()
+            num_passes = after.num_forwards - before.num_forwards
+            size = round((after.tokens_computed - before.tokens_computed) / num_passes)
+            passes = [(size, min(size, max_batch))] * num_passes
+            numbers["limit_s"].append(program_seconds(lm.model, passes))
             numbers["theirs_s"].append(seconds(theirs))
     lm.close()
     return {**numbers, "num_requests": num_requests, "num_tokens": sum(lengths)}

@@ -204,7 +204,9 @@ def prefill_mix(repeats: int) -> Numbers:
             seconds(lambda: lm.batch_next_token_logprobs_sync([long]))  # noqa: B023
             + seconds(lambda: lm.batch_next_token_logprobs_sync(short))  # noqa: B023
         )
-    return {"together_ms": [1e3 * x for x in together], "apart_ms": [1e3 * x for x in apart]}
+    limit = program_seconds(lm.model, [(512 + 19, 20)])
+    numbers = {"together_ms": together, "apart_ms": apart, "limit_ms": [limit]}
+    return {name: [1e3 * x for x in values] for name, values in numbers.items()}
 
 
 def loop_stall(repeats: int) -> Numbers:
