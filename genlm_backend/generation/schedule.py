@@ -18,7 +18,12 @@ Or one that was preempted would be preempted again at its next token.
 
 
 class Work(Protocol):
-    """A draft, as the plan sees it."""
+    """A text that is wanted, as the plan sees it."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it is worked at now."""
+        ...
 
     @property
     def contexts(self) -> Sequence[list[int]]:
@@ -54,9 +59,7 @@ class Plan(Generic[W]):
     num_tokens: int = 0
 
 
-def make_plan(
-    work: Iterable[W], is_running: Iterable[bool], max_batch: int, capacity: int | None
-) -> Plan[W]:
+def make_plan(work: Iterable[W], max_batch: int, capacity: int | None) -> Plan[W]:
     """Choose from the beginning of ``work``, oldest first, whoever fits into batch and memory.
 
     Nobody overtakes: the first one that does not fit ends the choice. So the youngest of the
@@ -64,18 +67,17 @@ def make_plan(
 
     Args:
         work: In the order of arrival.
-        is_running: Of each, whether it works at present.
         max_batch: Places of a batch.
         capacity: Tokens that fit into memory; ``None`` for no bound.
     """
     plan: Plan[W] = Plan()
     num_places = 0
-    for item, is_at_work in zip(work, is_running, strict=True):
+    for item in work:
         if num_places + item.width > max_batch:
             break
         num_tokens = plan.num_tokens + sum(map(len, item.contexts))
         if capacity is not None:
-            headroom = 0 if is_at_work or not plan.running else HEADROOM * item.width
+            headroom = 0 if item.is_running or not plan.running else HEADROOM * item.width
             if num_tokens + headroom > capacity:  # what they share may make the difference
                 num_tokens = _num_distinct([*plan.running, item])
             if num_tokens > capacity and _num_distinct([item]) > capacity:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from concurrent.futures import Future
@@ -35,6 +36,18 @@ class _Run:
     asked: list[list[int]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
+    @property
+    def contexts(self) -> list[list[int]]:
+        return self.draft.contexts
+
+    @property
+    def width(self) -> int:
+        return self.draft.width
+
+    @property
+    def lora_name(self) -> str | None:
+        return self.draft.lora_name
+
 
 class ServedModel:
     """Works at requests for one model: in order, so many at once, within its memory.
@@ -54,7 +67,9 @@ class ServedModel:
         self._lm: AsyncLM | None = lm
         self.max_batch = config.max_batch or getattr(lm, "batch_size", 20)
         self._lock = threading.RLock()
-        self._runs: list[_Run] = []
+        self._runs: dict[_Run, None] = {}  # in the order of arrival
+        self._of_request: dict[GenerationRequest, list[_Run]] = {}
+        self._running: set[_Run] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = Signal()
         self._num_tokens = 0
@@ -113,12 +128,14 @@ class ServedModel:
             limit = self.config.max_queue_size
             if limit is not None and self.num_waiting >= limit and not self._would_run(runs[0]):
                 return self._room.waiter()
-            self._runs.extend(runs)
+            self._runs.update(dict.fromkeys(runs))
+            self._of_request[request] = runs
             self._reschedule()
             return None
 
     def _would_run(self, run: _Run) -> bool:
-        return any(member is run for member in self._plan([*self._runs, run])[0])
+        plan = make_plan(itertools.chain(self._runs, [run]), self.max_batch, self.lm.kv_capacity)
+        return run in plan.running
 
     @property
     def num_running(self) -> int:
@@ -130,38 +147,29 @@ class ServedModel:
     def num_waiting(self) -> int:
         """Requests of which nothing has begun."""
         with self._lock:
-            requests = {run.request for run in self._runs}
-            return len(requests - {run.request for run in self._runs if run.has_begun})
+            requests = self._of_request.values()
+            return sum(not any(run.has_begun for run in runs) for runs in requests)
 
     # ---------------------------------------------------------------- who works
 
-    def _plan(self, runs: list[_Run]) -> tuple[list[_Run], list[_Run], int]:
-        by_draft = {id(run.draft): run for run in runs}
-        plan = make_plan(
-            [run.draft for run in runs],
-            [run.is_running for run in runs],
-            self.max_batch,
-            self.lm.kv_capacity,
-        )
-        running = [by_draft[id(draft)] for draft in plan.running]
-        return running, [by_draft[id(draft)] for draft in plan.hopeless], plan.num_tokens
-
     def _reschedule(self) -> None:
         """Let whoever may work go on, and the others rest; under the lock."""
-        running, hopeless, self._num_tokens = self._plan(self._runs)
-        if hopeless:
-            for request in {run.request: None for run in hopeless}:
+        plan = make_plan(self._runs, self.max_batch, self.lm.kv_capacity)
+        if plan.hopeless:
+            for request in {run.request: None for run in plan.hopeless}:
                 self.end(request, GenerationStatus.INTERRUPTED)  # and plans again
             return
-        for run in running:
+        self._num_tokens = plan.num_tokens
+        for run in plan.running:
             if not run.is_running:
                 run.is_running = run.has_begun = True
                 self.loop.call_soon(self._go, run)
-        for run in set(self._runs).difference(running):
-            if run.is_running:
+        for run in self._running.difference(plan.running):
+            if not run.is_gone:
                 run.is_running = False
                 run.request.queue.preempt()
                 self.loop.call_soon(run.may_go.clear)
+        self._running = set(plan.running)
         self._room.notify()
 
     def _go(self, run: _Run) -> None:
@@ -219,8 +227,9 @@ class ServedModel:
         if run.is_gone:
             return
         run.is_gone = True
-        self._runs.remove(run)
-        if not any(other.request is run.request for other in self._runs):
+        del self._runs[run]
+        if all(other.is_gone for other in self._of_request[run.request]):
+            del self._of_request[run.request]
             run.request.queue.end(GenerationStatus.FINISHED, scores=run.draft.scores())
         self._reschedule()
 
@@ -231,14 +240,14 @@ class ServedModel:
     ) -> None:
         """Settle a request before it has finished; again has no effect."""
         with self._lock:
-            runs = [run for run in self._runs if run.request is request]
+            runs = [run for run in self._of_request.pop(request, []) if not run.is_gone]
             if not runs:
                 return
             rests = [rest for run in runs for rest in run.draft.rest()]
             request.queue.end(status, rests, error=error)
             for run in runs:
                 run.is_gone = True
-                self._runs.remove(run)
+                del self._runs[run]
                 self.loop.call_soon(_cancel, run)
             self._reschedule()
 
@@ -246,7 +255,7 @@ class ServedModel:
         """Interrupt every request with what it has, let nobody in, and clear the cache."""
         with self._lock:
             self._is_open = False
-            for request in {run.request: None for run in self._runs}:
+            for request in reversed(list(self._of_request)):  # nobody gets a place for nothing
                 self.end(request, GenerationStatus.INTERRUPTED)
         self.loop.submit(self._join()).result()
         self.lm.clear_cache()

@@ -20,6 +20,7 @@ class Item:
     contexts: list = field(default_factory=list)
     lora_name: str | None = None
     width: int = 1
+    is_running: bool = False
 
 
 def all_prefixes(contexts):
@@ -49,7 +50,8 @@ def test_shared_tokens(first, second):
 )
 def test_a_plan_fits_and_is_the_longest_that_does(found, data, max_batch, capacity):
     items = [Item(c, lora_name, len(c)) for c, lora_name in found]
-    at_work = [data.draw(st.booleans()) for _ in items]
+    for item in items:
+        item.is_running = data.draw(st.booleans())
 
     def need(chosen):
         return sum(
@@ -61,29 +63,29 @@ def test_a_plan_fits_and_is_the_longest_that_does(found, data, max_batch, capaci
             for name in (None, "a")
         )
 
-    plan = make_plan(items, at_work, max_batch, capacity)
+    plan = make_plan(items, max_batch, capacity)
     assert need(plan.running) <= plan.num_tokens <= max(capacity, 0)
     assert sum(item.width for item in plan.running) <= max_batch
     assert all(need([item]) > capacity for item in plan.hopeless)
     for place, item in enumerate(plan.running):
-        if place and not at_work[items.index(item)]:
+        if place and not item.is_running:
             room = capacity - need(plan.running[: place + 1])
             assert room >= HEADROOM * item.width
     decided = len(plan.running) + len(plan.hopeless)
     assert set(items[:decided]) == {*plan.running, *plan.hopeless}  # nobody overtakes
     if decided < len(items):
-        item, is_running = items[decided], at_work[decided]
-        headroom = 0 if is_running or not plan.running else HEADROOM * item.width
+        item = items[decided]
+        headroom = 0 if item.is_running or not plan.running else HEADROOM * item.width
         too_wide = sum(i.width for i in plan.running) + item.width > max_batch
         assert too_wide or need([*plan.running, item]) + headroom > capacity
 
 
 def test_without_a_bound_only_the_batch_counts():
     items = [Item([[1] * 1000]) for _ in range(5)]
-    assert make_plan(items, [False] * 5, 3, None).running == items[:3]
+    assert make_plan(items, 3, None).running == items[:3]
 
 
 def test_the_oldest_runs_alone_rather_than_nobody():
     old, young = Item([[1] * 30]), Item([[2] * 30])
-    plan = make_plan([old, young], [False, False], 4, 40)
+    plan = make_plan([old, young], 4, 40)
     assert (plan.running, plan.hopeless) == ([old], [])
