@@ -178,14 +178,15 @@ def test_every_error_is_also_what_a_caller_expects():
 ARROWS = {
     "errors": (set(), {"torch", "numpy", "transformers"}),
     "lazy": (set(), {"torch", "numpy", "transformers"}),
+    "closing": (set(), {"torch", "numpy", "transformers"}),
     "readable": (set(), {"torch", "numpy", "transformers"}),
     "info": ({"llm", "errors"}, {"transformers"}),
     "batching": ({"readable", "errors"}, {"torch", "numpy", "transformers"}),
     "cache": ({"errors"}, {"asyncio", "transformers"}),
     "tokenization": ({"errors"}, {"torch"}),
     "trie": ({"readable", "tokenization", "batching", "errors", "lazy"}, {"transformers"}),
-    "llm": ({"readable", "tokenization", "batching", "cache", "errors", "lazy"}, set()),
-    "generation": ({"readable", "llm", "errors", "lazy"}, {"vllm"}),
+    "llm": ({"readable", "closing", "tokenization", "batching", "cache", "errors", "lazy"}, set()),
+    "generation": ({"readable", "closing", "llm", "errors", "lazy"}, {"vllm"}),
     "llm.hf": ({"llm", "cache", "errors", "lazy"}, {"vllm"}),
     "llm.vllm": ({"llm", "cache", "errors", "lazy"}, {"transformers"}),
 }

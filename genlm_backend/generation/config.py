@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
-from difflib import get_close_matches
 from typing import Any, Literal, Self
 
 from genlm_backend.errors import GenerationConfigError
+from genlm_backend.generation.fields import replaced
 from genlm_backend.llm.base import AsyncLM
 
 
@@ -174,13 +173,7 @@ class GenerationConfig:
             GenerationConfigError: (``ValueError``) As at construction, and for a name that is no
                 field.
         """
-        known = [field.name for field in dataclasses.fields(self)] + ["mm_info"]
-        for name in fields:
-            if name not in known:
-                near = get_close_matches(name, known, n=2)
-                hint = f"; did you mean {' or '.join(near)}?" if near else ""
-                raise GenerationConfigError(f"{name} is no field of GenerationConfig{hint}")
-        return dataclasses.replace(self, **fields)
+        return replaced(self, fields, GenerationConfigError, ["mm_info"])
 
     @classmethod
     def from_hf(cls, config: Any) -> Self:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterable
 from difflib import get_close_matches
-from types import TracebackType
-from typing import Any, Self, cast, overload
+from typing import Any, cast, overload
 
+from genlm_backend.closing import Closing
 from genlm_backend.errors import (
     ModelStateError,
     RuntimeConfigError,
@@ -28,7 +27,7 @@ from genlm_backend.generation.status import GeneratedElements, GenerationStatus
 from genlm_backend.llm.base import AsyncLM, TokenIds
 
 
-class Engine:
+class Engine(Closing):
     """Holds models by name and generates texts for whoever asks, batched together.
 
     Requests live on an event loop of the engine's own, on a thread of its own: they are started,
@@ -348,32 +347,6 @@ class Engine:
             model.end()
         self.loop.close()
 
-    async def aclose(self) -> None:
-        """Do as ``close()``, leaving the event loop free meanwhile."""
-        await asyncio.to_thread(self.close)
-
     def _check_open(self) -> None:
         if self._is_closed:
             raise ModelStateError("this engine has been closed")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()

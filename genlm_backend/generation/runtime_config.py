@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Self
 
 import torch
 
 from genlm_backend.errors import RuntimeConfigError
+from genlm_backend.generation.fields import replaced
 from genlm_backend.llm.base import AsyncLM
 
 _FUTURE_MODES = ("int8", "uint4")
@@ -83,13 +82,7 @@ class RuntimeConfig:
             RuntimeConfigError: (``ValueError``) As at construction, and for a name that is no
                 field.
         """
-        known = [known.name for known in dataclasses.fields(self)]
-        for name in fields:
-            if name not in known:
-                near = get_close_matches(name, known, n=2)
-                hint = f"; did you mean {' or '.join(near)}?" if near else ""
-                raise RuntimeConfigError(f"{name} is no field of RuntimeConfig{hint}")
-        return dataclasses.replace(self, **fields)
+        return replaced(self, fields, RuntimeConfigError)
 
     @classmethod
     def from_model(cls, lm: AsyncLM) -> Self:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import abc
-import asyncio
 import warnings
 from collections.abc import Collection, Iterable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
+from genlm_backend.closing import Closing
 from genlm_backend.errors import UnknownAdapterError
 from genlm_backend.llm.sampling import Sampler
 from genlm_backend.llm.statistics import LMStatistics
@@ -22,7 +21,7 @@ TokenIds = Iterable[int]
 """A context: token ids, as Python or NumPy integers, or a 1-D integer array or tensor."""
 
 
-class AsyncLM(abc.ABC):
+class AsyncLM(Closing):
     """A language model whose next-token log-probabilities can be awaited.
 
     Concurrent awaits are answered together. A row is a ``torch.Tensor`` of shape
@@ -215,7 +214,7 @@ class AsyncLM(abc.ABC):
     can_forget: bool = False
     """Whether ``forget`` has any effect."""
 
-    async def forget(  # noqa: B027
+    async def forget(
         self, token_ids: TokenIds, lora_name: str | None = None, keep: int = 0
     ) -> None:
         """Free the keys and values of a context beyond its first ``keep`` tokens.
@@ -233,7 +232,7 @@ class AsyncLM(abc.ABC):
                 f"no LoRA adapter named {lora_name!r} is loaded; {type(self).__name__} has none"
             )
 
-    def clear_cache(self) -> None:  # noqa: B027  (a backend without a cache has nothing to do)
+    def clear_cache(self) -> None:
         """Forget every cached row, key and value. No answer changes by it."""
 
     def statistics(self) -> LMStatistics:
@@ -243,32 +242,6 @@ class AsyncLM(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None:
         """Settle every waiter with an error and free what the model holds; again has no effect."""
-
-    async def aclose(self) -> None:
-        """Do as ``close()``, leaving the event loop free while a last batch ends."""
-        await asyncio.to_thread(self.close)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        await self.aclose()
 
 
 def progress_bar(total: int, is_shown: bool) -> Any:
