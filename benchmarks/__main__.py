@@ -17,6 +17,7 @@ from benchmarks.workload import REGISTRY, Numbers, Workload, medians
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
 RESULTS = "benchmarks.jsonl"
+DEFAULT_ROUNDS = 3
 
 
 def measure(job: dict[str, Any], python: str = sys.executable) -> Numbers:
@@ -93,6 +94,9 @@ def run(options: argparse.Namespace) -> None:
     command = " ".join(["python -m benchmarks run", *options.names])
     if options.peer and not options.names:
         command = "make bench"
+    if options.rounds != DEFAULT_ROUNDS:
+        option = "ROUNDS=" if command == "make bench" else "--rounds "
+        command += f" {option}{options.rounds}"
     about = {
         "machine": describe_machine(options.threads, options.device),
         "versions": versions(options.peer),
@@ -176,7 +180,7 @@ def main() -> None:
             command.add_argument("--device", help="measure there, such as cuda")
             command.add_argument("--peer", help="folder that holds genlm-backend 0.3.1")
             command.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
-            command.add_argument("--rounds", type=int, default=3)
+            command.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS)
             command.add_argument("--threads", type=int, default=2)
     commands.add_parser("worker").add_argument("job", type=json.loads)
     options = parser.parse_args()

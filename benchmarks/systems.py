@@ -102,7 +102,7 @@ class Peer(RowSystem):
 
 
 class PeerCached(Peer):
-    """The peer after its manual ``cache_kv(prompt)``, whose time is not counted."""
+    """The peer with its manual ``cache_kv(prompt)``, whose time counts."""
 
     def reset(self, prompt: list[int]) -> None:
         self.lm.clear_cache()
