@@ -68,6 +68,7 @@ def charts(lines: list[Line], folder: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullLocator
 
     from benchmarks.workload import median
 
@@ -98,9 +99,9 @@ def charts(lines: list[Line], folder: Path) -> None:
                 axes.loglog(numbers["sizes"], [1e3 * s for s in numbers[key]], "o-", label=label)
         limit = [1e3 * s for s in numbers["limit_s"]]
         axes.loglog(numbers["sizes"], limit, "--", color="#9aa3b5", label="the limit")
-        labels = [f"{n // 1000}k" if n >= 10_000 else str(n) for n in numbers["sizes"]]
+        labels = [f"{n // 1000}k" if n >= 1000 else str(n) for n in numbers["sizes"]]
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xticks(numbers["sizes"], labels)
-        axes.minorticks_off()
         axes.set(xlabel=name, ylabel="ms")
         axes.legend(fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
