@@ -154,7 +154,8 @@ class ServedModel:
 
     def _reschedule(self) -> None:
         """Let whoever may work go on, and the others rest; under the lock."""
-        plan = make_plan(self._runs, self.max_batch, self.lm.kv_capacity)
+        wanted = (run for run in self._runs if not run.is_ending)
+        plan = make_plan(wanted, self.max_batch, self.lm.kv_capacity)
         if plan.hopeless:
             for request in {run.request: None for run in plan.hopeless}:
                 self.end(request, GenerationStatus.INTERRUPTED)  # and plans again
@@ -165,7 +166,7 @@ class ServedModel:
                 run.is_running = run.has_begun = True
                 self.loop.call_soon(self._go, run)
         for run in self._running.difference(plan.running):
-            if not run.is_gone:
+            if not (run.is_gone or run.is_ending):
                 run.is_running = False
                 run.request.queue.preempt()
                 self.loop.call_soon(run.may_go.clear)
@@ -191,9 +192,9 @@ class ServedModel:
                     if run.is_gone:
                         break
                     request.queue.put(draft.write())
+                    if draft.is_finished:
+                        break
                     self._grow(draft)
-                if draft.is_finished:
-                    break
                 if not self.config.prefix_cache and draft.width > 1:
                     await self._forget([c for c in run.asked if c not in draft.contexts], run)
                 await run.may_go.wait()
@@ -202,8 +203,8 @@ class ServedModel:
             self.end(request, GenerationStatus.INTERRUPTED)
         except Exception as error:  # the request's own, and nobody else's
             self.end(request, GenerationStatus.FAILED, error)
+        run.is_ending = True
         if not self.config.prefix_cache:
-            run.is_ending = True
             await self._forget([*run.asked, *draft.contexts], run)
         with self._lock:
             self._leave(run)
@@ -240,9 +241,10 @@ class ServedModel:
     ) -> None:
         """Settle a request before it has finished; again has no effect."""
         with self._lock:
-            runs = [run for run in self._of_request.pop(request, []) if not run.is_gone]
-            if not runs:
+            runs = [run for run in self._of_request.get(request, []) if not run.is_gone]
+            if all(run.draft.is_finished for run in runs):  # there is none, or they are leaving
                 return
+            del self._of_request[request]
             rests = [rest for run in runs for rest in run.draft.rest()]
             request.queue.end(status, rests, error=error)
             for run in runs:

@@ -653,6 +653,16 @@ def test_a_text_that_can_never_fit_is_interrupted_and_the_others_go_on(engine, m
         assert text.token_ids[:8] == alone(lm, [1] * 10, max_new_tokens=8)[0].token_ids
 
 
+def test_a_text_that_ends_where_memory_ends_has_ended(engine, model):
+    with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=20_000) as lm:
+        serve(engine, lm)
+        length = lm.kv_capacity + 1 - 10
+        request = engine.start_request_ids("m", [1] * 10, max_new_tokens=length)
+        (text,) = request.result(60)
+        assert (len(text.token_ids), text.finish_reason) == (length, "length")
+        assert request.status() is GenerationStatus.FINISHED
+
+
 @pytest.mark.parametrize("fields", [{}, {"num_beams": 3}, {"do_sample": True, "n": 3, "seed": 0}])
 def test_without_a_prefix_cache_nothing_stays(engine, model, fields):
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
