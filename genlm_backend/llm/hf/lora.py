@@ -70,6 +70,11 @@ class Adapters:
         if name != self._active:
             self._activate(name)
 
+    def close(self) -> None:
+        """Let go of the model."""
+        self._model = None
+        self._names.clear()
+
     def _activate(self, name: str | None) -> None:
         if name is None:
             self._model.disable_adapters()

@@ -313,6 +313,7 @@ class AsyncTransformer(BatchedLM):
         """Let go of the model and of the slots."""
         self._evaluator.close()
         self.model = None
+        self._adapters.close()
         release_cached_memory()
 
 
