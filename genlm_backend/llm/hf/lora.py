@@ -18,7 +18,7 @@ class Adapters:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model
+        self._model: Any = model
         self._names: set[str] = set()
         self._active: str | None = None
 
