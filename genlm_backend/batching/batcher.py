@@ -54,7 +54,7 @@ class Batcher(Generic[Q, R]):
 
     A caller that is cancelled disturbs nobody, and its query is not evaluated unless somebody
     else wants it. An exception out of ``evaluate`` reaches the callers of that batch and no
-    one else.
+    one else; one that it returns in place of a result, the callers of that query.
 
     Args:
         evaluate: Called on the worker thread with 1 to ``policy.max_batch_size`` queries.
@@ -65,7 +65,7 @@ class Batcher(Generic[Q, R]):
 
     def __init__(
         self,
-        evaluate: Callable[[list[Q]], Sequence[R]],
+        evaluate: Callable[[list[Q]], Sequence[R | Exception]],
         policy: BatchPolicy | None = None,
         key: Callable[[Q], Hashable] | None = None,
         name: str = "genlm-batcher",
@@ -159,7 +159,7 @@ class Batcher(Generic[Q, R]):
         """Run ``function`` on the worker thread, after the batches already sent.
 
         Returns:
-            A future of what it returns or raises.
+            A future of what it returns or raises. Cancelled before its turn, nothing is run.
 
         Raises:
             BatcherClosedError: After ``close()``.
@@ -320,12 +320,12 @@ class Batcher(Generic[Q, R]):
             for index, entry in enumerate(batch):
                 del self._in_flight[entry.key]
                 result = results[index] if error is None else None
-                settlements.extend((waiter, result, error) for waiter in entry.waiters)
+                own = _presentable(result) if isinstance(result, Exception) else error
+                self._num_failed += own is not None
+                settlements.extend((waiter, result, own) for waiter in entry.waiters)
                 # Or entry and waiters, pointing at each other, would keep the result until the
                 # garbage collector comes by.
                 entry.waiters = []
-            if error is not None:
-                self._num_failed += len(batch)
             self._is_busy = False
             # A full or urgent batch goes from here; the rest once its loop has gone quiet, so
             # that the callers answered now can still join it.
@@ -366,7 +366,11 @@ def _presentable(raised: BaseException) -> BaseException:
 
 
 def _run_into(future: concurrent.futures.Future[T], function: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():  # cancelled; from here on it cannot be
+        return
     try:
-        future.set_result(function())
+        result = function()
     except BaseException as raised:
         future.set_exception(raised)
+    else:
+        future.set_result(result)

@@ -58,6 +58,10 @@ def _settle(settlements: list[Settlement]) -> None:
         future = waiter.future
         if future.done():
             continue
+        # A thread may give up waiting just now; an event loop's future lives on this thread.
+        of_thread = isinstance(future, concurrent.futures.Future)
+        if of_thread and not future.set_running_or_notify_cancel():
+            continue
         if error is None:
             future.set_result(result)
         else:

@@ -116,13 +116,14 @@ class AsyncGLM:
 
         Args:
             inputs: Token ids ``[length]`` or ``[batch, length]``, or a mapping with ``input_ids``
-                and an ``attention_mask`` that is 0 where a row is padded, on either side.
+                and an ``attention_mask`` that is 0 where a row is padded, on either side
+                (``token_type_ids`` and ``labels`` of a collator are left aside).
             generation_kwargs: In place of the constructor's.
             timeout: Seconds to wait where the queue is full; ``None`` waits as long as it takes.
 
         Raises:
-            ContextError: (``ValueError``) If a prompt is empty or too long. Nothing is queued
-                then, as with the next one.
+            ContextError: (``ValueError``) If a prompt is empty or too long, or the mapping has
+                something that a text model cannot read. Nothing is queued then, as with the next.
             GenerationConfigError: (``ValueError``) If ``generation_kwargs`` are wrong.
             queue.Full: If the queue was full for ``timeout`` seconds.
             RuntimeError: After ``shutdown()``.

@@ -91,14 +91,19 @@ class BeamSearch(Draft):
         if self._beams and self._can_improve():
             return []
         self.is_finished = True
-        return self._texts()
+        return self._texts(self._ended[: self._config.n])
+
+    def unwritten(self) -> list[tuple[int, GeneratedToken]]:
+        """Return the ``n`` best texts of a search that is not to go on, ended or not."""
+        if self.is_finished or len(self.contexts[0]) == len(self._prompt.token_ids):
+            return []
+        found = [*self._ended, *map(self._scored, self._beams)]
+        best = sorted(found, key=lambda beam: -beam.score)[: self._config.n]
+        return self._texts(best)
 
     def rest(self) -> list[tuple[int, str]]:
-        """Return the characters of the best beam of an interrupted search."""
-        if self.is_finished:
-            return []
-        best = max([*self._ended, *map(self._scored, self._beams)], key=lambda beam: beam.score)
-        return [(0, "".join(token.text for token in self._tokens(best)))]
+        """Return nothing for each text: ``unwritten`` has the last of its characters."""
+        return [] if self.is_finished else [(number, "") for number in range(self._config.n)]
 
     def scores(self) -> dict[int, float]:
         """Return the score of each text of a search that has ended."""
@@ -145,9 +150,9 @@ class BeamSearch(Draft):
         text.add(b"".join(map(self._bytes, context[len(self._prompt.token_ids) :])))
         return text.is_stopped
 
-    def _texts(self) -> list[tuple[int, GeneratedToken]]:
-        best = enumerate(self._ended[: self._config.n])
-        return [(number, token) for number, beam in best for token in self._tokens(beam)]
+    def _texts(self, best: list[_Beam]) -> list[tuple[int, GeneratedToken]]:
+        numbered = enumerate(best)
+        return [(number, token) for number, beam in numbered for token in self._tokens(beam)]
 
     def _tokens(self, beam: _Beam) -> list[GeneratedToken]:
         text, tokens = Text(self._config.stop), []

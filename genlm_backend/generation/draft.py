@@ -52,9 +52,13 @@ class Draft(abc.ABC):
     def write(self) -> list[tuple[int, GeneratedToken]]:
         """Choose the next token of each text; return the certain ones with their text's number."""
 
+    def unwritten(self) -> list[tuple[int, GeneratedToken]]:
+        """Return the tokens that ``write`` has not returned of texts that are not to go on."""
+        return []
+
     @abc.abstractmethod
     def rest(self) -> list[tuple[int, str]]:
-        """Return the characters that are left of texts that are not to be finished."""
+        """Return, for each text that is not to go on, the characters held back at its end."""
 
     def scores(self) -> dict[int, float]:
         """Return the score of each text that has one, by its number."""

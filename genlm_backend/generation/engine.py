@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterable
 from difflib import get_close_matches
@@ -9,8 +10,8 @@ from typing import Any, cast, overload
 
 from genlm_backend.closing import Closing
 from genlm_backend.errors import (
+    GenerationConfigError,
     ModelStateError,
-    RuntimeConfigError,
     UnknownModelError,
     UnknownRequestError,
 )
@@ -44,6 +45,7 @@ class Engine(Closing):
     def __init__(self) -> None:
         self.loop = BackgroundLoop("genlm-engine")
         self._lock = threading.RLock()
+        self._closing = threading.Lock()
         self._models: dict[str, InstalledModel] = {}
         self._is_closed = False
 
@@ -170,7 +172,8 @@ class Engine(Closing):
             ModelStateError: (``RuntimeError``) If the model is not running.
             ContextError: (``ValueError``) If the prompt is empty, or leaves no room for a token.
             ContextTypeError: (``TypeError``) If its ids are not integers.
-            GenerationConfigError: (``ValueError``) If the configuration does not go with the model.
+            GenerationConfigError: (``ValueError``) If the configuration does not go with the model,
+                or has more beams than a batch has places.
             RequestQueueFullError: (``queue.Full``) If there was no room in time.
         """
         request, drafts = self._prepare(model_name, ids_of(input_ids), config, fields)
@@ -221,14 +224,20 @@ class Engine(Closing):
 
         Raises:
             ContextError: (``ValueError``) If the model's tokenizer does not encode text, or has no
-                chat template; otherwise as ``start_request_ids``.
+                chat template; otherwise as ``start_request_ids``. Of several, none goes on then.
         """
         is_one = isinstance(text, str) or is_chat(text)
         texts = [cast("str | Chat", text)] if is_one else list(cast("Iterable[str | Chat]", text))
         prepared = [self._prepare(model_name, one, config, fields) for one in texts]
-        for request, drafts in prepared:
-            request.model.submit(request, drafts, timeout)
-        requests = [request for request, _ in prepared]
+        requests: list[GenerationRequest] = []
+        try:
+            for request, drafts in prepared:
+                request.model.submit(request, drafts, timeout)
+                requests.append(request)
+        except BaseException:  # nobody would have their handles
+            for request in requests:
+                self.stop_request(request)
+            raise
         return requests[0] if is_one else requests
 
     def stop_request(self, request: GenerationRequest) -> None:
@@ -277,7 +286,7 @@ class Engine(Closing):
         checked = Prompt.check(served.lm, ids, config, served.config.max_length)
         drafts = make_drafts(served.lm, checked, config)
         if drafts[0].width > served.max_batch:
-            raise RuntimeConfigError(
+            raise GenerationConfigError(
                 f"num_beams={config.num_beams} does not fit into max_batch={served.max_batch}"
             )
         return GenerationRequest(served, checked.token_ids, config), drafts
@@ -339,13 +348,17 @@ class Engine(Closing):
     # ---------------------------------------------------------------- ending
 
     def close(self) -> None:
-        """Stop and release every model and end the engine's thread; again has no effect."""
+        """Stop and release every model and end the engine's thread; again has no effect.
+
+        What one model raises keeps no other from ending. A second thread waits for the first.
+        """
         with self._lock:
-            models = [] if self._is_closed else list(self._models.values())
-            self._is_closed = True
-        for model in models:
-            model.end()
-        self.loop.close()
+            self._is_closed = True  # from here on nobody installs or starts anything
+            models = list(self._models.values())
+        with self._closing, contextlib.ExitStack() as stack:
+            stack.callback(self.loop.close)
+            for model in models:
+                stack.callback(model.end)
 
     def _check_open(self) -> None:
         if self._is_closed:

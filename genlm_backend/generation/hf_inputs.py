@@ -43,13 +43,27 @@ def config_of_kwargs(defaults: Any, kwargs: Mapping[str, Any], row: int) -> Gene
     return GenerationConfig.from_hf(merged).replace(**ours)
 
 
+_KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels"}
+"""What collators make of texts; the last two say nothing to a causal model that generates."""
+
+
 def rows_of(
     inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids ``[batch, length]`` and which of them count, bool of the same shape."""
+    """Return token ids ``[batch, length]`` and which of them count, bool of the same shape.
+
+    Raises:
+        ContextError: (``ValueError``) If they are none, empty, of another shape or type, or come
+            with something that would have to be ignored.
+    """
     is_mapping = isinstance(inputs, Mapping)
     if is_mapping and "input_ids" not in inputs:
         raise ContextError(f"the inputs have no 'input_ids', only {sorted(inputs)}")
+    if is_mapping and (unknown := sorted(inputs.keys() - _KNOWN_INPUTS)):
+        raise ContextError(
+            f"a text model cannot read {', '.join(map(repr, unknown))}; the inputs may have "
+            f"{', '.join(sorted(_KNOWN_INPUTS))}"
+        )
     ids = torch.as_tensor(inputs["input_ids"] if is_mapping else inputs)
     if ids.numel() == 0:
         raise ContextError("the inputs are empty: a context needs at least one token")

@@ -83,26 +83,35 @@ class InstalledModel:
         """Interrupt its requests and take no more."""
         with self._lock:
             self.check_state(ModelState.RUNNING, to="stop")
-            self.state = ModelState.STOPPED
-            assert self._served is not None
-            self._served.stop()
+            self._stop()
 
     def release(self) -> None:
         """Return its memory."""
         with self._lock:
             self.check_state(ModelState.INSTALLED, ModelState.STOPPED, to="release")
-            self.state = ModelState.RELEASED
-            served, self._served = self._served, None
-            source, self._source = self._source, None
-            if served is not None:
-                served.release(is_own=served.lm is not source)
+            self._release()
 
     def end(self) -> None:
-        """Stop and release it, whatever its state."""
-        if self.state is ModelState.RUNNING:
-            self.stop()
-        if self.state is not ModelState.RELEASED:
-            self.release()
+        """Stop and release it, whatever its state, after a transition that is under way."""
+        with self._lock:
+            try:
+                if self.state is ModelState.RUNNING:
+                    self._stop()
+            finally:
+                if self.state is not ModelState.RELEASED:
+                    self._release()
+
+    def _stop(self) -> None:
+        self.state = ModelState.STOPPED
+        assert self._served is not None
+        self._served.stop()
+
+    def _release(self) -> None:
+        self.state = ModelState.RELEASED
+        served, self._served = self._served, None
+        source, self._source = self._source, None
+        if served is not None:
+            served.release(is_own=served.lm is not source)
 
     def check_state(self, *allowed: ModelState, to: str) -> None:
         """Raise a ``ModelStateError`` unless it is in one of some states."""

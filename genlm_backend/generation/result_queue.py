@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
+from typing import cast
 
 from genlm_backend.generation.generated import GeneratedToken, Generation
 from genlm_backend.generation.signal import Signal
@@ -154,7 +155,7 @@ class ResultQueue:
         return GeneratedElements(
             token_ids=[token.token_id for token in tokens],
             text="".join(token.text for token in tokens) + rest,
-            logprobs=[t.logprob or 0.0 for t in tokens] if self._with_logprobs else None,
+            logprobs=[cast(float, t.logprob) for t in tokens] if self._with_logprobs else None,
             top_logprobs=[t.top_logprobs for t in tokens] if self._with_logprobs else None,
             index=index,
             finish_reason=reason,

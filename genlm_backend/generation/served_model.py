@@ -245,6 +245,8 @@ class ServedModel:
             if all(run.draft.is_finished for run in runs):  # there is none, or they are leaving
                 return
             del self._of_request[request]
+            for run in runs:
+                request.queue.put(run.draft.unwritten())
             rests = [rest for run in runs for rest in run.draft.rest()]
             request.queue.end(status, rests, error=error)
             for run in runs:
@@ -289,5 +291,6 @@ class ServedModel:
 
 
 def _cancel(run: _Run) -> None:
-    if run.task is not None:
+    """Wake up a run that is gone; on the loop."""
+    if run.task is not None and not run.is_ending:  # or what it forgets last would stay
         run.task.cancel()

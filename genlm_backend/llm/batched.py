@@ -61,12 +61,13 @@ class BatchedLM(AsyncLM):
     # ---------------------------------------------------------------- for backends
 
     @abc.abstractmethod
-    def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor]:
+    def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor | Exception]:
         """Return one row for each of 1 to ``batch_size`` distinct queries, in order.
 
         Called on the worker thread, never twice at once. Each row is float32 ``[vocab]``, or
         ``[vocab + 1]`` with the logarithm of what the model's logits were normalised by at its
-        end; it owns its memory and is not modified afterwards.
+        end; it owns its memory and is not modified afterwards. An exception in place of a row is
+        raised for that query's callers and disturbs no other.
         """
 
     def backend_counts(self) -> BackendCounts:
@@ -152,11 +153,12 @@ class BatchedLM(AsyncLM):
         present = [row[:size].to(self.output_device) for row in rows if row is not None]
         return torch.stack(present) if present else torch.empty(0, size, device=self.output_device)
 
-    def _evaluate_and_store(self, queries: list[Query]) -> Sequence[torch.Tensor]:
+    def _evaluate_and_store(self, queries: list[Query]) -> Sequence[torch.Tensor | Exception]:
         generation = self._rows.generation
         rows = self.evaluate(queries)
         for query, row in zip(queries, rows, strict=True):
-            self._rows.put(query, row, generation)
+            if not isinstance(row, Exception):
+                self._rows.put(query, row, generation)
         return rows
 
     # ---------------------------------------------------------------- the queue

@@ -189,6 +189,19 @@ def test_exceptions_that_futures_cannot_carry_are_wrapped(recorder, raised):
     batcher.close()
 
 
+def test_an_exception_in_place_of_a_result_is_one_querys_own():
+    error = ValueError("three")
+    batcher = Batcher(lambda queries: [error if q == 3 else q for q in queries])
+
+    async def main():
+        asked = (batcher.submit(query) for query in (1, 3, 3, 5))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    assert asyncio.run(main()) == [1, error, error, 5]
+    assert batcher.statistics().num_batches == batcher.statistics().num_failed == 1
+    batcher.close()
+
+
 def test_too_few_results_are_an_error_for_the_batch():
     batcher = Batcher(lambda queries: queries[1:], PATIENT)
     with pytest.raises(EvaluationError, match="0 results for 1 queries"):

@@ -161,6 +161,36 @@ def test_a_loop_closed_during_the_evaluation_leaves_a_clean_start(recorder):
     batcher.close()
 
 
+def test_whoever_no_longer_waits_for_a_call_leaves_the_worker_alive(recorder):
+    batcher, called = Batcher(recorder, PATIENT), []
+    recorder.hold()
+
+    async def main():
+        first = asyncio.ensure_future(batcher.submit(1))
+        batcher.flush()
+        await until_held(recorder)
+        waiting = [batcher.call_soon(lambda i=i: called.append(i)) for i in range(3)]
+        waiting[1].cancel()
+        recorder.let_go()
+        return await first, [await asyncio.wrap_future(waiting[i]) for i in (0, 2)]
+
+    assert asyncio.run(main()) == (2, [None, None])
+    assert called == [0, 2]
+
+    is_held, gate = threading.Event(), threading.Event()
+
+    def hold():
+        is_held.set()
+        assert gate.wait(30)
+
+    under_way = batcher.call_soon(hold)
+    assert is_held.wait(30)
+    assert not under_way.cancel()  # it is too late
+    gate.set()
+    assert batcher.submit_sync([4]) == [8]
+    batcher.close()
+
+
 @pytest.fixture
 def interruptible():
     """Listen to SIGINT, which a shell makes its background jobs ignore."""

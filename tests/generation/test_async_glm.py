@@ -242,6 +242,7 @@ def test_shutdown_without_waiting_cancels_what_is_not_complete():
         ([[[1]]], {}, ContextError, "shape"),
         ([96], {}, ContextError, "96"),
         ({"ids": [1]}, {}, ContextError, "input_ids"),
+        ({"input_ids": [[1]], "pixel_values": [0.5]}, {}, ContextError, "read 'pixel_values'"),
         ({"input_ids": [[1, 2]], "attention_mask": [[1]]}, {}, ContextError, "attention_mask"),
         ({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}, {}, ContextError, "empty"),
         ([1], {"penalty_alpha": 0.6}, GenerationConfigError, "penalty_alpha is not honoured"),

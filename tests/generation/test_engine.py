@@ -1,10 +1,8 @@
 """Requests of an engine: each the text it would be alone, from wherever it is asked."""
 
 import asyncio
-import itertools
-import queue
-import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -14,211 +12,18 @@ import torch
 from genlm_backend import AsyncTransformer, MockAsyncLM
 from genlm_backend.errors import (
     ContextError,
-    ModelStateError,
+    GenerationConfigError,
     RequestQueueFullError,
-    UnknownModelError,
     UnknownRequestError,
 )
 from genlm_backend.generation import (
     Engine,
     GenerationConfig,
     GenerationStatus,
-    ModelState,
-    RuntimeConfig,
     generate,
 )
-from tests.llm import families
+from tests.generation.serving import COLD, alone, same, serve
 from tests.llm.conftest import word_tokenizer
-
-COLD = {"warm_up": False}
-
-
-class GatedLM(MockAsyncLM):
-    """A mock that evaluates one batch for each pass it is given, and fails on token 13."""
-
-    def __init__(self, **options):
-        super().__init__(word_tokenizer(), row_cache_bytes=0, **options)
-        self.passes = threading.Semaphore(0)
-
-    def let(self, count=100_000):
-        self.passes.release(count)
-
-    def evaluate(self, queries):
-        assert self.passes.acquire(timeout=60)
-        if any(query.token_ids[0] == 13 for query in queries):
-            raise ZeroDivisionError("thirteen")
-        return super().evaluate(queries)
-
-
-@pytest.fixture
-def lm():
-    with MockAsyncLM(word_tokenizer(), row_cache_bytes=0) as lm:
-        yield lm
-
-
-@pytest.fixture
-def gated():
-    with GatedLM() as lm:
-        yield lm
-        lm.let()
-
-
-@pytest.fixture
-def engine():
-    with Engine() as engine:
-        yield engine
-    assert not [t for t in threading.enumerate() if t.name == "genlm-engine"]
-
-
-def serve(engine, lm, **fields):
-    engine.install_model("m", lm, **{**COLD, **fields})
-    engine.start_model("m")
-
-
-def alone(lm, prompt, **fields):
-    return asyncio.run(generate(lm, prompt, **fields))
-
-
-def same(found, expected):
-    return [g.token_ids for g in found] == [g.token_ids for g in expected]
-
-
-# -------------------------------------------------------------------- models
-
-
-@pytest.mark.parametrize("steps", list(itertools.product(["start", "stop", "release"], repeat=4)))
-def test_a_model_goes_from_state_to_state_and_no_other_way(engine, lm, steps):
-    allowed = {
-        ("installed", "start"): "running",
-        ("stopped", "start"): "running",
-        ("running", "stop"): "stopped",
-        ("installed", "release"): "released",
-        ("stopped", "release"): "released",
-    }
-    engine.install_model("m", lm, **COLD)
-    state = "installed"
-    for step in steps:
-        change = getattr(engine, f"{step}_model")
-        if (state, step) in allowed:
-            change("m")
-            state = allowed[state, step]
-        else:
-            with pytest.raises(ModelStateError, match=f"'m' is {state}; to {step} it must be"):
-                change("m")
-        assert engine.model_state("m") is ModelState(state) is engine.models["m"]
-        if state == "running":
-            assert len(engine.start_request_ids("m", [1], max_new_tokens=2).result()) == 1
-        else:
-            with pytest.raises(ModelStateError, match=f"is {state}; to take requests it must be"):
-                engine.start_request_ids("m", [1], max_new_tokens=2)
-
-
-def test_names_are_taken_until_they_are_released(engine, lm):
-    serve(engine, lm)
-    with pytest.raises(ModelStateError, match="to install another of that name"):
-        engine.install_model("m", lm)
-    engine.stop_model("m")
-    engine.release_model("m")
-    serve(engine, lm)
-    assert engine.models == {"m": ModelState.RUNNING}
-    engine.install_model("smollm2", lm)
-    with pytest.raises(UnknownModelError, match=r"no model 'smollm' .*; did you mean 'smollm2'\?"):
-        engine.start_model("smollm")
-
-
-def test_a_given_model_is_its_owners_and_a_loaded_one_is_the_engines(engine, lm):
-    serve(engine, lm)
-    engine.stop_model("m")
-    engine.release_model("m")
-    assert lm.next_token_logprobs_sync([1]).shape == (96,)
-    before = threading.active_count()
-    engine.install_model("own", "smollm2", backend="mock", max_batch=7, max_length=40)
-    assert threading.active_count() == before  # nothing has been loaded
-    engine.start_model("own")
-    served = engine._models["own"].served
-    assert (served.max_batch, served.lm.batch_size) == (7, 7)
-    own = served.lm
-    engine.stop_model("own")
-    engine.release_model("own")
-    with pytest.raises(RuntimeError, match="closed"):
-        own.next_token_logprobs_sync([1])
-
-
-def test_starting_warms_up_with_the_longest_and_the_widest(engine):
-    asked = []
-
-    class Seen(MockAsyncLM):
-        def evaluate(self, queries):
-            asked.append([len(query.token_ids) for query in queries])
-            return super().evaluate(queries)
-
-    with Seen(word_tokenizer(), max_length=50) as lm:
-        engine.install_model("a", lm, max_batch=6)
-        engine.start_model("a")
-        assert asked == [[50], [8] * 6]
-        asked.clear()
-        engine.stop_model("a")
-        engine.start_model("a")
-        assert asked == []  # it has been tried
-        engine.install_model("b", lm, max_length=20, max_batch=2)
-        engine.start_model("b")
-        assert asked == [[19], [8] * 2]
-
-
-def test_what_does_not_fit_fails_when_the_model_is_started(engine):
-    class Small(MockAsyncLM):
-        def evaluate(self, queries):
-            if len(queries[0].token_ids) > 30:
-                raise MemoryError("too long")
-            return super().evaluate(queries)
-
-    with Small(word_tokenizer(), max_length=50) as lm:
-        engine.install_model("m", lm)
-        with pytest.raises(MemoryError):
-            engine.start_model("m")
-        assert engine.model_state("m") is ModelState.INSTALLED
-        engine.release_model("m")
-        engine.install_model("m", lm, max_length=25)
-        engine.start_model("m")
-
-
-def test_a_model_that_fails_to_start_is_closed_if_it_is_the_engines(engine, monkeypatch):
-    def fail(lm, max_batch, max_length):
-        loaded.append(lm)
-        raise MemoryError("warming up")
-
-    loaded = []
-    monkeypatch.setattr("genlm_backend.generation.installed_model._warm_up", fail)
-    engine.install_model("own", "smollm2", backend="mock")
-    with pytest.raises(MemoryError, match="warming up"):
-        engine.start_model("own")
-    with pytest.raises(RuntimeError, match="closed"):
-        loaded[0].next_token_logprobs_sync([1])
-    monkeypatch.undo()
-    engine.start_model("own")
-
-
-def test_an_engine_that_is_closed_says_so_and_ends_what_runs(gated):
-    with Engine() as engine:
-        serve(engine, gated)
-        request = engine.start_request_ids("m", [1], max_new_tokens=5)
-        gated.let(1)
-        assert request.queue.get().token_ids
-        gated.let()
-    assert request.status() is GenerationStatus.INTERRUPTED
-    assert 1 <= request.queue.generated_length() < 5
-    engine.close()
-    for use in (lambda: engine.start_model("m"), lambda: engine.start_request_ids("m", [1])):
-        with pytest.raises(ModelStateError, match="this engine has been closed"):
-            use()
-
-
-# -------------------------------------------------------------------- requests
-
-
-@pytest.fixture(scope="module")
-def model():
-    return families.make("llama")
 
 
 def test_requests_are_what_each_is_alone(engine, model):
@@ -440,6 +245,37 @@ def test_what_was_held_back_is_handed_out_when_a_request_is_stopped(engine, gate
     assert request.result()[0].text == text.text
 
 
+@pytest.mark.parametrize("length_penalty", [1.0, -1.0])
+def test_an_interrupted_search_hands_out_its_best_texts_so_far(engine, gated, length_penalty):
+    fields = {"num_beams": 3, "n": 2, "length_penalty": length_penalty}
+    serve(engine, gated)
+    waiting = engine.start_request_ids("m", [1], max_new_tokens=9, **fields)
+    engine.stop_request(waiting)
+    assert [text.token_ids for text in waiting.result(30)] == [[], []]
+    gated.let(1)
+    while gated._batcher.statistics().num_in_flight:
+        time.sleep(0.001)
+    gated.passes.acquire(blocking=False)
+
+    request = engine.start_request_ids("m", [2], max_new_tokens=9, **fields)
+    search = next(iter(engine._models["m"].served._runs)).draft
+    gated.let(3)
+    while len(search.contexts[0]) < 4:
+        time.sleep(0.001)
+    engine.stop_request(request)
+    gated.let()
+    expected = alone(gated, [2], max_new_tokens=3, **fields)
+    found = request.result(30)
+    assert same(found, expected)
+    assert [text.text for text in found] == [text.text for text in expected]
+    assert [text.finish_reason for text in found] == ["interrupted"] * 2
+    pieces = list(request.queue)
+    assert sorted(piece.index for piece in pieces) == [0, 1]
+    assert [len(piece.token_ids) for piece in pieces] == [3, 3]
+    assert {piece.finish_reason for piece in pieces} == {"interrupted"}
+    assert request.queue.generated_length() == 6
+
+
 def test_a_stopped_model_keeps_its_weights_and_no_keys_or_values(engine, model):
     with AsyncTransformer(model, word_tokenizer()) as lm:
         serve(engine, lm)
@@ -547,159 +383,6 @@ def test_leaving_a_stream_interrupts_its_request(engine, lm):
     assert lm.statistics().num_batches < 5000
 
 
-# -------------------------------------------------------------------- admission
-
-
-def test_so_many_at_once_and_the_rest_in_order(engine, gated):
-    serve(engine, gated, max_batch=3)
-    requests = [engine.start_request_ids("m", [i], max_new_tokens=2 + i % 3) for i in range(9)]
-    assert (engine.num_running("m"), engine.num_waiting("m")) == (3, 6)
-    gated.let()
-    for request in requests:
-        request.result(30)
-    assert max(gated.statistics().batch_sizes) <= 3
-    firsts = [request.queue._first for request in requests]
-    assert firsts == sorted(firsts)
-
-
-def test_a_full_queue_blocks_times_out_or_refuses(engine, gated):
-    serve(engine, gated, max_batch=1, max_queue_size=2)
-    requests = [engine.start_request_ids("m", [i], max_new_tokens=2) for i in range(3)]
-    for timeout in (0, 0.02):
-        with pytest.raises(RequestQueueFullError, match="2 requests wait for model 'm'"):
-            engine.start_request_ids("m", [4], max_new_tokens=2, timeout=timeout)
-    assert issubclass(RequestQueueFullError, queue.Full)
-
-    async def main():
-        with pytest.raises(queue.Full):
-            await engine.generate("m", [4], max_new_tokens=2, timeout=0.02)
-        waiting = [asyncio.create_task(engine.generate("m", [i], max_new_tokens=2)) for i in (4, 5)]
-        await asyncio.sleep(0)
-        waiting[1].cancel()
-        assert engine.num_waiting("m") == 2
-        gated.let()
-        return await waiting[0]
-
-    blocked = threading.Thread(
-        target=lambda: requests.append(engine.start_request_ids("m", [3], max_new_tokens=2))
-    )
-    blocked.start()
-    found = asyncio.run(main())
-    blocked.join()
-    assert same(found, alone(gated, [4], max_new_tokens=2))
-    for i, request in enumerate(requests):
-        assert same(request.result(30), alone(gated, [i], max_new_tokens=2))
-
-
-def test_whoever_waits_for_room_is_told_when_the_model_stops(engine, gated):
-    serve(engine, gated, max_batch=1, max_queue_size=0)
-    engine.start_request_ids("m", [1], max_new_tokens=2)
-    errors = []
-
-    def start():
-        with pytest.raises(ModelStateError, match="stopped"):
-            engine.start_request_ids("m", [2], max_new_tokens=2)
-        errors.append(True)
-
-    blocked = threading.Thread(target=start)
-    blocked.start()
-    while not engine._models["m"].served._room._waiters:
-        pass
-    engine.stop_model("m")
-    blocked.join(30)
-    assert errors == [True]
-
-
-# -------------------------------------------------------------------- memory
-
-
-@pytest.mark.parametrize("num_slots", [60, 90, 140])
-def test_short_of_memory_the_youngest_rest_and_every_text_is_the_same(engine, model, num_slots):
-    generator = random.Random(3)
-    prompts = [[generator.randrange(96) for _ in range(generator.randint(2, 9))] for _ in range(8)]
-    with AsyncTransformer(model, word_tokenizer()) as big:
-        expected = [alone(big, prompt, max_new_tokens=30) for prompt in prompts]
-        slot = big.statistics().kv_bytes_used // big._evaluator.pool.num_used
-    with AsyncTransformer(
-        model, word_tokenizer(), kv_cache_bytes=slot * (num_slots + 1), row_cache_bytes=0
-    ) as lm:
-        assert lm.kv_capacity == num_slots
-        serve(engine, lm, max_batch=8)
-        requests = [engine.start_request_ids("m", p, max_new_tokens=30) for p in prompts]
-        for request, texts in zip(requests, expected, strict=True):
-            assert same(request.result(60), texts)
-        counts = [request.statistics().num_preemptions for request in requests]
-        assert counts[0] == 0
-        assert sum(counts) > 0
-        computed = lm.statistics().tokens_computed
-        # What rests is computed again, but nobody takes another's keys and values in turns.
-        assert computed < 3 * sum(len(p) + 30 for p in prompts)
-
-
-def test_a_text_that_can_never_fit_is_interrupted_and_the_others_go_on(engine, model):
-    with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=20_000) as lm:
-        capacity = lm.kv_capacity
-        assert capacity is not None
-        serve(engine, lm)
-        long = engine.start_request_ids("m", [1] * 10, max_new_tokens=capacity + 20)
-        short = engine.start_request_ids("m", [2] * 10, max_new_tokens=8)
-        too_long = engine.start_request_ids("m", [3] * (capacity + 1), max_new_tokens=8)
-        assert same(short.result(60), alone(lm, [2] * 10, max_new_tokens=8))
-        (text,) = long.result(60)
-        assert long.status() is too_long.status() is GenerationStatus.INTERRUPTED
-        assert text.finish_reason == "interrupted"
-        assert len(text.token_ids) == capacity + 1 - 10
-        assert too_long.result()[0].token_ids == []
-        assert text.token_ids[:8] == alone(lm, [1] * 10, max_new_tokens=8)[0].token_ids
-
-
-def test_a_text_that_ends_where_memory_ends_has_ended(engine, model):
-    with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=20_000) as lm:
-        serve(engine, lm)
-        length = lm.kv_capacity + 1 - 10
-        request = engine.start_request_ids("m", [1] * 10, max_new_tokens=length)
-        (text,) = request.result(60)
-        assert (len(text.token_ids), text.finish_reason) == (length, "length")
-        assert request.status() is GenerationStatus.FINISHED
-
-
-@pytest.mark.parametrize("fields", [{}, {"num_beams": 3}, {"do_sample": True, "n": 3, "seed": 0}])
-def test_without_a_prefix_cache_nothing_stays(engine, model, fields):
-    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
-        expected = [alone(lm, [5, 6, i], max_new_tokens=7, **fields) for i in range(4)]
-        lm.clear_cache()
-        serve(engine, lm, prefix_cache=False)
-        requests = [
-            engine.start_request_ids("m", [5, 6, i], max_new_tokens=7, **fields) for i in range(4)
-        ]
-        for request, texts in zip(requests, expected, strict=True):
-            assert same(request.result(30), texts)
-        again = engine.start_request_ids("m", [5, 6, 0], max_new_tokens=3)
-        again.result(30)
-        assert again.statistics().num_cached_tokens == 0
-        stopped = engine.start_request_ids("m", [7, 8], max_new_tokens=200, **fields)
-        while not stopped.status().is_final and lm.statistics().kv_bytes_used == 0:
-            pass
-        engine.stop_request(stopped)
-        engine.loop.submit(engine._models["m"].served._join()).result()
-        assert lm.statistics().kv_bytes_used == 0
-        lm._evaluator.prefixes.check_integrity()
-
-
-def test_without_a_prefix_cache_requests_under_way_share_what_they_have_in_common(engine, model):
-    prompt = [(7 * i) % 96 for i in range(60)]
-    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
-        serve(engine, lm, prefix_cache=False)
-        short = engine.start_request_ids("m", prompt, max_new_tokens=3)
-        long = engine.start_request_ids("m", prompt, max_new_tokens=20)
-        for request in (short, long):
-            request.result(30)
-        assert lm.statistics().tokens_computed < 2 * len(prompt)
-
-
-# -------------------------------------------------------------------- mistakes
-
-
 @pytest.mark.parametrize(
     ("prompt", "fields", "kind", "message"),
     [
@@ -717,7 +400,7 @@ def test_without_a_prefix_cache_requests_under_way_share_what_they_have_in_commo
         ([1], {"config": {"n": 2}}, ValueError, "config must be a GenerationConfig, got dict"),
         ([1], {"lora_name": "poet"}, ValueError, "poet"),
         ([1], {"mm_info": {"image": 1}}, ValueError, "mm_info"),
-        ([1], {"num_beams": 9}, ValueError, "num_beams=9 does not fit into max_batch=4"),
+        ([1], {"num_beams": 9}, GenerationConfigError, "num_beams=9 does not fit into max_batch=4"),
         ([1], {"response_format": {"type": "xml"}}, ValueError, "response_format"),
     ],
 )
@@ -776,121 +459,11 @@ def test_several_texts_are_several_requests_or_none(engine, lm):
     assert engine.start_request_text("m", []) == []
 
 
-# -------------------------------------------------------------------- any history
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_whatever_happens_texts_are_beginnings_of_what_they_are_alone(engine, seed):
-    """Requests come, are stopped, released and waited for, with little memory and few places."""
-    generator = random.Random(seed)
-
-    class Tight(MockAsyncLM):
-        kv_capacity = 70
-
-    with Tight(word_tokenizer(), row_cache_bytes=0) as lm:
-        serve(engine, lm, max_batch=3, max_queue_size=4)
-        live = []
-        for _ in range(120):
-            action = generator.choice(["start", "start", "stop", "release", "wait", "read"])
-            if action == "start":
-                prompt = [generator.randrange(6) for _ in range(generator.randint(1, 12))]
-                fields = {
-                    "max_new_tokens": generator.randint(1, 40),
-                    "do_sample": True,
-                    "seed": generator.randrange(5),
-                    "n": generator.randint(1, 3),
-                }
-                request = engine.start_request_ids("m", prompt, **fields)
-                live.append((request, prompt, fields))
-            elif live:
-                request, prompt, fields = live[generator.randrange(len(live))]
-                if action == "wait":
-                    request.result(60)
-                elif action == "read":
-                    request.queue.get_nowait()
-                else:
-                    engine.stop_request(request)
-                    if action == "release":
-                        engine.release_request(request)
-        for request, prompt, fields in live:
-            found, expected = request.result(60), alone(lm, prompt, **fields)
-            assert request.is_done
-            for one, whole in zip(found, expected, strict=True):
-                assert one.token_ids == whole.token_ids[: len(one.token_ids)]
-                if request.status() is GenerationStatus.FINISHED and one.token_ids:
-                    assert one.token_ids == whole.token_ids
-        assert engine.num_running("m") == engine.num_waiting("m") == 0
-
-
-# -------------------------------------------------------------------- configuration
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"device": "cpuu"}, "device must be one"),
-        ({"device": ""}, "device must be"),
-        ({"threads": 0}, "threads must be 1 up"),
-        ({"max_batch": 0}, "max_batch must be 1 up"),
-        ({"max_batch": True}, "max_batch must be"),
-        ({"max_length": 1}, "max_length must be 2 up"),
-        ({"max_queue_size": -1}, "max_queue_size must be 0 up"),
-        ({"kv_cache_bytes": 0}, "kv_cache_bytes must be 1 up"),
-        ({"kv_cache_mode": "int8"}, "kv_cache_mode='int8' does not exist yet"),
-        ({"kv_cache_mode": "uint4"}, "kv_cache_mode='uint4' does not exist yet"),
-        ({"kv_cache_mode": "int7"}, "kv_cache_mode must be 'default'"),
-        ({"prefix_cache": 1}, "prefix_cache must be True or False"),
-        ({"warm_up": None}, "warm_up must be"),
-        ({"llm_opts": 3}, "llm_opts must be"),
-    ],
-)
-def test_a_runtime_configuration_is_right_when_it_is_made(fields, message):
-    with pytest.raises(ValueError, match=message):
-        RuntimeConfig(**fields)
-
-
-def test_a_runtime_configuration_goes_with_its_model(engine, lm, model):
-    with pytest.raises(ValueError, match=r"max_bach is no field .* did you mean max_batch"):
-        engine.install_model("m", lm, max_bach=3)
-    with pytest.raises(ValueError, match="model must be an AsyncLM or a name, got 3"):
-        engine.install_model("m", 3)
-    with pytest.raises(ValueError, match="threads cannot be chosen for backend 'mock'"):
-        engine.install_model("m", "smollm2", backend="mock", threads=2)
-    with pytest.raises(ValueError, match="threads is chosen when a model is loaded by its name"):
-        engine.install_model("m", lm, threads=2)
-    with pytest.raises(ValueError, match="llm_opts are for a model that is loaded by its name"):
-        engine.install_model("m", lm, llm_opts={"timeout": 1})
-    with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=1 << 20) as hf:
-        own = RuntimeConfig.from_model(hf)
-        assert (own.device, own.max_batch, own.max_length) == ("cpu", 20, 256)
-        assert own.kv_cache_bytes == 1 << 20
-        engine.install_model("hf", hf, own, **COLD)
-        for wrong in ({"device": "cuda"}, {"kv_cache_bytes": 1 << 19}):
-            with pytest.raises(ValueError, match="is chosen when a model is loaded: it has"):
-                engine.install_model("other", hf, **wrong)
-        with pytest.raises(ValueError, match="max_length=300 is more than the model's 257"):
-            engine.install_model("other", hf, max_length=300)
-    assert "m" not in engine.models
-
-
-def test_what_a_runtime_configuration_asks_of_each_backend():
-    config = RuntimeConfig(
-        device="cpu", threads=2, max_batch=5, kv_cache_bytes=999, llm_opts={"timeout": 0.5}
-    )
-    assert config.loading_options("hf") == {
-        "batch_size": 5,
-        "num_threads": 2,
-        "kv_cache_bytes": 999,
-        "hf_opts": {"device_map": "cpu"},
-        "timeout": 0.5,
-    }
-    more = config.replace(llm_opts={"hf_opts": {"dtype": "bfloat16"}}, prefix_cache=False)
-    options = more.loading_options("hf")
-    assert options["hf_opts"] == {"device_map": "cpu", "dtype": "bfloat16"}
-    assert options["row_cache_bytes"] == 0
-    vllm = RuntimeConfig(kv_cache_bytes=999, llm_opts={"engine_opts": {"dtype": "float32"}})
-    assert vllm.loading_options("vllm") == {
-        "engine_opts": {"kv_cache_memory_bytes": 999, "dtype": "float32"}
-    }
-    with pytest.raises(ValueError, match="device cannot be chosen for backend 'vllm'"):
-        config.loading_options("vllm")
+def test_several_texts_go_on_together_or_not_at_all(engine, gated):
+    serve(engine, gated, max_batch=1, max_queue_size=1)
+    with pytest.raises(RequestQueueFullError):
+        engine.start_request_text("m", ["<3>", "<4>", "<5>"], timeout=0, max_new_tokens=3)
+    assert engine.num_running("m") == engine.num_waiting("m") == 0
+    gated.let()
+    (request,) = engine.start_request_text("m", ["<3>"], max_new_tokens=3)
+    assert same(request.result(30), alone(gated, [3], max_new_tokens=3))

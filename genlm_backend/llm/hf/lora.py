@@ -9,9 +9,11 @@ from genlm_backend.errors import AdapterError, MissingExtraError, UnknownAdapter
 
 
 class Adapters:
-    """Adapters that transformers injects into a model, by name. Used on the worker thread only.
+    """Adapters that transformers injects into a model, by name.
 
-    Until the first is loaded, the model is left as it came.
+    Until the first is loaded, the model is left as it came; without a name, it computes as it
+    came afterwards too, with the adapters that its owner had activated. Used on the worker
+    thread only, but for ``check``.
 
     Args:
         model: A model of transformers.
@@ -19,13 +21,10 @@ class Adapters:
 
     def __init__(self, model: Any) -> None:
         self._model: Any = model
-        self._names: set[str] = set()
+        self._names: frozenset[str] = frozenset()  # replaced whole, since any thread reads it
         self._active: str | None = None
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Those that are loaded."""
-        return frozenset(self._names)
+        has_own = getattr(model, "_hf_peft_config_loaded", False)
+        self._own: list[str] = list(model.active_adapters()) if has_own else []
 
     def load(self, path: str, name: str) -> None:
         """Load an adapter in PEFT's format.
@@ -36,15 +35,19 @@ class Adapters:
         """
         if importlib.util.find_spec("peft") is None:
             raise MissingExtraError("LoRA adapters need PEFT: pip install 'genlm-backend[lora]'")
-        if name in self._names:
+        before = self._injected()
+        if name in before:
             raise AdapterError(f"there is an adapter named {name!r} already; see remove_lora()")
         try:
             self._model.load_adapter(path, adapter_name=name)
-        except (OSError, ValueError, RuntimeError, TypeError) as error:
-            self._restore()
+            self._activate(name)
+        except Exception as error:  # PEFT and what it reads files with raise many kinds
+            for left_behind in self._injected() - before:
+                self._model.delete_adapter(left_behind)
+            if before:
+                self._activate(None)
             raise AdapterError(f"no adapter could be loaded from {path!r}: {error}") from error
-        self._names.add(name)
-        self._activate(name)
+        self._names |= {name}
 
     def remove(self, name: str) -> None:
         """Remove an adapter.
@@ -53,12 +56,12 @@ class Adapters:
             UnknownAdapterError: If there is none of that name.
         """
         self.check(name)
+        self._names -= {name}
         self._activate(None)
         self._model.delete_adapter(name)
-        self._names.discard(name)
 
     def check(self, name: str | None) -> None:
-        """Raise an ``UnknownAdapterError`` unless ``name`` is loaded or ``None``."""
+        """Raise an ``UnknownAdapterError`` unless ``name`` is loaded or ``None``; any thread."""
         if name is not None and name not in self._names:
             known = ", ".join(map(repr, sorted(self._names))) or "none are"
             raise UnknownAdapterError(
@@ -66,27 +69,28 @@ class Adapters:
             )
 
     def activate(self, name: str | None) -> None:
-        """Let the model compute with one adapter, or with none."""
+        """Let the model compute with one adapter, or as it came.
+
+        Raises:
+            UnknownAdapterError: If there is none of that name.
+        """
         if name != self._active:
+            self.check(name)
             self._activate(name)
 
     def close(self) -> None:
         """Let go of the model."""
         self._model = None
-        self._names.clear()
+        self._names = frozenset()
+
+    def _injected(self) -> set[str]:
+        """Return the names of all adapters that the model has, its owner's among them."""
+        return set(getattr(self._model, "peft_config", None) or {})
 
     def _activate(self, name: str | None) -> None:
-        if name is None:
-            self._model.disable_adapters()
-        else:
-            self._model.set_adapter(name)
+        if names := [name] if name is not None else self._own:
+            self._model.set_adapter(names)
             self._model.enable_adapters()
+        elif self._injected():
+            self._model.disable_adapters()
         self._active = name
-
-    def _restore(self) -> None:
-        """Take back what an attempt to load has left behind."""
-        there = set(getattr(self._model, "peft_config", None) or {})
-        for name in there - self._names:
-            self._model.delete_adapter(name)
-        if self._names:
-            self._activate(None)

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from genlm_backend.cache.pool import KVPool
-from genlm_backend.errors import CacheError, MissingExtraError
+from genlm_backend.errors import CacheError, MissingExtraError, UnknownAdapterError
 from genlm_backend.llm.base import TokenIds
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.hf.evaluator import Evaluator
@@ -150,14 +150,18 @@ class AsyncTransformer(BatchedLM):
 
     # ---------------------------------------------------------------- rows
 
-    def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor]:
+    def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor | Exception]:
         """Return one row for each query, from as few tokens through the model as possible."""
         with frequent_switches():
-            rows: dict[Query, torch.Tensor] = {}
+            rows: dict[Query, torch.Tensor | Exception] = {}
             for lora_name in dict.fromkeys(query.lora_name for query in queries):
                 own = [query for query in queries if query.lora_name == lora_name]
-                self._adapters.activate(lora_name)
-                rows.update(zip(own, self._evaluator.evaluate(own), strict=True))
+                try:
+                    self._adapters.activate(lora_name)
+                except UnknownAdapterError as error:  # removed since they were asked
+                    rows.update(dict.fromkeys(own, error))
+                else:
+                    rows.update(zip(own, self._evaluator.evaluate(own), strict=True))
             return [rows[query] for query in queries]
 
     def next_token_logprobs_uncached(
@@ -213,6 +217,8 @@ class AsyncTransformer(BatchedLM):
 
     def remove_lora(self, lora_name: str) -> None:
         """Remove an adapter, and clear the cache.
+
+        Queries with it that have not begun get an ``UnknownAdapterError``, and no others.
 
         Raises:
             UnknownAdapterError: (``ValueError``) If there is none of that name.

@@ -130,13 +130,13 @@ class AsyncVirtualLM(BatchedLM):
         return self._finish(self._rounds.evaluate(queries))
 
     def _finish(self, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+        if len(self._undefined):
+            stacked = torch.stack(rows).to(self.output_device)
+            undefined = self._undefined.to(self.output_device)
+            logits = (stacked[:, :-1] + stacked[:, -1:]).index_fill(1, undefined, -torch.inf)
+            return [rows_of_logits(row, self._defined) for row in logits]
         if rows[0].device != self.output_device:
             rows = list(torch.stack(rows).to(self.output_device))
-        if len(self._undefined):
-            undefined = self._undefined.to(self.output_device)
-            logits = torch.stack(rows)[:, :-1] + torch.stack(rows)[:, -1:]
-            filled = logits.index_fill(1, undefined, -torch.inf)
-            return [rows_of_logits(row, self._defined) for row in filled]
         # A view would keep the rows of its whole batch alive.
         return [
             row if row.untyped_storage().nbytes() == row.nbytes else row.clone() for row in rows

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import random
 import sys
+import threading
 
 import pytest
 import torch
@@ -116,6 +117,68 @@ def test_an_adapter_that_cannot_be_loaded_leaves_everything_as_it_was(lm, models
     for name, model in models.items():
         row = lm.next_token_logprobs_sync([7, 8], name)
         torch.testing.assert_close(row, fresh_row(model, [7, 8]), rtol=0, atol=2e-5)
+
+
+def test_an_adapter_removed_while_it_is_asked_for_fails_nobody_else(lm, models):
+    is_held, gate = threading.Event(), threading.Event()
+
+    def hold():
+        is_held.set()
+        assert gate.wait(30)
+
+    async def main():
+        held = asyncio.create_task(asyncio.to_thread(lm._batcher.call, hold))
+        await asyncio.to_thread(is_held.wait, 30)
+        removing = asyncio.create_task(asyncio.to_thread(lm.remove_lora, "poet"))
+        while not lm._batcher._worker._jobs.qsize():
+            await asyncio.sleep(0.001)
+        asked = [
+            asyncio.create_task(lm.next_token_logprobs([i, 2], name))
+            for i in range(3)
+            for name in models
+        ]
+        while lm._batcher._worker._jobs.qsize() < 2:
+            await asyncio.sleep(0.001)
+        gate.set()
+        await asyncio.gather(held, removing)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    pairs = [([i, 2], name) for i in range(3) for name in models]
+    for (context, name), row in zip(pairs, asyncio.run(main()), strict=True):
+        if name == "poet":
+            assert isinstance(row, UnknownAdapterError)
+        else:
+            torch.testing.assert_close(row, fresh_row(models[name], context), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("is_active", [True, False])
+def test_a_model_that_came_with_an_adapter_keeps_it(models, tmp_path, is_active):
+    model = copy.deepcopy(models[None])
+    model.load_adapter(str(tmp_path / "poet"), adapter_name="poet")
+    if not is_active:
+        model.load_adapter(str(tmp_path / "clerk"), adapter_name="clerk")
+        model.set_adapter("clerk")
+    own = models["poet" if is_active else "clerk"]
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+
+        def check():
+            row = lm.next_token_logprobs_sync([7, 8])
+            torch.testing.assert_close(row, fresh_row(own, [7, 8]), rtol=0, atol=2e-5)
+            lm.clear_cache()
+
+        check()
+        with pytest.raises(AdapterError, match="named 'poet' already"):
+            lm.add_new_lora(str(tmp_path / "clerk"), "poet")
+        with pytest.raises(AdapterError, match="no adapter could be loaded"):
+            lm.add_new_lora(str(tmp_path / "nowhere"), "third")
+        check()
+        lm.add_new_lora(str(tmp_path / "clerk"), "third")
+        row = lm.next_token_logprobs_sync([7, 8], "third")
+        torch.testing.assert_close(row, fresh_row(models["clerk"], [7, 8]), rtol=0, atol=2e-5)
+        check()
+        lm.remove_lora("third")
+        check()
+        assert "poet" in model.peft_config
 
 
 def test_without_peft_the_extra_is_named(models, monkeypatch):

@@ -1,0 +1,217 @@
+"""Who runs, who waits and who rests: places, queues and memory."""
+
+import asyncio
+import queue
+import random
+import threading
+import time
+
+import pytest
+
+from genlm_backend import AsyncTransformer, MockAsyncLM
+from genlm_backend.errors import (
+    ModelStateError,
+    RequestQueueFullError,
+)
+from genlm_backend.generation import (
+    GenerationStatus,
+)
+from tests.generation.serving import alone, same, serve
+from tests.llm.conftest import word_tokenizer
+
+
+def test_so_many_at_once_and_the_rest_in_order(engine, gated):
+    serve(engine, gated, max_batch=3)
+    requests = [engine.start_request_ids("m", [i], max_new_tokens=2 + i % 3) for i in range(9)]
+    assert (engine.num_running("m"), engine.num_waiting("m")) == (3, 6)
+    gated.let()
+    for request in requests:
+        request.result(30)
+    assert max(gated.statistics().batch_sizes) <= 3
+    firsts = [request.queue._first for request in requests]
+    assert firsts == sorted(firsts)
+
+
+def test_a_full_queue_blocks_times_out_or_refuses(engine, gated):
+    serve(engine, gated, max_batch=1, max_queue_size=2)
+    requests = [engine.start_request_ids("m", [i], max_new_tokens=2) for i in range(3)]
+    for timeout in (0, 0.02):
+        with pytest.raises(RequestQueueFullError, match="2 requests wait for model 'm'"):
+            engine.start_request_ids("m", [4], max_new_tokens=2, timeout=timeout)
+    assert issubclass(RequestQueueFullError, queue.Full)
+
+    async def main():
+        with pytest.raises(queue.Full):
+            await engine.generate("m", [4], max_new_tokens=2, timeout=0.02)
+        waiting = [asyncio.create_task(engine.generate("m", [i], max_new_tokens=2)) for i in (4, 5)]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        assert engine.num_waiting("m") == 2
+        gated.let()
+        return await waiting[0]
+
+    blocked = threading.Thread(
+        target=lambda: requests.append(engine.start_request_ids("m", [3], max_new_tokens=2))
+    )
+    blocked.start()
+    found = asyncio.run(main())
+    blocked.join()
+    assert same(found, alone(gated, [4], max_new_tokens=2))
+    for i, request in enumerate(requests):
+        assert same(request.result(30), alone(gated, [i], max_new_tokens=2))
+
+
+def test_whoever_waits_for_room_is_told_when_the_model_stops(engine, gated):
+    serve(engine, gated, max_batch=1, max_queue_size=0)
+    engine.start_request_ids("m", [1], max_new_tokens=2)
+    errors = []
+
+    def start():
+        with pytest.raises(ModelStateError, match="stopped"):
+            engine.start_request_ids("m", [2], max_new_tokens=2)
+        errors.append(True)
+
+    blocked = threading.Thread(target=start)
+    blocked.start()
+    while not engine._models["m"].served._room._waiters:
+        time.sleep(0.001)
+    engine.stop_model("m")
+    blocked.join(30)
+    assert errors == [True]
+
+
+@pytest.mark.parametrize("num_slots", [60, 90, 140])
+def test_short_of_memory_the_youngest_rest_and_every_text_is_the_same(engine, model, num_slots):
+    generator = random.Random(3)
+    prompts = [[generator.randrange(96) for _ in range(generator.randint(2, 9))] for _ in range(8)]
+    with AsyncTransformer(model, word_tokenizer()) as big:
+        expected = [alone(big, prompt, max_new_tokens=30) for prompt in prompts]
+        slot = big.statistics().kv_bytes_used // big._evaluator.pool.num_used
+    with AsyncTransformer(
+        model, word_tokenizer(), kv_cache_bytes=slot * (num_slots + 1), row_cache_bytes=0
+    ) as lm:
+        assert lm.kv_capacity == num_slots
+        serve(engine, lm, max_batch=8)
+        requests = [engine.start_request_ids("m", p, max_new_tokens=30) for p in prompts]
+        for request, texts in zip(requests, expected, strict=True):
+            assert same(request.result(60), texts)
+        counts = [request.statistics().num_preemptions for request in requests]
+        assert counts[0] == 0
+        assert sum(counts) > 0
+        computed = lm.statistics().tokens_computed
+        # What rests is computed again, but nobody takes another's keys and values in turns.
+        assert computed < 3 * sum(len(p) + 30 for p in prompts)
+
+
+def test_a_text_that_can_never_fit_is_interrupted_and_the_others_go_on(engine, model):
+    with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=20_000) as lm:
+        capacity = lm.kv_capacity
+        assert capacity is not None
+        serve(engine, lm)
+        long = engine.start_request_ids("m", [1] * 10, max_new_tokens=capacity + 20)
+        short = engine.start_request_ids("m", [2] * 10, max_new_tokens=8)
+        too_long = engine.start_request_ids("m", [3] * (capacity + 1), max_new_tokens=8)
+        assert same(short.result(60), alone(lm, [2] * 10, max_new_tokens=8))
+        (text,) = long.result(60)
+        assert long.status() is too_long.status() is GenerationStatus.INTERRUPTED
+        assert text.finish_reason == "interrupted"
+        assert len(text.token_ids) == capacity + 1 - 10
+        assert too_long.result()[0].token_ids == []
+        assert text.token_ids[:8] == alone(lm, [1] * 10, max_new_tokens=8)[0].token_ids
+
+
+def test_a_text_that_ends_where_memory_ends_has_ended(engine, model):
+    with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=20_000) as lm:
+        serve(engine, lm)
+        length = lm.kv_capacity + 1 - 10
+        request = engine.start_request_ids("m", [1] * 10, max_new_tokens=length)
+        (text,) = request.result(60)
+        assert (len(text.token_ids), text.finish_reason) == (length, "length")
+        assert request.status() is GenerationStatus.FINISHED
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_beams": 3}, {"do_sample": True, "n": 3, "seed": 0}])
+def test_without_a_prefix_cache_nothing_stays(engine, model, fields):
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        expected = [alone(lm, [5, 6, i], max_new_tokens=7, **fields) for i in range(4)]
+        lm.clear_cache()
+        serve(engine, lm, prefix_cache=False)
+        requests = [
+            engine.start_request_ids("m", [5, 6, i], max_new_tokens=7, **fields) for i in range(4)
+        ]
+        for request, texts in zip(requests, expected, strict=True):
+            assert same(request.result(30), texts)
+        again = engine.start_request_ids("m", [5, 6, 0], max_new_tokens=3)
+        again.result(30)
+        assert again.statistics().num_cached_tokens == 0
+        stopped = engine.start_request_ids("m", [7, 8], max_new_tokens=200, **fields)
+        while not stopped.status().is_final and lm.statistics().kv_bytes_used == 0:
+            time.sleep(0.001)
+        engine.stop_request(stopped)
+        served = engine._models["m"].served
+        engine.loop.submit(served._join()).result(30)
+        assert lm.statistics().kv_bytes_used == 0
+        lm._evaluator.prefixes.check_integrity()
+
+        stopped = engine.start_request_ids("m", [7, 8], max_new_tokens=80, **fields)
+        while not stopped.status().is_final and lm.statistics().kv_bytes_used == 0:
+            time.sleep(0.001)
+        with served._lock:
+            time.sleep(0.1)  # so that the loop comes to the lock, and sees itself what happened
+            engine.stop_request(stopped)
+        engine.loop.submit(served._join()).result(30)
+        assert lm.statistics().kv_bytes_used == 0
+
+
+def test_without_a_prefix_cache_requests_under_way_share_what_they_have_in_common(engine, model):
+    prompt = [(7 * i) % 96 for i in range(60)]
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        serve(engine, lm, prefix_cache=False)
+        short = engine.start_request_ids("m", prompt, max_new_tokens=3)
+        long = engine.start_request_ids("m", prompt, max_new_tokens=20)
+        for request in (short, long):
+            request.result(30)
+        assert lm.statistics().tokens_computed < 2 * len(prompt)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_texts_are_beginnings_of_what_they_are_alone(engine, seed):
+    """Requests come, are stopped, released and waited for, with little memory and few places."""
+    generator = random.Random(seed)
+
+    class Tight(MockAsyncLM):
+        kv_capacity = 70
+
+    with Tight(word_tokenizer(), row_cache_bytes=0) as lm:
+        serve(engine, lm, max_batch=3, max_queue_size=4)
+        live = []
+        for _ in range(120):
+            action = generator.choice(["start", "start", "stop", "release", "wait", "read"])
+            if action == "start":
+                prompt = [generator.randrange(6) for _ in range(generator.randint(1, 12))]
+                fields = {
+                    "max_new_tokens": generator.randint(1, 40),
+                    "do_sample": True,
+                    "seed": generator.randrange(5),
+                    "n": generator.randint(1, 3),
+                }
+                request = engine.start_request_ids("m", prompt, **fields)
+                live.append((request, prompt, fields))
+            elif live:
+                request, prompt, fields = live[generator.randrange(len(live))]
+                if action == "wait":
+                    request.result(60)
+                elif action == "read":
+                    request.queue.get_nowait()
+                else:
+                    engine.stop_request(request)
+                    if action == "release":
+                        engine.release_request(request)
+        for request, prompt, fields in live:
+            found, expected = request.result(60), alone(lm, prompt, **fields)
+            assert request.is_done
+            for one, whole in zip(found, expected, strict=True):
+                assert one.token_ids == whole.token_ids[: len(one.token_ids)]
+                if request.status() is GenerationStatus.FINISHED and one.token_ids:
+                    assert one.token_ids == whole.token_ids
+        assert engine.num_running("m") == engine.num_waiting("m") == 0

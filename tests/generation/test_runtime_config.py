@@ -1,0 +1,81 @@
+"""How a model is run: checked when it is made, and with its model."""
+
+import pytest
+
+from genlm_backend import AsyncTransformer
+from genlm_backend.generation import (
+    RuntimeConfig,
+)
+from tests.generation.serving import COLD
+from tests.llm.conftest import word_tokenizer
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"device": "cpuu"}, "device must be one"),
+        ({"device": ""}, "device must be"),
+        ({"threads": 0}, "threads must be 1 up"),
+        ({"max_batch": 0}, "max_batch must be 1 up"),
+        ({"max_batch": True}, "max_batch must be"),
+        ({"max_length": 1}, "max_length must be 2 up"),
+        ({"max_queue_size": -1}, "max_queue_size must be 0 up"),
+        ({"kv_cache_bytes": 0}, "kv_cache_bytes must be 1 up"),
+        ({"kv_cache_mode": "int8"}, "kv_cache_mode='int8' does not exist yet"),
+        ({"kv_cache_mode": "uint4"}, "kv_cache_mode='uint4' does not exist yet"),
+        ({"kv_cache_mode": "int7"}, "kv_cache_mode must be 'default'"),
+        ({"prefix_cache": 1}, "prefix_cache must be True or False"),
+        ({"warm_up": None}, "warm_up must be"),
+        ({"llm_opts": 3}, "llm_opts must be"),
+    ],
+)
+def test_a_runtime_configuration_is_right_when_it_is_made(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RuntimeConfig(**fields)
+
+
+def test_a_runtime_configuration_goes_with_its_model(engine, lm, model):
+    with pytest.raises(ValueError, match=r"max_bach is no field .* did you mean max_batch"):
+        engine.install_model("m", lm, max_bach=3)
+    with pytest.raises(ValueError, match="model must be an AsyncLM or a name, got 3"):
+        engine.install_model("m", 3)
+    with pytest.raises(ValueError, match="threads cannot be chosen for backend 'mock'"):
+        engine.install_model("m", "smollm2", backend="mock", threads=2)
+    with pytest.raises(ValueError, match="threads is chosen when a model is loaded by its name"):
+        engine.install_model("m", lm, threads=2)
+    with pytest.raises(ValueError, match="llm_opts are for a model that is loaded by its name"):
+        engine.install_model("m", lm, llm_opts={"timeout": 1})
+    with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=1 << 20) as hf:
+        own = RuntimeConfig.from_model(hf)
+        assert (own.device, own.max_batch, own.max_length) == ("cpu", 20, 256)
+        assert own.kv_cache_bytes == 1 << 20
+        engine.install_model("hf", hf, own, **COLD)
+        for wrong in ({"device": "cuda"}, {"kv_cache_bytes": 1 << 19}):
+            with pytest.raises(ValueError, match="is chosen when a model is loaded: it has"):
+                engine.install_model("other", hf, **wrong)
+        with pytest.raises(ValueError, match="max_length=300 is more than the model's 257"):
+            engine.install_model("other", hf, max_length=300)
+    assert "m" not in engine.models
+
+
+def test_what_a_runtime_configuration_asks_of_each_backend():
+    config = RuntimeConfig(
+        device="cpu", threads=2, max_batch=5, kv_cache_bytes=999, llm_opts={"timeout": 0.5}
+    )
+    assert config.loading_options("hf") == {
+        "batch_size": 5,
+        "num_threads": 2,
+        "kv_cache_bytes": 999,
+        "hf_opts": {"device_map": "cpu"},
+        "timeout": 0.5,
+    }
+    more = config.replace(llm_opts={"hf_opts": {"dtype": "bfloat16"}}, prefix_cache=False)
+    options = more.loading_options("hf")
+    assert options["hf_opts"] == {"device_map": "cpu", "dtype": "bfloat16"}
+    assert options["row_cache_bytes"] == 0
+    vllm = RuntimeConfig(kv_cache_bytes=999, llm_opts={"engine_opts": {"dtype": "float32"}})
+    assert vllm.loading_options("vllm") == {
+        "engine_opts": {"kv_cache_memory_bytes": 999, "dtype": "float32"}
+    }
+    with pytest.raises(ValueError, match="device cannot be chosen for backend 'vllm'"):
+        config.loading_options("vllm")
