@@ -16,7 +16,7 @@ from typing import Any, Final
 import platformdirs
 
 from genlm_backend.errors import MissingExtraError
-from genlm_backend.llm.watching import is_watched
+from genlm_backend.llm.watching import bars_where_seen, gguf_bar_where_seen, is_watched
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,10 @@ def bundled_directory(name: str) -> Path:
         spec = importlib.util.find_spec(module)
         assert spec is not None
         assert spec.origin is not None
-        _create(target, lambda folder: _convert(Path(spec.origin or "").parent, filename, folder))
+        with bars_where_seen():
+            _create(
+                target, lambda folder: _convert(Path(spec.origin or "").parent, filename, folder)
+            )
     return target
 
 
@@ -87,7 +90,8 @@ def _convert(source: Path, filename: str, folder: Path) -> None:
     if hasattr(transformers, "GgufConfig"):  # newer releases keep the blocks packed where they can
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     AutoTokenizer.from_pretrained(source, gguf_file=filename).save_pretrained(folder)
-    unpacked = AutoModelForCausalLM.from_pretrained(source, **options)
+    with gguf_bar_where_seen():
+        unpacked = AutoModelForCausalLM.from_pretrained(source, **options)
     # A model that came out of a GGUF file cannot be saved as it is: it counts as quantised.
     config = unpacked.config
     if hasattr(config, "quantization_config"):

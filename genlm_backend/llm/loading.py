@@ -9,7 +9,7 @@ from typing import Any
 
 from genlm_backend.errors import ModelNotFoundError
 from genlm_backend.llm.bundled import BUNDLED, bundled_directory, is_bundled
-from genlm_backend.llm.watching import is_watched
+from genlm_backend.llm.watching import bars_where_seen
 
 
 def resolve_name(name: str) -> str:
@@ -35,7 +35,7 @@ def explained(name: str) -> Iterator[None]:
     Progress bars of loading appear where somebody sees them: on a terminal, or in a notebook.
     """
     try:
-        with _bars_where_seen():
+        with bars_where_seen():
             yield
     except OSError as error:
         first_line = str(error).strip().split("\n")[0]
@@ -44,20 +44,6 @@ def explained(name: str) -> Iterator[None]:
             f"bundled model ({', '.join(BUNDLED)}), and a repository on the Hugging Face hub "
             f"({first_line}). A path to a local directory works as a name."
         ) from error
-
-
-@contextlib.contextmanager
-def _bars_where_seen() -> Iterator[None]:
-    from transformers.utils import logging
-
-    if is_watched() or not logging.is_progress_bar_enabled():
-        yield
-        return
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()
 
 
 def load_tokenizer(name: str, **options: Any) -> Any:
