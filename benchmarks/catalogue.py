@@ -78,7 +78,11 @@ class Smc(Workload):
     def rows(self, found: Found) -> list[Row]:
         numbers = found[""]
         what = f"SMC, tokens computed for {numbers['distinct_tokens']} distinct new ones"
-        return [(what, str(numbers["tokens_computed"]), "equal")]
+        table: list[Row] = [(what, str(numbers["tokens_computed"]), "equal")]
+        if "limit_s" in numbers:
+            share = median(numbers["limit_s"]) / median(numbers["seconds"])
+            table.append((SHARE, f"{share:.0%}", ""))
+        return table
 
 
 class Scoring(Workload):
@@ -205,6 +209,9 @@ class Decoding(Workload):
         if "peer_ms" in found[""]:
             theirs = median(found[""]["peer_ms"])
             table.append((f"… over the peer's ({theirs:.0f} ms)", f"{theirs / ours:.1f}×", ""))
+        if "limit_ms" in found[""]:
+            share = median(found[""]["limit_ms"]) / ours
+            table.append(("… share of it that `tokenizer.get_vocab()` takes", f"{share:.0%}", ""))
         return table
 
 
@@ -231,13 +238,15 @@ class Masks(Workload):
         return generation.masks(repeats)
 
     def rows(self, found: Found) -> list[Row]:
-        keys = ("step_ms", "masks_ms", "both_ms")
-        step, masks, both = (median(found[""][key]) for key in keys)
-        hidden = max(0.0, 1 - max(0.0, both - step) / masks)
-        return [
+        step, masks = (median(found[""][key]) for key in ("step_ms", "masks_ms"))
+        table: list[Row] = [
             ("a mask under a JSON schema, each of 20", f"{masks / 20:.2f} ms", ""),
-            ("… of which hidden behind the forward pass", f"{100 * hidden:.0f}%", ""),
+            (f"… all 20, of the step they belong to ({step:.0f} ms)", f"{masks / step:.1%}", ""),
         ]
+        if "hidden" in found[""]:
+            hidden = median(found[""]["hidden"])
+            table.append(("… of which within the forward pass", f"{hidden:.0%}", ""))
+        return table
 
 
 class AsyncGlm(Workload):

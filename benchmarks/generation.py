@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from benchmarks.limit import program_seconds
 from benchmarks.systems import TEXT, load_hf, tensor_on
 from benchmarks.workloads import Numbers, load_ours, prompt_of, seconds
+
+Interval = tuple[float, float]
+"""Beginning and end, seconds."""
 
 
 def sampling(repeats: int) -> Numbers:
@@ -51,29 +56,59 @@ def masks(repeats: int) -> Numbers:
         constraint.advance(token_id)  # within a string, where most tokens are allowed
     constraints = [constraint.fork() for _ in range(20)]
     prompt = prompt_of(lm)
-    numbers: dict[str, list[float]] = {"step_ms": [], "masks_ms": [], "both_ms": []}
+    numbers: dict[str, list[float]] = {"step_ms": [], "masks_ms": [], "both_ms": [], "hidden": []}
+    forwards: list[Interval] = []
+    computed: list[Interval] = []
+    lm.evaluate = noted(lm.evaluate, forwards)
 
     def compute() -> list[torch.Tensor]:
         return [constraint.mask() for constraint in constraints]
 
     async def both(contexts: list[list[int]]) -> None:
         asked = [lm.next_token_logprobs(context) for context in contexts]
-        computed = [asyncio.to_thread(constraint.mask) for constraint in constraints]
-        await asyncio.gather(*asked, *computed)
+        masks = [asyncio.to_thread(noted(one.mask, computed)) for one in constraints]
+        await asyncio.gather(*asked, *masks)
 
     contexts = [[*prompt, i] for i in range(20)]
+    lm.batch_next_token_logprobs_sync(contexts)
+
+    def step() -> None:
+        for context in contexts:
+            context.append(5)
+        lm.batch_next_token_logprobs_sync(contexts)
+
+    def step_with_masks() -> None:
+        for context in contexts:
+            context.append(5)
+        asyncio.run(both(contexts))
+
     for _ in range(3 * repeats):
-        for name, found in numbers.items():
-            contexts = [[*context, 5] for context in contexts]
-            start = time.perf_counter()
-            if name == "step_ms":
-                lm.batch_next_token_logprobs_sync(contexts)
-            elif name == "masks_ms":
-                compute()
-            else:
-                asyncio.run(both(contexts))
-            found.append(1e3 * (time.perf_counter() - start))
+        numbers["step_ms"].append(1e3 * seconds(step))
+        numbers["masks_ms"].append(1e3 * seconds(compute))
+        forwards.clear()
+        computed.clear()
+        numbers["both_ms"].append(1e3 * seconds(step_with_masks))
+        numbers["hidden"].append(share_within(computed, forwards))
     return numbers
+
+
+def noted(function: Callable[..., Any], intervals: list[Interval]) -> Callable[..., Any]:
+    """Return the function, which then adds when each of its calls began and ended."""
+
+    def call(*args: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return function(*args)
+        finally:
+            intervals.append((start, time.perf_counter()))
+
+    return call
+
+
+def share_within(inner: list[Interval], outer: list[Interval]) -> float:
+    """Return which share of the inner intervals' time lies within the outer ones, 0 to 1."""
+    shared = sum(max(0.0, min(b, d) - max(a, c)) for a, b in inner for c, d in outer)
+    return shared / sum(b - a for a, b in inner)
 
 
 def async_glm(repeats: int, num_tasks: int = 16, num_tokens: int = 16) -> Numbers:

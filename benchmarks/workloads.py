@@ -126,21 +126,35 @@ def scoring(repeats: int, num_texts: int = 200) -> Numbers:
 def smc(repeats: int) -> Numbers:
     """Tokens computed where half of the particles are replaced by copies every 4 steps."""
     lm = load_ours()
-    prompt, generator, seen = prompt_of(lm), random.Random(0), set()
+    prompt = prompt_of(lm)
+    numbers: dict[str, list[float]] = {"seconds": [], "limit_s": []}
+    passes: list[tuple[int, int]] = []
+    seen: set[tuple[int, ...]] = set()
 
     async def main() -> None:
+        generator = random.Random(0)
         particles = [list(prompt) for _ in range(20)]
         for step in range(16):
+            distinct = {tuple(p[: n + 1]) for p in particles for n in range(len(p))} - seen
+            passes.append((len(distinct), len(set(map(tuple, particles)))))
+            seen.update(distinct)
             rows = await asyncio.gather(*map(lm.next_token_logprobs, particles))
-            seen.update(tuple(p[: n + 1]) for p in particles for n in range(len(p)))
             draws = [int(torch.multinomial(row.exp(), 1)) for row in rows]
             particles = [[*p, token] for p, token in zip(particles, draws, strict=True)]
             if step % 4 == 3:
                 kept = generator.sample(particles, 10)
                 particles = kept + [list(p) for p in kept]
 
-    asyncio.run(main())
-    return {"tokens_computed": lm.statistics().tokens_computed, "distinct_tokens": len(seen)}
+    for _ in range(repeats):
+        lm.clear_cache()
+        passes.clear()
+        seen.clear()
+        before = lm.statistics().tokens_computed
+        torch.manual_seed(0)  # every repetition computes as many tokens
+        numbers["seconds"].append(seconds(lambda: asyncio.run(main())))
+        computed = lm.statistics().tokens_computed - before
+        numbers["limit_s"].append(program_seconds(lm.model, passes))
+    return {**numbers, "tokens_computed": computed, "distinct_tokens": len(seen)}
 
 
 # -------------------------------------------------------------------- single properties
@@ -355,7 +369,10 @@ def decoding(repeats: int) -> Numbers:
     assert spec is not None
     path = f"{next(iter(spec.submodule_search_locations or []))}/tokenizer.json"
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=path)
-    numbers = {"ours_ms": [1e3 * seconds(lambda: decode_vocab(tokenizer)) for _ in range(repeats)]}
+    numbers = {
+        "ours_ms": [1e3 * seconds(lambda: decode_vocab(tokenizer)) for _ in range(repeats)],
+        "limit_ms": [1e3 * seconds(tokenizer.get_vocab) for _ in range(repeats)],
+    }
     try:
         from genlm.backend.tokenization import decode_vocab as theirs  # pyright: ignore
     except ImportError:
