@@ -53,7 +53,7 @@ class GenerationConfig:
         beam_early_stopping: When a beam search ends that has found ``num_beams`` texts: ``True``
             at once, ``False`` when no beam is better by its present length, ``"never"`` when none
             can become so; as ``early_stopping`` of transformers.
-        mm_info: Refused: a text model sees no images and hears no sounds.
+        mm_info (None): Refused: a text model sees no images and hears no sounds.
 
     Raises:
         GenerationConfigError: (``ValueError``) Naming the field.

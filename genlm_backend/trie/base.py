@@ -196,7 +196,7 @@ class VocabularyTrie(abc.ABC):
         max_depth: int | None = None,
         max_nodes: int = 60,
     ) -> TrieDrawing:
-        """Draw the trie; shown as SVG in a notebook, written by ``.save("trie.svg")``.
+        """Draw the trie; shown as SVG in a notebook, written by ``.write("trie.svg")``.
 
         A trie too large to read is pruned: to ``max_depth`` letters, and to the ``max_nodes``
         heaviest nodes, or without weights those with the most tokens below them.
