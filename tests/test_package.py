@@ -190,8 +190,9 @@ ARROWS = {
     "llm.hf": ({"llm", "cache", "errors", "lazy"}, {"vllm"}),
     "llm.vllm": ({"llm", "cache", "errors", "lazy"}, {"transformers"}),
 }
-# The registry knows backends by name only; loading looks tokenizers up inside its functions.
-MAY_NAME_TRANSFORMERS = {"llm/loading.py", "llm/bundled.py"}
+# The registry knows backends by name only; loading looks tokenizers up inside its functions, and
+# the bars of loading are transformers' own.
+MAY_NAME_TRANSFORMERS = {"llm/loading.py", "llm/bundled.py", "llm/bars.py"}
 
 
 def imports_of(path):

@@ -16,7 +16,8 @@ from typing import Any, Final
 import platformdirs
 
 from genlm_backend.errors import MissingExtraError
-from genlm_backend.llm.watching import bars_where_seen, gguf_bar_where_seen, is_watched
+from genlm_backend.llm.bars import bars_where_seen, gguf_bar_where_seen
+from genlm_backend.llm.watching import is_watched
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from genlm_backend import AsyncTransformer, load_model_by_name
 from genlm_backend.errors import MissingExtraError
 from genlm_backend.llm import bundled
-from genlm_backend.llm.watching import gguf_bar_where_seen
+from genlm_backend.llm.bars import gguf_bar_where_seen
 
 pytestmark = pytest.mark.real
 
@@ -137,7 +137,7 @@ def test_loading_is_quiet_where_nobody_watches_and_leaves_the_setting(capfd):
 def test_reading_a_gguf_file_draws_its_bar_where_somebody_sees_it(capsys, monkeypatch, is_seen):
     from transformers import modeling_gguf_pytorch_utils as module
 
-    monkeypatch.setattr("genlm_backend.llm.watching.is_watched", lambda: is_seen)
+    monkeypatch.setattr("genlm_backend.llm.bars.is_watched", lambda: is_seen)
     before = module.tqdm
     with gguf_bar_where_seen():
         assert list(module.tqdm(range(3), desc="reading")) == [0, 1, 2]
