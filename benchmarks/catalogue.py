@@ -89,23 +89,23 @@ class Scoring(Workload):
     """Every token of 200 texts scored, against padded batches through the model."""
 
     name = "scoring"
+    variants = ("512", "64")
 
     def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
-        return workloads.scoring(repeats)
+        return workloads.scoring(repeats, int(variant))
 
     def rows(self, found: Found) -> list[Row]:
-        numbers = found[""]
-        ours, theirs = median(numbers["ours_s"]), median(numbers["theirs_s"])
-        share = median(numbers["limit_s"]) / ours
-        return [
-            (
-                f"scoring {numbers['num_texts']} texts, tokens per second",
-                f"{numbers['num_tokens'] / ours:.0f}",
-                "",
-            ),
-            ("… over padded batches through the model alone", f"{theirs / ours:.2f}×", ""),
-            (SHARE, f"{share:.0%}", ""),
-        ]
+        table: list[Row] = []
+        for batch_size, numbers in found.items():
+            ours, theirs = median(numbers["ours_s"]), median(numbers["theirs_s"])
+            share = median(numbers["limit_s"]) / ours
+            texts = f"scoring {numbers['num_texts']} texts, `batch_size={batch_size}`"
+            table += [
+                (f"{texts}, tokens per second", f"{numbers['num_tokens'] / ours:.0f}", ""),
+                ("… over padded batches through the model alone", f"{theirs / ours:.2f}×", ""),
+                (SHARE, f"{share:.0%}", ""),
+            ]
+        return table
 
 
 class StepOverhead(Workload):

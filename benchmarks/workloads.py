@@ -74,9 +74,9 @@ def sis(
     return {**numbers, "limit_s": limits} if limits else numbers
 
 
-def scoring(repeats: int, num_texts: int = 200) -> Numbers:
+def scoring(repeats: int, batch_size: int, num_texts: int = 200) -> Numbers:
     """Every token of many texts scored, against padded batches of 20 through the model alone."""
-    lm = load_ours(batch_size=64)
+    lm = load_ours(batch_size=batch_size)
     ids = lm.tokenizer.encode(TEXT)
     generator = random.Random(0)
     texts = []

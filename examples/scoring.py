@@ -33,7 +33,7 @@ async def main() -> None:
     parser.add_argument("texts", nargs="*", default=TEXTS)
     parser.add_argument("--model", default="smollm2", help="a name, or a local directory")
     options = parser.parse_args()
-    async with load_model_by_name(options.model, llm_opts={"batch_size": 64}) as lm:
+    async with load_model_by_name(options.model, llm_opts={"batch_size": 512}) as lm:
         scores = await asyncio.gather(*(score(lm, text) for text in options.texts))
         for (total, bits), text in sorted(zip(scores, options.texts, strict=True), reverse=True):
             print(f"{total:9.2f} nats  {bits:5.2f} bits per byte  {text}")

@@ -137,7 +137,7 @@ def test_help_reads_well_and_a_typo_is_told():
         "workloads.sis('generate', 1, 3, 2)",
         "workloads.sis('continuous batching', 1, 2, 2)",
         "workloads.smc(1)",
-        "workloads.scoring(1, 4)",
+        "workloads.scoring(1, 8, 4)",
         "workloads.step_overhead(1)",
         "workloads.prefill_mix(1)",
         "workloads.loop_stall(1)",
