@@ -68,7 +68,7 @@ def charts(lines: list[Line], folder: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     from benchmarks.workload import median
 
@@ -102,6 +102,11 @@ def charts(lines: list[Line], folder: Path) -> None:
         labels = [f"{n // 1000}k" if n >= 1000 else str(n) for n in numbers["sizes"]]
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xticks(numbers["sizes"], labels)
+        low, high = axes.get_ylim()
+        steps = (1, 1.5, 2, 3, 4, 6, 8) if high < 30 * low else (1,)
+        axes.yaxis.set_major_locator(LogLocator(subs=steps))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set(xlabel=name, ylabel="ms")
         axes.legend(fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
