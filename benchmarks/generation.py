@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.limit import program_seconds
+from benchmarks.limit import passes_between, program_seconds
 from benchmarks.systems import TEXT, load_hf, tensor_on
 from benchmarks.workloads import Numbers, load_ours, prompt_of, seconds
 
@@ -140,9 +140,12 @@ def async_glm(repeats: int, num_tasks: int = 16, num_tokens: int = 16) -> Number
 
     found = zip(ours(), theirs(), strict=True)
     num_equal = sum(torch.equal(first, second) for first, second in found)
-    numbers = {"ours_s": [], "theirs_s": []}
+    numbers = {"ours_s": [], "theirs_s": [], "limit_s": []}
     for _ in range(repeats):
+        before = glm._lm.statistics()
         numbers["ours_s"].append(seconds(ours))
+        passes = passes_between(before, glm._lm.statistics(), num_tasks)
+        numbers["limit_s"].append(program_seconds(model, passes))
         numbers["theirs_s"].append(seconds(theirs))
     glm.shutdown()
     return {**numbers, "num_tasks": num_tasks, "num_equal": num_equal}
@@ -197,9 +200,7 @@ def engine(repeats: int, num_requests: int = 40, max_batch: int = 20) -> Numbers
             before = lm.statistics()
             numbers["ours_s"].append(seconds(ours))
             after = lm.statistics()
-            num_passes = after.num_forwards - before.num_forwards
-            size = round((after.tokens_computed - before.tokens_computed) / num_passes)
-            passes = [(size, min(size, max_batch))] * num_passes
+            passes = passes_between(before, after, max_batch)
             numbers["limit_s"].append(program_seconds(lm.model, passes))
             numbers["theirs_s"].append(seconds(theirs))
     lm.close()

@@ -47,6 +47,19 @@ def program_seconds(model: Any, passes: list[tuple[int, int]]) -> float:
     return sum(known[sizes] for sizes in passes)
 
 
+def passes_between(before: Any, after: Any, most: int) -> list[tuple[int, int]]:
+    """Return as many forward passes as two statistics have between them, alike on average.
+
+    Args:
+        before: ``lm.statistics()``.
+        after: The same, later.
+        most: Contexts in a pass, at most.
+    """
+    num_passes = after.num_forwards - before.num_forwards
+    size = round((after.tokens_computed - before.tokens_computed) / num_passes)
+    return [(size, min(size, most))] * num_passes
+
+
 def exponent(sizes: list[int], seconds: list[float]) -> float:
     """Return the power of size that the times grow with: the slope of a line through the logs."""
     import numpy as np

@@ -147,6 +147,12 @@ def markdown(found: dict[str, dict[str, Any]]) -> str:
         lines.append(
             f"| {label}, in a process of its own | {value:.0f} | {value / generate:.2f}× | |"
         )
+    if limit := found["vllm_beside"].get("limit_s"):
+        value = NUM_PARTICLES * NUM_TOKENS / statistics.median(limit)
+        lines.append(
+            f"| the matrix products of SIS, and nothing else | {value:.0f} "
+            f"| {value / generate:.2f}× | |"
+        )
     lines += [
         "",
         "20 particles sample 16 tokens each behind one 51-token prompt, SmolLM2-135M, float32; "

@@ -204,10 +204,12 @@ class ServedModel:
         except Exception as error:  # the request's own, and nobody else's
             self.end(request, GenerationStatus.FAILED, error)
         run.is_ending = True
-        if not self.config.prefix_cache:
-            await self._forget([*run.asked, *draft.contexts], run)
-        with self._lock:
-            self._leave(run)
+        try:
+            if not self.config.prefix_cache:
+                await self._forget([*run.asked, *draft.contexts], run)
+        finally:
+            with self._lock:
+                self._leave(run)
 
     async def _read_first(self, run: _Run) -> None:
         draft = run.draft
@@ -245,15 +247,18 @@ class ServedModel:
             if all(run.draft.is_finished for run in runs):  # there is none, or they are leaving
                 return
             del self._of_request[request]
-            for run in runs:
-                request.queue.put(run.draft.unwritten())
-            rests = [rest for run in runs for rest in run.draft.rest()]
-            request.queue.end(status, rests, error=error)
-            for run in runs:
-                run.is_gone = True
-                del self._runs[run]
-                self.loop.call_soon(_cancel, run)
-            self._reschedule()
+            rests: list[tuple[int, str]] = []
+            try:
+                for run in runs:
+                    request.queue.put(run.draft.unwritten())
+                    rests += run.draft.rest()
+            finally:  # settled, whatever its drafts do
+                request.queue.end(status, rests, error=error)
+                for run in runs:
+                    run.is_gone = True
+                    del self._runs[run]
+                    self.loop.call_soon(_cancel, run)
+                self._reschedule()
 
     def stop(self) -> None:
         """Interrupt every request with what it has, let nobody in, and clear the cache."""

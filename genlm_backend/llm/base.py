@@ -220,6 +220,7 @@ class AsyncLM(Closing):
         """Free the keys and values of a context beyond its first ``keep`` tokens.
 
         What another cached context shares with it stays, and so do rows. No answer changes by it.
+        The context may be longer than the model takes: its beginning may be cached.
         Comes after the batches that have been sent, so that a cancelled query leaves nothing.
         """
 

@@ -301,6 +301,21 @@ def test_stopping_a_model_interrupts_its_requests(engine, gated):
     assert len(engine.start_request_ids("m", [1], max_new_tokens=3).result()[0].token_ids) == 3
 
 
+def test_a_request_is_settled_whatever_its_draft_does(engine, gated, monkeypatch):
+    serve(engine, gated)
+    request = engine.start_request_ids("m", [1], max_new_tokens=9)
+    other = engine.start_request_ids("m", [2], max_new_tokens=3)
+    draft = next(iter(engine._models["m"].served._runs)).draft
+    monkeypatch.setattr(draft, "rest", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.stop_request(request)
+    assert request.result(30)[0].token_ids == []
+    assert request.status() is GenerationStatus.INTERRUPTED
+    gated.let()
+    assert same(other.result(30), alone(gated, [2], max_new_tokens=3))
+    assert engine.num_running("m") == engine.num_waiting("m") == 0
+
+
 def test_a_failure_is_the_requests_own_and_what_it_had_is_readable(engine, gated):
     serve(engine, gated)
     gated.let()

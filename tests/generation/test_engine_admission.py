@@ -163,6 +163,17 @@ def test_without_a_prefix_cache_nothing_stays(engine, model, fields):
         assert lm.statistics().kv_bytes_used == 0
 
 
+@pytest.mark.parametrize("fields", [{}, {"num_beams": 3}, {"do_sample": True, "n": 3, "seed": 0}])
+def test_without_a_prefix_cache_a_text_may_come_to_the_models_limit(engine, model, fields):
+    with AsyncTransformer(model, word_tokenizer(), max_length=12, row_cache_bytes=0) as lm:
+        serve(engine, lm, prefix_cache=False)
+        request = engine.start_request_ids("m", [1, 2], early_stopping=False, **fields)
+        texts = request.result(30)
+        assert {(len(text.token_ids), text.finish_reason) for text in texts} == {(11, "length")}
+        engine.loop.submit(engine._models["m"].served._join()).result(30)
+        assert lm.statistics().kv_bytes_used == 0
+
+
 def test_without_a_prefix_cache_requests_under_way_share_what_they_have_in_common(engine, model):
     prompt = [(7 * i) % 96 for i in range(60)]
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:

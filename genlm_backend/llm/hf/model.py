@@ -27,7 +27,7 @@ from genlm_backend.llm.hf.threads import (
     use_num_threads,
 )
 from genlm_backend.llm.loading import explained, resolve_name
-from genlm_backend.llm.query import Query
+from genlm_backend.llm.query import Query, check_context
 from genlm_backend.llm.rows import rows_of_logits
 from genlm_backend.llm.statistics import BackendCounts
 
@@ -266,7 +266,7 @@ class AsyncTransformer(BatchedLM):
         self, token_ids: TokenIds, lora_name: str | None = None, keep: int = 0
     ) -> None:
         """Free the keys and values of a context beyond its first ``keep`` tokens."""
-        ids = self._query(token_ids, lora_name).token_ids
+        ids = check_context(token_ids, len(self.byte_vocab), max_length=None)
         done = self._batcher.call_soon(
             lambda: self._evaluator.prefixes.forget(ids, lora_name, keep)
         )
