@@ -31,6 +31,7 @@ class _Run:
     may_go: asyncio.Event = field(default_factory=asyncio.Event)
     has_begun: bool = False
     is_running: bool = False
+    is_at_work: bool = False  # from its task's first step on; it forgets what it read, in the end
     is_ending: bool = False
     is_gone: bool = False
     asked: list[list[int]] = field(default_factory=list)
@@ -184,6 +185,7 @@ class ServedModel:
     async def _work(self, run: _Run) -> None:
         request, draft = run.request, run.draft
         try:
+            run.is_at_work = True
             request.queue.begin()
             await self._read_first(run)
             while True:
@@ -290,8 +292,8 @@ class ServedModel:
                 await self.lm.forget(context, lora_name, keep)
 
     def _needed(self, lora_name: str | None) -> list[list[int]]:
-        """The contexts of whoever goes on; under the lock."""
-        drafts = [run.draft for run in self._runs if not run.is_ending]
+        """The contexts of whoever is at work and goes on; under the lock."""
+        drafts = [run.draft for run in self._runs if run.is_at_work and not run.is_ending]
         return [c for draft in drafts if draft.lora_name == lora_name for c in draft.contexts]
 
 

@@ -174,6 +174,25 @@ def test_without_a_prefix_cache_a_text_may_come_to_the_models_limit(engine, mode
         assert lm.statistics().kv_bytes_used == 0
 
 
+def test_without_a_prefix_cache_nothing_is_kept_for_who_never_begins(engine, model, monkeypatch):
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        serve(engine, lm, prefix_cache=False, max_batch=1)
+        forget = lm.forget
+
+        async def stop_and_forget(*args):
+            engine.stop_request(waiting)
+            await forget(*args)
+
+        monkeypatch.setattr(lm, "forget", stop_and_forget)
+        with engine._models["m"].served._lock:
+            first = engine.start_request_ids("m", [5, 6], max_new_tokens=3)
+            waiting = engine.start_request_ids("m", [5, 7], max_new_tokens=3)
+        first.result(30)
+        assert waiting.result(30)[0].token_ids == []
+        engine.loop.submit(engine._models["m"].served._join()).result(30)
+        assert lm.statistics().kv_bytes_used == 0
+
+
 def test_without_a_prefix_cache_requests_under_way_share_what_they_have_in_common(engine, model):
     prompt = [(7 * i) % 96 for i in range(60)]
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
