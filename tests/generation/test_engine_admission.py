@@ -177,10 +177,12 @@ def test_without_a_prefix_cache_a_text_may_come_to_the_models_limit(engine, mode
 def test_without_a_prefix_cache_nothing_is_kept_for_who_never_begins(engine, model, monkeypatch):
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
         serve(engine, lm, prefix_cache=False, max_batch=1)
-        forget = lm.forget
+        forget, asked = lm.forget, []
 
         async def stop_and_forget(*args):
-            engine.stop_request(waiting)
+            asked.append(args)
+            if len(asked) == 2:  # the last: what is to stay has been decided
+                engine.stop_request(waiting)
             await forget(*args)
 
         monkeypatch.setattr(lm, "forget", stop_and_forget)
@@ -189,6 +191,7 @@ def test_without_a_prefix_cache_nothing_is_kept_for_who_never_begins(engine, mod
             waiting = engine.start_request_ids("m", [5, 7], max_new_tokens=3)
         first.result(30)
         assert waiting.result(30)[0].token_ids == []
+        assert len(asked) == 2
         engine.loop.submit(engine._models["m"].served._join()).result(30)
         assert lm.statistics().kv_bytes_used == 0
 
