@@ -1,0 +1,111 @@
+"""Many callers of every kind, faults and little memory: each request ends, and nothing is left."""
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+
+from genlm_backend import AsyncTransformer
+from genlm_backend.errors import RequestQueueFullError
+from genlm_backend.generation import Engine
+from tests.generation.serving import serve
+from tests.llm.conftest import word_tokenizer
+
+EXPECTED = (ZeroDivisionError, asyncio.CancelledError, RequestQueueFullError)
+
+
+class Faulty(AsyncTransformer):
+    """Fails now and then."""
+
+    fault_rate = 0.0
+    generator = random.Random(0)
+
+    def evaluate(self, queries):
+        if self.generator.random() < self.fault_rate:
+            raise ZeroDivisionError("fault")
+        return super().evaluate(queries)
+
+
+def random_fields(generator, way):
+    fields = {
+        "max_new_tokens": generator.choice([1, 5, 15, 60]),
+        "stop": generator.choice([(), "<5>"]),
+        "seed": 1,
+    }
+    kind = "greedy" if way == "stream" else generator.choice(["greedy", "sample", "beams"])
+    if kind == "sample":
+        fields |= {"do_sample": True, "n": generator.randint(1, 3)}
+    if kind == "beams":
+        penalty = generator.choice([1.0, -1.0])
+        fields |= {"num_beams": 2, "n": generator.randint(1, 2), "length_penalty": penalty}
+    return fields
+
+
+async def use(engine, generator, handles):
+    """Ask for a text in some way, and perhaps give up."""
+    way = generator.choice(["await", "cancel", "stream", "stop", "release"])
+    prompt = [generator.randrange(96) for _ in range(generator.randint(1, 12))]
+    fields, patience = random_fields(generator, way), 0.02 * generator.random()
+    if way == "stream":
+        async for elements in engine.stream("m", prompt, **fields):
+            if len(elements.token_ids) > 1 or generator.random() < 0.3:
+                break
+    elif way in ("await", "cancel"):
+        task = asyncio.ensure_future(engine.generate("m", prompt, **fields))
+        if way == "cancel":
+            await asyncio.sleep(patience)
+            task.cancel()
+        await task
+    else:
+        handle = engine.start_request_ids("m", prompt, timeout=0, **fields)
+        handles.append(handle)
+        await asyncio.sleep(patience)
+        (engine.stop_request if way == "stop" else engine.release_request)(handle)
+        await handle
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_callers_do_every_request_ends_and_nothing_is_left(model, seed):
+    generator = random.Random(seed)
+    has_prefix_cache = generator.random() < 0.5
+    handles = []
+
+    async def caller(number):
+        own = random.Random(100 * seed + number)
+        for _ in range(6):
+            with contextlib.suppress(*EXPECTED):
+                await use(engine, own, handles)
+
+    async def callers():
+        async with asyncio.timeout(60):
+            await asyncio.gather(*map(caller, range(6)))
+
+    with (
+        Faulty(
+            model,
+            word_tokenizer(),
+            max_length=generator.choice([20, 40, None]),
+            kv_cache_bytes=generator.choice([12_000, 60_000, None]),
+            row_cache_bytes=0,
+        ) as lm,
+        Engine() as engine,
+    ):
+        lm.fault_rate, lm.generator = generator.choice([0.0, 0.05]), random.Random(seed)
+        serve(
+            engine,
+            lm,
+            prefix_cache=has_prefix_cache,
+            max_batch=generator.choice([2, 4, 20]),
+            max_queue_size=generator.choice([None, 3]),
+        )
+        asyncio.run(callers())
+        served = engine._models["m"].served
+        engine.loop.submit(served._join()).result(60)
+        lm._batcher.call(lambda: None)  # what was cancelled may still have been evaluated
+        assert all(handle.is_done for handle in handles)
+        assert not served._runs
+        assert not served._of_request
+        assert not served._running
+        assert has_prefix_cache or lm.statistics().kv_bytes_used == 0
+        lm._evaluator.prefixes.check_integrity()
