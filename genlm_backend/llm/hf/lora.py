@@ -23,8 +23,7 @@ class Adapters:
         self._model: Any = model
         self._names: frozenset[str] = frozenset()  # replaced whole, since any thread reads it
         self._active: str | None = None
-        has_own = getattr(model, "_hf_peft_config_loaded", False)
-        self._own: list[str] = list(model.active_adapters()) if has_own else []
+        self._own = _active_adapters(model)
 
     def load(self, path: str, name: str) -> None:
         """Load an adapter in PEFT's format.
@@ -94,3 +93,12 @@ class Adapters:
         elif self._injected():
             self._model.disable_adapters()
         self._active = name
+
+
+def _active_adapters(model: Any) -> list[str]:
+    """Return the names of the adapters that a model computes with."""
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        return []
+    # Where they are switched off, transformers names the active ones all the same.
+    is_off = any(getattr(layer, "disable_adapters", None) is True for layer in model.modules())
+    return [] if is_off else list(model.active_adapters())

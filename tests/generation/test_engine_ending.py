@@ -1,0 +1,211 @@
+"""Requests of an engine that end early: stopped, failed, cancelled or left."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from genlm_backend import AsyncTransformer, MockAsyncLM
+from genlm_backend.generation import (
+    GenerationConfig,
+    GenerationStatus,
+    generate,
+)
+from tests.generation.serving import alone, same, serve
+from tests.llm.conftest import word_tokenizer
+
+
+def test_a_stopped_request_keeps_what_it_has(engine, gated):
+    serve(engine, gated)
+    expected = None
+    request = engine.start_request_ids("m", [1], max_new_tokens=50, stop="<never>")
+    other = engine.start_request_ids("m", [2], max_new_tokens=6)
+    gated.let(3)
+    while request.queue.generated_length() < 3:
+        assert request.queue.get() is not None
+    engine.stop_request(request)
+    assert request.status() is GenerationStatus.INTERRUPTED
+    gated.let()
+    (text,) = request.result()
+    for end in (engine.stop_request, engine.release_request, engine.release_request):
+        end(request)  # and again
+    expected = alone(gated, [1], max_new_tokens=50)[0]
+    assert text.token_ids == expected.token_ids[: len(text.token_ids)]
+    assert expected.text.startswith(text.text)
+    assert len(text.text) >= len("".join(token.text for token in text.tokens))
+    assert text.finish_reason == "interrupted"
+    assert same(other.result(), alone(gated, [2], max_new_tokens=6))
+    assert request.queue.generated_length() == 0
+    assert request.queue.get() is None
+
+
+def test_what_was_held_back_is_handed_out_when_a_request_is_stopped(engine, gated):
+    serve(engine, gated)
+    first = GenerationConfig(max_new_tokens=1)
+    gated.let()
+    (text,) = alone(gated, [1], config=first)
+    while gated.passes.acquire(blocking=False):
+        pass
+    request = engine.start_request_ids("m", [1], max_new_tokens=9, stop=text.text + "never")
+    gated.let(1)
+    piece = request.queue.get()
+    assert (piece.token_ids, piece.text) == (text.token_ids, "")
+    engine.stop_request(request)
+    piece = request.queue.get()
+    assert (piece.token_ids, piece.text, piece.finish_reason) == ([], text.text, "interrupted")
+    assert request.queue.get() is None
+    assert request.result()[0].text == text.text
+
+
+@pytest.mark.parametrize("length_penalty", [1.0, -1.0])
+def test_an_interrupted_search_hands_out_its_best_texts_so_far(engine, gated, length_penalty):
+    fields = {"num_beams": 3, "n": 2, "length_penalty": length_penalty}
+    serve(engine, gated)
+    waiting = engine.start_request_ids("m", [1], max_new_tokens=9, **fields)
+    engine.stop_request(waiting)
+    assert [text.token_ids for text in waiting.result(30)] == [[], []]
+    gated.let(1)
+    while gated._batcher.statistics().num_in_flight:
+        time.sleep(0.001)
+    gated.passes.acquire(blocking=False)
+
+    request = engine.start_request_ids("m", [2], max_new_tokens=9, **fields)
+    search = next(iter(engine._models["m"].served._runs)).draft
+    gated.let(3)
+    while len(search.contexts[0]) < 4:
+        time.sleep(0.001)
+    engine.stop_request(request)
+    gated.let()
+    expected = alone(gated, [2], max_new_tokens=3, **fields)
+    found = request.result(30)
+    assert same(found, expected)
+    assert [text.text for text in found] == [text.text for text in expected]
+    assert [text.finish_reason for text in found] == ["interrupted"] * 2
+    pieces = list(request.queue)
+    assert sorted(piece.index for piece in pieces) == [0, 1]
+    assert [len(piece.token_ids) for piece in pieces] == [3, 3]
+    assert {piece.finish_reason for piece in pieces} == {"interrupted"}
+    assert request.queue.generated_length() == 6
+
+
+def test_a_stopped_model_keeps_its_weights_and_no_keys_or_values(engine, model):
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        serve(engine, lm)
+        engine.start_request_ids("m", [1, 2], max_new_tokens=4).result()
+        assert lm.statistics().kv_bytes_used > 0
+        engine.stop_model("m")
+        assert lm.statistics().kv_bytes_used == lm.statistics().row_bytes_used == 0
+        assert lm.next_token_logprobs_sync([1]).shape == (96,)
+
+
+def test_stopping_a_model_interrupts_its_requests(engine, gated):
+    serve(engine, gated, max_batch=2)
+    requests = [engine.start_request_ids("m", [i], max_new_tokens=50) for i in range(4)]
+    gated.let(2)
+    while requests[0].queue.generated_length() < 2:
+        requests[0].queue.get()
+    threading.Timer(0.05, gated.let).start()
+    engine.stop_model("m")
+    assert {request.status() for request in requests} == {GenerationStatus.INTERRUPTED}
+    assert [request.result()[0].finish_reason for request in requests] == ["interrupted"] * 4
+    assert requests[3].result()[0].token_ids == []
+    engine.start_model("m")
+    assert len(engine.start_request_ids("m", [1], max_new_tokens=3).result()[0].token_ids) == 3
+
+
+def test_a_request_is_settled_whatever_its_draft_does(engine, gated, monkeypatch):
+    serve(engine, gated)
+    request = engine.start_request_ids("m", [1], max_new_tokens=9)
+    other = engine.start_request_ids("m", [2], max_new_tokens=3)
+    draft = next(iter(engine._models["m"].served._runs)).draft
+    monkeypatch.setattr(draft, "rest", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.stop_request(request)
+    assert request.result(30)[0].token_ids == []
+    assert request.status() is GenerationStatus.INTERRUPTED
+    gated.let()
+    assert same(other.result(30), alone(gated, [2], max_new_tokens=3))
+    assert engine.num_running("m") == engine.num_waiting("m") == 0
+
+
+def test_a_failure_is_the_requests_own_and_what_it_had_is_readable(engine, gated):
+    serve(engine, gated)
+    gated.let()
+    (good,) = alone(gated, [1], max_new_tokens=4)
+    request = engine.start_request_ids("m", [13], max_new_tokens=4, n=2, do_sample=True)
+    with pytest.raises(ZeroDivisionError, match="thirteen"):
+        request.result(30)
+    assert request.status() is GenerationStatus.FAILED
+    for read in (request.queue.get, request.queue.get_nowait, lambda: list(request.queue)):
+        with pytest.raises(ZeroDivisionError):
+            read()
+
+    async def main():
+        with pytest.raises(ZeroDivisionError):
+            await engine.generate("m", [13], max_new_tokens=4)
+        return await engine.generate("m", [1], max_new_tokens=4)
+
+    assert same(asyncio.run(main()), [good])
+    assert engine.num_running("m") == 0
+
+
+def test_a_failure_comes_after_the_tokens_before_it(engine):
+    class Failing(MockAsyncLM):
+        def evaluate(self, queries):
+            if len(queries[0].token_ids) == 4:
+                raise ZeroDivisionError("four")
+            return super().evaluate(queries)
+
+    with Failing(word_tokenizer()) as lm:
+        serve(engine, lm)
+        request = engine.start_request_ids("m", [1], max_new_tokens=9)
+        tokens = []
+        pieces = iter(request.queue)
+        while len(tokens) < 3:
+            tokens += next(pieces).token_ids
+        with pytest.raises(ZeroDivisionError):
+            next(pieces)
+        assert same(request.queue.generations(), alone(lm, [1], max_new_tokens=3))
+
+
+def test_cancelled_callers_interrupt_their_requests_and_no_others(engine, gated):
+    serve(engine, gated, max_batch=4)
+
+    async def main():
+        tasks = [asyncio.create_task(engine.generate("m", [i], max_new_tokens=6)) for i in range(6)]
+        await asyncio.sleep(0)
+        handle = engine.start_request_ids("m", [7], max_new_tokens=6)
+        waiting = asyncio.ensure_future(asyncio.wait_for(handle, 0.01))
+        tasks[1].cancel()
+        tasks[5].cancel()
+        with pytest.raises(TimeoutError):
+            await waiting
+        assert engine.num_running("m") == 4
+        assert engine.num_waiting("m") == 1  # of seven, two have gone
+        gated.let()
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+        for i, found in enumerate(done):
+            if i in (1, 5):
+                assert isinstance(found, asyncio.CancelledError)
+            else:
+                assert same(found, await generate(gated, [i], max_new_tokens=6))
+        return await handle  # which goes on, though a wait for it was given up
+
+    (text,) = asyncio.run(main())
+    assert text.finish_reason == "length"
+    assert engine.num_running("m") == engine.num_waiting("m") == 0
+
+
+def test_leaving_a_stream_interrupts_its_request(engine, lm):
+    serve(engine, lm)
+
+    async def main():
+        stream = engine.stream("m", [1], max_new_tokens=100_000)
+        async for _ in stream:
+            break
+        await stream.aclose()
+
+    asyncio.run(main())
+    engine.stop_model("m")
+    assert lm.statistics().num_batches < 5000
