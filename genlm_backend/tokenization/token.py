@@ -9,10 +9,8 @@ from typing import TypeGuard
 
 def _by_id(compare: Callable[[int, int], bool]) -> Callable[[Token, object], bool]:
     def method(self: Token, other: object) -> bool:
-        if not isinstance(other, Token):
-            # Not NotImplemented: Python would then ask bytes, which compares the spelling.
-            raise TypeError(f"a Token cannot be ordered with {type(other).__name__}")
-        return compare(self.token_id, other.token_id)
+        # NotImplemented lets Python ask bytes, which compares the spelling.
+        return compare(self.token_id, other.token_id) if isinstance(other, Token) else NotImplemented
 
     return method
 
@@ -20,9 +18,16 @@ def _by_id(compare: Callable[[int, int], bool]) -> Callable[[Token, object], boo
 class Token(bytes):
     """One entry of a vocabulary: a ``bytes`` that knows its ``token_id``.
 
-    Several ids may spell the same bytes, so tokens are equal, hashed and ordered by id, and a
-    token never equals plain ``bytes``; compare ``token.byte_string`` where the spelling is
-    meant. Everything else is as with ``bytes``: ``b"".join(tokens)``, ``len``, indexing.
+    Several ids may spell the same bytes, so two tokens are equal, and ordered, by their ids.
+    Beside plain ``bytes``, a token is compared by its spelling: ``token == b" the"``,
+    ``token < b"b"``. Everything else is as with ``bytes``: ``b"".join(tokens)``, ``len``,
+    indexing.
+
+    A token is hashed by its id, so that sets and dictionaries tell tokens of equal spelling
+    apart and never find one by plain bytes, nor plain bytes by a token: ``b" the" in {token}``
+    is False although ``b" the" == token``, while ``b" the" in [token]`` is True. Look up
+    ``token.byte_string`` where the spelling is meant, and do not mix tokens with plain bytes
+    among the keys of one dictionary.
 
     ``Token(token_id, byte_string)`` takes an integer id and the ``bytes`` that the token
     contributes in the middle of a text, which may be empty; other types are a ``TypeError``.
@@ -58,11 +63,8 @@ class Token(bytes):
         """Whether ``x`` is ``bytes`` and not a token."""
         return isinstance(x, bytes) and not isinstance(x, Token)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Token) and self.token_id == other.token_id
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
+    __eq__ = _by_id(operator.eq)
+    __ne__ = _by_id(operator.ne)
 
     def __hash__(self) -> int:
         return hash(self.token_id)
@@ -73,7 +75,7 @@ class Token(bytes):
     __ge__ = _by_id(operator.ge)
 
     def __repr__(self) -> str:
-        return f"Token({self.token_id}, {bytes(self)!r})"
+        return f"Token(token_id={self.token_id}, byte_string={bytes(self)!r})"
 
     def __reduce__(self) -> tuple[type[Token], tuple[int, bytes]]:
         return type(self), (self.token_id, bytes(self))

@@ -4,6 +4,8 @@ import pickle
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from genlm_backend import Token
 
@@ -15,7 +17,8 @@ def test_it_is_bytes_that_know_an_id():
     assert type(token.byte_string) is bytes
     assert b"".join([Token(1, b"a"), Token(2, b""), Token(3, b"c")]) == b"ac"
     assert token.decode() == "ab"
-    assert repr(token) == "Token(7, b'ab')"
+    assert repr(token) == "Token(token_id=7, byte_string=b'ab')"
+    assert eval(repr(token)) == token
     assert Token(np.int64(5), b"").token_id == 5
 
 
@@ -29,16 +32,49 @@ def test_equality_hash_and_order_go_by_id():
     assert Token(3, b"") > Token(2, b"zz")
 
 
-def test_it_never_equals_plain_bytes():
+COMPARISONS = [
+    operator.eq,
+    operator.ne,
+    operator.lt,
+    operator.le,
+    operator.gt,
+    operator.ge,
+]
+
+
+@pytest.mark.parametrize("compare", COMPARISONS)
+@given(token_id=st.integers(0, 300), spelling=st.binary(max_size=2), other=st.binary(max_size=2))
+def test_beside_plain_bytes_the_spelling_is_compared(compare, token_id, spelling, other):
+    token = Token(token_id, spelling)
+    assert compare(token, other) is compare(spelling, other)
+    assert compare(other, token) is compare(other, spelling)
+    assert compare(token, bytearray(other)) is compare(spelling, bytearray(other))
+
+
+@pytest.mark.parametrize("compare", COMPARISONS)
+@given(ids=st.tuples(*[st.integers(0, 3)] * 2), spellings=st.tuples(*[st.binary(max_size=2)] * 2))
+def test_two_tokens_are_compared_by_their_ids(compare, ids, spellings):
+    first, second = map(Token, ids, spellings)
+    assert compare(first, second) is compare(*ids)
+    assert hash(first) == hash(ids[0])
+
+
+def test_what_is_no_bytes_is_unequal_and_has_no_order():
     token = Token(1, b"a")
-    assert operator.ne(token, b"a")
-    assert operator.ne(b"a", token)
-    assert not operator.eq(token, b"a")
-    assert not operator.eq(b"a", token)
+    for other in ("a", 1, None, (b"a",)):
+        assert token != other
+        assert other != token
+        with pytest.raises(TypeError):
+            token < other  # noqa: B015
+
+
+def test_sets_go_by_the_hash_of_the_id():
+    token = Token(1, b"a")
     assert b"a" not in {token}
     assert token not in {b"a": 1}
-    with pytest.raises(TypeError):
-        sorted([token, b"a"])
+    assert b"a" in [token]
+    assert [token, Token(2, b"b")].index(b"b") == 1
+    assert sorted([Token(0, b"b"), b"a", b"c"]) == [b"a", b"b", b"c"]
 
 
 def test_it_pickles_and_copies():
