@@ -35,7 +35,8 @@ def work(job: dict[str, Any]) -> None:
     from transformers.utils import logging
 
     import benchmarks.catalogue  # noqa: F401  (registers the workloads)
-    from benchmarks.systems import DEVICE, add_peer
+    from benchmarks.peer import add_peer
+    from benchmarks.systems import DEVICE
 
     if not sys.stderr.isatty():
         logging.disable_progress_bar()

@@ -6,7 +6,6 @@ Every system runs in a process of its own, so that none inherits another's threa
 from __future__ import annotations
 
 import asyncio
-import sys
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -94,7 +93,7 @@ class Ours(RowSystem):
 
 class Peer(RowSystem):
     def start(self, num_particles: int) -> list[int]:
-        from genlm.backend.llm import AsyncTransformer  # pyright: ignore
+        from genlm.backend.llm import AsyncTransformer
 
         model, tokenizer = load_hf()
         self.lm = AsyncTransformer(model, tokenizer, batch_size=num_particles)
@@ -161,9 +160,3 @@ SYSTEMS: dict[str, type[System]] = {
     "generate": Generate,
     "continuous batching": ContinuousBatching,
 }
-
-
-def add_peer(folder: str | None) -> None:
-    """Make ``genlm.backend`` importable from where ``make bench`` has put it."""
-    if folder:
-        sys.path.insert(0, folder)

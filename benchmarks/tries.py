@@ -21,6 +21,8 @@ import numpy as np
 import psutil
 import torch
 
+from benchmarks.peer import has_peer
+
 Numbers = dict[str, Any]
 
 BATCHES = (1, 20, 100)
@@ -125,15 +127,13 @@ def trie_speed(vocabulary: str, repeats: int) -> Numbers:
     ours, build = measured_build(lambda: TokenCharacterTrie(tokens))
     tries: dict[str, Any] = {"ours": ours}
     builds: Numbers = {"ours": build}
-    try:
-        from genlm.backend.tokenization import Token as PeerToken  # pyright: ignore
-        from genlm.backend.trie import (  # pyright: ignore
+    if has_peer():
+        from genlm.backend.tokenization import Token as PeerToken
+        from genlm.backend.trie import (
             ParallelTokenCharacterTrie as PeerParallel,
         )
-        from genlm.backend.trie import TokenCharacterTrie as PeerSequential  # pyright: ignore
-    except ImportError:
-        pass
-    else:
+        from genlm.backend.trie import TokenCharacterTrie as PeerSequential
+
         sys.setrecursionlimit(10_000)
         theirs = [PeerToken(i, word) for i, word in enumerate(words)]
         for name, make in (
@@ -185,12 +185,10 @@ def trie_async(vocabulary: str, repeats: int) -> Numbers:
             [Token(i, word) for i, word in enumerate(words)], backend="sequential"
         )
     }
-    try:
-        from genlm.backend.tokenization import Token as PeerToken  # pyright: ignore
-        from genlm.backend.trie import AsyncTokenCharacterTrie as Peer  # pyright: ignore
-    except ImportError:
-        pass
-    else:
+    if has_peer():
+        from genlm.backend.tokenization import Token as PeerToken
+        from genlm.backend.trie import AsyncTokenCharacterTrie as Peer
+
         sys.setrecursionlimit(10_000)
         theirs = [PeerToken(i, word) for i, word in enumerate(words)]
         tries["peer"] = Peer.from_vocab(theirs, backend="parallel", device="cpu")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.limit import products_seconds, program_seconds
+from benchmarks.peer import has_peer
 from benchmarks.systems import PROMPT_TOKENS, SYSTEMS, TEXT, Ours, load_hf, tensor_on
 
 Numbers = dict[str, Any]
@@ -373,9 +374,9 @@ def decoding(repeats: int) -> Numbers:
         "ours_ms": [1e3 * seconds(lambda: decode_vocab(tokenizer)) for _ in range(repeats)],
         "limit_ms": [1e3 * seconds(tokenizer.get_vocab) for _ in range(repeats)],
     }
-    try:
-        from genlm.backend.tokenization import decode_vocab as theirs  # pyright: ignore
-    except ImportError:
+    if not has_peer():
         return numbers
+    from genlm.backend.tokenization import decode_vocab as theirs
+
     numbers["peer_ms"] = [1e3 * seconds(lambda: theirs(tokenizer)) for _ in range(repeats)]
     return numbers

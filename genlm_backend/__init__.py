@@ -12,6 +12,11 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from genlm_backend.generation.async_glm import AsyncGLM
+    from genlm_backend.generation.config import GenerationConfig
+    from genlm_backend.generation.constraint import Constraint
+    from genlm_backend.generation.engine import Engine
+    from genlm_backend.generation.generation import generate, stream
     from genlm_backend.llm.absent import AsyncMlxLM
     from genlm_backend.llm.base import AsyncLM
     from genlm_backend.llm.hf.model import AsyncTransformer
@@ -26,16 +31,20 @@ if TYPE_CHECKING:
     from genlm_backend.trie.parallel import ParallelTokenCharacterTrie
     from genlm_backend.trie.sequential import TokenCharacterTrie
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless somebody listens
 
 __all__ = [
+    "AsyncGLM",
     "AsyncLM",
     "AsyncMlxLM",
     "AsyncTokenCharacterTrie",
     "AsyncTransformer",
     "AsyncVirtualLM",
+    "Constraint",
+    "Engine",
+    "GenerationConfig",
     "LMStatistics",
     "MockAsyncLM",
     "ParallelTokenCharacterTrie",
@@ -43,25 +52,34 @@ __all__ = [
     "TokenCharacterTrie",
     "__version__",
     "decode_vocab",
+    "generate",
     "lm_trie_weights",
     "load_model_by_name",
+    "stream",
 ]
 
 __getattr__, __dir__ = lazy_names(
-    __name__,
+    globals(),
     {
+        "AsyncGLM": "genlm_backend.generation.async_glm",
         "AsyncLM": "genlm_backend.llm.base",
         "AsyncMlxLM": "genlm_backend.llm.absent",
         "AsyncTokenCharacterTrie": "genlm_backend.trie.async_trie",
         "AsyncTransformer": "genlm_backend.llm.hf.model",
         "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
+        "Constraint": "genlm_backend.generation.constraint",
+        "Engine": "genlm_backend.generation.engine",
+        "GenerationConfig": "genlm_backend.generation.config",
         "LMStatistics": "genlm_backend.llm.statistics",
         "MockAsyncLM": "genlm_backend.llm.mock",
         "ParallelTokenCharacterTrie": "genlm_backend.trie.parallel",
         "Token": "genlm_backend.tokenization.token",
         "TokenCharacterTrie": "genlm_backend.trie.sequential",
         "decode_vocab": "genlm_backend.tokenization.vocab",
+        "generate": "genlm_backend.generation.generation",
         "lm_trie_weights": "genlm_backend.trie.lm_weights",
         "load_model_by_name": "genlm_backend.llm.registry",
+        "stream": "genlm_backend.generation.generation",
     },
+    submodules=("cache", "errors", "generation", "llm", "tokenization", "trie"),
 )

@@ -26,6 +26,7 @@ keeps working without knowing this module::
     ├── ModelStateError (RuntimeError)       a model is not in the state that this needs
     ├── RequestQueueFullError (queue.Full)   no room among the requests that wait
     ├── DeviceError (ValueError)             a device that is not there
+    ├── ReplacedNameError (NotImplementedError)  a name of genlm.backend that is not needed here
     ├── BatcherClosedError (RuntimeError)    asked after close()
     ├── QueryDroppedError (RuntimeError)     the query was dropped before it was answered
     ├── EvaluationError (RuntimeError)       an evaluation broke its contract
@@ -147,6 +148,10 @@ class RequestQueueFullError(GenlmBackendError, queue.Full):
 
 class DeviceError(GenlmBackendError, ValueError):
     """The device is not one that torch knows, or not on this machine."""
+
+
+class ReplacedNameError(GenlmBackendError, NotImplementedError):
+    """A name of genlm-backend 0.3.1 was used that something else takes the place of."""
 
 
 class BatcherClosedError(GenlmBackendError, RuntimeError):

@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 
 def lazy_names(
-    package: str, names: Mapping[str, str]
+    namespace: dict[str, Any], names: Mapping[str, str], submodules: tuple[str, ...] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
-        package: Its ``__name__``.
-        names: Public name → module that defines it.
+        namespace: Its ``globals()``, where a name is kept once it has been asked for.
+        names: Public name → module that defines it, or the module and the name that it has there,
+            ``"module:name"``.
+        submodules: Modules of the package that are attributes of it without being imported.
     """
 
+    package = namespace["__name__"]
+
     def __getattr__(name: str) -> Any:
+        if name in submodules:
+            return importlib.import_module(f"{package}.{name}")  # which sets the attribute
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(names[name]), name)
-        setattr(sys.modules[package], name, value)
+        module, _, original = names[name].partition(":")
+        value = getattr(importlib.import_module(module), original or name)
+        namespace[name] = value
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *names})
+        return sorted({*namespace, *names, *submodules})
 
     return __getattr__, __dir__

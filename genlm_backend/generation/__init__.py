@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 __getattr__, __dir__ = lazy_names(
-    __name__,
+    globals(),
     {
         "AsyncGLM": "genlm_backend.generation.async_glm",
         "Constraint": "genlm_backend.generation.constraint",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.llm.absent import AsyncMlxLM
+    from genlm_backend.llm.absent import AsyncMlxLM, AsyncSGLTransformer
     from genlm_backend.llm.base import AsyncLM
     from genlm_backend.llm.batched import BatchedLM
     from genlm_backend.llm.hf.model import AsyncTransformer
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncLM",
     "AsyncMlxLM",
+    "AsyncSGLTransformer",
     "AsyncTransformer",
     "AsyncVirtualLM",
     "BatchedLM",
@@ -28,10 +29,11 @@ __all__ = [
 ]
 
 __getattr__, __dir__ = lazy_names(
-    __name__,
+    globals(),
     {
         "AsyncLM": "genlm_backend.llm.base",
         "AsyncMlxLM": "genlm_backend.llm.absent",
+        "AsyncSGLTransformer": "genlm_backend.llm.absent",
         "AsyncTransformer": "genlm_backend.llm.hf.model",
         "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
         "BatchedLM": "genlm_backend.llm.batched",

@@ -1,4 +1,4 @@
-"""The backend that the library does not have yet: importable everywhere, loadable nowhere."""
+"""Backends that the library does not have: importable everywhere, loadable nowhere."""
 
 from __future__ import annotations
 
@@ -7,26 +7,34 @@ from typing import Any, NoReturn
 from genlm_backend.errors import MissingExtraError
 
 
-class _NotYet:
+class _Absent:
     library = ""
+    when = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._refuse()
 
     @classmethod
     def from_name(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise an ``ImportError``: there is nothing to load with yet."""
+        """Raise an ``ImportError``: there is nothing to load with."""
         cls._refuse()
 
     @classmethod
     def _refuse(cls) -> NoReturn:
         raise MissingExtraError(
-            f"{cls.__name__} is not yet available: this release has no {cls.library} backend. "
-            "AsyncTransformer (backend 'hf') runs the same programs."
+            f"{cls.__name__} is not {cls.when}available: this release has no {cls.library} "
+            "backend. AsyncTransformer (backend 'hf') runs the same programs."
         )
 
 
-class AsyncMlxLM(_NotYet):
+class AsyncMlxLM(_Absent):
     """A model evaluated by MLX. Not yet available; using it raises an ``ImportError``."""
 
     library = "MLX"
+    when = "yet "
+
+
+class AsyncSGLTransformer(_Absent):
+    """A model evaluated by SGLang. Not available; using it raises an ``ImportError``."""
+
+    library = "SGLang"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import warnings
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Final, NoReturn
 
 import torch
 
 from genlm_backend.closing import Closing
-from genlm_backend.errors import UnknownAdapterError
+from genlm_backend.errors import AdapterError, UnknownAdapterError
 from genlm_backend.llm.sampling import Sampler
 from genlm_backend.llm.statistics import LMStatistics
 from genlm_backend.llm.together import together
@@ -19,6 +19,9 @@ from genlm_backend.tokenization import Token, decode_vocab
 
 TokenIds = Iterable[int]
 """A context: token ids, as Python or NumPy integers, or a 1-D integer array or tensor."""
+
+UNKNOWN_ADAPTER: Final = "no LoRA adapter named {!r} is loaded"
+"""What the message of an ``UnknownAdapterError`` begins with, for the adapter's name."""
 
 
 class AsyncLM(Closing):
@@ -30,7 +33,9 @@ class AsyncLM(Closing):
     has are ``-inf``. The answer to a context depends on nothing else: not on the other contexts
     of its batch, nor on what is cached, beyond rounding.
 
-    Every log-probability method takes ``lora_name``, the adapter to read the context with.
+    Every log-probability method takes ``lora_name``, the adapter to read the context with. A
+    model of one's own has to define ``next_token_logprobs`` and ``next_token_logprobs_sync``, and
+    what else it can do better than by one context after another.
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
@@ -111,20 +116,26 @@ class AsyncLM(Closing):
         meanwhile.
         """
 
-    @abc.abstractmethod
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the rows of many contexts, in order: float32 ``[len(token_ids_list), vocab]``.
 
-        All contexts are checked before any is queued.
+        The library's own models check all contexts before any is queued.
         """
+        asked = (self.next_token_logprobs(ids, lora_name=lora_name) for ids in token_ids_list)
+        return self._stacked(await together(asked))
 
-    @abc.abstractmethod
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same rows as ``batch_next_token_logprobs``, blocking the calling thread."""
+        return self._stacked(
+            [self.next_token_logprobs_sync(ids, lora_name=lora_name) for ids in token_ids_list]
+        )
+
+    def _stacked(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(list(rows)) if rows else torch.empty(0, len(self.byte_vocab))
 
     # ---------------------------------------------------------------- sampling
 
@@ -224,14 +235,55 @@ class AsyncLM(Closing):
         Comes after the batches that have been sent, so that a cancelled query leaves nothing.
         """
 
-    # ---------------------------------------------------------------- keeping house
+    # ---------------------------------------------------------------- adapters
+
+    def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
+        """Load a LoRA adapter, to be named in queries; blocks until it is there.
+
+        Args:
+            lora_path: A directory in PEFT's format, or a repository on the hub.
+            lora_name: A name that no other adapter of the model has.
+
+        Raises:
+            AdapterError: (``ValueError``) If the name is taken, nothing can be loaded, or the
+                model takes no adapters.
+        """
+        raise AdapterError(
+            f"{type(self).__name__} takes no LoRA adapters: {lora_name!r} is refused"
+        )
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Remove a LoRA adapter that ``add_new_lora`` has loaded.
+
+        Queries with it that have not begun get an ``UnknownAdapterError``, and no others.
+
+        Raises:
+            UnknownAdapterError: (``ValueError``) If there is none of that name.
+        """
+        self.check_adapter(lora_name)
 
     def check_adapter(self, lora_name: str | None) -> None:
         """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
         if lora_name is not None:
             raise UnknownAdapterError(
-                f"no LoRA adapter named {lora_name!r} is loaded; {type(self).__name__} has none"
+                f"{UNKNOWN_ADAPTER.format(lora_name)}; {type(self).__name__} has none"
             )
+
+    def set_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise an ``AdapterError``: each call says by ``lora_name`` which adapter it is for."""
+        raise AdapterError(
+            "no adapter is active for all callers: load it by add_new_lora(lora_path, lora_name) "
+            "and pass lora_name= to each call"
+        )
+
+    def clear_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise an ``AdapterError``: a call without ``lora_name`` is for the model as it is."""
+        raise AdapterError(
+            "no adapter is active for all callers: a call without lora_name= is for the model "
+            "as it is; remove_lora(lora_name) removes an adapter"
+        )
+
+    # ---------------------------------------------------------------- keeping house
 
     def clear_cache(self) -> None:
         """Forget every cached row, key and value. No answer changes by it."""
@@ -240,7 +292,6 @@ class AsyncLM(Closing):
         """Return what batching and caching have done so far."""
         return LMStatistics()
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Settle every waiter with an error and free what the model holds; again has no effect."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ class BatchedLM(AsyncLM):
         vocab_size: Width of the model's rows, where it may differ from the tokenizer's.
         max_length: The longest context the model takes, or ``None``.
         batch_size: Distinct contexts evaluated at once, at most.
+        max_batch_size: As many as the backend can evaluate at once, where that is bounded; a
+            larger ``batch_size`` means this.
         timeout: Seconds that the first query of a batch may wait for company. It is an upper
             bound that hardly anybody meets: a batch goes as soon as the event loop has nothing
             more to add to it.
@@ -44,13 +47,15 @@ class BatchedLM(AsyncLM):
         vocab_size: int | None = None,
         max_length: int | None = None,
         batch_size: int = 20,
+        max_batch_size: int | None = None,
         timeout: float = 0.02,
         row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
         row_cache: RowCache | None = None,
         output_device: str | torch.device = "cpu",
         self_check: bool = True,
     ) -> None:
-        policy = BatchPolicy(max_batch_size=batch_size, timeout=timeout)
+        self._max_batch_size = max_batch_size
+        policy = self._bounded(BatchPolicy(max_batch_size=batch_size, timeout=timeout))
         rows = RowCache(row_cache_bytes) if row_cache is None else row_cache
         self.output_device = torch.device(output_device)
         super().__init__(tokenizer, vocab_size=vocab_size, self_check=self_check)
@@ -165,13 +170,28 @@ class BatchedLM(AsyncLM):
 
     @property
     def batch_size(self) -> int:
-        """Distinct contexts evaluated at once, at most."""
+        """Distinct contexts evaluated at once, at most; can be set, for the batches to come."""
         return self._batcher.policy.max_batch_size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        self._set_policy(max_batch_size=batch_size)
 
     @property
     def timeout(self) -> float:
-        """Seconds that the first query of a batch may wait for company."""
+        """Seconds that the first query of a batch may wait for company; can be set."""
         return self._batcher.policy.timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float) -> None:
+        self._set_policy(timeout=timeout)
+
+    def _set_policy(self, **fields: Any) -> None:
+        self._batcher.policy = self._bounded(replace(self._batcher.policy, **fields))
+
+    def _bounded(self, policy: BatchPolicy) -> BatchPolicy:
+        limit = self._max_batch_size or policy.max_batch_size
+        return replace(policy, max_batch_size=min(policy.max_batch_size, limit))
 
     def batch_evaluate_queries(self) -> None:
         """Let what is waiting go now, or as soon as the batch under way is done."""

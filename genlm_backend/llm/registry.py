@@ -17,6 +17,12 @@ BACKENDS: Final = {
 }
 """Backend name → (module, class); imported when a model is loaded."""
 
+ABSENT: Final = {
+    "mlx": ("genlm_backend.llm.absent", "AsyncMlxLM"),
+    "sgl": ("genlm_backend.llm.absent", "AsyncSGLTransformer"),
+}
+"""Names of backends that say that they cannot be had."""
+
 
 def load_model_by_name(
     name: str, backend: str | None = None, llm_opts: dict[str, Any] | None = None
@@ -37,11 +43,12 @@ def load_model_by_name(
         MissingExtraError: (``ImportError``) If the model or backend needs an extra.
     """
     chosen = default_backend() if backend is None else backend
-    if chosen not in BACKENDS:
+    found = BACKENDS.get(chosen) or ABSENT.get(chosen)
+    if found is None:
         raise UnknownBackendError(
             f"unknown backend {backend!r}; known are {', '.join(map(repr, BACKENDS))}"
         )
-    module, class_name = BACKENDS[chosen]
+    module, class_name = found
     backend_class = getattr(importlib.import_module(module), class_name)
     return backend_class.from_name(name, **(llm_opts or {}))
 

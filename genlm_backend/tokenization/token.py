@@ -10,7 +10,9 @@ from typing import TypeGuard
 def _by_id(compare: Callable[[int, int], bool]) -> Callable[[Token, object], bool]:
     def method(self: Token, other: object) -> bool:
         # NotImplemented lets Python ask bytes, which compares the spelling.
-        return compare(self.token_id, other.token_id) if isinstance(other, Token) else NotImplemented
+        return (
+            compare(self.token_id, other.token_id) if isinstance(other, Token) else NotImplemented
+        )
 
     return method
 

@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 __getattr__, __dir__ = lazy_names(
-    __name__,
+    globals(),
     {
         "AsyncTokenCharacterTrie": "genlm_backend.trie.async_trie",
         "ParallelTokenCharacterTrie": "genlm_backend.trie.parallel",

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from genlm_backend.errors import MissingExtraError, VocabularyTypeError
 from genlm_backend.trie.layout import build_layout, check_unique, keys_of
 from genlm_backend.trie.operation import Operation, Weights, check_batch, check_weights
-from genlm_backend.trie.views import Children, Prefixes
+from genlm_backend.trie.views import Children, Jump, Prefixes
 
 if TYPE_CHECKING:
     from genlm_backend.trie.visualize import TrieDrawing
@@ -89,6 +89,23 @@ class VocabularyTrie(abc.ABC):
     def leaf2word(self) -> dict[int, Hashable]:
         """The reverse of ``word2leaf``."""
         return {leaf: word for word, leaf in self.word2leaf.items()}
+
+    @cached_property
+    def idx_to_leaf(self) -> NDArray[np.int32]:
+        """Position in ``decode`` and leaf of each token: int32 ``[len(decode), 2]``."""
+        return np.stack([np.arange(len(self.decode), dtype=np.int32), self.leaves], axis=1)
+
+    @cached_property
+    def jump(self) -> Sequence[NDArray[np.int32]]:
+        """For each node its children in ascending order, int32; a leaf has none."""
+        return Jump(self.layout)
+
+    @cached_property
+    def ordering(self) -> NDArray[np.int32]:
+        """The nodes that are no leaves, children before parents and the root last: int32."""
+        is_inner = np.ones(self.num_nodes, bool)
+        is_inner[self.leaves] = False
+        return np.flatnonzero(is_inner).astype(np.int32)
 
     @cached_property
     def node2prefix(self) -> Prefixes:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from genlm_backend.trie.layout import TrieLayout
 
 
@@ -43,6 +46,28 @@ class Children(Sequence[dict[Any, int]]):
             token = self._token_of_leaf.get(child)
             children[layout.letter(child) if token is None else (None, token)] = child
         return self._made.setdefault(node, children)
+
+    def __repr__(self) -> str:
+        return f"<children of {len(self)} nodes>"
+
+
+class Jump(Sequence[NDArray[np.int32]]):
+    """For each node its children in ascending order, int32 ``[num_children]``; none at a leaf."""
+
+    def __init__(self, layout: TrieLayout) -> None:
+        self._layout = layout
+
+    def __len__(self) -> int:
+        return self._layout.num_nodes
+
+    @overload
+    def __getitem__(self, node: int) -> NDArray[np.int32]: ...
+    @overload
+    def __getitem__(self, node: slice) -> list[NDArray[np.int32]]: ...
+    def __getitem__(self, node: int | slice) -> NDArray[np.int32] | list[NDArray[np.int32]]:
+        if isinstance(node, slice):
+            return [self[i] for i in range(*node.indices(len(self)))]
+        return np.sort(np.array(self._layout.children(range(len(self))[node]), np.int32))
 
     def __repr__(self) -> str:
         return f"<children of {len(self)} nodes>"

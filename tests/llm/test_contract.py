@@ -11,7 +11,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from genlm_backend.errors import BatcherClosedError, QueryDroppedError
+from genlm_backend.errors import (
+    AdapterError,
+    BatcherClosedError,
+    QueryDroppedError,
+    UnknownAdapterError,
+)
 from tests.llm.families import VOCAB
 
 TOLERANCE = {"rtol": 0, "atol": 2e-5}
@@ -212,6 +217,18 @@ def test_an_adapter_that_is_not_loaded_is_refused(lm):
             ask([[1]], lora_name="polite")
 
 
+def test_adapters_are_loaded_and_removed_or_refused(lm):
+    with pytest.raises(AdapterError, match="polite"):
+        lm.add_new_lora("/nowhere/polite", "polite")
+    with pytest.raises(UnknownAdapterError, match="'polite'"):
+        lm.remove_lora("polite")
+    with pytest.raises(AdapterError, match="lora_name="):
+        lm.set_lora("/nowhere/polite", "polite")
+    with pytest.raises(AdapterError, match="lora_name="):
+        lm.clear_lora()
+    assert lm.next_token_logprobs_sync([1]).isfinite().all()
+
+
 # -------------------------------------------------------------------- trouble
 
 
@@ -317,6 +334,30 @@ def test_batch_evaluate_queries_flushes(backend):
             close(await task, backend.expected([1, 2]))
 
     asyncio.run(main())
+
+
+def test_batch_size_and_timeout_can_be_set(backend):
+    with backend.make(batch_size=20, timeout=1000.0) as lm:
+        lm.batch_size = 2
+        assert (lm.batch_size, lm.timeout) == (2, 1000.0)
+        contexts = [[i] for i in range(1, 6)]
+        rows = lm.batch_next_token_logprobs_sync(contexts)
+        assert lm.statistics().batch_sizes == {1: 1, 2: 2}
+        lm.batch_size = 4
+        lm.timeout = 0.5
+        assert (lm.batch_size, lm.timeout) == (4, 0.5)
+        lm.batch_next_token_logprobs_sync([[7, i] for i in range(1, 5)])
+        assert lm.statistics().batch_sizes == {1: 1, 2: 2, 4: 1}
+        for name, value, error in (
+            ("batch_size", 0, ValueError),
+            ("batch_size", "2", TypeError),
+            ("timeout", -1, ValueError),
+        ):
+            with pytest.raises(error, match=name):
+                setattr(lm, name, value)
+        assert (lm.batch_size, lm.timeout) == (4, 0.5)
+    for context, row in zip(contexts, rows, strict=True):
+        close(row, backend.expected(context))
 
 
 def test_after_close_every_method_says_so(backend):

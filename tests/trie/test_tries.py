@@ -92,6 +92,35 @@ def test_the_tree_is_that_of_the_letters(make):
     check_structure(make)
 
 
+@settings(max_examples=100, deadline=None)
+@given(vocabularies, st.data())
+def check_flat_views(make, decode, data):
+    """A sum by hand over the flat views is the trie's own."""
+    trie = make(decode)
+    ws = np.nan_to_num(data.draw(weights(len(decode))), nan=1, posinf=2, neginf=-3)
+    sums = np.zeros(trie.num_nodes)
+    assert trie.idx_to_leaf.dtype == trie.ordering.dtype == np.int32
+    assert trie.idx_to_leaf.shape == (len(decode), 2)
+    for position, leaf in trie.idx_to_leaf:
+        sums[leaf] = ws[position]
+        assert len(trie.jump[leaf]) == 0
+    for node in trie.ordering:
+        children = trie.jump[node]
+        assert children.dtype == np.int32
+        assert children.tolist() == sorted(trie.children[node].values())
+        sums[node] = sums[children].sum()
+    assert len(trie.ordering) + len(decode) == trie.num_nodes == len(trie.jump)
+    np.testing.assert_allclose(trie.weight_sum(ws), sums, rtol=1e-5, atol=1e-5 * np.abs(ws).sum())
+
+
+def test_the_trie_is_there_as_flat_views(make):
+    check_flat_views(make)
+    trie = make([b"a", b"ab"])
+    assert [part.tolist() for part in trie.jump[-2:]] == [trie.jump[i].tolist() for i in (-2, -1)]
+    with pytest.raises(IndexError):
+        trie.jump[trie.num_nodes]
+
+
 def test_children_are_a_sequence_and_prefixes_a_mapping(make):
     trie = make([b"a", b"ab", b"b"])
     assert trie.children[-1] == trie.children[trie.root] == trie.children[np.int64(trie.root)]

@@ -9,4 +9,4 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncTransformer"]
 
-__getattr__, __dir__ = lazy_names(__name__, {"AsyncTransformer": "genlm_backend.llm.hf.model"})
+__getattr__, __dir__ = lazy_names(globals(), {"AsyncTransformer": "genlm_backend.llm.hf.model"})

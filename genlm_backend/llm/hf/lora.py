@@ -6,6 +6,7 @@ import importlib.util
 from typing import Any
 
 from genlm_backend.errors import AdapterError, MissingExtraError, UnknownAdapterError
+from genlm_backend.llm.base import UNKNOWN_ADAPTER
 
 
 class Adapters:
@@ -64,7 +65,7 @@ class Adapters:
         if name is not None and name not in self._names:
             known = ", ".join(map(repr, sorted(self._names))) or "none are"
             raise UnknownAdapterError(
-                f"no LoRA adapter named {name!r} is loaded ({known}); see add_new_lora()"
+                f"{UNKNOWN_ADAPTER.format(name)} ({known}); see add_new_lora()"
             )
 
     def activate(self, name: str | None) -> None:

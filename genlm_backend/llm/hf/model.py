@@ -61,6 +61,7 @@ class AsyncTransformer(BatchedLM):
 
     Attributes:
         model: The model as given.
+        device: Where it takes its token ids.
         kv_reuse: Whether keys and values are reused.
     """
 
@@ -98,7 +99,8 @@ class AsyncTransformer(BatchedLM):
         self.model = hf_model
         self._adapters = Adapters(hf_model)
         runner = Runner(hf_model)
-        self._is_on_cpu = runner.device.type == "cpu"
+        self.device = runner.device
+        self._is_on_cpu = self.device.type == "cpu"
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
         self._defined = next(i for i in itertools.count() if i not in self.undefined_ids)
         if num_threads is not None:

@@ -212,6 +212,10 @@ class Core:
         """Load an adapter, so that a wrong one is told of now."""
         self._client.add_lora(request)
 
+    def remove_lora(self, number: int) -> None:
+        """Remove an adapter by its number."""
+        self._client.remove_lora(number)
+
     def shutdown(self) -> None:
         """End the core."""
         self._client.shutdown()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import random
 import time
@@ -68,6 +69,7 @@ class Engine:
         self._requests: list[Any] = []
         self._num_empty_steps = 0
         self._adapters: dict[str, LoRARequest] = {}
+        self._adapter_ids = itertools.count(1)  # vLLM knows an adapter by its number
         self._max_adapters = max_adapters
         if self._core.is_local:
             Engine._here = self
@@ -248,7 +250,7 @@ class Engine:
                 f"vLLM on the CPU holds max_loras={self._max_adapters} adapters; load the model "
                 f"with a larger max_loras to add {name!r}"
             )
-        request = LoRARequest(name, len(self._adapters) + 1, path)
+        request = LoRARequest(name, next(self._adapter_ids), path)
         try:
             self._call(self._core.add_lora, request)
         except EngineDiedError:
@@ -256,6 +258,10 @@ class Engine:
         except Exception as error:
             raise AdapterError(f"vLLM does not load the adapter {name!r}: {error}") from error
         self._adapters[name] = request
+
+    def remove_adapter(self, name: str) -> None:
+        """Remove a LoRA adapter that no session and no completion uses."""
+        self._call(self._core.remove_lora, self._adapters.pop(name).lora_int_id)
 
     # ---------------------------------------------------------------- ending
 

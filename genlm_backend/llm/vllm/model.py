@@ -16,7 +16,7 @@ from genlm_backend.errors import (
     BatcherClosedError,
     UnknownAdapterError,
 )
-from genlm_backend.llm.base import TokenIds, progress_bar
+from genlm_backend.llm.base import UNKNOWN_ADAPTER, TokenIds, progress_bar
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.loading import explained, resolve_name
 from genlm_backend.llm.query import Query
@@ -75,7 +75,8 @@ class AsyncVirtualLM(BatchedLM):
                 engine.max_length,
                 engine.num_blocks * engine.block_size,
             ),
-            batch_size=min(batch_size, engine.max_sessions),
+            batch_size=batch_size,
+            max_batch_size=engine.max_sessions,
             timeout=timeout,
             row_cache=_row_cache(cache_size, row_cache_bytes, **(cache_opts or {})),
             output_device=output_device,
@@ -85,7 +86,7 @@ class AsyncVirtualLM(BatchedLM):
         self._rounds = Rounds(engine)
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
         self._defined = next(i for i in itertools.count() if i not in self.undefined_ids)
-        self._adapters: set[str] = set()
+        self._adapters: frozenset[str] = frozenset()  # replaced whole: any thread reads it
         self._is_pumping = False
 
     @classmethod
@@ -125,9 +126,18 @@ class AsyncVirtualLM(BatchedLM):
 
     # ---------------------------------------------------------------- rows
 
-    def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor]:
+    def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor | Exception]:
         """Return one row for each query, on the output device."""
-        return self._finish(self._rounds.evaluate(queries))
+        answers: dict[Query, torch.Tensor | Exception] = {}
+        for query in queries:
+            try:
+                self.check_adapter(query.lora_name)
+            except UnknownAdapterError as error:  # removed since it was asked
+                answers[query] = error
+        known = [query for query in queries if query not in answers]
+        if known:
+            answers.update(zip(known, self._finish(self._rounds.evaluate(known)), strict=True))
+        return [answers[query] for query in queries]
 
     def _finish(self, rows: list[torch.Tensor]) -> list[torch.Tensor]:
         if len(self._undefined):
@@ -211,6 +221,9 @@ class AsyncVirtualLM(BatchedLM):
                     completion.future.cancel()
 
     def _start(self, completions: list[Completion]) -> None:
+        if removed := {c.prompt.lora_name for c in completions} - {None, *self._adapters}:
+            self._fail_of(removed, completions)
+            return
         self._rounds.start(completions, self.undefined_ids)
         if not self._is_pumping:
             self._pump()
@@ -227,7 +240,7 @@ class AsyncVirtualLM(BatchedLM):
 
     # ---------------------------------------------------------------- adapters
 
-    def add_new_lora(self, lora_path: str, lora_name: str) -> None:
+    def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
         """Load a LoRA adapter, to be named in queries; blocks until it is there.
 
         Needs an engine with ``engine_opts={"enable_lora": True}``; ``max_loras`` of them can be
@@ -243,14 +256,43 @@ class AsyncVirtualLM(BatchedLM):
         if lora_name in self._adapters:
             raise AdapterError(f"there is an adapter named {lora_name!r} already")
         self._batcher.call(lambda: self._engine.add_adapter(lora_name, str(lora_path)))
-        self._adapters.add(lora_name)
+        self._adapters |= {lora_name}
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Remove an adapter, and clear the cache.
+
+        Queries and samples with it that have not ended get an ``UnknownAdapterError``, and no
+        others.
+
+        Raises:
+            UnknownAdapterError: (``ValueError``) If there is none of that name.
+        """
+        self.check_adapter(lora_name)
+        self._adapters -= {lora_name}
+
+        def remove() -> None:
+            sampled = [
+                c for c in self._engine.completions.values() if c.prompt.lora_name == lora_name
+            ]
+            self._engine.stop(sampled)
+            self._fail_of({lora_name}, sampled)
+            self._clear_engine()
+            self._engine.remove_adapter(lora_name)
+
+        self._batcher.call(remove)
+        self._rows.clear()
+
+    def _fail_of(self, removed: Collection[str | None], completions: list[Completion]) -> None:
+        names = ", ".join(map(repr, removed))
+        for completion in completions:
+            completion.fail(UnknownAdapterError(f"the LoRA adapter {names} has been removed"))
 
     def check_adapter(self, lora_name: str | None) -> None:
         """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
         if lora_name is not None and lora_name not in self._adapters:
             known = ", ".join(map(repr, sorted(self._adapters))) or "none are"
             raise UnknownAdapterError(
-                f"no LoRA adapter named {lora_name!r} is loaded ({known}); see add_new_lora()"
+                f"{UNKNOWN_ADAPTER.format(lora_name)} ({known}); see add_new_lora()"
             )
 
     # ---------------------------------------------------------------- keeping house
@@ -273,6 +315,10 @@ class AsyncVirtualLM(BatchedLM):
             tokens_reused=self._rounds.tokens_reused,
             num_evicted_tokens=self._rounds.tokens_evicted,
         )
+
+    def cleanup(self) -> None:
+        """Do as ``close()``; its older name."""
+        self.close()
 
     def release(self) -> None:
         """End the engine and free what it holds."""

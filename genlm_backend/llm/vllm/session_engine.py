@@ -59,6 +59,10 @@ class SessionEngine(Protocol):
         """Load a LoRA adapter."""
         ...
 
+    def remove_adapter(self, name: str) -> None:
+        """Remove a LoRA adapter that no session and no completion uses."""
+        ...
+
     def close(self) -> None:
         """End the engine."""
         ...

@@ -5,6 +5,7 @@ import threading
 import torch
 
 from genlm_backend import MockAsyncLM
+from genlm_backend.errors import AdapterError
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.sampling import Sampler
 from tests.llm.conftest import word_tokenizer
@@ -103,7 +104,14 @@ class FakeEngine:
             del self.completions[completion.id]
 
     def add_adapter(self, name, path):
+        if path.startswith("/nowhere"):
+            raise AdapterError(f"no adapter {name!r} at {path}")
         self.adapters[name] = path
+
+    def remove_adapter(self, name):
+        assert not self.sessions
+        assert all(c.prompt.lora_name != name for c in self.completions.values())
+        del self.adapters[name]
 
     def release(self, session_ids):
         for session_id in session_ids:

@@ -1,6 +1,7 @@
 """Adapters by name, several in one batch, against models that they are merged into."""
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -89,3 +90,75 @@ def test_names_are_checked_before_anything_is_queued():
             lm.add_new_lora("elsewhere", "poet")
         with pytest.raises(ValueError, match=r"'cook' is loaded \('poet'\)"):
             asyncio.run(lm.sample([1], 3, [], lora_name="cook"))
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
+@pytest.mark.filterwarnings("ignore")
+def test_a_removed_adapter_leaves_its_place_and_its_name(lm, models):
+    folder, merged = models
+    before = lm.next_token_logprobs_sync([1, 2, 3, 4, 5], "a")
+    torch.testing.assert_close(before, fresh_row(merged["a"], [1, 2, 3, 4, 5]), rtol=0, atol=1e-4)
+    lm.remove_lora("a")
+    with pytest.raises(UnknownAdapterError, match=r"'a' is loaded \('b'\)"):
+        lm.next_token_logprobs_sync([1, 2, 3, 4, 5], "a")
+    for name in (None, "b"):
+        row = lm.next_token_logprobs_sync([1, 2, 3, 4, 5], name)
+        torch.testing.assert_close(row, fresh_row(merged[name], [1, 2, 3, 4, 5]), rtol=0, atol=1e-4)
+    lm.add_new_lora(str(folder / "b"), "a")  # another adapter under the name
+    row = lm.next_token_logprobs_sync([1, 2, 3, 4, 5], "a")
+    torch.testing.assert_close(row, fresh_row(merged["b"], [1, 2, 3, 4, 5]), rtol=0, atol=1e-4)
+    for _ in range(3):  # more than there are places
+        lm.remove_lora("a")
+        lm.add_new_lora(str(folder / "a"), "a")
+    row = lm.next_token_logprobs_sync([1, 2, 3, 4, 5], "a")
+    torch.testing.assert_close(row, before, rtol=0, atol=1e-4)
+
+
+async def test_removing_an_adapter_fails_what_waits_for_it_and_nobody_else():
+    engine = FakeEngine()
+    with AsyncVirtualLM(engine) as lm:
+        for name in ("poet", "cook"):
+            lm.add_new_lora("somewhere", name)
+        engine.may_sample.clear()
+        samples = {
+            name: asyncio.ensure_future(lm.sample([1, 2], 3, [], lora_name=name, seed=1))
+            for name in ("poet", "cook", None)
+        }
+        await asyncio.sleep(0)
+        rows = {
+            name: asyncio.ensure_future(lm.next_token_logprobs([3], name))
+            for name in ("poet", "cook", None)
+        }
+        await asyncio.sleep(0)
+        await asyncio.to_thread(lm.remove_lora, "poet")
+        engine.may_sample.set()
+        for name in ("cook", None):
+            assert len(await samples[name]) == 3
+            assert (await rows[name]).isfinite().all()
+        with pytest.raises(UnknownAdapterError, match="'poet'"):
+            await samples["poet"]
+        with pytest.raises(UnknownAdapterError, match="'poet'"):
+            await rows["poet"]
+        with pytest.raises(UnknownAdapterError, match="'poet'"):
+            lm.remove_lora("poet")
+        assert engine.adapters == {"cook": "somewhere"}
+
+
+async def test_samples_of_an_adapter_removed_before_they_begin_fail_alone():
+    engine = FakeEngine()
+    with AsyncVirtualLM(engine) as lm:
+        lm.add_new_lora("somewhere", "poet")
+        held = threading.Event()
+        lm._batcher.call_soon(held.wait)  # the worker has something else to do
+        other = asyncio.ensure_future(lm.sample([5], 2, []))
+        sample = asyncio.ensure_future(lm.sample([1], 2, [], lora_name="poet"))
+        await asyncio.sleep(0)
+        removal = asyncio.ensure_future(asyncio.to_thread(lm.remove_lora, "poet"))
+        while "poet" in lm._adapters:
+            await asyncio.sleep(0)
+        held.set()
+        await removal
+        with pytest.raises(UnknownAdapterError, match="'poet' has been removed"):
+            await sample
+        assert len(await other) == 2

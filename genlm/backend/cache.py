@@ -1,0 +1,16 @@
+"""Caches under their older import name."""
+
+from typing import TYPE_CHECKING
+
+from genlm_backend.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from genlm_backend.cache.output import OutputCache
+    from genlm_backend.replaced import TokenTrie
+
+__all__ = ["OutputCache", "TokenTrie"]
+
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {"OutputCache": "genlm_backend.cache.output", "TokenTrie": "genlm_backend.replaced"},
+)

@@ -1,0 +1,16 @@
+"""Models of SGLang, under their older import name."""
+
+from typing import TYPE_CHECKING
+
+from genlm_backend.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from genlm_backend.llm.absent import AsyncSGLTransformer
+    from genlm_backend.replaced import HAS_SGL
+
+__all__ = ["HAS_SGL", "AsyncSGLTransformer"]
+
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {"AsyncSGLTransformer": "genlm_backend.llm.absent", "HAS_SGL": "genlm_backend.replaced"},
+)

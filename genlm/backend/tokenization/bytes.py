@@ -1,0 +1,36 @@
+"""The bytes of tokens, under their older import name."""
+
+from typing import TYPE_CHECKING
+
+from genlm_backend.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from genlm_backend.errors import TokenizerDecodeError as ByteDecoderError
+    from genlm_backend.errors import TokenizerDecodeError as ByteVocabError
+    from genlm_backend.replaced import (
+        check_byte_decoder,
+        get_byte_tokens_from_byte_decoder,
+        get_byte_tokens_from_sp,
+        get_byte_vocab,
+    )
+
+__all__ = [
+    "ByteDecoderError",
+    "ByteVocabError",
+    "check_byte_decoder",
+    "get_byte_tokens_from_byte_decoder",
+    "get_byte_tokens_from_sp",
+    "get_byte_vocab",
+]
+
+__getattr__, __dir__ = lazy_names(
+    globals(),
+    {
+        "ByteDecoderError": "genlm_backend.errors:TokenizerDecodeError",
+        "ByteVocabError": "genlm_backend.errors:TokenizerDecodeError",
+        "check_byte_decoder": "genlm_backend.replaced",
+        "get_byte_tokens_from_byte_decoder": "genlm_backend.replaced",
+        "get_byte_tokens_from_sp": "genlm_backend.replaced",
+        "get_byte_vocab": "genlm_backend.replaced",
+    },
+)

@@ -1,0 +1,50 @@
+"""OutputCache: a mapping of a bounded number of tensors."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import final
+
+import torch
+
+
+@final
+class OutputCache:
+    """A mapping from keys to tensors that forgets the least recently used ones.
+
+    For programs of one's own that bound a cache by a count, as with genlm-backend 0.3.1; models
+    keep their rows in a ``RowCache``, which is bounded by bytes.
+
+    Args:
+        maxsize: Tensors to keep, at most.
+        move_to_cpu: Keep tensors in main memory, and hand them out on the device that they had.
+    """
+
+    def __init__(self, maxsize: int, move_to_cpu: bool = False) -> None:
+        if maxsize < 0:
+            raise ValueError(f"maxsize must be zero or more, got {maxsize}")
+        self.maxsize = maxsize
+        self.move_to_cpu = move_to_cpu
+        self.cache: OrderedDict[Hashable, tuple[torch.device, torch.Tensor]] = OrderedDict()
+
+    def __getitem__(self, key: Hashable) -> torch.Tensor:
+        device, tensor = self.cache[key]
+        self.cache.move_to_end(key)
+        return tensor.to(device)
+
+    def __setitem__(self, key: Hashable, value: torch.Tensor) -> None:
+        self.cache[key] = (value.device, value.cpu() if self.move_to_cpu else value)
+        self.cache.move_to_end(key)
+        while len(self.cache) > self.maxsize:
+            self.cache.popitem(last=False)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self.cache
+
+    def __len__(self) -> int:
+        return len(self.cache)
+
+    def clear(self) -> None:
+        """Forget every tensor."""
+        self.cache.clear()

@@ -1,0 +1,174 @@
+"""``genlm.backend``: the names of genlm-backend 0.3.1, from this library."""
+
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import genlm_backend
+from genlm_backend import errors, replaced
+from genlm_backend.cache.output import OutputCache
+
+# Every public name that each module of genlm-backend 0.3.1 defines or hands on as its own.
+NAMES = {
+    "": """AsyncTokenCharacterTrie AsyncTransformer AsyncVirtualLM ParallelTokenCharacterTrie Token
+        TokenCharacterTrie decode_vocab load_model_by_name cache llm tokenization trie""",
+    ".cache": "OutputCache TokenTrie",
+    ".llm": """AsyncLM AsyncMlxLM AsyncSGLTransformer AsyncTransformer AsyncVirtualLM MockAsyncLM
+        load_model_by_name base hf mlx sgl vllm""",
+    ".llm.base": "AsyncLM BatchAbandoned MockAsyncLM UNKNOWN_ADAPTER batch_abandoned fail_futures",
+    ".llm.hf": "AsyncTransformer Query",
+    ".llm.mlx": "AsyncMlxLM HAS_MLX",
+    ".llm.sgl": "AsyncSGLTransformer HAS_SGL",
+    ".llm.vllm": "AsyncVirtualLM BackendScheduler HAS_VLLM",
+    ".tokenization": "Token decode_vocab bytes token vocab",
+    ".tokenization.bytes": """ByteDecoderError ByteVocabError check_byte_decoder get_byte_vocab
+        get_byte_tokens_from_byte_decoder get_byte_tokens_from_sp""",
+    ".tokenization.token": "Token",
+    ".tokenization.vocab": "bytes_to_strs decode_vocab",
+    ".trie": """AsyncTokenCharacterTrie ParallelTokenCharacterTrie TokenCharacterTrie async_impl
+        base parallel""",
+    ".trie.async_impl": "AsyncTokenCharacterTrie",
+    ".trie.base": "TokenCharacterTrie",
+    ".trie.parallel": "ParallelTokenCharacterTrie",
+}
+
+
+def run(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, env=os.environ
+    )
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_every_name_is_there_and_this_library_s(module):
+    alias = importlib.import_module(f"genlm.backend{module}")
+    for name in NAMES[module].split():
+        assert name in dir(alias)
+        value = getattr(alias, name)
+        home = getattr(value, "__module__", None) or getattr(value, "__name__", "")
+        assert isinstance(value, (bool, str)) or home.startswith(("genlm_backend", "genlm.backend"))
+        if isinstance(value, type):
+            assert home.startswith("genlm_backend")
+    assert set(alias.__all__) <= set(dir(alias))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        alias.no_such_name  # noqa: B018
+
+
+def test_they_are_the_same_objects():
+    import genlm.backend
+    import genlm.backend.llm
+
+    assert genlm.backend.llm.AsyncTransformer is genlm_backend.AsyncTransformer
+    assert genlm.backend.llm.hf.AsyncTransformer is genlm_backend.AsyncTransformer
+    for name in genlm.backend.__all__:
+        assert getattr(genlm.backend, name) is getattr(genlm_backend, name)
+    for name in ("AsyncLM", "MockAsyncLM", "AsyncMlxLM", "AsyncSGLTransformer"):
+        assert getattr(genlm.backend.llm, name) is getattr(genlm_backend.llm, name)
+    assert genlm.backend.llm.base.BatchAbandoned is errors.QueryDroppedError
+    assert genlm.backend.tokenization.bytes.ByteVocabError is errors.TokenizerDecodeError
+
+
+def test_one_import_is_enough_and_loads_no_torch():
+    code = """
+import sys
+import genlm.backend
+assert not {"torch", "numpy", "transformers"} & set(sys.modules)
+print(genlm.backend.llm.base.AsyncLM.__name__, genlm.backend.trie.TokenCharacterTrie.__name__)
+"""
+    assert run(code).stdout == "AsyncLM TokenCharacterTrie\n"
+
+
+def test_modules_that_are_dropped_or_reloaded_give_the_same_classes():
+    import genlm.backend.llm.hf
+    from genlm.backend.llm import AsyncTransformer
+
+    held = genlm.backend.llm
+    dropped = [name for name in sys.modules if name.startswith("genlm.backend")]
+    saved = {name: sys.modules.pop(name) for name in dropped}
+    try:
+        assert importlib.import_module("genlm.backend.llm") is not held
+        assert importlib.import_module("genlm.backend.llm.hf").AsyncTransformer is AsyncTransformer
+        assert held.MockAsyncLM is genlm_backend.MockAsyncLM  # from a module that was dropped
+        again = importlib.reload(importlib.import_module("genlm.backend.llm"))
+        assert again.AsyncTransformer is AsyncTransformer
+    finally:
+        sys.modules.update(saved)
+
+
+def test_it_is_a_namespace_that_others_share(tmp_path):
+    assert not (Path(genlm_backend.__file__).parent.parent / "genlm" / "__init__.py").exists()
+    (tmp_path / "genlm" / "control").mkdir(parents=True)
+    (tmp_path / "genlm" / "control" / "__init__.py").write_text("from genlm.backend import Token\n")
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import genlm.control, genlm_backend
+assert genlm.control.Token is genlm_backend.Token
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_pickle_of_the_older_name_is_a_token():
+    written = b"cgenlm.backend.tokenization.token\nToken\n(I7\nC\x02abtR."
+    token = pickle.loads(written)
+    assert type(token) is genlm_backend.Token
+    assert (token.token_id, bytes(token)) == (7, b"ab")
+
+
+def test_what_cannot_be_offered_says_so_when_it_is_used():
+    from genlm.backend.llm import AsyncSGLTransformer
+
+    for use in (AsyncSGLTransformer, AsyncSGLTransformer.from_name):
+        with pytest.raises(ImportError, match=r"AsyncSGLTransformer is not available.*'hf'"):
+            use("gpt2")
+    for backend in ("sgl", "mlx"):
+        with pytest.raises(ImportError, match="backend"):
+            genlm_backend.load_model_by_name("gpt2", backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("Query", ([1], None)),
+        ("TokenTrie", ()),
+        ("BackendScheduler", ()),
+        ("batch_abandoned", (None,)),
+        ("fail_futures", ([], None)),
+        ("get_byte_tokens_from_byte_decoder", (None, {})),
+        ("get_byte_tokens_from_sp", (None,)),
+        ("check_byte_decoder", (None, {})),
+        ("bytes_to_strs", (None, [], "replace")),
+    ],
+)
+def test_machinery_names_what_takes_its_place(name, arguments):
+    with pytest.raises(NotImplementedError, match=f"^{name} is part of genlm-backend 0.3.1"):
+        getattr(replaced, name)(*arguments)
+
+
+def test_get_byte_vocab_gives_plain_bytes():
+    from tests.llm.conftest import word_tokenizer
+
+    found = replaced.get_byte_vocab(word_tokenizer(3))
+    assert found == [b"<0>", b"<1>", b"<2>"]
+    assert {type(entry) for entry in found} == {bytes}
+
+
+def test_an_output_cache_forgets_what_was_not_used_for_longest():
+    cache = OutputCache(maxsize=2)
+    cache["a"], cache["b"] = torch.ones(1), torch.ones(2)
+    assert len(cache["a"]) == 1
+    cache["c"] = torch.ones(3)
+    assert ("a" in cache, "b" in cache, "c" in cache, len(cache)) == (True, False, True, 2)
+    with pytest.raises(KeyError):
+        cache["b"]
+    cache.clear()
+    assert len(cache) == 0
+    with pytest.raises(ValueError, match="maxsize must be zero or more"):
+        OutputCache(-1)
