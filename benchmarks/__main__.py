@@ -74,12 +74,18 @@ def versions(peer: str | None) -> dict[str, str]:
 
 def variants_of(workload: Workload, options: argparse.Namespace) -> list[str]:
     """Return what can be measured of a workload with these options."""
-    if workload.needs == "vllm" and not (options.vllm_python or options.names):
+    python = {"vllm": options.vllm_python, "clients": options.clients_python}
+    if workload.needs in python and not (python[workload.needs] or options.names):
         return []
     if workload.needs == "device" and not options.device:
         return []
     without_peer = () if options.peer else workload.peers
     return [variant for variant in workload.variants if variant not in without_peer]
+
+
+def peer_for(workload: Workload, variant: str, options: argparse.Namespace) -> str | None:
+    """Return the peer's folder; where the peer is a variant, the others do not have it."""
+    return options.peer if not workload.peers or variant in workload.peers else None
 
 
 def run(options: argparse.Namespace) -> None:
@@ -118,12 +124,15 @@ def run(options: argparse.Namespace) -> None:
                     "name": name,
                     "variant": variant,
                     "repeats": 1 if workload.is_repeated else options.rounds,
-                    "peer": options.peer,
+                    # Where the peer is a variant, the others do not have it on their path.
+                    "peer": None
+                    if workload.peers and variant not in workload.peers
+                    else options.peer,
                     "device": options.device,
                     "threads": options.threads,
                 }
-                python = options.vllm_python if workload.needs == "vllm" else None
-                numbers = measure(job, python or sys.executable)
+                pythons = {"vllm": options.vllm_python, "clients": options.clients_python}
+                numbers = measure(job, pythons.get(workload.needs or "") or sys.executable)
                 lines.append(
                     {
                         "workload": name,
@@ -161,7 +170,10 @@ def report(options: argparse.Namespace) -> None:
 def list_workloads(options: argparse.Namespace) -> None:
     """Print every workload."""
     for name, workload in REGISTRY.items():
-        needs = {"vllm": " (--vllm-python)", "device": " (--device)"}.get(workload.needs or "", "")
+        option = {"vllm": "vllm-python", "clients": "clients-python"}.get(
+            workload.needs or "", workload.needs
+        )
+        needs = f" (--{option})" if option else ""
         print(f"{name:<18}{workload.title}{needs}")
 
 
@@ -181,6 +193,7 @@ def main() -> None:
             command.add_argument("--device", help="measure there, such as cuda")
             command.add_argument("--peer", help="folder that holds genlm-backend 0.3.1")
             command.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
+            command.add_argument("--clients-python", help="interpreter with genlm-control, llamppl")
             command.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS)
             command.add_argument("--threads", type=int, default=2)
     commands.add_parser("worker").add_argument("job", type=json.loads)

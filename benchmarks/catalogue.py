@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import generation, growth, tries, virtual, workloads
+from benchmarks import clients, generation, growth, tries, virtual, workloads
 from benchmarks.workload import Found, Numbers, Row, Workload, median
 
 SYSTEMS = ("genlm_backend", "generate", "continuous batching", "peer + cache_kv", "peer")
@@ -82,6 +82,35 @@ class Smc(Workload):
         if "limit_s" in numbers:
             share = median(numbers["limit_s"]) / median(numbers["seconds"])
             table.append((SHARE, f"{share:.0%}", ""))
+        return table
+
+
+class Clients(Workload):
+    """Programs on genlm-control and llamppl: 20 particles, up to 20 tokens each."""
+
+    name = "clients"
+    variants = ("control_regex", "control_regex, peer", "llamppl_words", "llamppl_words, peer")
+    peers = ("control_regex, peer", "llamppl_words, peer")
+    is_repeated = True
+    needs = "clients"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return clients.client(variant.removesuffix(", peer"), 2)
+
+    def rows(self, found: Found) -> list[Row]:
+        table: list[Row] = []
+        for example in ("control_regex", "llamppl_words"):
+            numbers = found[example]
+            took = median(numbers["seconds"])
+            table.append((f"`examples/{example}.py`, seconds", f"{took:.1f}", ""))
+            if theirs := found.get(f"{example}, peer"):
+                took_there = median(theirs["seconds"])
+                over = f"… on the peer ({took_there:.1f} s), over it"
+                table.append((over, f"{took_there / took:.1f}×", ""))
+            for label, own in (("", numbers), (" on the peer", theirs or {})):
+                if own:
+                    share = median(own["forward_s"]) / median(own["seconds"])
+                    table.append((f"… share of it in forward passes{label}", f"{share:.0%}", ""))
         return table
 
 

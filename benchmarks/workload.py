@@ -25,7 +25,7 @@ class Workload(ABC):
         variants: Systems or sizes, measured one after the other in every round.
         peers: Variants that need ``--peer``.
         is_repeated: Whether rounds are processes; otherwise one process repeats by itself.
-        needs: ``"vllm"`` or ``"device"`` where it is measured only if that is given.
+        needs: ``"vllm"``, ``"clients"`` or ``"device"`` where it is measured only if that is given.
     """
 
     name: ClassVar[str]
