@@ -64,7 +64,7 @@ def logprobs_of(vocab, seed, spread):
 
 @pytest.mark.parametrize("name", VOCABULARIES)
 @pytest.mark.timeout(300)
-def test_every_node_of_a_real_vocabulary(name):
+async def test_every_node_of_a_real_vocabulary(name):
     vocab = getattr(vocabularies, name)()
     reference = Prefixes(vocab)
     sequential = TokenCharacterTrie(vocab)
@@ -91,7 +91,7 @@ def test_every_node_of_a_real_vocabulary(name):
         async with AsyncTokenCharacterTrie(sequential) as trie:
             return await asyncio.gather(*map(trie.weight_sum, batch))
 
-    np.testing.assert_array_equal(asyncio.run(awaited()), sequential.batch_weight_sum(batch))
+    np.testing.assert_array_equal(await awaited(), sequential.batch_weight_sum(batch))
 
 
 def test_walking_a_real_vocabulary():

@@ -43,7 +43,7 @@ def check(row, context):
     torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
 
 
-def test_forks_evictions_cancelled_callers_and_samples_all_at_once(lm):
+async def test_forks_evictions_cancelled_callers_and_samples_all_at_once(lm):
     randomness = random.Random(0)
     pool = [[randomness.randrange(VOCAB) for _ in range(n)] for n in (3, 17, 60, 200)]
 
@@ -55,32 +55,29 @@ def test_forks_evictions_cancelled_callers_and_samples_all_at_once(lm):
     async def sample(prompts, seed):
         return await lm.batch_sample(prompts, 5, [], seed=seed)
 
-    async def main():
-        samples = []
-        for turn in range(60):
-            asked = []
-            for _ in range(randomness.randrange(1, 20)):
-                base = randomness.choice(pool)
-                fork = base[: randomness.randrange(1, len(base) + 1)]
-                new = [randomness.randrange(VOCAB) for _ in range(randomness.randrange(1, 4))]
-                asked.append((fork + new)[:255])
-            pool.extend(asked)
-            tasks = [asyncio.create_task(ask(context)) for context in asked]
-            if turn % 7 == 3:
-                samples.append(([asked[0][:200]], turn))
-                tasks.append(asyncio.create_task(sample(*samples[-1])))
-            if turn % 5 == 2:
-                await asyncio.sleep(0.002)
-                tasks[0].cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            failures = [r for r in results if isinstance(r, Exception)]
-            assert not failures, failures
-            if turn % 7 == 3:
-                samples[-1] += (results[-1],)
-        for prompts, seed, sampled in samples:
-            assert await sample(prompts, seed) == sampled
-
-    asyncio.run(main())
+    samples = []
+    for turn in range(60):
+        asked = []
+        for _ in range(randomness.randrange(1, 20)):
+            base = randomness.choice(pool)
+            fork = base[: randomness.randrange(1, len(base) + 1)]
+            new = [randomness.randrange(VOCAB) for _ in range(randomness.randrange(1, 4))]
+            asked.append((fork + new)[:255])
+        pool.extend(asked)
+        tasks = [asyncio.create_task(ask(context)) for context in asked]
+        if turn % 7 == 3:
+            samples.append(([asked[0][:200]], turn))
+            tasks.append(asyncio.create_task(sample(*samples[-1])))
+        if turn % 5 == 2:
+            await asyncio.sleep(0.002)
+            tasks[0].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        failures = [r for r in results if isinstance(r, Exception)]
+        assert not failures, failures
+        if turn % 7 == 3:
+            samples[-1] += (results[-1],)
+    for prompts, seed, sampled in samples:
+        assert await sample(prompts, seed) == sampled
     assert lm.statistics().num_evicted_tokens > 0
 
 
@@ -102,7 +99,7 @@ def test_clearing_and_asking_again(lm):
     check(lm.next_token_logprobs_sync([1, 2, 3, 4]), [1, 2, 3, 4])
 
 
-def test_a_second_model_beside_one_in_this_process_and_a_dead_engine(monkeypatch):
+async def test_a_second_model_beside_one_in_this_process_and_a_dead_engine(monkeypatch):
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     first = AsyncVirtualLM(real.tiny_engine(), row_cache_bytes=0)
     children = set(psutil.Process().children(recursive=True))
@@ -113,30 +110,26 @@ def test_a_second_model_beside_one_in_this_process_and_a_dead_engine(monkeypatch
     for context in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 9]):
         check(first.next_token_logprobs_sync(context), context)
         check(second.next_token_logprobs_sync(context), context)
-
-    async def main():
-        asked = asyncio.gather(
-            *(second.next_token_logprobs([i, 1] * 60) for i in range(60)),
-            second.sample([1], 200, []),
-            return_exceptions=True,
-        )
-        await asyncio.sleep(0.02)
-        for process in new:
-            if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline()):
-                process.send_signal(signal.SIGKILL)
-        results = await asyncio.wait_for(asked, 30)
-        assert isinstance(results[-1], EngineDiedError)
-        for i, row in enumerate(results[:-1]):
-            if not isinstance(row, EngineDiedError):
-                check(row, [i, 1] * 60)
-        assert any(isinstance(row, EngineDiedError) for row in results[:-1])
-        for _ in range(2):
-            with pytest.raises(EngineDiedError, match="load it again"):
-                await asyncio.wait_for(second.next_token_logprobs([1, 2]), 10)
-            with pytest.raises(EngineDiedError, match="load it again"):
-                await asyncio.wait_for(second.sample([1, 2], 3, []), 10)
-
-    asyncio.run(main())
+    asked = asyncio.gather(
+        *(second.next_token_logprobs([i, 1] * 60) for i in range(60)),
+        second.sample([1], 200, []),
+        return_exceptions=True,
+    )
+    await asyncio.sleep(0.02)
+    for process in new:
+        if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline()):
+            process.send_signal(signal.SIGKILL)
+    results = await asyncio.wait_for(asked, 30)
+    assert isinstance(results[-1], EngineDiedError)
+    for i, row in enumerate(results[:-1]):
+        if not isinstance(row, EngineDiedError):
+            check(row, [i, 1] * 60)
+    assert any(isinstance(row, EngineDiedError) for row in results[:-1])
+    for _ in range(2):
+        with pytest.raises(EngineDiedError, match="load it again"):
+            await asyncio.wait_for(second.next_token_logprobs([1, 2]), 10)
+        with pytest.raises(EngineDiedError, match="load it again"):
+            await asyncio.wait_for(second.sample([1, 2], 3, []), 10)
     second.close()
     second.close()
     check(first.next_token_logprobs_sync([1, 2, 3, 4, 5]), [1, 2, 3, 4, 5])
