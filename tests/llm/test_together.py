@@ -29,12 +29,10 @@ async def test_the_first_failure_is_raised_as_it_is_once_the_others_have_ended()
             await asyncio.sleep(0)
             ended.append(True)
 
-    async def main():
+    async with asyncio.timeout(5):
         with pytest.raises(ZeroDivisionError, match="mine"):
             await together([wait(), fail(), wait()])
         assert ended == [True, True]
-
-    await asyncio.wait_for(main(), 5)
 
 
 async def test_whoever_is_cancelled_takes_them_along():

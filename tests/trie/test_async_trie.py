@@ -52,9 +52,8 @@ class Blocker:
 
 @pytest.mark.parametrize("method", METHODS)
 async def test_awaited_answers_are_the_plain_ones(trie, method):
-    for i, row in enumerate(
-        await asyncio.gather(*(getattr(trie, method)(weights(i)) for i in range(30)))
-    ):
+    rows = await asyncio.gather(*(getattr(trie, method)(weights(i)) for i in range(30)))
+    for i, row in enumerate(rows):
         np.testing.assert_allclose(row, expected(method, weights(i)), rtol=2e-6, atol=1e-6)
 
 

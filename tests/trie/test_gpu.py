@@ -63,7 +63,8 @@ async def test_arrays_by_default_and_awaited():
     trie = AsyncTokenCharacterTrie.from_vocab([b"ab", b"a", b"b"])
     assert isinstance(trie.trie, ParallelTokenCharacterTrie)
     ws = torch.tensor([0.5, 0.25, 0.25])
-    for row in await asyncio.gather(*(trie.weight_sum(w) for w in (ws, ws.cuda(), ws.numpy()))):
+    rows = await asyncio.gather(*(trie.weight_sum(w) for w in (ws, ws.cuda(), ws.numpy())))
+    for row in rows:
         assert isinstance(row, np.ndarray)
         assert row[trie.trie.root] == 1
     trie.shutdown()

@@ -29,14 +29,10 @@ def make(kind, vocab):
 @pytest.mark.parametrize("kind", ["plain", "sequential", "parallel"])
 async def test_weights_are_those_of_the_row(lm, kind):
     trie = make(kind, lm.byte_vocab)
-
-    async def main(operation):
-        return await asyncio.gather(
+    for operation in ("sum", "max", "log_sum"):
+        rows = await asyncio.gather(
             *(weights_of(lm, trie, [i % 3, 1], operation) for i in range(10))
         )
-
-    for operation in ("sum", "max", "log_sum"):
-        rows = await main(operation)
         for i, found in enumerate(rows):
             row = lm.next_token_logprobs_sync([i % 3, 1]).double().numpy()
             assert isinstance(found, torch.Tensor) == (kind == "parallel")

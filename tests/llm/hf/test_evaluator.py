@@ -125,7 +125,7 @@ async def test_five_thousand_contexts_stay_within_the_budgets(make):
     lm = make(kv_cache_bytes=200 * SLOT, row_cache_bytes=50 * 96 * 4)
     generator = random.Random(0)
 
-    async def main():
+    async def ask_many():
         for _ in range(50):
             contexts = [[generator.randrange(96) for _ in range(6)] for _ in range(100)]
             await asyncio.gather(*map(lm.next_token_logprobs, contexts))
@@ -133,9 +133,9 @@ async def test_five_thousand_contexts_stay_within_the_budgets(make):
             assert statistics.kv_bytes_used <= statistics.kv_bytes_budget == 200 * SLOT
             assert statistics.row_bytes_used <= statistics.row_bytes_budget
 
-    await main()
+    await ask_many()
     resident = psutil.Process().memory_info().rss
-    await main()
+    await ask_many()
     assert psutil.Process().memory_info().rss - resident < 20 << 20
     statistics = lm.statistics()
     assert statistics.num_evicted_tokens > 25_000

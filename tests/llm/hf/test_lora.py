@@ -62,13 +62,10 @@ async def test_adapters_share_batches_and_never_keys_or_values(lm, models):
 
 
 async def test_texts_and_requests_with_an_adapter(lm, models):
-    for (text,), model in zip(
-        await asyncio.gather(
-            *(generate(lm, [3, 4], max_new_tokens=6, lora_name=name) for name in models)
-        ),
-        models.values(),
-        strict=True,
-    ):
+    texts = await asyncio.gather(
+        *(generate(lm, [3, 4], max_new_tokens=6, lora_name=name) for name in models)
+    )
+    for (text,), model in zip(texts, models.values(), strict=True):
         context = [3, 4]
         while len(context) < 8:
             context.append(int(fresh_row(model, context).argmax()))
@@ -119,24 +116,19 @@ async def test_an_adapter_removed_while_it_is_asked_for_fails_nobody_else(lm, mo
         is_held.set()
         assert gate.wait(30)
 
-    pairs = [([i, 2], name) for i in range(3) for name in models]
     held = asyncio.create_task(asyncio.to_thread(lm._batcher.call, hold))
     await asyncio.to_thread(is_held.wait, 30)
     removing = asyncio.create_task(asyncio.to_thread(lm.remove_lora, "poet"))
     while not lm._batcher._worker._jobs.qsize():
         await asyncio.sleep(0.001)
-    asked = [
-        asyncio.create_task(lm.next_token_logprobs([i, 2], name))
-        for i in range(3)
-        for name in models
-    ]
+    pairs = [([i, 2], name) for i in range(3) for name in models]
+    asked = [asyncio.create_task(lm.next_token_logprobs(*pair)) for pair in pairs]
     while lm._batcher._worker._jobs.qsize() < 2:
         await asyncio.sleep(0.001)
     gate.set()
     await asyncio.gather(held, removing)
-    for (context, name), row in zip(
-        pairs, await asyncio.gather(*asked, return_exceptions=True), strict=True
-    ):
+    rows = await asyncio.gather(*asked, return_exceptions=True)
+    for (context, name), row in zip(pairs, rows, strict=True):
         if name == "poet":
             assert isinstance(row, UnknownAdapterError)
         else:

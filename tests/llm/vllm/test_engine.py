@@ -53,7 +53,6 @@ TEXT = "Sequential Monte Carlo methods are a set of algorithms that estimate the
 async def test_particles_with_resampling(lm, smollm2):
     randomness = random.Random(0)
     torch.manual_seed(0)
-
     before = lm.statistics()
     particles = [lm.tokenizer.encode(TEXT) for _ in range(20)]
     for step in range(9):
