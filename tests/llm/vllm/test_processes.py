@@ -99,7 +99,7 @@ def test_clearing_and_asking_again(lm):
     check(lm.next_token_logprobs_sync([1, 2, 3, 4]), [1, 2, 3, 4])
 
 
-async def test_a_second_model_beside_one_in_this_process_and_a_dead_engine(monkeypatch):
+def test_a_second_model_beside_one_in_this_process_and_a_dead_engine(monkeypatch):
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     first = AsyncVirtualLM(real.tiny_engine(), row_cache_bytes=0)
     children = set(psutil.Process().children(recursive=True))
@@ -110,26 +110,30 @@ async def test_a_second_model_beside_one_in_this_process_and_a_dead_engine(monke
     for context in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 9]):
         check(first.next_token_logprobs_sync(context), context)
         check(second.next_token_logprobs_sync(context), context)
-    asked = asyncio.gather(
-        *(second.next_token_logprobs([i, 1] * 60) for i in range(60)),
-        second.sample([1], 200, []),
-        return_exceptions=True,
-    )
-    await asyncio.sleep(0.02)
-    for process in new:
-        if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline()):
-            process.send_signal(signal.SIGKILL)
-    results = await asyncio.wait_for(asked, 30)
-    assert isinstance(results[-1], EngineDiedError)
-    for i, row in enumerate(results[:-1]):
-        if not isinstance(row, EngineDiedError):
-            check(row, [i, 1] * 60)
-    assert any(isinstance(row, EngineDiedError) for row in results[:-1])
-    for _ in range(2):
-        with pytest.raises(EngineDiedError, match="load it again"):
-            await asyncio.wait_for(second.next_token_logprobs([1, 2]), 10)
-        with pytest.raises(EngineDiedError, match="load it again"):
-            await asyncio.wait_for(second.sample([1, 2], 3, []), 10)
+
+    async def main():
+        asked = asyncio.gather(
+            *(second.next_token_logprobs([i, 1] * 60) for i in range(60)),
+            second.sample([1], 200, []),
+            return_exceptions=True,
+        )
+        await asyncio.sleep(0.02)
+        for process in new:
+            if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline()):
+                process.send_signal(signal.SIGKILL)
+        results = await asyncio.wait_for(asked, 30)
+        assert isinstance(results[-1], EngineDiedError)
+        for i, row in enumerate(results[:-1]):
+            if not isinstance(row, EngineDiedError):
+                check(row, [i, 1] * 60)
+        assert any(isinstance(row, EngineDiedError) for row in results[:-1])
+        for _ in range(2):
+            with pytest.raises(EngineDiedError, match="load it again"):
+                await asyncio.wait_for(second.next_token_logprobs([1, 2]), 10)
+            with pytest.raises(EngineDiedError, match="load it again"):
+                await asyncio.wait_for(second.sample([1, 2], 3, []), 10)
+
+    asyncio.run(main())
     second.close()
     second.close()
     check(first.next_token_logprobs_sync([1, 2, 3, 4, 5]), [1, 2, 3, 4, 5])
