@@ -21,135 +21,106 @@ async def passes(count):
         await asyncio.sleep(0)
 
 
-def test_concurrent_queries_become_one_batch(recorder):
+async def test_concurrent_queries_become_one_batch(recorder):
     batcher = Batcher(recorder, PATIENT)
-
-    async def main():
-        return await asyncio.gather(*(batcher.submit(i) for i in range(10)))
-
-    assert asyncio.run(main()) == [2 * i for i in range(10)]
+    results = await asyncio.gather(*(batcher.submit(i) for i in range(10)))
+    assert results == [2 * i for i in range(10)]
     assert recorder.batches == [list(range(10))]
     batcher.close()
 
 
-def test_a_full_batch_fires_at_once_and_the_rest_follows(recorder):
+async def test_a_full_batch_fires_at_once_and_the_rest_follows(recorder):
     batcher = Batcher(recorder, BatchPolicy(max_batch_size=4, timeout=1000.0))
-
-    async def main():
-        return await asyncio.gather(*(batcher.submit(i) for i in range(10)))
-
-    assert asyncio.run(main()) == [2 * i for i in range(10)]
+    results = await asyncio.gather(*(batcher.submit(i) for i in range(10)))
+    assert results == [2 * i for i in range(10)]
     assert recorder.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     batcher.close()
 
 
-def test_a_quiet_loop_fires_long_before_the_timeout(recorder):
+async def test_a_quiet_loop_fires_long_before_the_timeout(recorder):
     batcher = Batcher(recorder, PATIENT)
     start = time.monotonic()
-    assert asyncio.run(asyncio.wait_for(batcher.submit(3), 60)) == 6
+    assert await asyncio.wait_for(batcher.submit(3), 60) == 6
     assert time.monotonic() - start < 30  # the timeout is a thousand seconds
     batcher.close()
 
 
-def test_queries_a_few_passes_apart_still_share_a_batch(recorder):
+async def test_queries_a_few_passes_apart_still_share_a_batch(recorder):
     batcher = Batcher(recorder, PATIENT)
 
     async def late(value, count):
         await passes(count)
         return await batcher.submit(value)
 
-    async def main():
-        return await asyncio.gather(*(late(i, 2 * i) for i in range(4)))
-
-    assert asyncio.run(main()) == [0, 2, 4, 6]
+    assert await asyncio.gather(*(late(i, 2 * i) for i in range(4))) == [0, 2, 4, 6]
     assert recorder.batches == [[0, 1, 2, 3]]
     batcher.close()
 
 
-def test_a_trickle_cannot_starve_the_first_query(recorder):
+async def test_a_trickle_cannot_starve_the_first_query(recorder):
     batcher = Batcher(recorder, BatchPolicy(max_batch_size=10_000, timeout=1000.0, max_passes=50))
-
-    async def main():
-        first = asyncio.ensure_future(batcher.submit(-1))
-        others = []
-        while not first.done():
-            others.append(asyncio.ensure_future(batcher.submit(len(others))))
-            assert len(others) < 100_000
-            await passes(1)
-        await asyncio.gather(*others)
-        return first.result()
-
-    assert asyncio.run(main()) == -2
+    first = asyncio.ensure_future(batcher.submit(-1))
+    others = []
+    while not first.done():
+        others.append(asyncio.ensure_future(batcher.submit(len(others))))
+        assert len(others) < 100_000
+        await passes(1)
+    await asyncio.gather(*others)
+    assert first.result() == -2
     assert len(recorder.batches[0]) <= 60
     batcher.close()
 
 
-def test_the_timeout_counts_from_the_first_query(recorder):
+async def test_the_timeout_counts_from_the_first_query(recorder):
     batcher = Batcher(recorder, BatchPolicy(max_batch_size=10**9, timeout=0.05, max_passes=10**9))
-
-    async def main():
-        first = asyncio.ensure_future(batcher.submit(-1))
-        start, others = time.monotonic(), []
-        while not recorder.batches:
-            assert time.monotonic() - start < 30
-            others.append(asyncio.ensure_future(batcher.submit(len(others))))
-            await passes(1)
-        await asyncio.gather(first, *others)
-
-    asyncio.run(main())
+    first = asyncio.ensure_future(batcher.submit(-1))
+    start, others = time.monotonic(), []
+    while not recorder.batches:
+        assert time.monotonic() - start < 30
+        others.append(asyncio.ensure_future(batcher.submit(len(others))))
+        await passes(1)
+    await asyncio.gather(first, *others)
     batcher.close()
 
 
-def test_queries_gather_while_a_batch_is_evaluated_and_go_when_it_returns(recorder):
+async def test_queries_gather_while_a_batch_is_evaluated_and_go_when_it_returns(recorder):
     batcher = Batcher(recorder, PATIENT)
-
-    async def main():
-        recorder.hold()
-        first = asyncio.ensure_future(batcher.submit(0))
-        while not recorder.is_held.is_set():
-            await passes(1)
-        others = [asyncio.ensure_future(batcher.submit(i)) for i in range(1, 6)]
-        await passes(100)
-        assert len(recorder.batches) == 1
-        recorder.let_go()
-        return await asyncio.gather(first, *others)
-
-    assert asyncio.run(main()) == [0, 2, 4, 6, 8, 10]
+    recorder.hold()
+    first = asyncio.ensure_future(batcher.submit(0))
+    while not recorder.is_held.is_set():
+        await passes(1)
+    others = [asyncio.ensure_future(batcher.submit(i)) for i in range(1, 6)]
+    await passes(100)
+    assert len(recorder.batches) == 1
+    recorder.let_go()
+    assert await asyncio.gather(first, *others) == [0, 2, 4, 6, 8, 10]
     assert recorder.batches == [[0], [1, 2, 3, 4, 5]]
     batcher.close()
 
 
-def test_the_loop_is_free_while_a_batch_is_evaluated(recorder):
+async def test_the_loop_is_free_while_a_batch_is_evaluated(recorder):
     batcher = Batcher(recorder, PATIENT)
-
-    async def main():
-        recorder.hold()
-        task = asyncio.ensure_future(batcher.submit(1))
-        while not recorder.is_held.is_set():
-            await passes(1)
-        await passes(10_000)
-        assert not task.done()
-        recorder.let_go()
-        return await task
-
-    assert asyncio.run(main()) == 2
+    recorder.hold()
+    task = asyncio.ensure_future(batcher.submit(1))
+    while not recorder.is_held.is_set():
+        await passes(1)
+    await passes(10_000)
+    assert not task.done()
+    recorder.let_go()
+    assert await task == 2
     batcher.close()
 
 
-def test_equal_keys_share_one_evaluation_even_in_flight(recorder):
+async def test_equal_keys_share_one_evaluation_even_in_flight(recorder):
     batcher = Batcher(recorder, PATIENT, key=lambda query: query % 10)
-
-    async def main():
-        recorder.hold()
-        early = [asyncio.ensure_future(batcher.submit(value)) for value in (3, 13, 4)]
-        while not recorder.is_held.is_set():
-            await passes(1)
-        late = asyncio.ensure_future(batcher.submit(23))
+    recorder.hold()
+    early = [asyncio.ensure_future(batcher.submit(value)) for value in (3, 13, 4)]
+    while not recorder.is_held.is_set():
         await passes(1)
-        recorder.let_go()
-        return await asyncio.gather(*early, late)
-
-    assert asyncio.run(main()) == [6, 6, 8, 6]
+    late = asyncio.ensure_future(batcher.submit(23))
+    await passes(1)
+    recorder.let_go()
+    assert await asyncio.gather(*early, late) == [6, 6, 8, 6]
     assert recorder.batches == [[3, 4]]
     statistics = batcher.statistics()
     assert (statistics.num_submitted, statistics.num_joined) == (4, 2)
@@ -157,7 +128,7 @@ def test_equal_keys_share_one_evaluation_even_in_flight(recorder):
     batcher.close()
 
 
-def test_a_failing_evaluation_fails_its_batch_and_no_one_else(recorder):
+async def test_a_failing_evaluation_fails_its_batch_and_no_one_else(recorder):
     batcher = Batcher(recorder, BatchPolicy(max_batch_size=2, timeout=1000.0))
     error = ValueError("broken")
 
@@ -167,64 +138,53 @@ def test_a_failing_evaluation_fails_its_batch_and_no_one_else(recorder):
         return recorder(queries)
 
     batcher._evaluate = evaluate
-
-    async def main():
-        return await asyncio.gather(*(batcher.submit(i) for i in range(6)), return_exceptions=True)
-
-    assert asyncio.run(main()) == [0, 2, error, error, 8, 10]
-    assert asyncio.run(batcher.submit(2 + 5)) == 14
+    results = await asyncio.gather(*(batcher.submit(i) for i in range(6)), return_exceptions=True)
+    assert results == [0, 2, error, error, 8, 10]
+    assert await batcher.submit(2 + 5) == 14
     assert batcher.statistics().num_failed == 2
     batcher.close()
 
 
 @pytest.mark.parametrize("raised", [StopIteration("x"), KeyboardInterrupt(), SystemExit(3)])
-def test_exceptions_that_futures_cannot_carry_are_wrapped(recorder, raised):
+async def test_exceptions_that_futures_cannot_carry_are_wrapped(recorder, raised):
     batcher = Batcher(recorder, PATIENT)
     recorder.error = raised
     with pytest.raises(EvaluationError) as caught:
-        asyncio.run(batcher.submit(1))
+        await batcher.submit(1)
     assert caught.value.__cause__ is raised
     recorder.error = None
-    assert asyncio.run(batcher.submit(1)) == 2
+    assert await batcher.submit(1) == 2
     batcher.close()
 
 
-def test_an_exception_in_place_of_a_result_is_one_querys_own():
+async def test_an_exception_in_place_of_a_result_is_one_querys_own():
     error = ValueError("three")
     batcher = Batcher(lambda queries: [error if q == 3 else q for q in queries])
-
-    async def main():
-        asked = (batcher.submit(query) for query in (1, 3, 3, 5))
-        return await asyncio.gather(*asked, return_exceptions=True)
-
-    assert asyncio.run(main()) == [1, error, error, 5]
+    asked = (batcher.submit(query) for query in (1, 3, 3, 5))
+    assert await asyncio.gather(*asked, return_exceptions=True) == [1, error, error, 5]
     assert batcher.statistics().num_batches == batcher.statistics().num_failed == 1
     batcher.close()
 
 
-def test_too_few_results_are_an_error_for_the_batch():
+async def test_too_few_results_are_an_error_for_the_batch():
     batcher = Batcher(lambda queries: queries[1:], PATIENT)
     with pytest.raises(EvaluationError, match="0 results for 1 queries"):
-        asyncio.run(batcher.submit(1))
+        await batcher.submit(1)
     batcher.close()
 
 
-def test_drop_settles_every_waiter_pending_or_in_flight(recorder):
+async def test_drop_settles_every_waiter_pending_or_in_flight(recorder):
     batcher = Batcher(recorder, PATIENT)
-
-    async def main():
-        recorder.hold()
-        first = asyncio.ensure_future(batcher.submit(1))
-        while not recorder.is_held.is_set():
-            await passes(1)
-        second = asyncio.ensure_future(batcher.submit(2))
+    recorder.hold()
+    first = asyncio.ensure_future(batcher.submit(1))
+    while not recorder.is_held.is_set():
         await passes(1)
-        assert batcher.drop("by the test") == 2
-        results = await asyncio.gather(first, second, return_exceptions=True)
-        recorder.let_go()
-        return results, await batcher.submit(3)
-
-    results, after = asyncio.run(main())
+    second = asyncio.ensure_future(batcher.submit(2))
+    await passes(1)
+    assert batcher.drop("by the test") == 2
+    results = await asyncio.gather(first, second, return_exceptions=True)
+    recorder.let_go()
+    after = await batcher.submit(3)
     assert [type(result) for result in results] == [QueryDroppedError] * 2
     assert "by the test" in str(results[0])
     assert after == 6
@@ -232,44 +192,35 @@ def test_drop_settles_every_waiter_pending_or_in_flight(recorder):
     batcher.close()
 
 
-def test_flush_sends_a_batch_without_waiting(recorder):
+async def test_flush_sends_a_batch_without_waiting(recorder):
     batcher = Batcher(
         recorder, BatchPolicy(100, timeout=1000.0, quiet_passes=10**6, max_passes=10**6)
     )
-
-    async def main():
-        task = asyncio.ensure_future(batcher.submit(1))
-        await passes(5)
-        assert not recorder.batches
-        batcher.flush()
-        return await task
-
-    assert asyncio.run(main()) == 2
+    task = asyncio.ensure_future(batcher.submit(1))
+    await passes(5)
+    assert not recorder.batches
+    batcher.flush()
+    assert await task == 2
     batcher.close()
 
 
-def test_close_settles_waiters_waits_for_the_batch_and_refuses_more(recorder):
+async def test_close_settles_waiters_waits_for_the_batch_and_refuses_more(recorder):
     batcher = Batcher(recorder, PATIENT)
-
-    async def main():
-        recorder.hold()
-        first = asyncio.ensure_future(batcher.submit(1))
-        while not recorder.is_held.is_set():
-            await passes(1)
-        second = asyncio.ensure_future(batcher.submit(2))
+    recorder.hold()
+    first = asyncio.ensure_future(batcher.submit(1))
+    while not recorder.is_held.is_set():
         await passes(1)
-        closing = asyncio.ensure_future(asyncio.to_thread(batcher.close))
-        results = await asyncio.gather(first, second, return_exceptions=True)
-        assert not closing.done()  # the batch is still being evaluated
-        recorder.let_go()
-        await closing
-        return results
-
-    results = asyncio.run(main())
+    second = asyncio.ensure_future(batcher.submit(2))
+    await passes(1)
+    closing = asyncio.ensure_future(asyncio.to_thread(batcher.close))
+    results = await asyncio.gather(first, second, return_exceptions=True)
+    assert not closing.done()  # the batch is still being evaluated
+    recorder.let_go()
+    await closing
     assert [type(result) for result in results] == [QueryDroppedError] * 2
     batcher.close()
     with pytest.raises(BatcherClosedError):
-        asyncio.run(batcher.submit(3))
+        await batcher.submit(3)
     with pytest.raises(BatcherClosedError):
         batcher.submit_sync([3])
     with pytest.raises(BatcherClosedError):
@@ -311,12 +262,12 @@ def test_a_forgotten_batcher_ends_its_thread():
         assert time.monotonic() < deadline
 
 
-def test_call_runs_on_the_worker_between_batches(recorder):
+async def test_call_runs_on_the_worker_between_batches(recorder):
     batcher = Batcher(recorder, PATIENT, name="the-worker")
     assert batcher.call(lambda: threading.current_thread().name) == "the-worker"
     with pytest.raises(ZeroDivisionError):
         batcher.call(lambda: 1 // 0)
-    assert asyncio.run(batcher.submit(2)) == 4
+    assert await batcher.submit(2) == 4
     batcher.close()
 
 

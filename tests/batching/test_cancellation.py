@@ -21,16 +21,12 @@ async def until_held(recorder):
         await asyncio.sleep(0)
 
 
-def test_a_cancelled_query_that_nobody_else_wants_is_skipped(recorder):
+async def test_a_cancelled_query_that_nobody_else_wants_is_skipped(recorder):
     batcher = Batcher(recorder, PATIENT)
-
-    async def main():
-        tasks = [asyncio.ensure_future(batcher.submit(i)) for i in range(4)]
-        await passes(1)
-        tasks[2].cancel()
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    results = asyncio.run(main())
+    tasks = [asyncio.ensure_future(batcher.submit(i)) for i in range(4)]
+    await passes(1)
+    tasks[2].cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(results[2], asyncio.CancelledError)
     assert [results[0], results[1], results[3]] == [0, 2, 6]
     assert recorder.batches == [[0, 1, 3]]
@@ -38,83 +34,63 @@ def test_a_cancelled_query_that_nobody_else_wants_is_skipped(recorder):
     batcher.close()
 
 
-def test_a_cancelled_query_that_somebody_shares_is_answered(recorder):
+async def test_a_cancelled_query_that_somebody_shares_is_answered(recorder):
     batcher = Batcher(recorder, PATIENT)
-
-    async def main():
-        first = asyncio.ensure_future(batcher.submit(5))
-        second = asyncio.ensure_future(batcher.submit(5))
-        await passes(1)
-        first.cancel()
-        return await second
-
-    assert asyncio.run(main()) == 10
+    first = asyncio.ensure_future(batcher.submit(5))
+    second = asyncio.ensure_future(batcher.submit(5))
+    await passes(1)
+    first.cancel()
+    assert await second == 10
     assert recorder.batches == [[5]]
     batcher.close()
 
 
-def test_cancelling_all_evaluates_nothing(recorder):
+async def test_cancelling_all_evaluates_nothing(recorder):
     batcher = Batcher(recorder, PATIENT)
-
-    async def main():
-        tasks = [asyncio.ensure_future(batcher.submit(i)) for i in range(5)]
-        await passes(1)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await passes(20)
-        return await batcher.submit(9)
-
-    assert asyncio.run(main()) == 18
+    tasks = [asyncio.ensure_future(batcher.submit(i)) for i in range(5)]
+    await passes(1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await passes(20)
+    assert await batcher.submit(9) == 18
     assert recorder.batches == [[9]]
     batcher.close()
 
 
-def test_wait_for_timing_out_in_flight_leaves_the_others(recorder):
+async def test_wait_for_timing_out_in_flight_leaves_the_others(recorder):
     batcher = Batcher(recorder, PATIENT)
-
-    async def main():
-        recorder.hold()
-        impatient = asyncio.ensure_future(asyncio.wait_for(batcher.submit(1), 0.01))
-        patient = asyncio.ensure_future(batcher.submit(2))
-        await until_held(recorder)
-        with pytest.raises(TimeoutError):
-            await impatient
-        recorder.let_go()
-        return await patient, await batcher.submit(1)
-
-    assert asyncio.run(main()) == (4, 2)
+    recorder.hold()
+    impatient = asyncio.ensure_future(asyncio.wait_for(batcher.submit(1), 0.01))
+    patient = asyncio.ensure_future(batcher.submit(2))
+    await until_held(recorder)
+    with pytest.raises(TimeoutError):
+        await impatient
+    recorder.let_go()
+    assert (await patient, await batcher.submit(1)) == (4, 2)
     batcher.close()
 
 
-def test_the_first_of_a_batch_is_not_its_leader(recorder):
+async def test_the_first_of_a_batch_is_not_its_leader(recorder):
     batcher = Batcher(recorder, PATIENT)
-
-    async def main():
-        recorder.hold()
-        tasks = [asyncio.ensure_future(batcher.submit(i)) for i in range(3)]
-        await until_held(recorder)
-        tasks[0].cancel()
-        await passes(3)
-        recorder.let_go()
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-    results = asyncio.run(main())
+    recorder.hold()
+    tasks = [asyncio.ensure_future(batcher.submit(i)) for i in range(3)]
+    await until_held(recorder)
+    tasks[0].cancel()
+    await passes(3)
+    recorder.let_go()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(results[0], asyncio.CancelledError)
     assert results[1:] == [2, 4]
     batcher.close()
 
 
-def test_a_coroutine_closed_by_hand_is_forgotten(recorder):
+async def test_a_coroutine_closed_by_hand_is_forgotten(recorder):
     batcher = Batcher(recorder, PATIENT)
-
-    async def main():
-        coroutine = batcher.submit(7)
-        coroutine.send(None)
-        coroutine.close()
-        return await batcher.submit(8)
-
-    assert asyncio.run(main()) == 16
+    coroutine = batcher.submit(7)
+    coroutine.send(None)
+    coroutine.close()
+    assert await batcher.submit(8) == 16
     assert recorder.batches == [[8]]
     batcher.close()
 
@@ -161,20 +137,17 @@ def test_a_loop_closed_during_the_evaluation_leaves_a_clean_start(recorder):
     batcher.close()
 
 
-def test_whoever_no_longer_waits_for_a_call_leaves_the_worker_alive(recorder):
+async def test_whoever_no_longer_waits_for_a_call_leaves_the_worker_alive(recorder):
     batcher, called = Batcher(recorder, PATIENT), []
     recorder.hold()
-
-    async def main():
-        first = asyncio.ensure_future(batcher.submit(1))
-        batcher.flush()
-        await until_held(recorder)
-        waiting = [batcher.call_soon(lambda i=i: called.append(i)) for i in range(3)]
-        waiting[1].cancel()
-        recorder.let_go()
-        return await first, [await asyncio.wrap_future(waiting[i]) for i in (0, 2)]
-
-    assert asyncio.run(main()) == (2, [None, None])
+    first = asyncio.ensure_future(batcher.submit(1))
+    batcher.flush()
+    await until_held(recorder)
+    waiting = [batcher.call_soon(lambda i=i: called.append(i)) for i in range(3)]
+    waiting[1].cancel()
+    recorder.let_go()
+    assert await first == 2
+    assert [await asyncio.wrap_future(waiting[i]) for i in (0, 2)] == [None, None]
     assert called == [0, 2]
 
     is_held, gate = threading.Event(), threading.Event()

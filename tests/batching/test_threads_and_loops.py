@@ -74,24 +74,20 @@ def test_blocking_calls_come_in_full_batches(recorder):
     batcher.close()
 
 
-def test_a_blocking_call_works_inside_a_running_loop(recorder):
+async def test_a_blocking_call_works_inside_a_running_loop(recorder):
     batcher = Batcher(recorder, PATIENT)
-
-    async def main():
-        waiting = asyncio.ensure_future(batcher.submit(1))
-        await asyncio.sleep(0)
-        assert batcher.submit_sync([2]) == [4]  # takes the waiting one along
-        return await waiting
-
-    assert asyncio.run(main()) == 2
+    waiting = asyncio.ensure_future(batcher.submit(1))
+    await asyncio.sleep(0)
+    assert batcher.submit_sync([2]) == [4]  # takes the waiting one along
+    assert await waiting == 2
     assert recorder.batches == [[1, 2]]
     batcher.close()
 
 
-def test_an_evaluation_cannot_wait_for_itself():
+async def test_an_evaluation_cannot_wait_for_itself():
     batcher = Batcher(lambda queries: batcher.submit_sync(queries), PATIENT)
     with pytest.raises(RuntimeError, match="its own batcher"):
-        asyncio.run(batcher.submit(1))
+        await batcher.submit(1)
     batcher.close()
 
 
@@ -116,7 +112,7 @@ def test_closing_from_another_thread_while_others_ask(recorder):
         assert all(all(future.result(30)) for future in futures)
 
 
-def test_a_blocking_call_that_joins_a_batch_under_way_leaves_no_urgency_behind(recorder):
+async def test_a_blocking_call_that_joins_a_batch_under_way_leaves_no_urgency_behind(recorder):
     batcher = Batcher(recorder, PATIENT)
     recorder.hold()
     with ThreadPoolExecutor(2) as pool:
@@ -128,10 +124,6 @@ def test_a_blocking_call_that_joins_a_batch_under_way_leaves_no_urgency_behind(r
         recorder.let_go()
         assert (first.result(30), joined.result(30)) == ([2], [2])
     assert batcher.submit_sync([]) == []
-
-    async def main():
-        return await asyncio.gather(*map(batcher.submit, range(5)))
-
-    assert asyncio.run(main()) == [0, 2, 4, 6, 8]
+    assert await asyncio.gather(*map(batcher.submit, range(5))) == [0, 2, 4, 6, 8]
     assert recorder.batches == [[1], [0, 1, 2, 3, 4]]
     batcher.close()

@@ -105,13 +105,11 @@ def test_rows_padded_on_the_right_lose_their_padding(model):
     assert ours == [i for i in alone[0, 2:].tolist() if i]
 
 
-def test_four_hundred_tasks_from_sixteen_threads(mock):
-    async def expected_of(prompts):
-        config = GenerationConfig(max_new_tokens=6)
-        return await asyncio.gather(*(generate(mock, prompt, config) for prompt in prompts))
-
+async def test_four_hundred_tasks_from_sixteen_threads(mock):
     prompts = [[i % 90, i // 90, 3] for i in range(400)]
-    expected = [found[0].token_ids for found in asyncio.run(expected_of(prompts))]
+    config = GenerationConfig(max_new_tokens=6)
+    alone = await asyncio.gather(*(generate(mock, prompt, config) for prompt in prompts))
+    expected = [found[0].token_ids for found in alone]
     kwargs = {"max_new_tokens": 6}
     with AsyncGLM(mock, max_queue_size=10, generation_kwargs=kwargs) as glm:
 

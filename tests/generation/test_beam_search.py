@@ -42,18 +42,16 @@ def lm(model):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("settings", SETTINGS, ids=range(len(SETTINGS)))
-def test_texts_are_those_of_transformers(lm, model, settings):
+async def test_texts_are_those_of_transformers(lm, model, settings):
     generator = random.Random(1)
     prompts = [[generator.randrange(96) for _ in range(n % 6 + 1)] for n in range(10)]
     eos = settings.get("eos_token_id", [7, 30, 31, 55, 60, 61, 62, 63])
     hf = HFGenerationConfig(max_new_tokens=14, pad_token_id=1, **{"eos_token_id": eos, **settings})
     config = GenerationConfig.from_hf(hf)
 
-    async def main():
-        return await asyncio.gather(*(generate(lm, prompt, config) for prompt in prompts))
-
+    found = await asyncio.gather(*(generate(lm, prompt, config) for prompt in prompts))
     reasons = set()
-    for prompt, ours in zip(prompts, asyncio.run(main()), strict=True):
+    for prompt, ours in zip(prompts, found, strict=True):
         ids = torch.tensor([prompt])
         theirs = model.generate(
             ids,
@@ -73,9 +71,9 @@ def test_texts_are_those_of_transformers(lm, model, settings):
     assert "eos" in reasons or settings.get("length_penalty", 1) > 1 or "min_new_tokens" in settings
 
 
-def test_a_beam_knows_the_log_probabilities_of_its_tokens(lm, model):
+async def test_a_beam_knows_the_log_probabilities_of_its_tokens(lm, model):
     config = GenerationConfig(num_beams=3, n=2, max_new_tokens=5, logprobs=True, top_logprobs=2)
-    for text in asyncio.run(generate(lm, [1, 2], config)):
+    for text in await generate(lm, [1, 2], config):
         context, total = [1, 2], 0.0
         for token in text.tokens:
             row = fresh_row(model, context)
@@ -86,11 +84,11 @@ def test_a_beam_knows_the_log_probabilities_of_its_tokens(lm, model):
         assert text.score == pytest.approx(total / len(text.tokens), abs=1e-4)
 
 
-def test_stop_words_and_the_width_of_a_batch(lm):
+async def test_stop_words_and_the_width_of_a_batch(lm):
     config = GenerationConfig(num_beams=4, max_new_tokens=10)
-    (whole,) = asyncio.run(generate(lm, [5, 6], config))
+    (whole,) = await generate(lm, [5, 6], config)
     word = whole.token_ids[2:4]
-    (cut,) = asyncio.run(generate(lm, [5, 6], config.replace(stop_words_ids=[word], n=1)))
+    (cut,) = await generate(lm, [5, 6], config.replace(stop_words_ids=[word], n=1))
     assert cut.finish_reason in ("stop", "length")
     if cut.finish_reason == "stop":
         assert cut.token_ids[-2:] == word
@@ -115,9 +113,9 @@ def test_contradictions_are_named(fields, message):
         GenerationConfig(**fields)
 
 
-def test_a_search_is_not_streamed():
+async def test_a_search_is_not_streamed():
     with (
         MockAsyncLM(word_tokenizer()) as lm,
         pytest.raises(GenerationConfigError, match="num_beams must be 1 to stream"),
     ):
-        asyncio.run(anext(stream(lm, [1], num_beams=2, max_new_tokens=3)))
+        await anext(stream(lm, [1], num_beams=2, max_new_tokens=3))

@@ -48,7 +48,11 @@ def reference(backend, prompt, settings):  # noqa: F811
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_texts_are_those_of_transformers_through_generate_and_an_engine(lm, backend, settings):  # noqa: F811
+async def test_texts_are_those_of_transformers_through_generate_and_an_engine(
+    lm,  # noqa: F811
+    backend,  # noqa: F811
+    settings,
+):
     if backend.bare_model() is None and settings:
         pytest.skip("there is no model of transformers to compare with")
     fields = dict(settings)
@@ -56,58 +60,47 @@ def test_texts_are_those_of_transformers_through_generate_and_an_engine(lm, back
         fields["n"] = fields.pop("num_return_sequences", 1)
         fields["beam_early_stopping"] = fields.pop("early_stopping", False)
     config = GenerationConfig(max_new_tokens=9, eos_token_id=EOS, **fields)
-
-    async def main():
-        direct = await asyncio.gather(*(generate(lm, prompt, config) for prompt in prompts()))
-        with Engine() as engine:
-            engine.install_model("m", lm, warm_up=False, max_batch=4)
-            engine.start_model("m")
-            requests = [engine.start_request_ids("m", prompt, config) for prompt in prompts()]
-            return direct, [await request for request in requests]
-
-    for found in asyncio.run(main()):
+    direct = await asyncio.gather(*(generate(lm, prompt, config) for prompt in prompts()))
+    with Engine() as engine:
+        engine.install_model("m", lm, warm_up=False, max_batch=4)
+        engine.start_model("m")
+        requests = [engine.start_request_ids("m", prompt, config) for prompt in prompts()]
+        requested = [await request for request in requests]
+    for found in (direct, requested):
         for prompt, texts in zip(prompts(), found, strict=True):
             for text, row in zip(texts, reference(backend, prompt, settings), strict=True):
                 assert text.token_ids == row[: len(text.token_ids)]
                 assert set(row[len(text.token_ids) :]) <= {95}
 
 
-def test_samples_do_not_depend_on_their_company(lm):  # noqa: F811
+async def test_samples_do_not_depend_on_their_company(lm):  # noqa: F811
     config = GenerationConfig(do_sample=True, seed=4, n=3, max_new_tokens=8, early_stopping=False)
-
-    async def main():
-        alone = await generate(lm, [5, 6], config)
-        lm.clear_cache()
-        crowd = [generate(lm, prompt, config) for prompt in prompts()]
-        beside, *_ = await asyncio.gather(generate(lm, [5, 6], config), *crowd)
-        streamed = [t.token_id async for t in stream(lm, [5, 6], config.replace(n=1))]
-        return [g.token_ids for g in alone], [g.token_ids for g in beside], streamed
-
-    alone, beside, streamed = asyncio.run(main())
+    alone = await generate(lm, [5, 6], config)
+    lm.clear_cache()
+    crowd = [generate(lm, prompt, config) for prompt in prompts()]
+    beside, *_ = await asyncio.gather(generate(lm, [5, 6], config), *crowd)
+    streamed = [t.token_id async for t in stream(lm, [5, 6], config.replace(n=1))]
+    alone, beside = [g.token_ids for g in alone], [g.token_ids for g in beside]
     assert alone == beside
     assert streamed == alone[0]
 
 
-def test_a_constraint_holds(lm):  # noqa: F811
+async def test_a_constraint_holds(lm):  # noqa: F811
     choices = ["<3><4><5>", "<8><9>", "<3><4><6>"]
     constraint = Constraint.from_choice(lm, choices, eos_token_ids=[2])
     assert constraint.mask().sum() > 0
-
-    async def main():
-        texts = set()
-        for seed in range(4):
-            own, ids = constraint.fork(), []
-            random_ = random.Random(seed)
-            while not own.is_finished:
-                row, mask = await asyncio.gather(
-                    lm.next_token_logprobs([1, *ids]), asyncio.to_thread(own.mask)
-                )
-                allowed, log_mass = own.restrict(row, mask)
-                assert log_mass <= 1e-5
-                weights = allowed.exp().tolist()
-                ids.append(random_.choices(range(len(weights)), weights)[0])
-                own.advance(ids[-1])
-            texts.add("".join(f"<{i}>" for i in ids if i != 2))
-        return texts
-
-    assert asyncio.run(main()) <= set(choices)
+    texts = set()
+    for seed in range(4):
+        own, ids = constraint.fork(), []
+        random_ = random.Random(seed)
+        while not own.is_finished:
+            row, mask = await asyncio.gather(
+                lm.next_token_logprobs([1, *ids]), asyncio.to_thread(own.mask)
+            )
+            allowed, log_mass = own.restrict(row, mask)
+            assert log_mass <= 1e-5
+            weights = allowed.exp().tolist()
+            ids.append(random_.choices(range(len(weights)), weights)[0])
+            own.advance(ids[-1])
+        texts.add("".join(f"<{i}>" for i in ids if i != 2))
+    assert texts <= set(choices)

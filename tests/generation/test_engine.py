@@ -163,28 +163,20 @@ def test_from_coroutines(engine, lm):
     asyncio.run(main())  # another loop
 
 
-def test_the_event_loop_is_free_while_requests_are_under_way(engine, gated):
+async def test_the_event_loop_is_free_while_requests_are_under_way(engine, gated):
     serve(engine, gated)
-
-    async def main():
-        task = asyncio.create_task(engine.generate("m", [1], max_new_tokens=4))
-        for _ in range(4):
-            await asyncio.sleep(0)
-            assert not task.done()
-            gated.let(1)
-        return await task
-
-    assert len(asyncio.run(main())[0].token_ids) == 4
+    task = asyncio.create_task(engine.generate("m", [1], max_new_tokens=4))
+    for _ in range(4):
+        await asyncio.sleep(0)
+        assert not task.done()
+        gated.let(1)
+    assert len((await task)[0].token_ids) == 4
 
 
-def test_sixteen_threads_and_four_hundred_requests(engine, lm):
+async def test_sixteen_threads_and_four_hundred_requests(engine, lm):
     serve(engine, lm, max_queue_size=5, max_batch=8)
     prompts = [[i % 90, i // 90, 3] for i in range(400)]
-
-    async def together():
-        return await asyncio.gather(*(generate(lm, p, max_new_tokens=5) for p in prompts))
-
-    expected = asyncio.run(together())
+    expected = await asyncio.gather(*(generate(lm, p, max_new_tokens=5) for p in prompts))
 
     def work(thread):
         for index in range(thread, 400, 16):

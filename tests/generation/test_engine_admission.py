@@ -15,6 +15,7 @@ from genlm_backend.errors import (
 )
 from genlm_backend.generation import (
     GenerationStatus,
+    generate,
 )
 from tests.generation.serving import alone, same, serve
 from tests.llm.conftest import word_tokenizer
@@ -32,33 +33,29 @@ def test_so_many_at_once_and_the_rest_in_order(engine, gated):
     assert firsts == sorted(firsts)
 
 
-def test_a_full_queue_blocks_times_out_or_refuses(engine, gated):
+async def test_a_full_queue_blocks_times_out_or_refuses(engine, gated):
     serve(engine, gated, max_batch=1, max_queue_size=2)
     requests = [engine.start_request_ids("m", [i], max_new_tokens=2) for i in range(3)]
     for timeout in (0, 0.02):
         with pytest.raises(RequestQueueFullError, match="2 requests wait for model 'm'"):
             engine.start_request_ids("m", [4], max_new_tokens=2, timeout=timeout)
     assert issubclass(RequestQueueFullError, queue.Full)
-
-    async def main():
-        with pytest.raises(queue.Full):
-            await engine.generate("m", [4], max_new_tokens=2, timeout=0.02)
-        waiting = [asyncio.create_task(engine.generate("m", [i], max_new_tokens=2)) for i in (4, 5)]
-        await asyncio.sleep(0)
-        waiting[1].cancel()
-        assert engine.num_waiting("m") == 2
-        gated.let()
-        return await waiting[0]
-
     blocked = threading.Thread(
         target=lambda: requests.append(engine.start_request_ids("m", [3], max_new_tokens=2))
     )
     blocked.start()
-    found = asyncio.run(main())
+    with pytest.raises(queue.Full):
+        await engine.generate("m", [4], max_new_tokens=2, timeout=0.02)
+    waiting = [asyncio.create_task(engine.generate("m", [i], max_new_tokens=2)) for i in (4, 5)]
+    await asyncio.sleep(0)
+    waiting[1].cancel()
+    assert engine.num_waiting("m") == 2
+    gated.let()
+    found = await waiting[0]
     blocked.join()
-    assert same(found, alone(gated, [4], max_new_tokens=2))
+    assert same(found, await generate(gated, [4], max_new_tokens=2))
     for i, request in enumerate(requests):
-        assert same(request.result(30), alone(gated, [i], max_new_tokens=2))
+        assert same(request.result(30), await generate(gated, [i], max_new_tokens=2))
 
 
 def test_whoever_waits_for_room_is_told_when_the_model_stops(engine, gated):

@@ -129,10 +129,10 @@ def test_a_request_is_settled_whatever_its_draft_does(engine, gated, monkeypatch
     assert engine.num_running("m") == engine.num_waiting("m") == 0
 
 
-def test_a_failure_is_the_requests_own_and_what_it_had_is_readable(engine, gated):
+async def test_a_failure_is_the_requests_own_and_what_it_had_is_readable(engine, gated):
     serve(engine, gated)
     gated.let()
-    (good,) = alone(gated, [1], max_new_tokens=4)
+    (good,) = await generate(gated, [1], max_new_tokens=4)
     request = engine.start_request_ids("m", [13], max_new_tokens=4, n=2, do_sample=True)
     with pytest.raises(ZeroDivisionError, match="thirteen"):
         request.result(30)
@@ -140,13 +140,9 @@ def test_a_failure_is_the_requests_own_and_what_it_had_is_readable(engine, gated
     for read in (request.queue.get, request.queue.get_nowait, lambda: list(request.queue)):
         with pytest.raises(ZeroDivisionError):
             read()
-
-    async def main():
-        with pytest.raises(ZeroDivisionError):
-            await engine.generate("m", [13], max_new_tokens=4)
-        return await engine.generate("m", [1], max_new_tokens=4)
-
-    assert same(asyncio.run(main()), [good])
+    with pytest.raises(ZeroDivisionError):
+        await engine.generate("m", [13], max_new_tokens=4)
+    assert same(await engine.generate("m", [1], max_new_tokens=4), [good])
     assert engine.num_running("m") == 0
 
 
@@ -169,43 +165,35 @@ def test_a_failure_comes_after_the_tokens_before_it(engine):
         assert same(request.queue.generations(), alone(lm, [1], max_new_tokens=3))
 
 
-def test_cancelled_callers_interrupt_their_requests_and_no_others(engine, gated):
+async def test_cancelled_callers_interrupt_their_requests_and_no_others(engine, gated):
     serve(engine, gated, max_batch=4)
-
-    async def main():
-        tasks = [asyncio.create_task(engine.generate("m", [i], max_new_tokens=6)) for i in range(6)]
-        await asyncio.sleep(0)
-        handle = engine.start_request_ids("m", [7], max_new_tokens=6)
-        waiting = asyncio.ensure_future(asyncio.wait_for(handle, 0.01))
-        tasks[1].cancel()
-        tasks[5].cancel()
-        with pytest.raises(TimeoutError):
-            await waiting
-        assert engine.num_running("m") == 4
-        assert engine.num_waiting("m") == 1  # of seven, two have gone
-        gated.let()
-        done = await asyncio.gather(*tasks, return_exceptions=True)
-        for i, found in enumerate(done):
-            if i in (1, 5):
-                assert isinstance(found, asyncio.CancelledError)
-            else:
-                assert same(found, await generate(gated, [i], max_new_tokens=6))
-        return await handle  # which goes on, though a wait for it was given up
-
-    (text,) = asyncio.run(main())
+    tasks = [asyncio.create_task(engine.generate("m", [i], max_new_tokens=6)) for i in range(6)]
+    await asyncio.sleep(0)
+    handle = engine.start_request_ids("m", [7], max_new_tokens=6)
+    waiting = asyncio.ensure_future(asyncio.wait_for(handle, 0.01))
+    tasks[1].cancel()
+    tasks[5].cancel()
+    with pytest.raises(TimeoutError):
+        await waiting
+    assert engine.num_running("m") == 4
+    assert engine.num_waiting("m") == 1  # of seven, two have gone
+    gated.let()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    for i, found in enumerate(done):
+        if i in (1, 5):
+            assert isinstance(found, asyncio.CancelledError)
+        else:
+            assert same(found, await generate(gated, [i], max_new_tokens=6))
+    (text,) = await handle  # which goes on, though a wait for it was given up
     assert text.finish_reason == "length"
     assert engine.num_running("m") == engine.num_waiting("m") == 0
 
 
-def test_leaving_a_stream_interrupts_its_request(engine, lm):
+async def test_leaving_a_stream_interrupts_its_request(engine, lm):
     serve(engine, lm)
-
-    async def main():
-        stream = engine.stream("m", [1], max_new_tokens=100_000)
-        async for _ in stream:
-            break
-        await stream.aclose()
-
-    asyncio.run(main())
+    stream = engine.stream("m", [1], max_new_tokens=100_000)
+    async for _ in stream:
+        break
+    await stream.aclose()
     engine.stop_model("m")
     assert lm.statistics().num_batches < 5000

@@ -37,22 +37,15 @@ def lm(model):
         yield lm
 
 
-def run(coroutine):
-    return asyncio.run(coroutine)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_greedy_texts_are_those_of_transformers(lm, model, settings):
+async def test_greedy_texts_are_those_of_transformers(lm, model, settings):
     generator = random.Random(0)
     prompts = [[generator.randrange(96) for _ in range(n % 9 + 1)] for n in range(12)]
     eos = [7, 30, 31, 55]
     config = GenerationConfig(max_new_tokens=16, eos_token_id=eos, **settings)
-
-    async def main():
-        return await asyncio.gather(*(generate(lm, prompt, config) for prompt in prompts))
-
-    for prompt, (ours,) in zip(prompts, run(main()), strict=True):
+    found = await asyncio.gather(*(generate(lm, prompt, config) for prompt in prompts))
+    for prompt, (ours,) in zip(prompts, found, strict=True):
         ids = torch.tensor([prompt])
         theirs = model.generate(
             ids,
@@ -104,28 +97,23 @@ def test_penalties_of_presence_and_frequency_count_generated_tokens_only():
     assert found.tolist() == [[1, 1, 1, 1, 0.5, 1]]
 
 
-def test_samples_are_reproducible_in_any_company_and_differ_among_themselves(lm):
+async def test_samples_are_reproducible_in_any_company_and_differ_among_themselves(lm):
     config = GenerationConfig(do_sample=True, seed=3, n=4, max_new_tokens=12)
-
-    async def main():
-        alone = await generate(lm, [1, 2], config)
-        crowd = [generate(lm, [i], config.replace(seed=i)) for i in range(9)]
-        beside, *_ = await asyncio.gather(generate(lm, [1, 2], config), *crowd)
-        return alone, beside
-
-    alone, beside = run(main())
+    alone = await generate(lm, [1, 2], config)
+    crowd = [generate(lm, [i], config.replace(seed=i)) for i in range(9)]
+    beside, *_ = await asyncio.gather(generate(lm, [1, 2], config), *crowd)
     assert [g.token_ids for g in alone] == [g.token_ids for g in beside]
     assert len({tuple(g.token_ids) for g in alone}) == 4
     before = lm.statistics().tokens_computed
-    run(generate(lm, list(range(40)), config))
+    await generate(lm, list(range(40)), config)
     assert lm.statistics().tokens_computed - before <= 40 + 4 * 11  # the prompt once
 
 
-def test_logprobs_are_the_models_own(lm, model):
+async def test_logprobs_are_the_models_own(lm, model):
     config = GenerationConfig(
         max_new_tokens=5, logprobs=True, top_logprobs=3, repetition_penalty=1.5
     )
-    (generation,) = run(generate(lm, [1, 2, 3], config))
+    (generation,) = await generate(lm, [1, 2, 3], config)
     context = [1, 2, 3]
     for token in generation.tokens:
         row = fresh_row(model, context)
@@ -137,23 +125,21 @@ def test_logprobs_are_the_models_own(lm, model):
         context.append(token.token_id)
 
 
-def test_stop_words_of_ids_and_the_end_of_a_text(lm, model):
-    (whole,) = run(generate(lm, [1, 2], GenerationConfig(max_new_tokens=12)))
+async def test_stop_words_of_ids_and_the_end_of_a_text(lm, model):
+    (whole,) = await generate(lm, [1, 2], GenerationConfig(max_new_tokens=12))
     word = whole.token_ids[3:5]
-    (cut,) = run(generate(lm, [1, 2], GenerationConfig(max_new_tokens=12, stop_words_ids=[word])))
+    (cut,) = await generate(lm, [1, 2], GenerationConfig(max_new_tokens=12, stop_words_ids=[word]))
     end = next(n for n in range(2, 13) if whole.token_ids[n - 2 : n] == word)
     assert (cut.token_ids, cut.finish_reason) == (whole.token_ids[:end], "stop")
     eos = whole.token_ids[4]
-    (ended,) = run(generate(lm, [1, 2], GenerationConfig(max_new_tokens=12, eos_token_id=eos)))
+    (ended,) = await generate(lm, [1, 2], GenerationConfig(max_new_tokens=12, eos_token_id=eos))
     assert ended.token_ids == whole.token_ids[: whole.token_ids.index(eos) + 1]
     assert ended.finish_reason == "eos"
-    (on,) = run(
-        generate(
-            lm, [1, 2], GenerationConfig(max_new_tokens=12, eos_token_id=eos, early_stopping=False)
-        )
+    (on,) = await generate(
+        lm, [1, 2], GenerationConfig(max_new_tokens=12, eos_token_id=eos, early_stopping=False)
     )
     assert on.token_ids == whole.token_ids
-    (short,) = run(generate(lm, [1, 2], GenerationConfig(max_length=7)))
+    (short,) = await generate(lm, [1, 2], GenerationConfig(max_length=7))
     assert short.token_ids == whole.token_ids[:5]
 
 
@@ -170,21 +156,18 @@ def test_stop_words_of_ids_and_the_end_of_a_text(lm, model):
         ([1], {"response_format": {"type": "xml"}}, ValueError, "response_format"),
     ],
 )
-def test_mistakes_are_told_and_disturb_nobody(lm, prompt, fields, kind, message):
-    async def main():
-        good = asyncio.create_task(generate(lm, [1, 2], GenerationConfig(max_new_tokens=8)))
-        with pytest.raises(kind, match=message):
-            await generate(lm, prompt, GenerationConfig(**{"max_new_tokens": 3, **fields}))
-        return await good
-
-    assert len(run(main())[0].token_ids) == 8
+async def test_mistakes_are_told_and_disturb_nobody(lm, prompt, fields, kind, message):
+    good = asyncio.create_task(generate(lm, [1, 2], GenerationConfig(max_new_tokens=8)))
+    with pytest.raises(kind, match=message):
+        await generate(lm, prompt, GenerationConfig(**{"max_new_tokens": 3, **fields}))
+    assert len((await good)[0].token_ids) == 8
 
 
-def test_a_model_without_a_maximum_has_to_be_told_one():
+async def test_a_model_without_a_maximum_has_to_be_told_one():
     with MockAsyncLM(word_tokenizer()) as lm:
         with pytest.raises(GenerationConfigError, match="max_new_tokens must be given"):
-            run(generate(lm, [1]))
-        assert len(run(generate(lm, [1], GenerationConfig(max_new_tokens=4)))[0].token_ids) == 4
+            await generate(lm, [1])
+        assert len((await generate(lm, [1], GenerationConfig(max_new_tokens=4)))[0].token_ids) == 4
 
 
 # -------------------------------------------------------------------- on the real model
@@ -197,38 +180,33 @@ def smollm2():
 
 
 @pytest.mark.real
-def test_streams_are_texts_in_pieces(smollm2):
+async def test_streams_are_texts_in_pieces(smollm2):
     config = GenerationConfig(max_new_tokens=24)
     prompt = "List three emoji of animals: 🐶"
-
-    async def main():
-        pieces = [token.text async for token in stream(smollm2, prompt, config)]
-        (whole,) = await generate(smollm2, prompt, config)
-        return pieces, whole
-
-    pieces, whole = run(main())
+    pieces = [token.text async for token in stream(smollm2, prompt, config)]
+    (whole,) = await generate(smollm2, prompt, config)
     assert "".join(pieces) == whole.text
     ids = [i for i in whole.token_ids if i not in smollm2.special_ids]
     expected = b"".join(smollm2.byte_vocab[i].byte_string for i in ids).decode(errors="replace")
     assert whole.text == expected
     with pytest.raises(GenerationConfigError, match="n must be 1 to stream"):
-        run(anext(stream(smollm2, prompt, config.replace(do_sample=True, n=2))))
+        await anext(stream(smollm2, prompt, config.replace(do_sample=True, n=2)))
 
 
 @pytest.mark.real
-def test_stop_strings_cut_across_tokens(smollm2):
-    (whole,) = run(
-        generate(smollm2, "The capital of France is", GenerationConfig(max_new_tokens=20))
+async def test_stop_strings_cut_across_tokens(smollm2):
+    (whole,) = await generate(
+        smollm2, "The capital of France is", GenerationConfig(max_new_tokens=20)
     )
     for stop in (whole.text[6:9], whole.text[-4:], whole.text[:2]):
         config = GenerationConfig(max_new_tokens=20, stop=["never there", stop])
-        (cut,) = run(generate(smollm2, "The capital of France is", config))
+        (cut,) = await generate(smollm2, "The capital of France is", config)
         assert cut.text == whole.text[: whole.text.index(stop)]
         assert cut.finish_reason == "stop"
 
 
 @pytest.mark.real
-def test_a_response_format_is_kept_or_ends_by_length(smollm2):
+async def test_a_response_format_is_kept_or_ends_by_length(smollm2):
     import json
 
     schema = {
@@ -241,12 +219,12 @@ def test_a_response_format_is_kept_or_ends_by_length(smollm2):
     config = GenerationConfig(
         do_sample=True, n=4, seed=0, max_new_tokens=60, response_format=response_format
     )
-    for generation in run(generate(smollm2, "A city as JSON: ", config)):
+    for generation in await generate(smollm2, "A city as JSON: ", config):
         if generation.finish_reason == "length":
             continue
         assert "city" in json.loads(generation.text)
     config = config.replace(max_new_tokens=2)
-    assert {g.finish_reason for g in run(generate(smollm2, "JSON: ", config))} == {"length"}
+    assert {g.finish_reason for g in await generate(smollm2, "JSON: ", config)} == {"length"}
 
 
 @pytest.mark.real
@@ -269,7 +247,7 @@ REAL_SETTINGS = [
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")
-def test_sixty_real_texts_are_those_of_transformers(smollm2):
+async def test_sixty_real_texts_are_those_of_transformers(smollm2):
     """Ten prompts with each of six settings, all under way at the same time."""
     text = (
         "The sun was low over the harbour when the last boat came in, and nobody spoke of it. " * 3
@@ -288,12 +266,10 @@ def test_sixty_real_texts_are_those_of_transformers(smollm2):
         )
         return hf, GenerationConfig.from_hf(hf)
 
-    async def main():
-        return await asyncio.gather(
-            *(generate(smollm2, prompt, config_of(settings)[1]) for prompt, settings in jobs)
-        )
-
-    for (prompt, settings), ours in zip(jobs, run(main()), strict=True):
+    found = await asyncio.gather(
+        *(generate(smollm2, prompt, config_of(settings)[1]) for prompt, settings in jobs)
+    )
+    for (prompt, settings), ours in zip(jobs, found, strict=True):
         tensor = torch.tensor([prompt])
         theirs = model.generate(
             tensor,

@@ -84,34 +84,26 @@ def test_threads_and_coroutines_share_a_queue():
     assert sorted(seen) == list(range(count))
 
 
-def test_a_reader_that_is_cancelled_takes_nothing():
+async def test_a_reader_that_is_cancelled_takes_nothing():
     results = make()
-
-    async def main():
-        first, second = asyncio.create_task(results.aget()), asyncio.create_task(results.aget())
-        for _ in range(3):
-            await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        results.put([(0, token(7))])
-        assert (await second).token_ids == [7]
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(results.await_end(), 0.01)
-        results.end(GenerationStatus.FINISHED)
-        await results.await_end()
-
-    asyncio.run(main())
+    first, second = asyncio.create_task(results.aget()), asyncio.create_task(results.aget())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    results.put([(0, token(7))])
+    assert (await second).token_ids == [7]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(results.await_end(), 0.01)
+    results.end(GenerationStatus.FINISHED)
+    await results.await_end()
 
 
-def test_waiters_that_gave_up_are_forgotten():
+async def test_waiters_that_gave_up_are_forgotten():
     results = make()
     for _ in range(100):
         assert results.get_with_timeout(0) is None
-
-    async def main():
-        for _ in range(50):
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(results.aget(), 0.001)
-
-    asyncio.run(main())
+    for _ in range(50):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(results.aget(), 0.001)
     assert len(results._changed._waiters) < 5

@@ -1,6 +1,5 @@
 """The real model that ships as a package."""
 
-import asyncio
 import importlib.util
 import random
 
@@ -29,9 +28,9 @@ def test_it_knows_the_capital_of_france(lm):
     assert row.shape == (49152,)
 
 
-def test_sampled_particles_agree_with_the_model_run_whole(lm):
+async def test_sampled_particles_agree_with_the_model_run_whole(lm):
     prompt = lm.tokenizer.encode("Once upon a time, in a village by the sea, there lived")
-    particles = asyncio.run(lm.batch_sample([prompt] * 12, 10, [], seed=0))
+    particles = await lm.batch_sample([prompt] * 12, 10, [], seed=0)
     assert len(set(map(tuple, particles))) > 6
     generator = random.Random(0)
     for particle in generator.sample(particles, 5):

@@ -7,16 +7,16 @@ import pytest
 from genlm_backend.llm.together import together
 
 
-def test_results_are_in_order():
+async def test_results_are_in_order():
     async def after(passes):
         for _ in range(passes):
             await asyncio.sleep(0)
         return passes
 
-    assert asyncio.run(together(map(after, [3, 1, 2]))) == [3, 1, 2]
+    assert await together(map(after, [3, 1, 2])) == [3, 1, 2]
 
 
-def test_the_first_failure_is_raised_as_it_is_once_the_others_have_ended():
+async def test_the_first_failure_is_raised_as_it_is_once_the_others_have_ended():
     ended = []
 
     async def fail():
@@ -29,15 +29,13 @@ def test_the_first_failure_is_raised_as_it_is_once_the_others_have_ended():
             await asyncio.sleep(0)
             ended.append(True)
 
-    async def main():
+    async with asyncio.timeout(5):
         with pytest.raises(ZeroDivisionError, match="mine"):
             await together([wait(), fail(), wait()])
         assert ended == [True, True]
 
-    asyncio.run(asyncio.wait_for(main(), 5))
 
-
-def test_whoever_is_cancelled_takes_them_along():
+async def test_whoever_is_cancelled_takes_them_along():
     ended = []
 
     async def wait():
@@ -46,13 +44,10 @@ def test_whoever_is_cancelled_takes_them_along():
         finally:
             ended.append(True)
 
-    async def main():
-        task = asyncio.create_task(together([wait(), wait()]))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert ended == [True, True]
-
-    asyncio.run(main())
+    task = asyncio.create_task(together([wait(), wait()]))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True, True]

@@ -51,21 +51,16 @@ class Blocker:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_awaited_answers_are_the_plain_ones(trie, method):
-    async def main():
-        return await asyncio.gather(*(getattr(trie, method)(weights(i)) for i in range(30)))
-
-    for i, row in enumerate(asyncio.run(main())):
+async def test_awaited_answers_are_the_plain_ones(trie, method):
+    rows = await asyncio.gather(*(getattr(trie, method)(weights(i)) for i in range(30)))
+    for i, row in enumerate(rows):
         np.testing.assert_allclose(row, expected(method, weights(i)), rtol=2e-6, atol=1e-6)
 
 
-def test_concurrent_awaits_are_one_batch_per_operation(trie):
-    async def main():
-        await asyncio.gather(
-            *(getattr(trie, method)(weights(i)) for i in range(25) for method in METHODS)
-        )
-
-    asyncio.run(main())
+async def test_concurrent_awaits_are_one_batch_per_operation(trie):
+    await asyncio.gather(
+        *(getattr(trie, method)(weights(i)) for i in range(25) for method in METHODS)
+    )
     statistics = trie.statistics()
     assert dict(statistics.sum.batch_sizes) == {50: 1}
     assert dict(statistics.max.batch_sizes) == {25: 1}
@@ -73,32 +68,25 @@ def test_concurrent_awaits_are_one_batch_per_operation(trie):
     assert statistics.sum.num_submitted == 50
 
 
-def test_equal_weights_are_answered_apart(trie):
+async def test_equal_weights_are_answered_apart(trie):
     ws = weights(0)
-
-    async def main():
-        return await asyncio.gather(trie.weight_sum(ws), trie.weight_sum(ws))
-
-    first, second = asyncio.run(main())
+    first, second = await asyncio.gather(trie.weight_sum(ws), trie.weight_sum(ws))
     first[:] = 0
     np.testing.assert_allclose(second, expected("weight_sum", ws), rtol=1e-6)
 
 
-def test_one_bad_request_fails_alone(trie):
-    async def main():
-        good = [trie.weight_sum(weights(i)) for i in range(10)]
-        bad = [trie.weight_sum(np.zeros(3)), trie.weight_max(torch.zeros(2, 8)), trie.mass_sum("x")]
-        mixed = [*good[:5], *bad, *good[5:]]
-        return await asyncio.gather(*mixed, return_exceptions=True)
-
-    results = asyncio.run(main())
+async def test_one_bad_request_fails_alone(trie):
+    good = [trie.weight_sum(weights(i)) for i in range(10)]
+    bad = [trie.weight_sum(np.zeros(3)), trie.weight_max(torch.zeros(2, 8)), trie.mass_sum("x")]
+    mixed = [*good[:5], *bad, *good[5:]]
+    results = await asyncio.gather(*mixed, return_exceptions=True)
     assert [type(r) for r in results[5:7]] == [WeightsError] * 2
     assert isinstance(results[7], (ValueError, TypeError))
     for i, row in enumerate([*results[:5], *results[8:]]):
         np.testing.assert_allclose(row, expected("weight_sum", weights(i)), rtol=1e-6)
 
 
-def test_a_failing_evaluation_fails_its_batch_only(trie):
+async def test_a_failing_evaluation_fails_its_batch_only(trie):
     evaluate = trie.trie.evaluate_rows
 
     def fail_once(operation, batch):
@@ -106,34 +94,27 @@ def test_a_failing_evaluation_fails_its_batch_only(trie):
         raise ZeroDivisionError("once")
 
     trie.trie.evaluate_rows = fail_once
-
-    async def main():
-        failed = await asyncio.gather(
-            *(trie.weight_sum(weights(i)) for i in range(3)), return_exceptions=True
-        )
-        return failed, await trie.weight_sum(weights(0))
-
-    failed, row = asyncio.run(main())
+    failed = await asyncio.gather(
+        *(trie.weight_sum(weights(i)) for i in range(3)), return_exceptions=True
+    )
+    row = await trie.weight_sum(weights(0))
     assert [type(error) for error in failed] == [ZeroDivisionError] * 3
     np.testing.assert_allclose(row, expected("weight_sum", weights(0)), rtol=1e-6)
 
 
-def test_a_cancelled_caller_disturbs_nobody(trie):
-    async def main():
-        blocker = Blocker(trie)
-        first = asyncio.create_task(trie.weight_sum(weights(0)))
-        assert await asyncio.to_thread(blocker.entered.wait, 60)
-        waiting = [asyncio.create_task(trie.weight_sum(weights(i))) for i in range(1, 20)]
-        await asyncio.sleep(0)
-        random.Random(0).shuffle(waiting)
-        for task in [first, *waiting[:10]]:
-            task.cancel()
-        blocker.go.set()
-        done = await asyncio.gather(first, *waiting, return_exceptions=True)
-        assert all(isinstance(r, asyncio.CancelledError) for r in done[:11])
-        return done[11:]
-
-    rows = asyncio.run(main())
+async def test_a_cancelled_caller_disturbs_nobody(trie):
+    blocker = Blocker(trie)
+    first = asyncio.create_task(trie.weight_sum(weights(0)))
+    assert await asyncio.to_thread(blocker.entered.wait, 60)
+    waiting = [asyncio.create_task(trie.weight_sum(weights(i))) for i in range(1, 20)]
+    await asyncio.sleep(0)
+    random.Random(0).shuffle(waiting)
+    for task in [first, *waiting[:10]]:
+        task.cancel()
+    blocker.go.set()
+    done = await asyncio.gather(first, *waiting, return_exceptions=True)
+    assert all(isinstance(r, asyncio.CancelledError) for r in done[:11])
+    rows = done[11:]
     assert len(rows) == 9
     wanted = {expected("weight_sum", weights(i))[0].item() for i in range(1, 20)}
     for row in rows:
@@ -142,38 +123,32 @@ def test_a_cancelled_caller_disturbs_nobody(trie):
 
 
 @pytest.mark.parametrize("close", ["cleanup", "shutdown"])
-def test_closing_settles_every_waiter_and_a_later_request_starts_anew(trie, close):
-    async def main():
-        blocker = Blocker(trie)
-        running = [asyncio.create_task(trie.weight_sum(weights(0)))]
-        assert await asyncio.to_thread(blocker.entered.wait, 60)
-        waiting = [asyncio.create_task(trie.weight_sum(weights(i))) for i in range(5)]
-        other = asyncio.create_task(trie.weight_max(weights(0)))
-        await asyncio.sleep(0)
-        threading.Timer(0.05, blocker.go.set).start()
-        if close == "cleanup":
-            await trie.cleanup()
-        else:
-            trie.shutdown()
-        done = await asyncio.gather(*running, *waiting, return_exceptions=True)
-        assert all(isinstance(result, QueryDroppedError) for result in done)
-        await asyncio.gather(other, return_exceptions=True)
+async def test_closing_settles_every_waiter_and_a_later_request_starts_anew(trie, close):
+    blocker = Blocker(trie)
+    running = [asyncio.create_task(trie.weight_sum(weights(0)))]
+    assert await asyncio.to_thread(blocker.entered.wait, 60)
+    waiting = [asyncio.create_task(trie.weight_sum(weights(i))) for i in range(5)]
+    other = asyncio.create_task(trie.weight_max(weights(0)))
+    await asyncio.sleep(0)
+    threading.Timer(0.05, blocker.go.set).start()
+    if close == "cleanup":
         await trie.cleanup()
-        trie.start()
-        return await trie.weight_sum(weights(3))
-
-    row = asyncio.run(main())
+    else:
+        trie.shutdown()
+    done = await asyncio.gather(*running, *waiting, return_exceptions=True)
+    assert all(isinstance(result, QueryDroppedError) for result in done)
+    await asyncio.gather(other, return_exceptions=True)
+    await trie.cleanup()
+    trie.start()
+    row = await trie.weight_sum(weights(3))
     np.testing.assert_allclose(row, expected("weight_sum", weights(3)), rtol=1e-6)
 
 
-def test_async_with_ends_the_threads():
-    async def main():
-        async with AsyncTokenCharacterTrie.from_vocab(DECODE, backend="sequential") as trie:
-            await trie.weight_sum(weights(0))
-            assert any(t.name == "genlm-trie-sum" for t in threading.enumerate())
-
+async def test_async_with_ends_the_threads():
     before = {t for t in threading.enumerate() if t.name == "genlm-trie-sum"}
-    asyncio.run(main())
+    async with AsyncTokenCharacterTrie.from_vocab(DECODE, backend="sequential") as trie:
+        await trie.weight_sum(weights(0))
+        assert any(t.name == "genlm-trie-sum" for t in threading.enumerate())
     gc.collect()
     assert {t for t in threading.enumerate() if t.name == "genlm-trie-sum"} <= before
 
@@ -220,33 +195,23 @@ def test_a_kept_row_does_not_keep_its_batch(trie):
     np.testing.assert_allclose(kept, expected("weight_sum", weights(7)), rtol=1e-6)
 
 
-def test_tensor_rows_own_their_memory():
+async def test_tensor_rows_own_their_memory():
     trie = AsyncTokenCharacterTrie.from_vocab(DECODE, device="cpu", as_tensor=True)
-
-    async def main():
-        return await asyncio.gather(
-            *(trie.weight_sum(torch.from_numpy(weights(i))) for i in range(5))
-        )
-
-    rows = asyncio.run(main())
+    rows = await asyncio.gather(*(trie.weight_sum(torch.from_numpy(weights(i))) for i in range(5)))
     trie.shutdown()
     for i, row in enumerate(rows):
         assert row.untyped_storage().nbytes() == 4 * PLAIN.num_nodes
         np.testing.assert_allclose(row.numpy(), expected("weight_sum", weights(i)), rtol=1e-6)
 
 
-def test_batches_are_no_larger_than_asked_for():
+async def test_batches_are_no_larger_than_asked_for():
     trie = AsyncTokenCharacterTrie.from_vocab(DECODE, backend="sequential", batch_size=4)
-
-    async def main():
-        await asyncio.gather(*(trie.weight_sum(weights(i)) for i in range(10)))
-
-    asyncio.run(main())
+    await asyncio.gather(*(trie.weight_sum(weights(i)) for i in range(10)))
     assert max(trie.statistics().sum.batch_sizes) == 4
     trie.shutdown()
 
 
-def test_a_program_at_random_gets_what_it_asked_for(trie):
+async def test_a_program_at_random_gets_what_it_asked_for(trie):
     """Callers that ask, wait, give up and close the trie, interleaved at random."""
     randomness = random.Random(0)
 
@@ -268,7 +233,4 @@ def test_a_program_at_random_gets_what_it_asked_for(trie):
             await asyncio.sleep(0.002)
             await trie.cleanup()
 
-    async def main():
-        await asyncio.gather(closer(), *(caller(seed) for seed in range(40)))
-
-    asyncio.run(main())
+    await asyncio.gather(closer(), *(caller(seed) for seed in range(40)))

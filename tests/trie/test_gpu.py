@@ -59,15 +59,12 @@ def test_weights_that_are_there_never_leave():
     assert row.device == ws.device
 
 
-def test_arrays_by_default_and_awaited():
+async def test_arrays_by_default_and_awaited():
     trie = AsyncTokenCharacterTrie.from_vocab([b"ab", b"a", b"b"])
     assert isinstance(trie.trie, ParallelTokenCharacterTrie)
-
-    async def main():
-        ws = torch.tensor([0.5, 0.25, 0.25])
-        return await asyncio.gather(*(trie.weight_sum(w) for w in (ws, ws.cuda(), ws.numpy())))
-
-    for row in asyncio.run(main()):
+    ws = torch.tensor([0.5, 0.25, 0.25])
+    rows = await asyncio.gather(*(trie.weight_sum(w) for w in (ws, ws.cuda(), ws.numpy())))
+    for row in rows:
         assert isinstance(row, np.ndarray)
         assert row[trie.trie.root] == 1
     trie.shutdown()

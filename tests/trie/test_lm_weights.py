@@ -27,16 +27,12 @@ def make(kind, vocab):
 
 
 @pytest.mark.parametrize("kind", ["plain", "sequential", "parallel"])
-def test_weights_are_those_of_the_row(lm, kind):
+async def test_weights_are_those_of_the_row(lm, kind):
     trie = make(kind, lm.byte_vocab)
-
-    async def main(operation):
-        return await asyncio.gather(
+    for operation in ("sum", "max", "log_sum"):
+        rows = await asyncio.gather(
             *(weights_of(lm, trie, [i % 3, 1], operation) for i in range(10))
         )
-
-    for operation in ("sum", "max", "log_sum"):
-        rows = asyncio.run(main(operation))
         for i, found in enumerate(rows):
             row = lm.next_token_logprobs_sync([i % 3, 1]).double().numpy()
             assert isinstance(found, torch.Tensor) == (kind == "parallel")
@@ -51,32 +47,32 @@ def test_weights_are_those_of_the_row(lm, kind):
         trie.shutdown()
 
 
-def test_a_trie_over_some_tokens_in_another_order(lm):
+async def test_a_trie_over_some_tokens_in_another_order(lm):
     vocab = [lm.byte_vocab[i] for i in (7, 2, 5)]
     trie = TokenCharacterTrie(vocab)
-    found = asyncio.run(weights_of(lm, trie, [1]))
+    found = await weights_of(lm, trie, [1])
     row = lm.next_token_logprobs_sync([1]).exp()
     np.testing.assert_allclose(found[trie.leaves], row[[7, 2, 5]], rtol=1e-6)
 
 
-def test_a_trie_serves_one_model_after_another():
+async def test_a_trie_serves_one_model_after_another():
     with MockAsyncLM(word_tokenizer()) as one, MockAsyncLM(word_tokenizer()) as two:
         trie = TokenCharacterTrie(one.byte_vocab)
         for model in (one, two, one):
-            found = asyncio.run(weights_of(model, trie, [1]))
+            found = await weights_of(model, trie, [1])
             np.testing.assert_allclose(
                 found[trie.leaves], model.next_token_logprobs_sync([1]).exp(), rtol=1e-6
             )
 
 
-def test_a_trie_is_compared_with_each_model(lm):
+async def test_a_trie_is_compared_with_each_model(lm):
     trie = TokenCharacterTrie(lm.byte_vocab)
-    asyncio.run(weights_of(lm, trie, [1]))
+    await weights_of(lm, trie, [1])
     with (
         MockAsyncLM(word_tokenizer(5)) as smaller,
         pytest.raises(ValueError, match="not a token of the model"),
     ):
-        asyncio.run(weights_of(smaller, trie, [1]))
+        await weights_of(smaller, trie, [1])
 
 
 @pytest.mark.parametrize(
@@ -87,13 +83,13 @@ def test_a_trie_is_compared_with_each_model(lm):
         (Token(3, b"other"), r"but the model's token 3 is Token\(3, "),
     ],
 )
-def test_a_trie_over_something_else(lm, entry, message):
+async def test_a_trie_over_something_else(lm, entry, message):
     with pytest.raises(ValueError, match=message):
-        asyncio.run(weights_of(lm, TokenCharacterTrie([entry]), [1]))
+        await weights_of(lm, TokenCharacterTrie([entry]), [1])
     assert lm.statistics().num_awaits == 0
 
 
-def test_an_operation_that_does_not_exist(lm):
+async def test_an_operation_that_does_not_exist(lm):
     with pytest.raises(ValueError, match='must be "sum", "max" or "log_sum", got \'mean\''):
-        asyncio.run(weights_of(lm, TokenCharacterTrie(lm.byte_vocab), [1], "mean"))
+        await weights_of(lm, TokenCharacterTrie(lm.byte_vocab), [1], "mean")
     assert lm.statistics().num_awaits == 0

@@ -64,7 +64,7 @@ def logprobs_of(vocab, seed, spread):
 
 @pytest.mark.parametrize("name", VOCABULARIES)
 @pytest.mark.timeout(300)
-def test_every_node_of_a_real_vocabulary(name):
+async def test_every_node_of_a_real_vocabulary(name):
     vocab = getattr(vocabularies, name)()
     reference = Prefixes(vocab)
     sequential = TokenCharacterTrie(vocab)
@@ -86,12 +86,9 @@ def test_every_node_of_a_real_vocabulary(name):
             np.testing.assert_allclose(log_sums[i][nodes], expected, rtol=1e-6, atol=1e-5)
         for row, ws in zip(sums, batch, strict=True):
             np.testing.assert_array_equal(row[trie.leaves], ws)
-
-    async def awaited():
-        async with AsyncTokenCharacterTrie(sequential) as trie:
-            return await asyncio.gather(*map(trie.weight_sum, batch))
-
-    np.testing.assert_array_equal(asyncio.run(awaited()), sequential.batch_weight_sum(batch))
+    async with AsyncTokenCharacterTrie(sequential) as trie:
+        awaited = await asyncio.gather(*map(trie.weight_sum, batch))
+    np.testing.assert_array_equal(awaited, sequential.batch_weight_sum(batch))
 
 
 def test_walking_a_real_vocabulary():

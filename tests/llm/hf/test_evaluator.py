@@ -38,9 +38,9 @@ def check(lm, contexts):
         torch.testing.assert_close(row, fresh_row(lm.model, context), rtol=0, atol=2e-5)
 
 
-def test_a_step_computes_one_token_a_particle(make):
+async def test_a_step_computes_one_token_a_particle(make):
     lm = make()
-    asyncio.run(lm.batch_next_token_logprobs([PROMPT] * 20))
+    await lm.batch_next_token_logprobs([PROMPT] * 20)
     assert lm.statistics().tokens_computed == 51
     particles = [[*PROMPT, i] for i in range(20)]
     for step in range(5):
@@ -53,23 +53,18 @@ def test_a_step_computes_one_token_a_particle(make):
         particles = [[*p, (7 * i + step) % 96] for i, p in enumerate(particles)]
 
 
-def test_smc_with_resampling_computes_exactly_the_distinct_new_tokens(make):
+async def test_smc_with_resampling_computes_exactly_the_distinct_new_tokens(make):
     lm = make()
     generator = random.Random(0)
     particles, seen = [list(PROMPT) for _ in range(20)], set()
-
-    async def main():
-        nonlocal particles
-        for step in range(16):
-            await asyncio.gather(*map(lm.next_token_logprobs, particles))
-            seen.update(tuple(p[: n + 1]) for p in particles for n in range(len(p)))
-            assert lm.statistics().tokens_computed == len(seen)
-            assert lm.statistics().kv_bytes_used == len(seen) * SLOT
-            particles = [[*p, generator.randrange(4)] for p in particles]
-            if step % 4 == 3:
-                particles = particles[:10] + [list(p) for p in particles[:10]]
-
-    asyncio.run(main())
+    for step in range(16):
+        await asyncio.gather(*map(lm.next_token_logprobs, particles))
+        seen.update(tuple(p[: n + 1]) for p in particles for n in range(len(p)))
+        assert lm.statistics().tokens_computed == len(seen)
+        assert lm.statistics().kv_bytes_used == len(seen) * SLOT
+        particles = [[*p, generator.randrange(4)] for p in particles]
+        if step % 4 == 3:
+            particles = particles[:10] + [list(p) for p in particles[:10]]
     assert set(lm.statistics().batch_sizes) <= set(range(1, 21))
 
 
@@ -126,11 +121,11 @@ def test_whatever_fits_the_answers_are_right(make, capacity):
         particles = [[*generator.choice(particles), generator.randrange(96)] for _ in particles]
 
 
-def test_five_thousand_contexts_stay_within_the_budgets(make):
+async def test_five_thousand_contexts_stay_within_the_budgets(make):
     lm = make(kv_cache_bytes=200 * SLOT, row_cache_bytes=50 * 96 * 4)
     generator = random.Random(0)
 
-    async def main():
+    async def ask_many():
         for _ in range(50):
             contexts = [[generator.randrange(96) for _ in range(6)] for _ in range(100)]
             await asyncio.gather(*map(lm.next_token_logprobs, contexts))
@@ -138,9 +133,9 @@ def test_five_thousand_contexts_stay_within_the_budgets(make):
             assert statistics.kv_bytes_used <= statistics.kv_bytes_budget == 200 * SLOT
             assert statistics.row_bytes_used <= statistics.row_bytes_budget
 
-    asyncio.run(main())
+    await ask_many()
     resident = psutil.Process().memory_info().rss
-    asyncio.run(main())
+    await ask_many()
     assert psutil.Process().memory_info().rss - resident < 20 << 20
     statistics = lm.statistics()
     assert statistics.num_evicted_tokens > 25_000

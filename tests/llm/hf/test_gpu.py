@@ -1,7 +1,5 @@
 """The same answers on a CUDA device."""
 
-import asyncio
-
 import pytest
 import torch
 
@@ -17,14 +15,14 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", families.PER_TOKEN)
 @pytest.mark.filterwarnings("ignore")
-def test_rows_are_the_cpu_models(name):
+async def test_rows_are_the_cpu_models(name):
     model = families.make(name)
     contexts = [list(range(n)) for n in (1, 3, 9, 24)] + [[5, 6, n] for n in range(4)]
     expected = torch.stack([fresh_row(model, context) for context in contexts])
     with AsyncTransformer(model.cuda(), word_tokenizer(), kv_cache_bytes=1 << 22) as lm:
         assert lm.kv_reuse
         for _ in range(2):
-            rows = asyncio.run(lm.batch_next_token_logprobs(contexts))
+            rows = await lm.batch_next_token_logprobs(contexts)
             assert rows.device.type == "cpu"
             torch.testing.assert_close(rows, expected, rtol=0, atol=2e-3)
             lm.clear_cache()

@@ -42,24 +42,16 @@ def lm(models, tmp_path):
         yield lm
 
 
-def test_adapters_share_batches_and_never_keys_or_values(lm, models):
+async def test_adapters_share_batches_and_never_keys_or_values(lm, models):
     generator = random.Random(0)
     asked = [
         ([generator.randrange(96) for _ in range(generator.randint(1, 9))], name)
         for _ in range(12)
         for name in models
     ]
-
-    async def main():
-        first = await asyncio.gather(*(lm.next_token_logprobs(c, n) for c, n in asked))
-        longer = [([*context, 5], name) for context, name in asked]
-        return (
-            longer,
-            first,
-            await asyncio.gather(*(lm.next_token_logprobs(c, n) for c, n in longer)),
-        )
-
-    longer, first, second = asyncio.run(main())
+    first = await asyncio.gather(*(lm.next_token_logprobs(c, n) for c, n in asked))
+    longer = [([*context, 5], name) for context, name in asked]
+    second = await asyncio.gather(*(lm.next_token_logprobs(c, n) for c, n in longer))
     for pairs, rows in ((asked, first), (longer, second)):
         for (context, name), row in zip(pairs, rows, strict=True):
             torch.testing.assert_close(row, fresh_row(models[name], context), rtol=0, atol=2e-5)
@@ -69,13 +61,11 @@ def test_adapters_share_batches_and_never_keys_or_values(lm, models):
         torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
 
 
-def test_texts_and_requests_with_an_adapter(lm, models):
-    async def main():
-        return await asyncio.gather(
-            *(generate(lm, [3, 4], max_new_tokens=6, lora_name=name) for name in models)
-        )
-
-    for (text,), model in zip(asyncio.run(main()), models.values(), strict=True):
+async def test_texts_and_requests_with_an_adapter(lm, models):
+    texts = await asyncio.gather(
+        *(generate(lm, [3, 4], max_new_tokens=6, lora_name=name) for name in models)
+    )
+    for (text,), model in zip(texts, models.values(), strict=True):
         context = [3, 4]
         while len(context) < 8:
             context.append(int(fresh_row(model, context).argmax()))
@@ -88,7 +78,7 @@ def test_texts_and_requests_with_an_adapter(lm, models):
             for name in models
         ]
         assert [r.result()[0].token_ids for r in requests] == [
-            asyncio.run(generate(lm, [3, 4], max_new_tokens=6, lora_name=name))[0].token_ids
+            (await generate(lm, [3, 4], max_new_tokens=6, lora_name=name))[0].token_ids
             for name in models
         ]
 
@@ -119,32 +109,26 @@ def test_an_adapter_that_cannot_be_loaded_leaves_everything_as_it_was(lm, models
         torch.testing.assert_close(row, fresh_row(model, [7, 8]), rtol=0, atol=2e-5)
 
 
-def test_an_adapter_removed_while_it_is_asked_for_fails_nobody_else(lm, models):
+async def test_an_adapter_removed_while_it_is_asked_for_fails_nobody_else(lm, models):
     is_held, gate = threading.Event(), threading.Event()
 
     def hold():
         is_held.set()
         assert gate.wait(30)
 
-    async def main():
-        held = asyncio.create_task(asyncio.to_thread(lm._batcher.call, hold))
-        await asyncio.to_thread(is_held.wait, 30)
-        removing = asyncio.create_task(asyncio.to_thread(lm.remove_lora, "poet"))
-        while not lm._batcher._worker._jobs.qsize():
-            await asyncio.sleep(0.001)
-        asked = [
-            asyncio.create_task(lm.next_token_logprobs([i, 2], name))
-            for i in range(3)
-            for name in models
-        ]
-        while lm._batcher._worker._jobs.qsize() < 2:
-            await asyncio.sleep(0.001)
-        gate.set()
-        await asyncio.gather(held, removing)
-        return await asyncio.gather(*asked, return_exceptions=True)
-
+    held = asyncio.create_task(asyncio.to_thread(lm._batcher.call, hold))
+    await asyncio.to_thread(is_held.wait, 30)
+    removing = asyncio.create_task(asyncio.to_thread(lm.remove_lora, "poet"))
+    while not lm._batcher._worker._jobs.qsize():
+        await asyncio.sleep(0.001)
     pairs = [([i, 2], name) for i in range(3) for name in models]
-    for (context, name), row in zip(pairs, asyncio.run(main()), strict=True):
+    asked = [asyncio.create_task(lm.next_token_logprobs(*pair)) for pair in pairs]
+    while lm._batcher._worker._jobs.qsize() < 2:
+        await asyncio.sleep(0.001)
+    gate.set()
+    await asyncio.gather(held, removing)
+    rows = await asyncio.gather(*asked, return_exceptions=True)
+    for (context, name), row in zip(pairs, rows, strict=True):
         if name == "poet":
             assert isinstance(row, UnknownAdapterError)
         else:

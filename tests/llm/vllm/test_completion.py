@@ -23,96 +23,78 @@ def lm(engine):
         yield lm
 
 
-def test_more_samples_than_places_and_rows_between_them(lm, engine):
-    async def main():
-        for i in range(4):  # every place has an idle session
-            await lm.next_token_logprobs([i])
-        samples = asyncio.create_task(lm.batch_sample([[i] for i in range(20)], 6, [], seed=0))
-        context = [7]
-        while not samples.done():
-            row = await lm.next_token_logprobs(context)
-            context = [*context[-20:], int(row.argmax())]
-        return await samples, await lm.batch_sample([[i] for i in range(20)], 6, [], seed=0)
-
-    beside, alone = asyncio.run(main())
+async def test_more_samples_than_places_and_rows_between_them(lm, engine):
+    for i in range(4):  # every place has an idle session
+        await lm.next_token_logprobs([i])
+    samples = asyncio.create_task(lm.batch_sample([[i] for i in range(20)], 6, [], seed=0))
+    context = [7]
+    while not samples.done():
+        row = await lm.next_token_logprobs(context)
+        context = [*context[-20:], int(row.argmax())]
+    beside, alone = await samples, await lm.batch_sample([[i] for i in range(20)], 6, [], seed=0)
     assert beside == alone
     assert [len(sample) for sample in alone] == [6] * 20
     assert engine.completions == {}
 
 
-def test_a_cancelled_sample_ends_in_the_engine_and_disturbs_nobody(lm, engine):
-    async def main():
-        engine.may_sample.clear()
-        tasks = [asyncio.create_task(lm.sample([i], 30, [], seed=i)) for i in range(3)]
-        while len(engine.completions) < 3:
-            await asyncio.sleep(0)
-        tasks[1].cancel()
-        engine.may_sample.set()
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert isinstance(results[1], asyncio.CancelledError)
-        assert results[2] == await lm.sample([2], 30, [], seed=2)
-
-    asyncio.run(main())
+async def test_a_cancelled_sample_ends_in_the_engine_and_disturbs_nobody(lm, engine):
+    engine.may_sample.clear()
+    tasks = [asyncio.create_task(lm.sample([i], 30, [], seed=i)) for i in range(3)]
+    while len(engine.completions) < 3:
+        await asyncio.sleep(0)
+    tasks[1].cancel()
+    engine.may_sample.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(results[1], asyncio.CancelledError)
+    assert results[2] == await lm.sample([2], 30, [], seed=2)
     assert engine.completions == {}
 
 
-def test_idle_sessions_leave_half_of_the_places(lm, engine):
-    async def main():
-        for i in range(4):
-            await lm.next_token_logprobs([i])
-        await lm.batch_sample([[i] for i in range(6)], 5, [], seed=0)
-
-    asyncio.run(main())
+async def test_idle_sessions_leave_half_of_the_places(lm, engine):
+    for i in range(4):
+        await lm.next_token_logprobs([i])
+    await lm.batch_sample([[i] for i in range(6)], 5, [], seed=0)
     assert all(num_running >= min(2, num_there) for num_running, num_there in engine.num_sampled)
 
 
-def test_nothing_is_sampled_for_nobody(lm, engine):
-    async def main():
-        engine.may_sample.clear()
-        task = asyncio.create_task(lm.sample([1], 60, []))
-        while not engine.completions:
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        engine.may_sample.set()
-        while engine.completions:
-            await asyncio.sleep(0)
-
-    asyncio.run(main())
+async def test_nothing_is_sampled_for_nobody(lm, engine):
+    engine.may_sample.clear()
+    task = asyncio.create_task(lm.sample([1], 60, []))
+    while not engine.completions:
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    engine.may_sample.set()
+    while engine.completions:
+        await asyncio.sleep(0)
     assert len(engine.num_sampled) <= 2
 
 
-def test_a_failing_step_is_told_to_all_that_were_in_it_and_to_no_later_one(lm, engine):
-    async def main():
-        engine.may_sample.clear()
-        samples = [asyncio.create_task(lm.sample([i], 60, [])) for i in range(3)]
-        while len(engine.completions) < 3:
-            await asyncio.sleep(0)
-        engine.failures.append(ZeroDivisionError("in the engine"))
-        engine.may_sample.set()
-        results = await asyncio.gather(*samples, return_exceptions=True)
-        assert [type(result) for result in results] == [ZeroDivisionError] * 3
-        assert len(await lm.sample([1], 5, [])) == 5
-
-    asyncio.run(main())
+async def test_a_failing_step_is_told_to_all_that_were_in_it_and_to_no_later_one(lm, engine):
+    engine.may_sample.clear()
+    samples = [asyncio.create_task(lm.sample([i], 60, [])) for i in range(3)]
+    while len(engine.completions) < 3:
+        await asyncio.sleep(0)
+    engine.failures.append(ZeroDivisionError("in the engine"))
+    engine.may_sample.set()
+    results = await asyncio.gather(*samples, return_exceptions=True)
+    assert [type(result) for result in results] == [ZeroDivisionError] * 3
+    assert len(await lm.sample([1], 5, [])) == 5
 
 
-def test_a_failing_round_is_told_to_the_samples_in_it(lm, engine):
-    async def main():
-        engine.may_sample.clear()
-        sample = asyncio.create_task(lm.sample([1], 1000, []))
-        while not engine.completions:
-            await asyncio.sleep(0)
-        engine.failures.append(ZeroDivisionError("in the engine"))
-        results = await asyncio.gather(sample, lm.next_token_logprobs([1]), return_exceptions=True)
-        assert [type(result) for result in results] == [ZeroDivisionError] * 2
-        row = await lm.next_token_logprobs([1, 2])
-        assert torch.isfinite(row).all()
-
-    asyncio.run(main())
+async def test_a_failing_round_is_told_to_the_samples_in_it(lm, engine):
+    engine.may_sample.clear()
+    sample = asyncio.create_task(lm.sample([1], 1000, []))
+    while not engine.completions:
+        await asyncio.sleep(0)
+    engine.failures.append(ZeroDivisionError("in the engine"))
+    results = await asyncio.gather(sample, lm.next_token_logprobs([1]), return_exceptions=True)
+    assert [type(result) for result in results] == [ZeroDivisionError] * 2
+    row = await lm.next_token_logprobs([1, 2])
+    assert torch.isfinite(row).all()
 
 
-def test_a_sample_that_cannot_even_begin(lm, engine, monkeypatch):
+async def test_a_sample_that_cannot_even_begin(lm, engine, monkeypatch):
     def start(completion, forbidden):
         engine.completions[completion.id] = completion
         raise ZeroDivisionError("at the start")
@@ -120,30 +102,26 @@ def test_a_sample_that_cannot_even_begin(lm, engine, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine, "start", start)
         with pytest.raises(ZeroDivisionError):
-            asyncio.run(lm.batch_sample([[1], [2]], 5, []))
+            await lm.batch_sample([[1], [2]], 5, [])
     assert engine.completions == {}
-    assert len(asyncio.run(lm.sample([1], 5, []))) == 5
+    assert len(await lm.sample([1], 5, [])) == 5
 
 
-def test_closing_settles_the_samples(engine):
+async def test_closing_settles_the_samples(engine):
     lm = AsyncVirtualLM(engine)
-
-    async def main():
-        engine.may_sample.clear()
-        tasks = [asyncio.create_task(lm.sample([i], 60, [])) for i in range(9)]
-        while not engine.completions:
-            await asyncio.sleep(0)
-        await lm.aclose()
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
-        assert [type(result) for result in results] == [BatcherClosedError] * 9
-        with pytest.raises(BatcherClosedError):
-            await lm.sample([1], 3, [])
-
-    asyncio.run(main())
+    engine.may_sample.clear()
+    tasks = [asyncio.create_task(lm.sample([i], 60, [])) for i in range(9)]
+    while not engine.completions:
+        await asyncio.sleep(0)
+    await lm.aclose()
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
+    assert [type(result) for result in results] == [BatcherClosedError] * 9
+    with pytest.raises(BatcherClosedError):
+        await lm.sample([1], 3, [])
     assert engine.is_closed
 
 
-def test_mistakes_are_told_before_anything_is_queued(lm, engine):
+async def test_mistakes_are_told_before_anything_is_queued(lm, engine):
     for prompts, options in (
         ([[1], []], {}),
         ([[1], [9999]], {}),
@@ -152,9 +130,7 @@ def test_mistakes_are_told_before_anything_is_queued(lm, engine):
         ([[1]], {"max_tokens": -1}),
     ):
         with pytest.raises(ValueError, match=r"."):
-            asyncio.run(
-                lm.batch_sample(prompts, **{"max_tokens": 3, "eos_token_ids": [], **options})
-            )
+            await lm.batch_sample(prompts, **{"max_tokens": 3, "eos_token_ids": [], **options})
     assert engine.num_steps == 0
     assert engine.completions == {}
 

@@ -50,73 +50,59 @@ def check(row, model, context):
 TEXT = "Sequential Monte Carlo methods are a set of algorithms that estimate the state of a system."
 
 
-def test_particles_with_resampling(lm, smollm2):
+async def test_particles_with_resampling(lm, smollm2):
     randomness = random.Random(0)
     torch.manual_seed(0)
-
-    async def main():
-        particles = [lm.tokenizer.encode(TEXT) for _ in range(20)]
-        for step in range(9):
-            rows = await asyncio.gather(*map(lm.next_token_logprobs, particles))
-            for i in (0, 9, 19):
-                check(rows[i], smollm2, particles[i])
-            particles = [
-                [*context, int(torch.multinomial(row.exp(), 1))]
-                for context, row in zip(particles, rows, strict=True)
-            ]
-            if step % 3 == 2:
-                particles = [list(randomness.choice(particles)) for _ in particles]
-
     before = lm.statistics()
-    asyncio.run(main())
+    particles = [lm.tokenizer.encode(TEXT) for _ in range(20)]
+    for step in range(9):
+        rows = await asyncio.gather(*map(lm.next_token_logprobs, particles))
+        for i in (0, 9, 19):
+            check(rows[i], smollm2, particles[i])
+        particles = [
+            [*context, int(torch.multinomial(row.exp(), 1))]
+            for context, row in zip(particles, rows, strict=True)
+        ]
+        if step % 3 == 2:
+            particles = [list(randomness.choice(particles)) for _ in particles]
     after = lm.statistics()
     assert after.num_forwards - before.num_forwards <= 10
     assert after.tokens_computed - before.tokens_computed <= 40 + 20 * 9
 
 
-def test_forks_at_any_token_long_and_short_mixed_and_evictions(lm, smollm2):
+async def test_forks_at_any_token_long_and_short_mixed_and_evictions(lm, smollm2):
     randomness = random.Random(1)
     pool = [lm.tokenizer.encode(TEXT * n)[:900] for n in (1, 5, 40)]
 
     async def ask(context):
         check(await lm.next_token_logprobs(context), smollm2, context)
 
-    async def main():
-        for _ in range(12):
-            asked = []
-            for _ in range(6):
-                base = randomness.choice(pool)
-                cut = base[: randomness.randrange(1, len(base) + 1)]
-                asked.append(cut + [randomness.randrange(49_152) for _ in range(3)])
-            pool.extend(asked)
-            await asyncio.gather(*map(ask, asked))
-
-    asyncio.run(main())
+    for _ in range(12):
+        asked = []
+        for _ in range(6):
+            base = randomness.choice(pool)
+            cut = base[: randomness.randrange(1, len(base) + 1)]
+            asked.append(cut + [randomness.randrange(49_152) for _ in range(3)])
+        pool.extend(asked)
+        await asyncio.gather(*map(ask, asked))
     assert lm.statistics().num_evicted_tokens > 0
 
 
-def test_contexts_that_nobody_comes_back_to(lm, smollm2):
-    async def main():
-        await asyncio.gather(*(lm.next_token_logprobs([i, i + 1]) for i in range(2000)))
-
-    asyncio.run(main())
+async def test_contexts_that_nobody_comes_back_to(lm, smollm2):
+    await asyncio.gather(*(lm.next_token_logprobs([i, i + 1]) for i in range(2000)))
     context = lm.tokenizer.encode(TEXT)
     check(lm.next_token_logprobs_sync(context), smollm2, context)
 
 
-def test_cancelled_callers_change_nothing(lm, smollm2):
+async def test_cancelled_callers_change_nothing(lm, smollm2):
     prompt = lm.tokenizer.encode(TEXT)
-
-    async def main():
-        tasks = [asyncio.create_task(lm.next_token_logprobs([*prompt, i])) for i in range(40)]
-        await asyncio.sleep(0.01)
-        for task in tasks[::2]:
-            task.cancel()
-        rows = await asyncio.gather(*tasks, return_exceptions=True)
-        for i in (1, 21, 39):
-            check(rows[i], smollm2, [*prompt, i])
-
-    asyncio.run(main())
+    tasks = [asyncio.create_task(lm.next_token_logprobs([*prompt, i])) for i in range(40)]
+    await asyncio.sleep(0.01)
+    for task in tasks[::2]:
+        task.cancel()
+    rows = await asyncio.gather(*tasks, return_exceptions=True)
+    for i in (1, 21, 39):
+        check(rows[i], smollm2, [*prompt, i])
 
 
 def test_the_longest_context(lm, smollm2):
@@ -134,41 +120,38 @@ def test_clearing_changes_no_answer(lm, smollm2):
     check(lm.next_token_logprobs_sync([*context, 5]), smollm2, [*context, 5])
 
 
-def test_samples_beside_rows_change_neither(lm, smollm2):
+async def test_samples_beside_rows_change_neither(lm, smollm2):
     prompt = lm.tokenizer.encode(TEXT)
 
     async def sample():
         return await lm.batch_sample([prompt, prompt[:5]], 12, [], seed=7)
 
-    async def main():
-        alone = await sample()
-        greedy = await lm.sample(prompt, 8, [], temperature=0)
-        beside = asyncio.create_task(sample())
-        context = list(prompt)
-        for token_id in greedy:
-            rows = await asyncio.gather(
-                *(lm.next_token_logprobs([*context, i]) for i in range(6)),
-                lm.next_token_logprobs(context),
-            )
-            check(rows[3], smollm2, [*context, 3])
-            assert int(rows[-1].argmax()) == token_id
-            context.append(token_id)
-        assert await beside == alone
-        tasks = [asyncio.create_task(lm.sample(prompt, 500, [])) for _ in range(40)]
-        await asyncio.sleep(0.2)
-        for task in tasks:
-            task.cancel()
-        check(await lm.next_token_logprobs(context), smollm2, context)
-
-    asyncio.run(main())
+    alone = await sample()
+    greedy = await lm.sample(prompt, 8, [], temperature=0)
+    beside = asyncio.create_task(sample())
+    context = list(prompt)
+    for token_id in greedy:
+        rows = await asyncio.gather(
+            *(lm.next_token_logprobs([*context, i]) for i in range(6)),
+            lm.next_token_logprobs(context),
+        )
+        check(rows[3], smollm2, [*context, 3])
+        assert int(rows[-1].argmax()) == token_id
+        context.append(token_id)
+    assert await beside == alone
+    tasks = [asyncio.create_task(lm.sample(prompt, 500, [])) for _ in range(40)]
+    await asyncio.sleep(0.2)
+    for task in tasks:
+        task.cancel()
+    check(await lm.next_token_logprobs(context), smollm2, context)
     assert lm._engine.completions == {}
 
 
-def test_a_sample_that_outgrows_the_model_is_told(lm):
+async def test_a_sample_that_outgrows_the_model_is_told(lm):
     prompt = (lm.tokenizer.encode(TEXT) * 80)[: lm.max_length - 3]
-    assert len(asyncio.run(lm.sample(prompt, 4, []))) == 4
+    assert len(await lm.sample(prompt, 4, [])) == 4
     with pytest.raises(ValueError, match="1024 tokens, more than the model's maximum of 1023"):
-        asyncio.run(lm.sample(prompt, 5, []))
+        await lm.sample(prompt, 5, [])
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def smollm2():
     return AutoModelForCausalLM.from_pretrained(bundled_directory("smollm2"), dtype=torch.float32)
 
 
-def test_forks_at_any_token_and_samples_beside_them(lm, smollm2):
+async def test_forks_at_any_token_and_samples_beside_them(lm, smollm2):
     randomness = random.Random(0)
     pool = [[randomness.randrange(49_152) for _ in range(n)] for n in (5, 100, 700)]
 
@@ -51,17 +51,14 @@ def test_forks_at_any_token_and_samples_beside_them(lm, smollm2):
         row = await lm.next_token_logprobs(context)
         torch.testing.assert_close(row, fresh_row(smollm2, context), rtol=0, atol=2e-2)
 
-    async def main():
-        for turn in range(15):
-            asked = []
-            for _ in range(8):
-                base = randomness.choice(pool)
-                fork = base[: randomness.randrange(1, len(base) + 1)]
-                asked.append(fork + [randomness.randrange(49_152) for _ in range(2)])
-            pool.extend(asked)
-            await asyncio.gather(*map(ask, asked), lm.batch_sample(asked[:2], 6, [], seed=turn))
-
-    asyncio.run(main())
+    for turn in range(15):
+        asked = []
+        for _ in range(8):
+            base = randomness.choice(pool)
+            fork = base[: randomness.randrange(1, len(base) + 1)]
+            asked.append(fork + [randomness.randrange(49_152) for _ in range(2)])
+        pool.extend(asked)
+        await asyncio.gather(*map(ask, asked), lm.batch_sample(asked[:2], 6, [], seed=turn))
 
 
 def test_a_round_is_one_step(lm):

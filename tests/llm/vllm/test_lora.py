@@ -34,20 +34,16 @@ def lm(models):
 @pytest.mark.vllm
 @pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
 @pytest.mark.filterwarnings("ignore")
-def test_two_adapters_and_none_in_one_batch(lm, models):
+async def test_two_adapters_and_none_in_one_batch(lm, models):
     contexts = [[5, 6, 7], [5, 6, 7, 8], [9]]
-
-    async def main():
-        for _ in range(3):
-            asked = [(context, name) for context in contexts for name in models[1]]
-            rows = await asyncio.gather(*(lm.next_token_logprobs(*pair) for pair in asked))
-            for row, (context, name) in zip(rows, asked, strict=True):
-                expected = fresh_row(models[1][name], context)
-                torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
-            for context in contexts:
-                context.append(3 * context[-1] % VOCAB)
-
-    asyncio.run(main())
+    for _ in range(3):
+        asked = [(context, name) for context in contexts for name in models[1]]
+        rows = await asyncio.gather(*(lm.next_token_logprobs(*pair) for pair in asked))
+        for row, (context, name) in zip(rows, asked, strict=True):
+            expected = fresh_row(models[1][name], context)
+            torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
+        for context in contexts:
+            context.append(3 * context[-1] % VOCAB)
     rows = [lm.next_token_logprobs_sync([1, 2], name) for name in models[1]]
     assert float((rows[0] - rows[1]).abs().max()) > 0.1
     assert float((rows[1] - rows[2]).abs().max()) > 0.1
@@ -56,16 +52,13 @@ def test_two_adapters_and_none_in_one_batch(lm, models):
 @pytest.mark.vllm
 @pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
 @pytest.mark.filterwarnings("ignore")
-def test_samples_with_adapters(lm, models):
-    async def main():
-        for name, model in models[1].items():
-            context = [1, 2]
-            for _ in range(4):
-                context.append(int(fresh_row(model, context).argmax()))
-            sampled = await lm.sample([1, 2], 4, [], temperature=0, lora_name=name)
-            assert sampled == context[2:]
-
-    asyncio.run(main())
+async def test_samples_with_adapters(lm, models):
+    for name, model in models[1].items():
+        context = [1, 2]
+        for _ in range(4):
+            context.append(int(fresh_row(model, context).argmax()))
+        sampled = await lm.sample([1, 2], 4, [], temperature=0, lora_name=name)
+        assert sampled == context[2:]
 
 
 @pytest.mark.vllm
@@ -78,7 +71,7 @@ def test_an_adapter_that_is_not_there_disturbs_nobody(lm, models, tmp_path):
     torch.testing.assert_close(row, fresh_row(models[1]["a"], [1, 2]), rtol=0, atol=1e-4)
 
 
-def test_names_are_checked_before_anything_is_queued():
+async def test_names_are_checked_before_anything_is_queued():
     engine = FakeEngine()
     with AsyncVirtualLM(engine) as lm:
         with pytest.raises(UnknownAdapterError, match=r"'poet' is loaded \(none are\)"):
@@ -89,7 +82,7 @@ def test_names_are_checked_before_anything_is_queued():
         with pytest.raises(AdapterError, match="named 'poet' already"):
             lm.add_new_lora("elsewhere", "poet")
         with pytest.raises(ValueError, match=r"'cook' is loaded \('poet'\)"):
-            asyncio.run(lm.sample([1], 3, [], lora_name="cook"))
+            await lm.sample([1], 3, [], lora_name="cook")
 
 
 @pytest.mark.vllm

@@ -43,7 +43,7 @@ def check(row, context):
     torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
 
 
-def test_forks_evictions_cancelled_callers_and_samples_all_at_once(lm):
+async def test_forks_evictions_cancelled_callers_and_samples_all_at_once(lm):
     randomness = random.Random(0)
     pool = [[randomness.randrange(VOCAB) for _ in range(n)] for n in (3, 17, 60, 200)]
 
@@ -55,32 +55,29 @@ def test_forks_evictions_cancelled_callers_and_samples_all_at_once(lm):
     async def sample(prompts, seed):
         return await lm.batch_sample(prompts, 5, [], seed=seed)
 
-    async def main():
-        samples = []
-        for turn in range(60):
-            asked = []
-            for _ in range(randomness.randrange(1, 20)):
-                base = randomness.choice(pool)
-                fork = base[: randomness.randrange(1, len(base) + 1)]
-                new = [randomness.randrange(VOCAB) for _ in range(randomness.randrange(1, 4))]
-                asked.append((fork + new)[:255])
-            pool.extend(asked)
-            tasks = [asyncio.create_task(ask(context)) for context in asked]
-            if turn % 7 == 3:
-                samples.append(([asked[0][:200]], turn))
-                tasks.append(asyncio.create_task(sample(*samples[-1])))
-            if turn % 5 == 2:
-                await asyncio.sleep(0.002)
-                tasks[0].cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            failures = [r for r in results if isinstance(r, Exception)]
-            assert not failures, failures
-            if turn % 7 == 3:
-                samples[-1] += (results[-1],)
-        for prompts, seed, sampled in samples:
-            assert await sample(prompts, seed) == sampled
-
-    asyncio.run(main())
+    samples = []
+    for turn in range(60):
+        asked = []
+        for _ in range(randomness.randrange(1, 20)):
+            base = randomness.choice(pool)
+            fork = base[: randomness.randrange(1, len(base) + 1)]
+            new = [randomness.randrange(VOCAB) for _ in range(randomness.randrange(1, 4))]
+            asked.append((fork + new)[:255])
+        pool.extend(asked)
+        tasks = [asyncio.create_task(ask(context)) for context in asked]
+        if turn % 7 == 3:
+            samples.append(([asked[0][:200]], turn))
+            tasks.append(asyncio.create_task(sample(*samples[-1])))
+        if turn % 5 == 2:
+            await asyncio.sleep(0.002)
+            tasks[0].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        failures = [r for r in results if isinstance(r, Exception)]
+        assert not failures, failures
+        if turn % 7 == 3:
+            samples[-1] += (results[-1],)
+    for prompts, seed, sampled in samples:
+        assert await sample(prompts, seed) == sampled
     assert lm.statistics().num_evicted_tokens > 0
 
 

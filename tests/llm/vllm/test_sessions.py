@@ -87,16 +87,10 @@ def test_the_oldest_session_goes_first():
     assert not table.is_full
 
 
-def test_two_thousand_abandoned_contexts_hold_no_more_than_the_engine_can():
+async def test_two_thousand_abandoned_contexts_hold_no_more_than_the_engine_can():
     engine = FakeEngine(max_sessions=16, num_blocks=200)
     with AsyncVirtualLM(engine, batch_size=10, row_cache_bytes=0) as lm:
-
-        async def main():
-            await asyncio.gather(
-                *(lm.next_token_logprobs([i % 60, i // 60, 7]) for i in range(2000))
-            )
-
-        asyncio.run(main())
+        await asyncio.gather(*(lm.next_token_logprobs([i % 60, i // 60, 7]) for i in range(2000)))
         assert len(engine.sessions) <= 16
         assert lm.statistics().num_evicted_tokens >= 3 * (2000 - 16)
 
