@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from genlm_backend import load_model_by_name
-from genlm_backend.generation import AsyncGLM
+from genlm_backend import AsyncGLM, load_model_by_name
 
 COUNTRIES = ["France", "Italy", "Spain", "Japan", "Egypt", "Peru", "Norway", "Kenya"]
 

@@ -10,8 +10,7 @@ import json
 
 import numpy as np
 
-from genlm_backend import AsyncLM, load_model_by_name
-from genlm_backend.generation import Constraint
+from genlm_backend import AsyncLM, Constraint, load_model_by_name
 
 PROMPT = """Rome: {"city": "Rome", "country": "Italy", "capital": true, "rivers": ["Tiber"]}
 Paris: """

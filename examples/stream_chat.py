@@ -3,8 +3,7 @@
 import argparse
 import asyncio
 
-from genlm_backend import AsyncLM, load_model_by_name
-from genlm_backend.generation import GenerationConfig, stream
+from genlm_backend import AsyncLM, GenerationConfig, load_model_by_name, stream
 
 
 async def answer(lm: AsyncLM, messages: list[dict[str, str]], config: GenerationConfig) -> str:
