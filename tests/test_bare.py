@@ -1,6 +1,6 @@
 """What works with the dependencies alone, and what then belongs to an extra and says so.
 
-`make test-bare` runs it where nothing else is installed; elsewhere, what the extras bring is hidden.
+`make test-bare` runs it where nothing else is installed; elsewhere, what extras bring is hidden.
 """
 
 import subprocess
@@ -51,7 +51,7 @@ def model():
     return LlamaForCausalLM(config).eval()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def lm(model):
     words = models.WordLevel({f"<{i}>": i for i in range(VOCAB_SIZE)}, unk_token="<0>")
     with AsyncTransformer(model, Tokenizer(words)) as lm:
