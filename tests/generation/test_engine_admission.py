@@ -17,7 +17,7 @@ from genlm_backend.generation import (
     GenerationStatus,
     generate,
 )
-from tests.generation.serving import alone, same, serve
+from tests.generation.serving import GatedLM, alone, same, serve
 from tests.llm.conftest import word_tokenizer
 
 
@@ -115,6 +115,53 @@ def test_a_text_that_can_never_fit_is_interrupted_and_the_others_go_on(engine, m
         assert len(text.token_ids) == capacity + 1 - 10
         assert too_long.result()[0].token_ids == []
         assert text.token_ids[:8] == alone(lm, [1] * 10, max_new_tokens=8)[0].token_ids
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("max_batch", [1, 3])
+@pytest.mark.parametrize("every", [None, 50], ids=["all but the first", "among others"])
+def test_thousands_that_can_never_fit_are_all_told(engine, max_batch, every):
+    class Tight(GatedLM):
+        kv_capacity = 40
+
+    with Tight() as lm:
+        serve(engine, lm, max_batch=max_batch)
+        requests = [engine.start_request_ids("m", [1, 2], max_new_tokens=4)]
+        for i in range(1, 5000):
+            prompt = [1, 2] if every and i % every == 0 else [i % 96] * 41
+            requests.append(engine.start_request_ids("m", prompt, max_new_tokens=4))
+        if max_batch == 1:
+            assert engine.num_waiting("m") == 4999
+        lm.let()
+        expected = alone(lm, [1, 2], max_new_tokens=4)
+        for request in requests:
+            (text,) = request.result(50)
+            if len(request.prompt_token_ids) == 2:
+                assert request.status() is GenerationStatus.FINISHED
+                assert same([text], expected)
+            else:
+                assert request.status() is GenerationStatus.INTERRUPTED
+                assert (text.token_ids, text.finish_reason) == ([], "interrupted")
+        assert engine.num_running("m") == engine.num_waiting("m") == 0
+
+
+def test_the_draft_of_one_that_can_never_fit_keeps_nobody_from_being_told(engine, monkeypatch):
+    class Tight(GatedLM):
+        kv_capacity = 40
+
+    with Tight() as lm:
+        serve(engine, lm, max_batch=1)
+        stopped = engine.start_request_ids("m", [1], max_new_tokens=4)
+        hopeless = [engine.start_request_ids("m", [i] * 41, max_new_tokens=4) for i in range(3)]
+        fitting = engine.start_request_ids("m", [2], max_new_tokens=4)
+        for run in list(engine._models["m"].served._runs)[1:3]:
+            monkeypatch.setattr(run.draft, "rest", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.stop_request(stopped)
+        lm.let()
+        assert same(fitting.result(30), alone(lm, [2], max_new_tokens=4))
+        assert {request.status() for request in hopeless} == {GenerationStatus.INTERRUPTED}
+        assert engine.num_running("m") == engine.num_waiting("m") == 0
 
 
 def test_a_text_that_ends_where_memory_ends_has_ended(engine, model):

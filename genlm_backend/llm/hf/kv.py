@@ -40,8 +40,6 @@ class PooledLayer(CacheLayerMixin):
     """
 
     is_sliding = False
-    is_compileable = False
-    is_croppable = False
 
     def __init__(
         self,
@@ -81,10 +79,6 @@ class PooledLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """Return -1: there is no maximum."""
-        return -1
-
-    def get_max_cache_shape(self) -> int:
-        """Return -1, under the name that transformers used before 5.16."""
         return -1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ from genlm_backend.cache.pool import KVLayout, KVPool, LayerLayout
 from genlm_backend.errors import UnsupportedModelError
 from genlm_backend.llm.hf.packing import Row
 from genlm_backend.llm.hf.runner import Runner
+from genlm_backend.llm.hf.threads import one_thread
 
 logger = logging.getLogger(__name__)
 
 _PROBE_LENGTH: Final = 24
+_ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # some five seconds on one thread
 _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05}
 _DEFAULT_ROUNDING: Final = 0.25  # bfloat16, and quantised weights whatever they compute in
 _SHARE_OF_SPREAD: Final = 0.1
@@ -53,9 +56,9 @@ def check_model(model: Any) -> None:
 def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSupport:
     """Find out by a few tiny forward passes whether slots give the right answers.
 
-    The last rows of two short contexts are computed whole and then from slots, in two steps and
-    padded to one batch. Slots are used if the difference is rounding, compared with the
-    difference that one wrong token makes.
+    The rows of two short contexts are computed whole and then from slots, in two steps and padded
+    to one batch. Slots are used if the difference is rounding, compared with the difference that
+    one wrong token makes. That takes four passes, of a small model on one thread.
     """
     config = runner.model.config.get_text_config(decoder=True)
     if "past_key_values" not in runner.parameters:
@@ -73,10 +76,11 @@ def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSuppor
     if length < 6 or vocab_size < 3:
         return KVSupport(None, f"a context of {length} tokens is too short to tell")
     generator = random.Random(0)
-    probe = [generator.randrange(vocab_size) for _ in range(length)]
+    long, other = ([generator.randrange(vocab_size) for _ in range(length)] for _ in range(2))
     try:
-        layout = _observe_layout(runner, probe[:3])
-        difference, spread = _compare(runner, layout, probe, vocab_size)
+        with one_thread() if _is_small(runner) else contextlib.nullcontext():
+            layout = _observe_layout(runner, long[:3])
+            difference, spread = _compare(runner, layout, long, other, vocab_size)
     except UnsupportedModelError as error:
         return KVSupport(None, str(error))
     except Exception as error:  # third-party model code may raise anything; it still runs whole
@@ -94,6 +98,12 @@ def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSuppor
             f"and by {spread:.2g} between different contexts",
         )
     return KVSupport(layout)
+
+
+def _is_small(runner: Runner) -> bool:
+    """Whether threads would gain less on an idle machine than they would lose on a busy one."""
+    num_parameters = sum(parameter.numel() for parameter in runner.model.parameters())
+    return runner.device.type == "cpu" and num_parameters < _ONE_THREAD_PARAMETERS
 
 
 @torch.inference_mode()
@@ -122,17 +132,19 @@ def _observe_layout(runner: Runner, token_ids: list[int]) -> KVLayout:
 
 
 def _compare(
-    runner: Runner, layout: KVLayout, probe: list[int], vocab_size: int
+    runner: Runner, layout: KVLayout, long: list[int], other: list[int], vocab_size: int
 ) -> tuple[float, float]:
     """Root mean square differences: rows from slots and whole rows; rows of two contexts."""
-    long, short = probe, probe[2 : len(probe) // 2 + 2]
+    short = other[: len(other) // 2]
     wrong = [*long[:-3], (long[-3] + 1) % vocab_size, *long[-2:]]
-
-    def whole(token_ids: list[int]) -> torch.Tensor:
-        return _row(runner.forward([Row(token_ids, outputs=(len(token_ids) - 1,))]))[0]
-
-    expected = torch.stack([whole(long), whole(short)])
-    spread = _distance(whole(wrong), expected[0])
+    last = (len(long) - 1,)
+    # One pass for all: of one length, so that nothing is padded. What follows ``short`` takes no
+    # part in its row, or the row from slots, where nothing follows, is another one.
+    whole = runner.forward(
+        [Row(long, outputs=last), Row(wrong, outputs=last), Row(other, outputs=(len(short) - 1,))]
+    )
+    expected_long, expected_wrong, expected_short = _row(whole)
+    spread = _distance(expected_wrong, expected_long)
 
     size = len(long) + len(short)
     pool = KVPool(layout, (size + 1) * layout.bytes_per_slot)
@@ -152,8 +164,8 @@ def _compare(
         ],
         pool,
     )
-    rows = _row(logits)
-    return max(_distance(rows[0], expected[0]), _distance(rows[1], expected[1])), spread
+    row_long, row_short = _row(logits)
+    return max(_distance(row_long, expected_long), _distance(row_short, expected_short)), spread
 
 
 def _row(logits: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,9 @@ them sleep between operators instead of spinning, and a forward pass of many sma
 about 1.4 times as long. So a caller's idle team is released before it waits for a row; OpenMP
 makes it again when the caller next needs one.
 
+Where other *processes* hold the cores, each operator of a team waits for its last thread to get a
+turn. A few passes of a small model take several times as long then as on one thread.
+
 **The interpreter lock.** A forward pass is a thousand small operators, each of which gives the
 lock up and takes it back. A thread that computes in Python meanwhile (a grammar, a sampler) keeps
 it for ``sys.getswitchinterval()`` each time, five milliseconds by default, and a pass of 0.1
@@ -22,6 +25,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +33,9 @@ import torch
 
 _PAUSE_HARD: Final = 2  # omp_pause_hard, OpenMP 5.0, section 2.15.1
 SWITCH_INTERVAL: Final = 2e-5
+
+_numbers = threading.Lock()
+"""Held while torch's number for new threads is not their own, so that nobody here takes it."""
 
 
 @functools.cache
@@ -50,17 +57,28 @@ def _pause_function() -> Callable[[int], int] | None:
     return None
 
 
-def use_num_threads(count: int) -> None:
-    """Let the calling thread's operators use ``count`` threads, and leave the others theirs.
+def use_num_threads(count: int) -> int:
+    """Let the calling thread's operators use ``count`` threads; return how many they used before.
 
     ``torch.set_num_threads`` sets a number for the calling thread, and another one for threads
-    that have not used an operator yet.
+    that have not used an operator yet, which is put back.
     """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    thread = threading.Thread(target=torch.set_num_threads, args=(before,))
-    thread.start()
-    thread.join()
+    with _numbers, ThreadPoolExecutor(1) as other:
+        before = torch.get_num_threads()  # asked first: with its first use, a thread takes theirs
+        theirs = other.submit(torch.get_num_threads).result()
+        torch.set_num_threads(count)
+        other.submit(torch.set_num_threads, theirs).result()
+    return before
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """While inside, the calling thread's operators use no other threads; the others keep theirs."""
+    before = use_num_threads(1)
+    try:
+        yield
+    finally:
+        use_num_threads(before)
 
 
 def release_idle_threads() -> None:

@@ -35,6 +35,7 @@ def check_release() -> None:
     known = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
     what = "vLLM is not installed" if found is None else f"vLLM {found} is installed"
     raise MissingExtraError(
-        f"AsyncVirtualLM needs vLLM {known}, and {what}; the guide to models says how to install "
-        "it. AsyncTransformer (backend 'hf') runs the same programs."
+        f"AsyncVirtualLM needs vLLM {known}, and {what}: pip install 'genlm-backend[vllm]' where "
+        "there is a CUDA device; the guide to vLLM tells what a CPU needs. AsyncTransformer "
+        "(backend 'hf') runs the same programs."
     )

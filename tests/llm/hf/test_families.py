@@ -1,6 +1,7 @@
 """Every kind of attention and state, against the bare model run whole and alone."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -39,6 +40,33 @@ def test_rows_are_the_bare_models(name):
         wrong[-4] = (wrong[-4] + 1) % families.VOCAB
         difference = (fresh_row(model, wrong) - fresh_row(model, contexts[-1])).abs().max()
         assert float(difference) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("num_threads", [None, 3])
+def test_asking_a_model_takes_four_passes_on_one_thread(name, num_threads):
+    model, before = families.make(name), torch.get_num_threads()
+    during = []
+    hook = model.register_forward_pre_hook(lambda *_: during.append(torch.get_num_threads()))
+    with AsyncTransformer(model, word_tokenizer(), num_threads=num_threads) as lm:
+        hook.remove()
+        assert lm.kv_reuse
+        assert during == [1] * 4
+        assert lm._batcher.call(torch.get_num_threads) == (num_threads or before)
+    assert torch.get_num_threads() == before
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == before
+
+
+def test_models_made_at_once_leave_every_thread_its_number():
+    before = torch.get_num_threads()
+
+    def make(_):
+        with AsyncTransformer(families.make("llama"), word_tokenizer()) as lm:
+            return lm._batcher.call(torch.get_num_threads)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(make, range(8))) == {before}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
