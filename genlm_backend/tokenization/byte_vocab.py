@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from genlm_backend.errors import TokenizerDecodeError
 from genlm_backend.tokenization.decoder import (
@@ -14,7 +16,23 @@ from genlm_backend.tokenization.decoder import (
     UnknownDecoderError,
     compile_decoder,
     infer_decoder,
+    is_byte_token,
 )
+
+# A vocabulary may have thousands of added tokens: Gemma's has 6,400, of two kinds.
+_TEXTS_OF_A_KIND: Final = 64
+
+
+class Stretch(NamedTuple):
+    """A text and the ids that are to spell it: exactly, or up to a space at either end."""
+
+    text: str
+    ids: Sequence[int]
+    is_exact: bool = False
+
+
+def _as_it_is(text: str, ids: list[int]) -> Iterator[list[Stretch]]:
+    yield [Stretch(text, ids)]
 
 
 @dataclass(frozen=True)
@@ -31,7 +49,10 @@ class ByteVocab:
         keeps_spaces: Whether white space survives encoding.
         encode: Text to ids without special tokens (``None`` for a text that it refuses), or
             ``None`` if the object cannot encode.
-        normalize: What the tokenizer makes of a text before it splits it.
+        readings: What a text's ids are to spell, in stretches: a text that the tokenizer
+            rewrites, or cuts at an added token, may be read in several ways.
+        added_texts: Texts that come out as added tokens which are not special, some of each
+            kind.
     """
 
     name: str
@@ -42,7 +63,8 @@ class ByteVocab:
     unknown_ids: frozenset[int] = frozenset()
     keeps_spaces: bool = True
     encode: Callable[[str], list[int] | None] | None = None
-    normalize: Callable[[str], str] = str
+    readings: Callable[[str, list[int]], Iterator[list[Stretch]]] = _as_it_is
+    added_texts: Sequence[str] = ()
 
 
 def read_byte_vocab(tokenizer: Any) -> ByteVocab:
@@ -62,7 +84,8 @@ def read_byte_vocab(tokenizer: Any) -> ByteVocab:
     if _is_sentencepiece(tokenizer):
         return _read_sentencepiece(tokenizer, name)
     if _is_sentencepiece(getattr(tokenizer, "sp_model", None)):
-        return _read_slow(tokenizer, name, _sentencepiece_bytes(tokenizer.sp_model))
+        model = tokenizer.sp_model
+        return _read_slow(tokenizer, name, _sentencepiece_bytes(model), model.decode)
     if (encoding := _tiktoken_encoding(tokenizer)) is not None:
         return _read_tiktoken(tokenizer, encoding, name)
     for attribute in ("idx2token", "decoder"):
@@ -85,19 +108,6 @@ def read_byte_vocab(tokenizer: Any) -> ByteVocab:
 
 def _read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
     spellings = _rust_spellings(rust)
-    try:
-        decoder = _rust_decoder(rust)
-    except UnknownDecoderError as error:
-        token = spellings[0] if spellings else None
-        raise TokenizerDecodeError(name, str(error), 0 if spellings else None, token) from error
-    byte_strings = decoder.decode([spelling or "" for spelling in spellings])
-    special_ids = set(getattr(tokenizer, "all_special_ids", ()))
-    for token_id, added in rust.get_added_tokens_decoder().items():
-        if added.special:
-            special_ids.add(token_id)
-        byte_strings[token_id] = _added_bytes(added, rust.normalizer, decoder)
-    for token_id in special_ids:
-        byte_strings[token_id] = (spellings[token_id] or "").encode()
 
     def encode(text: str) -> list[int] | None:
         try:
@@ -105,49 +115,130 @@ def _read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         except Exception:  # all that the Rust side raises for a character it has no token for
             return None
 
-    unknown = getattr(rust.model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
-    unknown_ids = {rust.token_to_id(unknown)} if unknown else _unknown_ids(encode, byte_strings)
+    unheard_of, unheard_of_ids = _unheard_of(encode, spellings)
+    try:
+        decoder = _rust_decoder(rust)
+    except UnknownDecoderError as error:
+        token = spellings[0] if spellings else None
+        raise TokenizerDecodeError(name, str(error), 0 if spellings else None, token) from error
+    if any(is_byte_token(spellings[token_id] or "") for token_id in unheard_of_ids):
+        decoder = decoder.with_byte_fallback()
+    byte_strings = decoder.decode([spelling or "" for spelling in spellings])
+    undefined_ids = frozenset(i for i, spelling in enumerate(spellings) if spelling is None)
+    for token_id in undefined_ids:
+        byte_strings[token_id] = b""
+    special_ids = set(getattr(tokenizer, "all_special_ids", ()))
+    model, added_tokens = rust.model, rust.get_added_tokens_decoder()
+    named = set(getattr(tokenizer, "special_tokens_map", {}).values())
+    added_texts: defaultdict[tuple[bool, ...], list[str]] = defaultdict(list)
+    for token_id, added in added_tokens.items():
+        if added.special:
+            special_ids.add(token_id)
+            continue
+        if added.content not in named:
+            # transformers lists a converted model's user-defined pieces among its special tokens.
+            special_ids.discard(token_id)
+        # Ids of the model come out of other texts too, as Gemma's "▁▁" out of two spaces.
+        is_of_model = model.token_to_id(added.content) == token_id
+        if not is_of_model:
+            byte_strings[token_id] = _added_bytes(added, rust.normalizer, decoder)
+        is_rewritten = byte_strings[token_id] != added.content.encode()
+        flags = (added.normalized, added.lstrip, added.rstrip, added.single_word)
+        texts = added_texts[(is_of_model, is_rewritten, *flags)]
+        if len(texts) < _TEXTS_OF_A_KIND:
+            texts.append(added.content)
+            if is_rewritten:
+                texts.append(rust.decode([token_id], skip_special_tokens=False))
+    for token_id in special_ids:
+        byte_strings[token_id] = (spellings[token_id] or "").encode()
+    unknown = getattr(model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
+    if unknown:
+        unknown_ids = {rust.token_to_id(unknown)}
+    else:  # a Unigram model has such an id and, in Python, no attribute that tells it
+        unknown_ids = {
+            token_id
+            for token_id in unheard_of_ids
+            if byte_strings[token_id].strip() and byte_strings[token_id] not in unheard_of.encode()
+        }
     return ByteVocab(
         name=name,
         byte_strings=byte_strings,
         spellings=spellings,
         special_ids=frozenset(special_ids),
-        undefined_ids=frozenset(i for i, spelling in enumerate(spellings) if spelling is None),
+        undefined_ids=undefined_ids,
         unknown_ids=frozenset(i for i in unknown_ids if i is not None),
         keeps_spaces=decoder.keeps_spaces,
         encode=encode,
-        normalize=_normalizing(rust.normalizer, decoder),
+        readings=_rust_readings(rust, decoder, added_tokens),
+        added_texts=[*itertools.chain.from_iterable(added_texts.values())],
     )
 
 
-def _unknown_ids(
-    encode: Callable[[str], list[int] | None], byte_strings: list[bytes]
-) -> set[int | None]:
-    """The id that a character which no text has comes out as, unless it is spelt byte by byte.
+def _unheard_of(
+    encode: Callable[[str], list[int] | None], spellings: Sequence[str | None]
+) -> tuple[str, list[int]]:
+    """A character that no token has, and the ids that it comes out as."""
+    for character in map(chr, range(0x10FFFD, 0, -1)):
+        ids = encode(character) or []
+        if not any(character in (spellings[token_id] or "") for token_id in ids):
+            return character, ids
+    raise AssertionError("no vocabulary has a token for each character")
 
-    A Unigram model has such an id and, in Python, no attribute that tells it.
+
+def _rust_readings(
+    rust: Any, decoder: CompiledDecoder, added_tokens: Mapping[int, Any]
+) -> Callable[[str, list[int]], Iterator[list[Stretch]]]:
+    normalizer, pre_tokenizer = rust.normalizer, rust.pre_tokenizer
+    writes_byte_level = normalizer is not None and normalizer.normalize_str("ß") == "ÃŁ"
+    is_decoded = writes_byte_level or (decoder.keeps_spaces and not decoder.is_byte_level)
+
+    def normalized(text: str) -> str:
+        return text if normalizer is None else normalizer.normalize_str(text)
+
+    def in_letters(text: str) -> str:
+        """``text``, which is normalised, in the letters that the decoder writes."""
+        return decoder.decode([text])[0].decode("utf-8", "replace") if is_decoded else text
+
+    def kept(text: str) -> str:
+        """What the pre-tokenizer hands on of ``text``."""
+        if pre_tokenizer is None:
+            return text
+        pieces = pre_tokenizer.pre_tokenize_str(text)
+        return "".join(text[start:end] for _, (start, end) in pieces)
+
+    def readings(text: str, ids: list[int]) -> Iterator[list[Stretch]]:
+        yield [Stretch(text if normalizer is None else in_letters(normalized(text)), ids)]
+        stretches = []
+        for part, part_ids, is_added in _cut_at_added_tokens(rust, added_tokens, text):
+            if not is_added:
+                part = in_letters(kept(normalized(part)))
+            elif rust.model.token_to_id(part) is not None:
+                part = in_letters(part)
+            stretches.append(Stretch(part, part_ids, is_exact=is_added))
+        yield stretches
+
+    return readings
+
+
+def _cut_at_added_tokens(
+    rust: Any, added_tokens: Mapping[int, Any], text: str
+) -> Iterator[tuple[str, list[int], bool]]:
+    """Cut a text where the tokenizer does: each part is normalised and split by itself.
+
+    An added token that is to be found in the normalised text is no cut. One that may take the
+    white space beside it along does not spell that.
     """
-    character = "\U0010fffd"
-    return {
-        token_id
-        for token_id in encode(character) or ()
-        if byte_strings[token_id].strip() and byte_strings[token_id] not in character.encode()
-    }
-
-
-def _normalizing(normalizer: Any, decoder: CompiledDecoder) -> Callable[[str], str]:
-    """What of a text can come back: normalised, in the letters that the decoder writes."""
-    if normalizer is None:
-        return str
-    state = json.dumps(_state(normalizer))
-
-    def normalize(text: str) -> str:
-        normalized = normalizer.normalize_str(text)
-        if '"ByteLevel"' in state or (decoder.keeps_spaces and not decoder.is_byte_level):
-            return decoder.decode([normalized])[0].decode("utf-8", "replace")
-        return normalized
-
-    return normalize
+    encoding = rust.encode(text, add_special_tokens=False)
+    start, part_ids = 0, []
+    for token_id, (left, right) in zip(encoding.ids, encoding.offsets, strict=True):
+        token = added_tokens.get(token_id)
+        if token is None or token.normalized or text[left:right].strip() != token.content.strip():
+            part_ids.append(token_id)
+            continue
+        yield text[start:left], part_ids, False
+        yield token.content, [token_id], True
+        start, part_ids = right, []
+    yield text[start:], part_ids, False
 
 
 def _rust_spellings(rust: Any) -> list[str | None]:
@@ -176,11 +267,12 @@ def _state(part: Any) -> dict[str, Any]:
     try:
         return json.loads(part.__getstate__())
     except Exception as error:  # a component written in Python cannot be serialised
-        raise UnknownDecoderError(f"{part!r} cannot be serialised: {error}") from error
+        kind = type(part).__name__
+        raise UnknownDecoderError(f"its {kind} cannot be serialised: {error}") from error
 
 
 def _added_bytes(added: Any, normalizer: Any, decoder: CompiledDecoder) -> bytes:
-    if added.special or not added.normalized or normalizer is None:
+    if not added.normalized or normalizer is None:
         return added.content.encode()
     normalized = normalizer.normalize_str(added.content)
     if normalized == added.content or decoder.is_byte_level:
@@ -256,7 +348,6 @@ def _read_sentencepiece(model: Any, name: str) -> ByteVocab:
             byte_strings.append(bytes([int(piece[3:5], 16)]))
         else:
             byte_strings.append(piece.replace("▁", " ").encode())
-    normalize = getattr(model, "normalize", None)
     return ByteVocab(
         name,
         byte_strings,
@@ -265,7 +356,7 @@ def _read_sentencepiece(model: Any, name: str) -> ByteVocab:
         frozenset(),
         frozenset({model.unk_id()}),
         encode=lambda text: model.encode(text),
-        normalize=str if normalize is None else lambda text: normalize(text).replace("▁", " "),
+        readings=lambda text, ids: iter([[Stretch(model.decode(ids), ids)]]),
     )
 
 
@@ -339,8 +430,17 @@ def _alphabet_bytes(table: Mapping[str, int]) -> Callable[[str], bytes]:
     return to_bytes
 
 
-def _read_slow(tokenizer: Any, name: str, to_bytes: Callable[[str], bytes]) -> ByteVocab:
-    """A tokenizer class written in Python: its tokens, spelt by ``to_bytes``."""
+def _read_slow(
+    tokenizer: Any,
+    name: str,
+    to_bytes: Callable[[str], bytes],
+    decode: Callable[[list[str]], str] | None = None,
+) -> ByteVocab:
+    """A tokenizer class written in Python: its tokens, spelt by ``to_bytes``.
+
+    ``decode`` is what it makes a text of tokens with, unless ``convert_tokens_to_string`` is.
+    """
+    to_text = decode or tokenizer.convert_tokens_to_string
     added = tokenizer.added_tokens_decoder
     size = max([*tokenizer.get_vocab().values(), *added]) + 1
     special_ids = set(tokenizer.all_special_ids)
@@ -356,6 +456,16 @@ def _read_slow(tokenizer: Any, name: str, to_bytes: Callable[[str], bytes]) -> B
         else:
             byte_strings.append(to_bytes(spelling))
     unknown_id = tokenizer.unk_token_id
+
+    def readings(text: str, ids: list[int]) -> Iterator[list[Stretch]]:
+        yield [Stretch(text, ids)]
+        stretches = []
+        for is_added, group in itertools.groupby(ids, lambda token_id: token_id in added):
+            tokens = tokenizer.convert_ids_to_tokens(run := list(group))
+            part = "".join(tokens) if is_added else to_text(tokens)
+            stretches.append(Stretch(part, run, is_exact=is_added))
+        yield stretches
+
     return ByteVocab(
         name,
         byte_strings,
@@ -364,6 +474,8 @@ def _read_slow(tokenizer: Any, name: str, to_bytes: Callable[[str], bytes]) -> B
         frozenset(i for i, spelling in enumerate(spellings) if spelling is None),
         frozenset() if unknown_id is None else frozenset({unknown_id}),
         encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        readings=readings,
+        added_texts=[token.content for i, token in added.items() if i not in special_ids],
     )
 
 

@@ -7,6 +7,7 @@ single id contributes it.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,6 +90,10 @@ class CompiledDecoder:
         for stage in self.stages:
             pieces = [stage(piece) for piece in pieces]
         return [to_utf8(piece) for piece in pieces]
+
+    def with_byte_fallback(self) -> CompiledDecoder:
+        """Return the decoder that reads ``<0xNN>`` as a byte, whatever else it does."""
+        return dataclasses.replace(self, stages=(_byte_fallback, *self.stages), is_byte_level=False)
 
 
 def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
@@ -211,8 +216,13 @@ def _replace_regex(pattern: str, new: str) -> Stage:
     return lambda piece: compiled.sub(lambda _: new, piece) if isinstance(piece, str) else piece
 
 
+def is_byte_token(piece: str) -> bool:
+    """Whether a token of this spelling stands for a byte where there is byte fallback."""
+    return len(piece) == 6 and _BYTE_TOKEN.match(piece) is not None
+
+
 def _byte_fallback(piece: Piece) -> Piece:
-    if isinstance(piece, str) and len(piece) == 6 and _BYTE_TOKEN.match(piece):
+    if isinstance(piece, str) and is_byte_token(piece):
         return bytes([int(piece[3:5], 16)])
     return piece
 
