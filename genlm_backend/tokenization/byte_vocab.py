@@ -208,37 +208,45 @@ def _rust_readings(
 
     def readings(text: str, ids: list[int]) -> Iterator[list[Stretch]]:
         yield [Stretch(text if normalizer is None else in_letters(normalized(text)), ids)]
-        stretches = []
-        for part, part_ids, is_added in _cut_at_added_tokens(rust, added_tokens, text):
-            if not is_added:
-                part = in_letters(kept(normalized(part)))
-            elif rust.model.token_to_id(part) is not None:
-                part = in_letters(part)
-            stretches.append(Stretch(part, part_ids, is_exact=is_added))
-        yield stretches
+        for cuts_normalized in (False, True):
+            yield [
+                Stretch(spelt(part, added), part_ids, is_exact=added is not None)
+                for part, part_ids, added in _cut(rust, added_tokens, text, cuts_normalized)
+            ]
+
+    def spelt(part: str, added: Any | None) -> str:
+        if added is None:
+            return in_letters(kept(normalized(part)))
+        if rust.model.token_to_id(added.content) is not None:
+            return in_letters(added.content)
+        return in_letters(normalized(added.content)) if added.normalized else added.content
 
     return readings
 
 
-def _cut_at_added_tokens(
-    rust: Any, added_tokens: Mapping[int, Any], text: str
-) -> Iterator[tuple[str, list[int], bool]]:
+def _cut(
+    rust: Any, added_tokens: Mapping[int, Any], text: str, cuts_normalized: bool
+) -> Iterator[tuple[str, list[int], Any | None]]:
     """Cut a text where the tokenizer does: each part is normalised and split by itself.
 
-    An added token that is to be found in the normalised text is no cut. One that may take the
-    white space beside it along does not spell that.
+    ``cuts_normalized`` is whether a cut is also made at the added tokens that are looked for in
+    the normalised text. White space that a token takes along is not spelt by it.
     """
     encoding = rust.encode(text, add_special_tokens=False)
     start, part_ids = 0, []
     for token_id, (left, right) in zip(encoding.ids, encoding.offsets, strict=True):
-        token = added_tokens.get(token_id)
-        if token is None or token.normalized or text[left:right].strip() != token.content.strip():
+        added = added_tokens.get(token_id)
+        if added is None or (
+            not cuts_normalized
+            if added.normalized
+            else text[left:right].strip() != added.content.strip()
+        ):
             part_ids.append(token_id)
             continue
-        yield text[start:left], part_ids, False
-        yield token.content, [token_id], True
+        yield text[start:left], part_ids, None
+        yield text[left:right], [token_id], added
         start, part_ids = right, []
-    yield text[start:], part_ids, False
+    yield text[start:], part_ids, None
 
 
 def _rust_spellings(rust: Any) -> list[str | None]:

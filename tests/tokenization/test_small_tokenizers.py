@@ -18,6 +18,7 @@ from tokenizers import (
 from genlm_backend import Token, decode_vocab
 from genlm_backend.errors import TokenizerDecodeError
 from genlm_backend.tokenization.byte_vocab import read_byte_vocab
+from tests.tokenization.checks import check_strings
 from tests.tokenization.samples import LANGUAGES, ODD
 
 TEXTS = [*LANGUAGES, *ODD]
@@ -329,3 +330,145 @@ def test_nothing_is_loaded_again(monkeypatch):
 def test_a_tokenizer_that_cannot_spell_the_probes_is_decoded_all_the_same(model):
     vocabulary = decode_vocab(Tokenizer(model))
     assert [bytes(token) for token in vocabulary.byte_vocab[:2]] == [b"a", b"b"]
+
+
+class PythonDecoder:
+    def decode(self, tokens):
+        return "".join(tokens)
+
+    def decode_chain(self, tokens):
+        return tokens
+
+
+class PythonNormalizer:
+    def normalize(self, normalized):
+        normalized.lowercase()
+
+
+class PythonPreTokenizer:
+    def pre_tokenize(self, pre_tokenized):
+        pre_tokenized.split(lambda _, text: text.split(" ", "merged_with_next"))
+
+
+def test_a_decoder_written_in_python_is_an_error_that_says_so():
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.Decoder.custom(PythonDecoder())
+    with pytest.raises(TokenizerDecodeError, match="serialised") as caught:
+        decode_vocab(tokenizer)
+    assert caught.value.tokenizer == "Tokenizer"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_normalizer_and_a_pre_tokenizer_written_in_python_do_not_matter(name):
+    tokenizer = SMALL[name]()
+    declared = decode_vocab(tokenizer).byte_vocab
+    own = tokenizer.normalizer, tokenizer.pre_tokenizer
+    custom = normalizers.Normalizer.custom(PythonNormalizer())
+    tokenizer.normalizer = normalizers.Sequence([custom, own[0]]) if own[0] else custom
+    custom = pre_tokenizers.PreTokenizer.custom(PythonPreTokenizer())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([custom, own[1]]) if own[1] else custom
+    vocabulary = decode_vocab(tokenizer).byte_vocab
+    assert [bytes(token) for token in vocabulary] == [bytes(token) for token in declared]
+
+
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])
+def test_nothing_is_inferred_from_what_is_written_in_python(part):
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    if part == "normalizer":
+        tokenizer.normalizer = normalizers.Normalizer.custom(PythonNormalizer())
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(PythonPreTokenizer())
+    with pytest.raises(TokenizerDecodeError, match="serialised"):
+        decode_vocab(tokenizer)
+
+
+def byte_pieces():
+    return [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+@pytest.mark.parametrize("decoder", [decoders.Metaspace(), None])
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_bytes_are_bytes_where_the_decoder_does_not_say_so(kind, decoder):
+    pieces = ["▁", "a", "b", "▁a", *byte_pieces()]
+    if kind == "unigram":
+        scores = [("<unk>", 0.0), *((piece, -1.0) for piece in pieces)]
+        model = models.Unigram(scores, unk_id=0, byte_fallback=True)
+    else:
+        model = models.BPE({p: i for i, p in enumerate(pieces)}, [("▁", "a")], byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoder
+    vocabulary = decode_vocab(tokenizer)
+    singles = {token.byte_string for token in vocabulary.byte_vocab if len(token) == 1}
+    assert singles == {bytes([byte]) for byte in range(256)}
+    for text in TEXTS:
+        text = text.replace("<0x41>", "")  # a Unigram model would take it for the byte
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        joined = b"".join(vocabulary.byte_vocab[i] for i in ids).decode()
+        assert joined.removeprefix(" ") == text.replace("▁", " ").removeprefix(" ")
+
+
+def test_byte_names_are_names_where_there_is_no_byte_fallback():
+    tokenizer = Tokenizer(models.WordLevel({"<0x41>": 0, "x": 1}, unk_token="x"))
+    tokenizer.decoder = decoders.Fuse()
+    assert decode_vocab(tokenizer).byte_vocab[0].byte_string == b"<0x41>"
+
+
+@pytest.mark.parametrize("known", ["\U0010fffd", "▁\U0010fffd", "\U0010fffd\U0010fffc"])
+def test_the_unknown_token_is_found_whatever_characters_are_known(known):
+    scores = [("?", 0.0), ("▁", -1.0), ("a", -1.0), (known, -1.0)]
+    tokenizer = Tokenizer(models.Unigram(scores, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    assert read_byte_vocab(tokenizer).unknown_ids == {0}
+    assert decode_vocab(tokenizer).byte_vocab[3].byte_string == known.replace("▁", " ").encode()
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("content", ["  ", "   ", " ", "\n", " x ", "<t> "])
+@pytest.mark.parametrize("name", ["byte-level", "unigram", "llama-like", "word-piece"])
+def test_an_added_token_of_white_space_is_white_space(name, content, normalized):
+    tokenizer = SMALL[name]()
+    tokenizer.add_tokens([AddedToken(content, normalized=normalized)])
+    vocabulary = decode_vocab(tokenizer)
+    added = tokenizer.token_to_id(content)
+    ids = tokenizer.encode(f"ab{content}ab", add_special_tokens=False).ids
+    if added not in ids:  # its normalizer has made it something else
+        assert (name == "llama-like" and normalized) or name == "word-piece"
+        return
+    before = b"".join(vocabulary.byte_vocab[i] for i in ids[: ids.index(added)])
+    after = b"".join(vocabulary.byte_vocab[i] for i in ids[ids.index(added) + 1 :])
+    assert (before.strip(), after.strip()) == (b"ab", b"ab")
+    if not normalized:
+        assert vocabulary.byte_vocab[added].byte_string == content.encode()
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+@pytest.mark.parametrize("name", ["byte-level", "unigram", "llama-like"])
+def test_an_added_token_that_takes_white_space_along_does_not_spell_it(name, flag):
+    tokenizer = SMALL[name]()
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False, **{flag: True}) for text in ("\n", "(brown)")]
+    )
+    vocabulary = decode_vocab(tokenizer)
+    for text in ("\n", "(brown)"):
+        token_id = tokenizer.token_to_id(text)
+        assert vocabulary.byte_vocab[token_id].byte_string == text.encode()
+
+
+@pytest.mark.parametrize("fallback", ["tokenizer", "latin1", "replace"])
+@pytest.mark.parametrize("name", SMALL)
+def test_no_text_is_empty(name, fallback):
+    check_strings(decode_vocab(SMALL[name](), fallback))
+
+
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.Metaspace(), None])
+def test_ids_without_a_token_spell_nothing_and_say_so(decoder):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "": 2, "##": 3, "b": 7}, unk_token="a"))
+    tokenizer.decoder = decoder
+    vocabulary = decode_vocab(tokenizer, self_check=False)
+    check_strings(vocabulary)
+    assert [bytes(vocabulary.byte_vocab[i]) for i in (1, 4, 5, 6)] == [b""] * 4
+    assert vocabulary.str_vocab[4] == "<|undefined_4|>"
+    if decoder is None:
+        assert vocabulary.str_vocab[2] == "<|empty_2|>"
