@@ -95,6 +95,15 @@ class CompiledDecoder:
         """Return the decoder that reads ``<0xNN>`` as a byte, whatever else it does."""
         return dataclasses.replace(self, stages=(_byte_fallback, *self.stages), is_byte_level=False)
 
+    def with_word_ends(self, suffix: str) -> CompiledDecoder:
+        """Return the decoder that reads ``suffix`` as the end of a word, before anything else."""
+
+        def stage(piece: Piece) -> Piece:
+            text = str(piece).removesuffix(suffix)
+            return self.decode([text])[0] + b" " * (text != piece)
+
+        return CompiledDecoder((stage,), keeps_spaces=False)
+
 
 def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
     """Compile a decoder's serialised state.

@@ -76,9 +76,7 @@ def _comes_back(vocab: ByteVocab, text: str, ids: list[int]) -> bool:
 
 def _is_spelt(vocab: ByteVocab, stretch: Stretch) -> bool:
     spelt = b"".join(_spell(vocab, token_id) for token_id in stretch.ids)
-    expected = stretch.text.encode()
-    if not vocab.keeps_spaces:
-        expected = _without_spaces(expected)
+    expected = stretch.expected if vocab.keeps_spaces else _without_spaces(stretch.expected)
     if stretch.is_exact:
         return spelt == expected
     if _is_same(spelt, expected):
@@ -108,8 +106,9 @@ def _without_unspellable(vocab: ByteVocab, text: bytes) -> Iterator[bytes]:
 
 def _first_difference(vocab: ByteVocab, stretch: Stretch) -> int:
     """The index of the first token that does not continue the text."""
-    text, ids, _ = stretch
-    expected = text.encode() if vocab.keeps_spaces else _without_spaces(text.encode())
+    expected, ids, _ = stretch
+    if not vocab.keeps_spaces:
+        expected = _without_spaces(expected)
     if not expected.startswith(b" ") and _spell(vocab, ids[0]).startswith(b" "):
         expected = b" " + expected
     start = 0

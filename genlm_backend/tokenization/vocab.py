@@ -7,7 +7,8 @@ import gc
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from genlm_backend.tokenization.byte_vocab import ByteVocab, read_byte_vocab
+from genlm_backend.tokenization.byte_vocab import ByteVocab
+from genlm_backend.tokenization.reader import read_byte_vocab
 from genlm_backend.tokenization.self_check import check_byte_vocab
 from genlm_backend.tokenization.token import Token, make_tokens
 

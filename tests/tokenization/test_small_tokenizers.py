@@ -1,9 +1,13 @@
 """Every declared decoder, on tokenizers trained here on a few sentences."""
 
 import copy
+import functools
+import json
 import pickle
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
     Regex,
@@ -17,7 +21,8 @@ from tokenizers import (
 
 from genlm_backend import Token, decode_vocab
 from genlm_backend.errors import TokenizerDecodeError
-from genlm_backend.tokenization.byte_vocab import read_byte_vocab
+from genlm_backend.tokenization.decoder import byte_level_alphabet
+from genlm_backend.tokenization.reader import read_byte_vocab
 from tests.tokenization.checks import check_strings
 from tests.tokenization.samples import LANGUAGES, ODD
 
@@ -150,8 +155,6 @@ def test_a_decoder_that_is_not_declared_is_inferred(name):
     tokenizer = SMALL[name]()
     declared = decode_vocab(tokenizer)
     state = tokenizer.to_str()
-    import json
-
     data = json.loads(state)
     data["decoder"] = None
     bare = Tokenizer.from_str(json.dumps(data))
@@ -164,8 +167,6 @@ def test_a_decoder_that_is_not_declared_is_inferred(name):
 def test_a_llama_like_decoder_is_inferred_from_its_normalizer():
     tokenizer = llama_like()
     declared = decode_vocab(tokenizer).byte_vocab
-    import json
-
     data = json.loads(tokenizer.to_str())
     data["decoder"] = None
     bare = decode_vocab(Tokenizer.from_str(json.dumps(data))).byte_vocab
@@ -414,11 +415,20 @@ def test_byte_names_are_names_where_there_is_no_byte_fallback():
     assert decode_vocab(tokenizer).byte_vocab[0].byte_string == b"<0x41>"
 
 
-@pytest.mark.parametrize("known", ["\U0010fffd", "▁\U0010fffd", "\U0010fffd\U0010fffc"])
-def test_the_unknown_token_is_found_whatever_characters_are_known(known):
+RAREST = "\U0002a6d6"
+
+
+@pytest.mark.parametrize(
+    "known",
+    ["\U0010fffd", "▁\U0010fffd", RAREST, f"▁{RAREST}", f"{RAREST}x", f"\U0010fffd{RAREST}"],
+)
+@pytest.mark.parametrize(
+    "pre_tokenizer", [pre_tokenizers.Metaspace(), pre_tokenizers.UnicodeScripts()]
+)
+def test_the_unknown_token_is_found_whatever_characters_are_known(known, pre_tokenizer):
     scores = [("?", 0.0), ("▁", -1.0), ("a", -1.0), (known, -1.0)]
     tokenizer = Tokenizer(models.Unigram(scores, unk_id=0))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.decoder = decoders.Metaspace()
     assert read_byte_vocab(tokenizer).unknown_ids == {0}
     assert decode_vocab(tokenizer).byte_vocab[3].byte_string == known.replace("▁", " ").encode()
@@ -472,3 +482,125 @@ def test_ids_without_a_token_spell_nothing_and_say_so(decoder):
     assert vocabulary.str_vocab[4] == "<|undefined_4|>"
     if decoder is None:
         assert vocabulary.str_vocab[2] == "<|empty_2|>"
+
+
+def gemma_like():
+    tokenizer = llama_like()
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def clip_like():
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\w+|[^\s\w]+"), "removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=800,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<unk>"],
+        end_of_word_suffix="</w>",
+        show_progress=False,
+    )
+    return trained(tokenizer, trainer)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_word_ends_of_a_byte_level_vocabulary_are_spaces(declared):
+    tokenizer = clip_like()
+    if not declared:
+        data = json.loads(tokenizer.to_str())
+        tokenizer = Tokenizer.from_str(json.dumps({**data, "decoder": None}))
+    vocabulary = decode_vocab(tokenizer)
+    for text in LANGUAGES:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert not vocabulary.special_ids.intersection(ids)
+        joined = b"".join(vocabulary.byte_vocab[i] for i in ids).decode()
+        assert "".join(joined.split()) == "".join(text.lower().split())
+    assert vocabulary.byte_vocab[tokenizer.token_to_id("o</w>")].byte_string == b"o "
+
+
+def test_bytes_that_were_trained_as_special_tokens_are_bytes():
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=["<eos>", *byte_pieces()], show_progress=False
+    )
+    tokenizer.train_from_iterator(LANGUAGES[:4], trainer)
+    vocabulary = decode_vocab(tokenizer)
+    assert vocabulary.special_ids == {0}
+    for text in LANGUAGES:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        joined = b"".join(vocabulary.byte_vocab[i] for i in ids).decode()
+        assert joined.removeprefix(" ") == text
+
+
+@pytest.mark.parametrize("content", ["é", "ıÃ"])
+def test_an_added_token_that_is_also_other_bytes_of_the_model_is_an_error(content):
+    vocab = {letter: i for i, letter in enumerate(byte_level_alphabet())}
+    merges = [tuple(content)] if len(content) > 1 else []
+    tokenizer = Tokenizer(models.BPE({**vocab, content: vocab.get(content, 256)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    decode_vocab(tokenizer)
+    tokenizer.add_tokens([AddedToken(content, normalized=False)])
+    with pytest.raises(TokenizerDecodeError, match="does not come back"):
+        decode_vocab(tokenizer)
+
+
+def test_an_added_token_in_a_normalizer_that_writes_bytes():
+    tokenizer = byte_level()
+    tokenizer.pre_tokenizer, tokenizer.normalizer = None, normalizers.ByteLevel()
+    tokenizer.add_tokens(["日本", "\n\n"])
+    vocabulary = decode_vocab(tokenizer)
+    text = "a日本\n\nb"
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    assert tokenizer.token_to_id("日本") in ids
+    assert b"".join(vocabulary.byte_vocab[i] for i in ids) == text.encode()
+
+
+@functools.cache
+def serialised(name):
+    return {**SMALL, "gemma-like": gemma_like}[name]().to_str()
+
+
+WORDS = [" ", "  ", "   ", "\n", "\n\n", "\t", "a", "b", "ab", "<t>", "é", "日本", "x", "."]
+ADDED = st.builds(
+    AddedToken,
+    st.sampled_from(["▁▁", "ĠĠ", "  ", "   ", "\n", "\n\n", "\t", "<t>", " x", "x ", "ab", "Q"]),
+    normalized=st.booleans(),
+    lstrip=st.booleans(),
+    rstrip=st.booleans(),
+    single_word=st.booleans(),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    name=st.sampled_from(["byte-level", "byte-level-no-regex", "gemma-like", "unigram"]),
+    added=st.lists(ADDED, max_size=3),
+    texts=st.lists(st.lists(st.sampled_from(WORDS), max_size=8).map("".join), max_size=6),
+)
+def test_whatever_is_added_the_bytes_are_what_the_tokenizer_decodes(name, added, texts):
+    tokenizer = Tokenizer.from_str(serialised(name))
+    tokenizer.add_tokens(added)
+    vocabulary = decode_vocab(tokenizer)
+    check_strings(vocabulary)
+    for text in texts:
+        text = f"a{text}"  # a decoder may take all the spaces of the first token away
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if vocabulary.special_ids.intersection(ids):
+            continue
+        joined = b"".join(vocabulary.byte_vocab[i] for i in ids).decode()
+        assert joined.removeprefix(" ") == tokenizer.decode(ids).removeprefix(" ")
+        if name != "unigram" and not any(token.lstrip or token.rstrip for token in added):
+            assert joined == text
