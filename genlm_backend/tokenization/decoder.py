@@ -150,7 +150,15 @@ def infer_decoder(
         return compile_decoder({"type": "ByteLevel"})
     if model.get("end_of_word_suffix"):
         return compile_decoder({"type": "BPEDecoder", "suffix": model["end_of_word_suffix"]})
-    if model.get("type") == "WordPiece":
+    drops_spaces = kinds & {
+        "Whitespace",
+        "WhitespaceSplit",
+        "BertPreTokenizer",
+        "CharDelimiterSplit",
+    }
+    if model.get("type") == "WordPiece" or (
+        drops_spaces and model.get("continuing_subword_prefix")
+    ):
         prefix = model.get("continuing_subword_prefix") or "##"
         return compile_decoder({"type": "WordPiece", "prefix": prefix, "cleanup": True})
     stages: list[Stage] = []
@@ -167,12 +175,6 @@ def infer_decoder(
             return compile_decoder({"type": "ByteLevel"})
     if model.get("byte_fallback"):
         stages.append(_byte_fallback)
-    drops_spaces = kinds & {
-        "Whitespace",
-        "WhitespaceSplit",
-        "BertPreTokenizer",
-        "CharDelimiterSplit",
-    }
     if drops_spaces and not stages:
         if model.get("type") == "WordLevel":
             return CompiledDecoder((lambda piece: b" " + to_utf8(piece),), keeps_spaces=False)

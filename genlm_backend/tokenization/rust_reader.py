@@ -53,19 +53,25 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
     if falls_back:  # then they come out of texts, also where they were trained as special tokens
         special_ids -= {i for i in special_ids if is_byte_token(spellings[i] or "")}
     for token_id in special_ids:
-        byte_strings[token_id] = (spellings[token_id] or "").encode()
+        added = added_tokens.get(token_id)
+        name_of_token = spellings[token_id] if added is None else added.content
+        byte_strings[token_id] = (name_of_token or "").encode()
     texts = _Texts(rust, decoder, added_tokens)
     added_texts: defaultdict[tuple[bool, ...], list[str]] = defaultdict(list)
     for token_id in added_tokens.keys() - special_ids:
         added = added_tokens[token_id]
         if rust.model.token_to_id(added.content) is None:
             byte_strings[token_id] = texts.added_bytes(added.content, added.normalized)
+        elif spellings[token_id] != added.content:  # it is spelt as the normaliser writes it
+            byte_strings[token_id] = decoder.decode([added.content])[0]
         # Ids of the model come out of other texts too, as Gemma's "▁▁" out of two spaces.
         is_rewritten = byte_strings[token_id] != added.content.encode()
         flags = (added.normalized, added.lstrip, added.rstrip, added.single_word)
         of_its_kind = added_texts[(is_rewritten, *flags)]
         if len(of_its_kind) < _TEXTS_OF_A_KIND:
             of_its_kind.append(added.content)
+            if added.normalized:  # a normaliser may have made it a word with a space before it
+                of_its_kind.append(f" {added.content}")
             if is_rewritten:
                 of_its_kind.append(rust.decode([token_id], skip_special_tokens=False))
     unknown = getattr(rust.model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
@@ -202,14 +208,16 @@ class _Texts:
             return b"".join(decode_byte_level([piece for piece, _ in pieces]))
         return self._spelt("".join(normalized[start:end] for _, (start, end) in pieces))
 
-    def _spelt_by_model(self, content: str) -> bytes:
+    def _spelt_by_model(self, added: Any) -> bytes:
         """What an added token spells whose id the model writes too, perhaps for another text."""
-        spelt = self.decoder.decode([content])[0]
+        if added.normalized and self.writes_spaces:
+            return self.decoder.decode([self.normalized(added.content)])[0]
+        spelt = self.decoder.decode([added.content])[0]
         try:
             spelt.decode()
         except UnicodeDecodeError:
             # Where "é" is the model's way to write a byte, no bytes are right for both texts.
-            return spelt if is_byte_token(content) else content.encode()
+            return spelt if is_byte_token(added.content) else added.content.encode()
         return spelt
 
     def _cut(self, text: str, cuts_normalized: bool) -> Iterator[Stretch]:
@@ -229,12 +237,12 @@ class _Texts:
                 continue
             yield Stretch(self._handed_on(self.normalized(text[start:left])), part_ids)
             if self.model.token_to_id(added.content) is not None:
-                expected = self._spelt_by_model(added.content)
+                expected = self._spelt_by_model(added)
             else:
                 takes_spaces = added.lstrip or added.rstrip
                 expected = self.added_bytes(
                     added.content if takes_spaces else part, added.normalized
                 )
-            yield Stretch(expected, [token_id], is_exact=not added.normalized)
+            yield Stretch(expected, [token_id], is_exact=True)
             start, part_ids = right, []
         yield Stretch(self._handed_on(self.normalized(text[start:])), part_ids)

@@ -568,6 +568,55 @@ def test_an_added_token_in_a_normalizer_that_writes_bytes():
     assert b"".join(vocabulary.byte_vocab[i] for i in ids) == text.encode()
 
 
+def test_an_added_token_of_the_model_is_spelt_as_the_model_spells_it():
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.Lowercase()
+    assert tokenizer.token_to_id("Ġl") is not None
+    right = decode_vocab(tokenizer).byte_vocab[tokenizer.token_to_id("Ġl")]
+    tokenizer.add_tokens([AddedToken("Ġl", normalized=True)])
+    token_id = tokenizer.token_to_id("Ġl")
+    assert tokenizer.id_to_token(token_id) == "ġl"  # "ġ" is another byte
+    assert decode_vocab(tokenizer).byte_vocab[token_id].byte_string == right.byte_string == b" l"
+
+
+def test_an_id_that_is_a_word_with_and_without_a_space_is_an_error():
+    tokenizer = llama_like()
+    tokenizer.add_tokens([AddedToken("ab", normalized=True)])
+    texts = ["c ab", "cab"]  # the normalizer makes the added token "▁ab", and the model has "ab"
+    ids = [tokenizer.encode(text, add_special_tokens=False).ids[-1] for text in texts]
+    assert ids == [tokenizer.token_to_id("ab")] * 2
+    with pytest.raises(TokenizerDecodeError, match="does not come back"):
+        decode_vocab(tokenizer)
+
+
+def test_special_tokens_spell_their_names_and_not_what_a_normalizer_makes_of_them():
+    tokenizer = byte_level()
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.add_special_tokens([AddedToken("<PAD>", normalized=True)])
+    vocabulary = decode_vocab(tokenizer)
+    token = vocabulary.byte_vocab[tokenizer.token_to_id("<PAD>")]
+    assert token.byte_string == b"<PAD>"
+    assert token.token_id in vocabulary.special_ids
+
+
+def test_continuing_subwords_of_bpe_join_their_word():
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", continuing_subword_prefix="##"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<unk>"],
+        continuing_subword_prefix="##",
+        show_progress=False,
+    )
+    trained(tokenizer, trainer)
+    assert tokenizer.decoder is None
+    vocabulary = decode_vocab(tokenizer)
+    for text in LANGUAGES:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        joined = b"".join(vocabulary.byte_vocab[i] for i in ids).decode()
+        assert joined == " " + text
+
+
 @functools.cache
 def serialised(name):
     return {**SMALL, "gemma-like": gemma_like}[name]().to_str()
