@@ -93,6 +93,8 @@ class CompiledDecoder:
 
     def with_byte_fallback(self) -> CompiledDecoder:
         """Return the decoder that reads ``<0xNN>`` as a byte, whatever else it does."""
+        if _byte_fallback in self.stages:
+            return self
         return dataclasses.replace(self, stages=(_byte_fallback, *self.stages), is_byte_level=False)
 
     def with_word_ends(self, suffix: str) -> CompiledDecoder:
@@ -229,11 +231,11 @@ def _replace_regex(pattern: str, new: str) -> Stage:
 
 def is_byte_token(piece: str) -> bool:
     """Whether a token of this spelling stands for a byte where there is byte fallback."""
-    return len(piece) == 6 and _BYTE_TOKEN.match(piece) is not None
+    return _BYTE_TOKEN.match(piece) is not None
 
 
 def _byte_fallback(piece: Piece) -> Piece:
-    if isinstance(piece, str) and is_byte_token(piece):
+    if isinstance(piece, str) and len(piece) == 6 and is_byte_token(piece):
         return bytes([int(piece[3:5], 16)])
     return piece
 

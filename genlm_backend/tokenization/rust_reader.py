@@ -58,9 +58,10 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         byte_strings[token_id] = (name_of_token or "").encode()
     texts = _Texts(rust, decoder, added_tokens)
     added_texts: defaultdict[tuple[bool, ...], list[str]] = defaultdict(list)
-    for token_id in added_tokens.keys() - special_ids:
+    model = rust.model
+    for token_id in sorted(added_tokens.keys() - special_ids):
         added = added_tokens[token_id]
-        if rust.model.token_to_id(added.content) is None:
+        if model.token_to_id(added.content) is None:
             byte_strings[token_id] = texts.added_bytes(added.content, added.normalized)
         elif spellings[token_id] != added.content:  # it is spelt as the normaliser writes it
             byte_strings[token_id] = decoder.decode([added.content])[0]
@@ -74,7 +75,7 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
                 of_its_kind.append(f" {added.content}")
             if is_rewritten:
                 of_its_kind.append(rust.decode([token_id], skip_special_tokens=False))
-    unknown = getattr(rust.model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
+    unknown = getattr(model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
     if unknown:
         unknown_ids = {rust.token_to_id(unknown)}
     else:  # a Unigram model has such an id and, in Python, no attribute that tells it
