@@ -42,12 +42,13 @@ class AsyncLM(Closing):
         vocab_size: Width of the model's rows, where it may differ from the tokenizer's. Where
             the model is wider, the ids beyond are undefined; where it is narrower, the
             tokenizer's are cut, with a warning.
-        self_check: Compare a few probe texts with the bytes of their tokens.
+        self_check: Compare probe texts with the bytes of their tokens.
 
     Attributes:
         tokenizer: As given.
         byte_vocab: The tokens by id, as bytes.
-        str_vocab: The tokens by id, as text.
+        str_vocab: The tokens by id, as text that is never empty: ``<|undefined_151643|>`` for an
+            id that no token has, ``<|empty_7|>`` for a token without bytes.
         special_ids: Ids of special tokens.
         undefined_ids: Ids that no token has.
     """

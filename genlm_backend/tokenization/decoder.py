@@ -7,6 +7,7 @@ single id contributes it.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -90,6 +91,21 @@ class CompiledDecoder:
             pieces = [stage(piece) for piece in pieces]
         return [to_utf8(piece) for piece in pieces]
 
+    def with_byte_fallback(self) -> CompiledDecoder:
+        """Return the decoder that reads ``<0xNN>`` as a byte, whatever else it does."""
+        if _byte_fallback in self.stages:
+            return self
+        return dataclasses.replace(self, stages=(_byte_fallback, *self.stages), is_byte_level=False)
+
+    def with_word_ends(self, suffix: str) -> CompiledDecoder:
+        """Return the decoder that reads ``suffix`` as the end of a word, before anything else."""
+
+        def stage(piece: Piece) -> Piece:
+            text = str(piece).removesuffix(suffix)
+            return self.decode([text])[0] + b" " * (text != piece)
+
+        return CompiledDecoder((stage,), keeps_spaces=False)
+
 
 def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
     """Compile a decoder's serialised state.
@@ -136,7 +152,15 @@ def infer_decoder(
         return compile_decoder({"type": "ByteLevel"})
     if model.get("end_of_word_suffix"):
         return compile_decoder({"type": "BPEDecoder", "suffix": model["end_of_word_suffix"]})
-    if model.get("type") == "WordPiece":
+    drops_spaces = kinds & {
+        "Whitespace",
+        "WhitespaceSplit",
+        "BertPreTokenizer",
+        "CharDelimiterSplit",
+    }
+    if model.get("type") == "WordPiece" or (
+        drops_spaces and model.get("continuing_subword_prefix")
+    ):
         prefix = model.get("continuing_subword_prefix") or "##"
         return compile_decoder({"type": "WordPiece", "prefix": prefix, "cleanup": True})
     stages: list[Stage] = []
@@ -153,12 +177,6 @@ def infer_decoder(
             return compile_decoder({"type": "ByteLevel"})
     if model.get("byte_fallback"):
         stages.append(_byte_fallback)
-    drops_spaces = kinds & {
-        "Whitespace",
-        "WhitespaceSplit",
-        "BertPreTokenizer",
-        "CharDelimiterSplit",
-    }
     if drops_spaces and not stages:
         if model.get("type") == "WordLevel":
             return CompiledDecoder((lambda piece: b" " + to_utf8(piece),), keeps_spaces=False)
@@ -211,8 +229,13 @@ def _replace_regex(pattern: str, new: str) -> Stage:
     return lambda piece: compiled.sub(lambda _: new, piece) if isinstance(piece, str) else piece
 
 
+def is_byte_token(piece: str) -> bool:
+    """Whether a token of this spelling stands for a byte where there is byte fallback."""
+    return _BYTE_TOKEN.match(piece) is not None
+
+
 def _byte_fallback(piece: Piece) -> Piece:
-    if isinstance(piece, str) and len(piece) == 6 and _BYTE_TOKEN.match(piece):
+    if isinstance(piece, str) and len(piece) == 6 and is_byte_token(piece):
         return bytes([int(piece[3:5], 16)])
     return piece
 

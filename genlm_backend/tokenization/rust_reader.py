@@ -1,0 +1,249 @@
+"""The bytes of every token id of a ``tokenizers.Tokenizer``, or of what wraps one."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from genlm_backend.errors import TokenizerDecodeError
+from genlm_backend.tokenization.byte_vocab import ByteVocab, Stretch
+from genlm_backend.tokenization.decoder import (
+    CompiledDecoder,
+    UnknownDecoderError,
+    compile_decoder,
+    decode_byte_level,
+    infer_decoder,
+    is_byte_token,
+)
+
+# A vocabulary may have thousands of added tokens: Gemma's has 6,400, of two kinds.
+_TEXTS_OF_A_KIND: Final = 64
+
+
+def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
+    """Read the bytes of every id out of ``rust``, which ``tokenizer`` is or wraps.
+
+    Raises:
+        TokenizerDecodeError: If they cannot be known.
+    """
+    spellings = _spellings(rust)
+
+    def encode(text: str) -> list[int] | None:
+        try:
+            return rust.encode(text, add_special_tokens=False).ids
+        except Exception:  # all that the Rust side raises for a character it has no token for
+            return None
+
+    unheard_of, unheard_of_ids = _unheard_of(encode, spellings)
+    falls_back = any(is_byte_token(spellings[token_id] or "") for token_id in unheard_of_ids)
+    try:
+        decoder = _decoder(rust, falls_back)
+    except UnknownDecoderError as error:
+        token = spellings[0] if spellings else None
+        raise TokenizerDecodeError(name, str(error), 0 if spellings else None, token) from error
+    byte_strings = decoder.decode([spelling or "" for spelling in spellings])
+    undefined_ids = frozenset(i for i, spelling in enumerate(spellings) if spelling is None)
+    for token_id in undefined_ids:
+        byte_strings[token_id] = b""
+    added_tokens = rust.get_added_tokens_decoder()
+    special_ids = _special_ids(tokenizer, added_tokens)
+    if falls_back:  # then they come out of texts, also where they were trained as special tokens
+        special_ids -= {i for i in special_ids if is_byte_token(spellings[i] or "")}
+    for token_id in special_ids:
+        added = added_tokens.get(token_id)
+        name_of_token = spellings[token_id] if added is None else added.content
+        byte_strings[token_id] = (name_of_token or "").encode()
+    texts = _Texts(rust, decoder, added_tokens)
+    added_texts: defaultdict[tuple[bool, ...], list[str]] = defaultdict(list)
+    model = rust.model
+    for token_id in sorted(added_tokens.keys() - special_ids):
+        added = added_tokens[token_id]
+        if model.token_to_id(added.content) is None:
+            byte_strings[token_id] = texts.added_bytes(added.content, added.normalized)
+        elif spellings[token_id] != added.content:  # it is spelt as the normaliser writes it
+            byte_strings[token_id] = decoder.decode([added.content])[0]
+        # Ids of the model come out of other texts too, as Gemma's "▁▁" out of two spaces.
+        is_rewritten = byte_strings[token_id] != added.content.encode()
+        flags = (added.normalized, added.lstrip, added.rstrip, added.single_word)
+        of_its_kind = added_texts[(is_rewritten, *flags)]
+        if len(of_its_kind) < _TEXTS_OF_A_KIND:
+            of_its_kind.append(added.content)
+            if added.normalized:  # a normaliser may have made it a word with a space before it
+                of_its_kind.append(f" {added.content}")
+            if is_rewritten:
+                of_its_kind.append(rust.decode([token_id], skip_special_tokens=False))
+    unknown = getattr(model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
+    if unknown:
+        unknown_ids = {rust.token_to_id(unknown)}
+    else:  # a Unigram model has such an id and, in Python, no attribute that tells it
+        unknown_ids = {
+            token_id
+            for token_id in unheard_of_ids
+            if byte_strings[token_id].strip() and byte_strings[token_id] not in unheard_of.encode()
+        }
+    return ByteVocab(
+        name=name,
+        byte_strings=byte_strings,
+        spellings=spellings,
+        special_ids=frozenset(special_ids),
+        undefined_ids=undefined_ids,
+        unknown_ids=frozenset(i for i in unknown_ids if i is not None),
+        keeps_spaces=decoder.keeps_spaces,
+        encode=encode,
+        readings=texts.readings,
+        added_texts=[*itertools.chain.from_iterable(added_texts.values())],
+    )
+
+
+def _spellings(rust: Any) -> list[str | None]:
+    size = rust.get_vocab_size(with_added_tokens=True)
+    spellings: list[str | None] = [rust.id_to_token(i) for i in range(size)]
+    if None in spellings:  # there are holes, so ids go beyond the count
+        largest = max(rust.get_vocab(with_added_tokens=True).values(), default=-1)
+        spellings.extend(rust.id_to_token(i) for i in range(size, largest + 1))
+    return spellings
+
+
+def _unheard_of(
+    encode: Callable[[str], list[int] | None], spellings: Sequence[str | None]
+) -> tuple[str, list[int]]:
+    """A character that no token has, and the ids that it comes out as.
+
+    The rarest of the ideographs that Unicode has had for long: nothing normalises or drops them.
+    """
+    for character in map(chr, range(0x2A6D6, 0x20000, -1)):
+        ids = encode(character) or []
+        if not any(character in (spellings[token_id] or "") for token_id in ids):
+            return character, ids
+    return "", []
+
+
+def _special_ids(tokenizer: Any, added_tokens: Mapping[int, Any]) -> set[int]:
+    """Ids of special tokens.
+
+    transformers lists the user-defined pieces of a SentencePiece model that it has converted
+    among the special tokens; they are not, unless one has a name such as ``eos_token``.
+    """
+    named = set(getattr(tokenizer, "special_tokens_map", {}).values())
+    special_ids: set[int] = set(getattr(tokenizer, "all_special_ids", ()))
+    for token_id, added in added_tokens.items():
+        if added.special:
+            special_ids.add(token_id)
+        elif added.content not in named:
+            special_ids.discard(token_id)
+    return special_ids
+
+
+def _decoder(rust: Any, falls_back: bool) -> CompiledDecoder:
+    """The declared decoder, or one inferred, with what the model does and it does not say."""
+    settings = ("end_of_word_suffix", "continuing_subword_prefix", "byte_fallback")
+    model = {setting: getattr(rust.model, setting, None) for setting in settings}
+    if rust.decoder is not None:
+        decoder = compile_decoder(_state(rust.decoder))
+    else:
+        decoder = infer_decoder(
+            _state(rust.pre_tokenizer) if rust.pre_tokenizer is not None else None,
+            _state(rust.normalizer) if rust.normalizer is not None else None,
+            {"type": type(rust.model).__name__, **model},
+        )
+    if decoder.is_byte_level and model["end_of_word_suffix"]:
+        return decoder.with_word_ends(model["end_of_word_suffix"])  # as CLIP's
+    return decoder.with_byte_fallback() if falls_back else decoder
+
+
+def _state(part: Any) -> dict[str, Any]:
+    try:
+        return json.loads(part.__getstate__())
+    except Exception as error:  # a component written in Python cannot be serialised
+        kind = type(part).__name__
+        raise UnknownDecoderError(f"its {kind} cannot be serialised: {error}") from error
+
+
+class _Texts:
+    """What a tokenizer makes of texts before its model sees them, and what is to come back."""
+
+    def __init__(
+        self, rust: Any, decoder: CompiledDecoder, added_tokens: Mapping[int, Any]
+    ) -> None:
+        self.rust, self.decoder, self.added_tokens = rust, decoder, added_tokens
+        self.model, self.normalizer = rust.model, rust.normalizer
+        self.pre_tokenizer = rust.pre_tokenizer
+        # Asked rather than read off its state, which one written in Python does not have.
+        self.writes_spaces = " " not in self.normalized("x x")
+        self.writes_byte_level = self.normalized("ß") == "ÃŁ"
+
+    def normalized(self, text: str) -> str:
+        return text if self.normalizer is None else self.normalizer.normalize_str(text)
+
+    def added_bytes(self, text: str, is_normalized: bool) -> bytes:
+        """What an added token that is neither special nor of the model spells for ``text``."""
+        if not is_normalized:
+            return text.encode()
+        normalized = self.normalized(text)
+        return self.decoder.decode([normalized])[0] if self.writes_spaces else normalized.encode()
+
+    def readings(self, text: str, ids: list[int]) -> Iterator[list[Stretch]]:
+        whole = text.encode() if self.normalizer is None else self._spelt(self.normalized(text))
+        yield [Stretch(whole, ids)]
+        for cuts_normalized in (False, True):
+            yield [*self._cut(text, cuts_normalized)]
+
+    def _spelt(self, normalized: str) -> bytes:
+        """A normalised text in the letters that the decoder writes."""
+        decoder = self.decoder
+        if self.writes_byte_level or (decoder.keeps_spaces and not decoder.is_byte_level):
+            return decoder.decode([normalized])[0]
+        return normalized.encode()
+
+    def _handed_on(self, normalized: str) -> bytes:
+        """What the pre-tokenizer hands on of a normalised text, spelt."""
+        if self.pre_tokenizer is None:
+            return self._spelt(normalized)
+        split = self.pre_tokenizer.pre_tokenize_str
+        pieces = split(normalized)
+        if "".join(piece for piece, _ in split("ß")).endswith("ÃŁ"):
+            # With the spaces that it has put before them.
+            return b"".join(decode_byte_level([piece for piece, _ in pieces]))
+        return self._spelt("".join(normalized[start:end] for _, (start, end) in pieces))
+
+    def _spelt_by_model(self, added: Any) -> bytes:
+        """What an added token spells whose id the model writes too, perhaps for another text."""
+        if added.normalized and self.writes_spaces:
+            return self.decoder.decode([self.normalized(added.content)])[0]
+        spelt = self.decoder.decode([added.content])[0]
+        try:
+            spelt.decode()
+        except UnicodeDecodeError:
+            # Where "é" is the model's way to write a byte, no bytes are right for both texts.
+            return spelt if is_byte_token(added.content) else added.content.encode()
+        return spelt
+
+    def _cut(self, text: str, cuts_normalized: bool) -> Iterator[Stretch]:
+        """Cut a text where the tokenizer does: each part is normalised and split by itself.
+
+        ``cuts_normalized`` is whether a cut is also made at the added tokens that are looked for
+        in the normalised text. White space that a token takes along is not spelt by it.
+        """
+        encoding = self.rust.encode(text, add_special_tokens=False)
+        start, part_ids = 0, []
+        for token_id, (left, right) in zip(encoding.ids, encoding.offsets, strict=True):
+            added, part = self.added_tokens.get(token_id), text[left:right]
+            if added is None or (
+                not cuts_normalized if added.normalized else part.strip() != added.content.strip()
+            ):
+                part_ids.append(token_id)
+                continue
+            yield Stretch(self._handed_on(self.normalized(text[start:left])), part_ids)
+            if self.model.token_to_id(added.content) is not None:
+                expected = self._spelt_by_model(added)
+            else:
+                takes_spaces = added.lstrip or added.rstrip
+                expected = self.added_bytes(
+                    added.content if takes_spaces else part, added.normalized
+                )
+            yield Stretch(expected, [token_id], is_exact=True)
+            start, part_ids = right, []
+        yield Stretch(self._handed_on(self.normalized(text[start:])), part_ids)
