@@ -11,15 +11,18 @@ SUITE = next(suite for suite in SUITES if suite.distribution == os.environ["CLIE
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark them as expected to fail: one that passes all the same is a failure of the list."""
-    unmatched = set(SUITE.expected_failures)
+    """Mark them as expected to fail, and see that the list is about the tests that there are."""
+    reasons = {**SUITE.failures, **SUITE.uncertain}
+    unmatched = set(reasons)
     for item in items:
-        for name in (item.nodeid, item.nodeid.partition("[")[0]):
-            if reason := SUITE.expected_failures.get(name):
-                unmatched.discard(name)
-                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
-                break
+        # Collected from the suite's folder, so that a test is named as the suite names it.
+        for name in {item.nodeid, item.nodeid.partition("[")[0]} & reasons.keys():
+            unmatched.discard(name)
+            is_certain = name in SUITE.failures
+            item.add_marker(pytest.mark.xfail(reason=reasons[name], strict=is_certain))
+    if os.environ.get("CLIENT_PART"):  # somebody looks at a few of them
+        return
     if unmatched:
         raise pytest.UsageError(f"no such tests: {', '.join(sorted(unmatched))}")
-    if SUITE.num_tests and len(items) != SUITE.num_tests:
+    if len(items) != SUITE.num_tests:
         raise pytest.UsageError(f"{len(items)} tests were found and {SUITE.num_tests} expected")

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 NAMES = ("gpt2", "gpt2-medium", "openai-community/gpt2", "HuggingFaceTB/SmolLM-135M")
+ADAPTER = "vxef/smol_lora_toy"
 NUM_LAYERS = 4
 REVISION = "0" * 40
 
@@ -13,21 +14,43 @@ REVISION = "0" * 40
 def make_hub(folder: Path) -> None:
     """Fill ``folder``, an ``HF_HUB_CACHE``, with the bundled model, cut to its first layers.
 
-    Four of its thirty layers answer six times as fast; no suite asks what the text says.
+    Four of its thirty layers answer six times as fast, and hardly a test asks what the text says.
+    Beside it lies an adapter with random weights.
     """
-    model = folder / "model"
-    if not (model / "config.json").exists():
+    model, adapter = folder / "model", folder / "adapter"
+    if not (adapter / "adapter_config.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
         _save_cut_model(model)
+        _save_adapter(model, adapter)
     for name in NAMES:
-        repository = folder / f"models--{name.replace('/', '--')}"
-        snapshot = repository / "snapshots" / REVISION
-        shutil.rmtree(repository, ignore_errors=True)
-        snapshot.mkdir(parents=True)
-        (repository / "refs").mkdir()
-        (repository / "refs" / "main").write_text(REVISION)
-        for file in model.iterdir():
-            (snapshot / file.name).symlink_to(file)
+        _link(folder, name, model)
+    _link(folder, ADAPTER, adapter)
+
+
+def _link(folder: Path, name: str, files: Path) -> None:
+    """Make a repository of the cache out of a folder of files."""
+    repository = folder / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / REVISION
+    shutil.rmtree(repository, ignore_errors=True)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(REVISION)
+    for file in files.iterdir():
+        (snapshot / file.name).symlink_to(file)
+
+
+def _save_adapter(model: Path, folder: Path) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = LoraConfig(r=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    partial = folder.with_name("partial")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(
+        str(partial)
+    )
+    partial.rename(folder)
 
 
 def _save_cut_model(folder: Path) -> None:

@@ -12,23 +12,73 @@ class Suite:
     Attributes:
         distribution: Its name on PyPI.
         version: The release that is tested.
-        folders: What is taken out of the distribution; the first one holds the tests.
         num_tests: How many tests it has, so that none is lost unnoticed.
-        ignored: Files that test what this library does not have, or need a device.
-        expected_failures: Test, or test without its parameters → why it cannot pass here.
+        folders: What is taken out of the distribution; the first one holds the tests.
+        failures: Test, or test without its parameters → why it does not pass here. One that
+            passes all the same is an error of this list.
+        uncertain: The same of tests that draw at random, and so pass at times.
     """
 
     distribution: str
     version: str
     num_tests: int
     folders: tuple[str, ...] = ("tests",)
-    ignored: tuple[str, ...] = ()
-    expected_failures: dict[str, str] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    uncertain: dict[str, str] = field(default_factory=dict)
 
+
+_QUEUE = "reaches into the queue of 0.3.1, which the batcher replaces"
+_CACHE = "reads the cache of 0.3.1, which the prefix cache replaces"
+_TRIE = "calls a private method of the tries of 0.3.1"
+_SILENT = "expects a deprecation warning for plain bytes, which are welcome here"
+_MACHINERY = "takes the decoding of 0.3.1 apart, which decode_vocab replaces"
+_QUALITY = "asks for the text that GPT-2 medium writes"
+_VALKYRIA = "counts on how GPT-2 divides a made-up word into tokens"
 
 SUITES = (
-    Suite("llamppl", "0.2.3", 0, folders=("tests", "examples", "html")),
-    Suite("genlm-bytes", "0.2.0", 0),
-    Suite("genlm-backend", "0.3.1", 0),
+    Suite("llamppl", "0.2.3", 48, folders=("tests", "examples", "html")),
+    Suite(
+        "genlm-bytes",
+        "0.2.0",
+        119,
+        failures={
+            "tests/test_beam.py::test_generate": _QUALITY,
+            "tests/test_beam.py::test_eos_termination": (
+                "begins a text with the id that ends one, as GPT-2 does"
+            ),
+            "tests/test_healing.py::test_heal_max_backoff_limited_fails": _VALKYRIA,
+            "tests/test_healing.py::test_heal_max_splits_zero": _VALKYRIA,
+        },
+    ),
+    Suite(
+        "genlm-backend",
+        "0.3.1",
+        0,
+        failures={
+            "tests/test_hf_llm.py::test_caching": _CACHE,
+            "tests/test_hf_llm.py::test_cache_operations": _CACHE,
+            "tests/test_hf_llm.py::test_cache_kv": _CACHE,
+            "tests/test_hf_llm.py::test_walk_cache_with_past": _CACHE,
+            "tests/test_hf_llm.py::test_reset_async_queries": _QUEUE,
+            "tests/test_hf_llm.py::test_batch_timeout": _QUEUE,
+            "tests/test_hf_lora.py::test_reregistration": (
+                "loads an adapter under a name that is taken, which is refused here"
+            ),
+            "tests/test_trie.py::test_async_trie_cleanup": _TRIE,
+            "tests/test_trie.py::test_async_error_handling": _TRIE,
+            "tests/test_trie.py::test_sequential_preprocessing": _TRIE,
+            "tests/test_trie.py::test_parallel_preprocessing[cpu]": _TRIE,
+            "tests/test_trie.py::test_trie_with_non_token_iterables": _SILENT,
+            "tests/test_trie.py::test_trie_duplicate_word_error": _SILENT,
+            "tests/test_vocabulary.py::test_byte_decoder_error_handling": _MACHINERY,
+            "tests/test_vocabulary.py::test_decode_vocab_failure": _MACHINERY,
+            "tests/test_vocabulary.py::test_unknown_byte_encoding_is_rejected": _MACHINERY,
+        },
+        uncertain={
+            "tests/test_vocabulary.py::test_gpt2": (
+                "SmolLM2 has no token for some bytes and leaves them out of random texts"
+            ),
+        },
+    ),
     Suite("genlm-control", "0.4.1", 0),
 )
