@@ -12,7 +12,7 @@ import time
 from genlm.control import AWRS, BoolFSA, PromptedLLM
 
 PROMPT = "Here is my honest opinion:"
-PATTERN = r" (The|Our) (weather|food|sea) (here )?is (always|often|very) (good|cold|quiet)\\."
+PATTERN = r" (The|Our) (weather|food|sea) (here )?is (always|often|very) (good|cold|quiet)\."
 
 
 def load(model: str, particles: int) -> PromptedLLM:
