@@ -20,7 +20,7 @@ help:
 	@echo "make test-bare  what is imported and loaded with the dependencies alone, in $(BARE_VENV)"
 	@echo "make test-vllm  the tests of AsyncVirtualLM, with vLLM for the CPU in $(VLLM_VENV)"
 	@echo "make test-clients  the suites of genlm-control, genlm-bytes, llamppl and the peer, on this library"
-	@echo "make test-all  all of these"
+	@echo "make test-all  all of these, and the clients' tests that take longest"
 	@echo "make quick   the tests that take no real model and little time"
 	@echo "make bench   measure this library and its peers; writes docs/performance.md's table"
 	@echo "make docs    build the documentation into site/"
@@ -51,6 +51,7 @@ test: lint types
 	@echo "== tests"
 	$(BIN)/python -m pytest
 
+test-all: export ALL := yes
 test-all: test-vllm test-clients test-bare test
 
 # Not editable, so that it is what a user gets; so it depends on every file that goes into it.

@@ -54,11 +54,14 @@ def run(suite: Suite, root: Path, arguments: list[str]) -> int:
         "NLTK_DATA": str(root / "nltk_data"),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": "1",  # of each of the two processes
     }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "expected_failures", suite.folders[0]]
-    command += ["-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile", "--timeout=600"]
-    command += ["--durations=5", *arguments]
+    command += ["-p", "no:cacheprovider", "--timeout=600", "--durations=5", *arguments]
+    if suite.num_processes > 1:
+        command += ["-n", str(suite.num_processes), "--dist", "loadfile"]
+        environment["OMP_NUM_THREADS"] = "1"
+    if not os.environ.get("ALL"):
+        command += [f"--ignore={path}" for path in suite.left_out]
     return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
 
 

@@ -32,6 +32,6 @@ def lazy_names(
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*namespace, *names, *submodules})
+        return sorted({*namespace, *names, *submodules} - {"TYPE_CHECKING", "lazy_names"})
 
     return __getattr__, __dir__

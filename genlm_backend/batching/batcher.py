@@ -8,8 +8,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision
 from genlm_backend.batching.statistics import BatcherStatistics
@@ -171,6 +172,16 @@ class Batcher(Generic[Q, R]):
             self._worker.put(lambda: _run_into(future, function))
         return future
 
+    def set_policy(self, **fields: Any) -> None:
+        """Replace fields of the policy, for the batches to come; from any thread.
+
+        Raises:
+            TypeError: If a field has a wrong type.
+            ValueError: If one is out of its bounds.
+        """
+        with self._lock:
+            self.policy = replace(self.policy, **fields)
+
     # ---------------------------------------------------------------- ending
 
     def drop(self, reason: str = "the query was dropped before it was answered") -> int:
@@ -282,8 +293,9 @@ class Batcher(Generic[Q, R]):
     def _fire(self) -> None:
         """Send the oldest queries that somebody still wants to the worker."""
         batch: list[Entry] = []
+        limit = self.policy.max_batch_size  # once: another thread may set the policy meanwhile
         for key in list(self._pending):
-            if len(batch) == self.policy.max_batch_size:
+            if len(batch) == limit:
                 break
             entry = self._pending.pop(key)
             if any(waiter.is_waiting() for waiter in entry.waiters):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from numbers import Real
 
 
 class Decision(enum.Enum):
@@ -62,8 +63,10 @@ class BatchPolicy:
     max_passes: int = 1000
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_batch_size, bool) or not isinstance(self.max_batch_size, int):
+        if isinstance(self.max_batch_size, bool) or not hasattr(self.max_batch_size, "__index__"):
             raise TypeError(f"batch_size must be an int, got {self.max_batch_size!r}")
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, Real):
+            raise TypeError(f"timeout must be a number of seconds, got {self.timeout!r}")
         if self.max_batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.max_batch_size}")
         if not self.timeout >= 0:

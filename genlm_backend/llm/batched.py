@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import operator
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class BatchedLM(AsyncLM):
         self_check: bool = True,
     ) -> None:
         self._max_batch_size = max_batch_size
-        policy = self._bounded(BatchPolicy(max_batch_size=batch_size, timeout=timeout))
+        policy = BatchPolicy(max_batch_size=self._bounded(batch_size), timeout=timeout)
         rows = RowCache(row_cache_bytes) if row_cache is None else row_cache
         self.output_device = torch.device(output_device)
         super().__init__(tokenizer, vocab_size=vocab_size, self_check=self_check)
@@ -175,7 +175,7 @@ class BatchedLM(AsyncLM):
 
     @batch_size.setter
     def batch_size(self, batch_size: int) -> None:
-        self._set_policy(max_batch_size=batch_size)
+        self._batcher.set_policy(max_batch_size=self._bounded(batch_size))
 
     @property
     def timeout(self) -> float:
@@ -184,14 +184,13 @@ class BatchedLM(AsyncLM):
 
     @timeout.setter
     def timeout(self, timeout: float) -> None:
-        self._set_policy(timeout=timeout)
+        self._batcher.set_policy(timeout=timeout)
 
-    def _set_policy(self, **fields: Any) -> None:
-        self._batcher.policy = self._bounded(replace(self._batcher.policy, **fields))
-
-    def _bounded(self, policy: BatchPolicy) -> BatchPolicy:
-        limit = self._max_batch_size or policy.max_batch_size
-        return replace(policy, max_batch_size=min(policy.max_batch_size, limit))
+    def _bounded(self, batch_size: int) -> int:
+        if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__"):
+            return batch_size  # the policy says what is wrong with it
+        wanted = operator.index(batch_size)
+        return min(wanted, self._max_batch_size or wanted)
 
     def batch_evaluate_queries(self) -> None:
         """Let what is waiting go now, or as soon as the batch under way is done."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from genlm_backend.errors import ContextError, ContextTypeError
+from genlm_backend.tokenization import Token
 
 
 class Query:
@@ -67,6 +69,10 @@ def check_context(
                 f"token_ids must have one dimension, got an array of shape {tuple(token_ids.shape)}"
             )
         token_ids = token_ids.tolist()
+    elif isinstance(token_ids, Mapping):  # as tokenizers and chat templates return
+        raise ContextTypeError(
+            f"token_ids must be integers, got a {type(token_ids).__name__}: pass its 'input_ids'"
+        )
     elif isinstance(token_ids, (str, bytes, bytearray)):
         raise ContextTypeError(
             f"token_ids must be integers, got {type(token_ids).__name__}: encode the text with "
@@ -95,7 +101,8 @@ def check_context(
 
 def _to_int(token_id: Any) -> int:
     if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
-        raise ContextTypeError(f"token ids must be integers, got {token_id!r}")
+        hint = "; pass its token_id" if isinstance(token_id, Token) else ""
+        raise ContextTypeError(f"token ids must be integers, got {token_id!r}{hint}")
     try:
         return operator.index(token_id)
     except TypeError:

@@ -30,7 +30,8 @@ def read_byte_vocab(tokenizer: Any) -> ByteVocab:
         return _read_sentencepiece(tokenizer, name)
     if _is_sentencepiece(getattr(tokenizer, "sp_model", None)):
         model = tokenizer.sp_model
-        return _read_slow(tokenizer, name, _sentencepiece_bytes(model), model.decode)
+        to_bytes = _sentencepiece_bytes(model)
+        return _read_slow(tokenizer, name, to_bytes, model.decode, _has_piece(model))
     if (encoding := _tiktoken_encoding(tokenizer)) is not None:
         return _read_tiktoken(tokenizer, encoding, name)
     for attribute in ("idx2token", "decoder"):
@@ -102,6 +103,10 @@ def _sentencepiece_bytes(model: Any) -> Callable[[str], bytes]:
         return piece.replace("▁", " ").encode()
 
     return to_bytes
+
+
+def _has_piece(model: Any) -> Callable[[str], bool]:
+    return lambda piece: model.id_to_piece(model.piece_to_id(piece)) == piece
 
 
 def _read_sentencepiece(model: Any, name: str) -> ByteVocab:
@@ -203,23 +208,27 @@ def _read_slow(
     name: str,
     to_bytes: Callable[[str], bytes],
     decode: Callable[[list[str]], str] | None = None,
+    is_of_model: Callable[[str], bool] = lambda token: False,
 ) -> ByteVocab:
     """A tokenizer class written in Python: its tokens, spelt by ``to_bytes``.
 
     ``decode`` is what it makes a text of tokens with, unless ``convert_tokens_to_string`` is.
+    ``is_of_model`` tells of an added token whether the model has it too.
     """
     to_text = decode or tokenizer.convert_tokens_to_string
     added = tokenizer.added_tokens_decoder
     size = max([*tokenizer.get_vocab().values(), *added]) + 1
     special_ids = set(tokenizer.all_special_ids)
     special_ids.update(token_id for token_id, token in added.items() if token.special)
+    # Ids that stand for their content, whatever the model makes of its own pieces.
+    literal_ids = special_ids | {i for i, token in added.items() if not is_of_model(token.content)}
     byte_strings, spellings = [], []
     for token_id in range(size):
         spelling = tokenizer.convert_ids_to_tokens(token_id)
         spellings.append(spelling)
         if spelling is None:
             byte_strings.append(b"")
-        elif token_id in special_ids or token_id in added:
+        elif token_id in literal_ids:
             byte_strings.append(spelling.encode())
         else:
             byte_strings.append(to_bytes(spelling))
@@ -228,7 +237,7 @@ def _read_slow(
     def readings(text: str, ids: list[int]) -> Iterator[list[Stretch]]:
         yield [Stretch(text.encode(), ids)]
         stretches = []
-        for is_added, group in itertools.groupby(ids, lambda token_id: token_id in added):
+        for is_added, group in itertools.groupby(ids, literal_ids.__contains__):
             tokens = tokenizer.convert_ids_to_tokens(run := list(group))
             part = "".join(tokens) if is_added else to_text(tokens)
             stretches.append(Stretch(part.encode(), run, is_exact=is_added))

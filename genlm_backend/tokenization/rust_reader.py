@@ -36,6 +36,10 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
             return rust.encode(text, add_special_tokens=False).ids
         except Exception:  # all that the Rust side raises for a character it has no token for
             return None
+        except BaseException as error:
+            if type(error).__name__ == "PanicException":  # the Rust side fails on some texts
+                return None
+            raise
 
     unheard_of, unheard_of_ids = _unheard_of(encode, spellings)
     falls_back = any(is_byte_token(spellings[token_id] or "") for token_id in unheard_of_ids)
@@ -64,13 +68,17 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         if model.token_to_id(added.content) is None:
             byte_strings[token_id] = texts.added_bytes(added.content, added.normalized)
         elif spellings[token_id] != added.content:  # it is spelt as the normaliser writes it
-            byte_strings[token_id] = decoder.decode([added.content])[0]
+            spelt = decoder.decode([added.content])[0]
+            if texts.can_come_back(spelt):  # or only the added token ever gives the id
+                byte_strings[token_id] = spelt
         # Ids of the model come out of other texts too, as Gemma's "▁▁" out of two spaces.
         is_rewritten = byte_strings[token_id] != added.content.encode()
         flags = (added.normalized, added.lstrip, added.rstrip, added.single_word)
         of_its_kind = added_texts[(is_rewritten, *flags)]
         if len(of_its_kind) < _TEXTS_OF_A_KIND:
             of_its_kind.append(added.content)
+            if added.single_word:
+                of_its_kind.append(f" {added.content} ")
             if added.normalized:  # a normaliser may have made it a word with a space before it
                 of_its_kind.append(f" {added.content}")
             if is_rewritten:
@@ -209,11 +217,21 @@ class _Texts:
             return b"".join(decode_byte_level([piece for piece, _ in pieces]))
         return self._spelt("".join(normalized[start:end] for _, (start, end) in pieces))
 
+    def can_come_back(self, spelt: bytes) -> bool:
+        """Whether the normaliser leaves what a token spells as it is, up to spaces around it."""
+        try:
+            normalized = self._spelt(self.normalized(spelt.decode()))
+        except UnicodeDecodeError:  # a part of a character
+            return True
+        return normalized.strip() == spelt.strip()
+
     def _spelt_by_model(self, added: Any) -> bytes:
         """What an added token spells whose id the model writes too, perhaps for another text."""
         if added.normalized and self.writes_spaces:
             return self.decoder.decode([self.normalized(added.content)])[0]
         spelt = self.decoder.decode([added.content])[0]
+        if added.normalized and not self.can_come_back(spelt):
+            return self._spelt(self.normalized(added.content))
         try:
             spelt.decode()
         except UnicodeDecodeError:

@@ -26,10 +26,10 @@ class Token(bytes):
     indexing.
 
     A token is hashed by its id, so that sets and dictionaries tell tokens of equal spelling
-    apart and never find one by plain bytes, nor plain bytes by a token: ``b" the" in {token}``
+    apart and do not find one by plain bytes, nor plain bytes by a token: ``b" the" in {token}``
     is False although ``b" the" == token``, while ``b" the" in [token]`` is True. Look up
     ``token.byte_string`` where the spelling is meant, and do not mix tokens with plain bytes
-    among the keys of one dictionary.
+    among the keys of one dictionary, nor in what is sorted: two orders are not one.
 
     ``Token(token_id, byte_string)`` takes an integer id and the ``bytes`` that the token
     contributes in the middle of a text, which may be empty; other types are a ``TypeError``.

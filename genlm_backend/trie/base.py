@@ -93,7 +93,9 @@ class VocabularyTrie(abc.ABC):
     @cached_property
     def idx_to_leaf(self) -> NDArray[np.int32]:
         """Position in ``decode`` and leaf of each token: int32 ``[len(decode), 2]``."""
-        return np.stack([np.arange(len(self.decode), dtype=np.int32), self.leaves], axis=1)
+        pairs = np.stack([np.arange(len(self.decode), dtype=np.int32), self.leaves], axis=1)
+        pairs.flags.writeable = False  # writing into it would change no weight
+        return pairs
 
     @cached_property
     def jump(self) -> Sequence[NDArray[np.int32]]:
@@ -105,7 +107,9 @@ class VocabularyTrie(abc.ABC):
         """The nodes that are no leaves, children before parents and the root last: int32."""
         is_inner = np.ones(self.num_nodes, bool)
         is_inner[self.leaves] = False
-        return np.flatnonzero(is_inner).astype(np.int32)
+        ordering = np.flatnonzero(is_inner).astype(np.int32)
+        ordering.flags.writeable = False
+        return ordering
 
     @cached_property
     def node2prefix(self) -> Prefixes:

@@ -1,6 +1,7 @@
 """One batcher, several loops and threads at once."""
 
 import asyncio
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -126,4 +127,42 @@ async def test_a_blocking_call_that_joins_a_batch_under_way_leaves_no_urgency_be
     assert batcher.submit_sync([]) == []
     assert await asyncio.gather(*map(batcher.submit, range(5))) == [0, 2, 4, 6, 8]
     assert recorder.batches == [[1], [0, 1, 2, 3, 4]]
+    batcher.close()
+
+
+async def test_a_policy_set_meanwhile_bounds_every_batch_and_is_not_lost(recorder):
+    batcher = Batcher(recorder, BatchPolicy(max_batch_size=5))
+    is_over = threading.Event()
+    lost = []
+
+    def set_size():
+        while not is_over.is_set():
+            for size in (5, 50):
+                batcher.set_policy(max_batch_size=size)
+                if batcher.policy.max_batch_size != size:
+                    lost.append(size)
+
+    def set_timeout():
+        while not is_over.is_set():
+            for timeout in (0.02, 0.03):
+                batcher.set_policy(timeout=timeout)
+                if batcher.policy.timeout != timeout:
+                    lost.append(timeout)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=target) for target in (set_size, set_timeout)]
+    try:
+        for thread in threads:
+            thread.start()
+        for first in range(0, 4000, 1000):
+            results = await asyncio.gather(*map(batcher.submit, range(first, first + 1000)))
+            assert results == [2 * i for i in range(first, first + 1000)]
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    assert max(map(len, recorder.batches)) <= 50
+    assert not lost
     batcher.close()

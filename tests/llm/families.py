@@ -5,7 +5,7 @@ import transformers as tf
 
 VOCAB = 96
 
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -20,7 +20,7 @@ _COMMON = {
 
 
 def _config(name, **changes):
-    return getattr(tf, name)(**{**_COMMON, **changes})
+    return getattr(tf, name)(**{**COMMON, **changes})
 
 
 def _bare(name, **settings):

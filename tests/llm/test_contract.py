@@ -308,7 +308,7 @@ async def test_batch_evaluate_queries_flushes(backend):
 
 def test_batch_size_and_timeout_can_be_set(backend):
     with backend.make(batch_size=20, timeout=1000.0) as lm:
-        lm.batch_size = 2
+        lm.batch_size = np.int64(2)
         assert (lm.batch_size, lm.timeout) == (2, 1000.0)
         contexts = [[i] for i in range(1, 6)]
         rows = lm.batch_next_token_logprobs_sync(contexts)
@@ -321,7 +321,10 @@ def test_batch_size_and_timeout_can_be_set(backend):
         for name, value, error in (
             ("batch_size", 0, ValueError),
             ("batch_size", "2", TypeError),
+            ("batch_size", True, TypeError),
             ("timeout", -1, ValueError),
+            ("timeout", "0.1", TypeError),
+            ("timeout", None, TypeError),
         ):
             with pytest.raises(error, match=name):
                 setattr(lm, name, value)

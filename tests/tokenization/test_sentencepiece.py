@@ -6,7 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import sentencepiece
-from transformers import GemmaTokenizer, GPTSw3Tokenizer, LlamaTokenizer
+from transformers import (
+    AddedToken,
+    BertGenerationTokenizer,
+    GemmaTokenizer,
+    GPTSw3Tokenizer,
+    LlamaTokenizer,
+)
 from transformers.convert_slow_tokenizer import SpmConverter
 
 from genlm_backend import decode_vocab
@@ -150,3 +156,29 @@ def test_user_defined_runs_of_spaces_after_an_older_conversion(tmp_path):
             continue
         joined = b"".join(vocabulary.byte_vocab[i] for i in ids).decode()
         assert joined.removeprefix(" ") == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("kind", [GPTSw3Tokenizer, BertGenerationTokenizer])
+def test_an_added_piece_of_the_model_is_decoded_by_a_slow_tokenizer(tmp_path, kind):
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["the  quick   fox a  b    c", "hello  world"] * 20),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=80,
+        hard_vocab_limit=False,
+        minloglevel=2,
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+    )
+    path = tmp_path / "spiece.model"
+    path.write_bytes(model.getvalue())
+    tokenizer = kind(vocab_file=str(path))
+    size = len(tokenizer)
+    tokenizer.add_tokens([AddedToken("▁▁", normalized=False)])
+    assert len(tokenizer) == size  # the model has it
+    vocabulary = decode_vocab(tokenizer)
+    for text in ("the  quick", "a  b    c"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        joined = b"".join(vocabulary.byte_vocab[i] for i in ids).decode()
+        assert joined.strip() == tokenizer.decode(ids).strip() == text

@@ -653,3 +653,40 @@ def test_whatever_is_added_the_bytes_are_what_the_tokenizer_decodes(name, added,
         assert joined.removeprefix(" ") == tokenizer.decode(ids).removeprefix(" ")
         if name != "unigram" and not any(token.lstrip or token.rstrip for token in added):
             assert joined == text
+
+
+def test_an_added_token_that_only_a_normalised_text_gives_is_spelt_normalised():
+    words = [*sorted(byte_level_alphabet()), "Hello"]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder, tokenizer.normalizer = decoders.ByteLevel(), normalizers.Lowercase()
+    tokenizer.add_tokens([AddedToken(word, normalized=True) for word in ("Hello", "K")])
+    vocabulary = decode_vocab(tokenizer)
+    for text in ("say hello", "Hello", "quick"):
+        ids = tokenizer.encode(text).ids
+        assert b"".join(vocabulary.byte_vocab[i] for i in ids) == text.lower().encode()
+    assert tokenizer.token_to_id("K") in tokenizer.encode("quick").ids
+
+
+@pytest.mark.parametrize("content", ["é", "Ï"])
+def test_a_whole_word_that_is_also_a_byte_of_the_model_is_an_error(content):
+    vocab = {letter: i for i, letter in enumerate(byte_level_alphabet())}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(content, normalized=False, single_word=True)])
+    with pytest.raises(TokenizerDecodeError, match="does not come back"):
+        decode_vocab(tokenizer)
+
+
+def test_a_text_on_which_the_tokenizer_fails_says_nothing():
+    tokenizer = byte_level()
+    tokenizer.add_tokens(
+        [
+            AddedToken("    ", lstrip=True, normalized=False),
+            AddedToken("a ", rstrip=True, normalized=False),
+        ]
+    )
+    vocabulary = decode_vocab(tokenizer)
+    ids = tokenizer.encode("an apple").ids
+    assert b"".join(vocabulary.byte_vocab[i] for i in ids) == b"an apple"

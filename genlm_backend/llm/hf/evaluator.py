@@ -34,10 +34,17 @@ class Evaluator:
         pool: Slots for keys and values, or ``None`` to run every context whole.
         cost: What forward passes cost, for dividing a batch into several.
         finish: From logits ``[n, model_vocab]`` to ``n`` log-probability rows.
+        rotary_limit: The longest context whose positions the model reads as in shorter ones, or
+            ``None`` if it reads all alike. Longer ones run whole, each alone.
     """
 
     def __init__(
-        self, runner: Runner, pool: KVPool | None, cost: CostModel, finish: Finish
+        self,
+        runner: Runner,
+        pool: KVPool | None,
+        cost: CostModel,
+        finish: Finish,
+        rotary_limit: int | None = None,
     ) -> None:
         self.runner = runner
         self.pool = pool
@@ -45,9 +52,21 @@ class Evaluator:
         self.cost = cost
         self.tokens_reused = 0
         self._finish = finish
+        self._rotary_limit = rotary_limit
+
+    def is_apart(self, query: Query) -> bool:
+        """Whether a context shares no keys, values or pass with others; see ``rotary_limit``."""
+        return self._rotary_limit is not None and len(query.token_ids) > self._rotary_limit
 
     def evaluate(self, queries: Sequence[Query]) -> list[torch.Tensor]:
         """Return one row for each query. Out of memory, the batch is halved and tried again."""
+        rows = {query: self.whole([query])[0] for query in queries if self.is_apart(query)}
+        others = [query for query in queries if query not in rows]
+        if others:
+            rows.update(zip(others, self._together(others), strict=True))
+        return [rows[query] for query in queries]
+
+    def _together(self, queries: Sequence[Query]) -> list[torch.Tensor]:
         try:
             rows = self._with_slots(queries)
         except Exception as error:
@@ -56,7 +75,7 @@ class Evaluator:
             rows = None  # outside of the handler, since the traceback holds the tensors
         if rows is None:
             release_cached_memory()
-            return self._in_halves(queries, self.evaluate)
+            return self._in_halves(queries, self._together)
         return rows
 
     def whole(self, queries: Sequence[Query]) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from genlm_backend.llm.hf.lora import Adapters
 from genlm_backend.llm.hf.memory import default_kv_budget, release_cached_memory
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.hf.schedule import CostModel
-from genlm_backend.llm.hf.support import check_model, examine
+from genlm_backend.llm.hf.support import check_model, examine, rotary_limit
 from genlm_backend.llm.hf.threads import (
     frequent_switches,
     release_idle_threads,
@@ -88,7 +88,7 @@ class AsyncTransformer(BatchedLM):
         super().__init__(
             hf_tokenizer,
             vocab_size=_model_vocab_size(hf_model),
-            max_length=max_length or getattr(config, "max_position_embeddings", None),
+            max_length=max_length or _own_max_length(config),
             batch_size=batch_size,
             timeout=timeout,
             row_cache_bytes=row_cache_bytes,
@@ -107,7 +107,9 @@ class AsyncTransformer(BatchedLM):
             use_threads = num_threads
             self._batcher.call(lambda: use_num_threads(use_threads))
         pool = self._batcher.call(lambda: self._make_pool(runner, kv_cache_bytes))
-        self._evaluator = Evaluator(runner, pool, _cost_model(runner), self._finish)
+        self._evaluator = Evaluator(
+            runner, pool, _cost_model(runner), self._finish, rotary_limit(hf_model)
+        )
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
 
     @classmethod
@@ -225,8 +227,12 @@ class AsyncTransformer(BatchedLM):
         Raises:
             UnknownAdapterError: (``ValueError``) If there is none of that name.
         """
-        self._batcher.call(lambda: self._adapters.remove(lora_name))
-        self.clear_cache()
+
+        def remove() -> None:
+            self._adapters.remove(lora_name)
+            self.clear_cache()  # before anybody can load another one under the name
+
+        self._batcher.call(remove)
 
     def check_adapter(self, lora_name: str | None) -> None:
         """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
@@ -235,9 +241,9 @@ class AsyncTransformer(BatchedLM):
     # ---------------------------------------------------------------- caches
 
     def _make_pool(self, runner: Runner, kv_cache_bytes: int | None) -> KVPool | None:
+        support = examine(runner, len(self.byte_vocab), self.max_length)
         if kv_cache_bytes == 0:
             return None
-        support = examine(runner, len(self.byte_vocab), self.max_length)
         if support.layout is None:
             logger.info(
                 "%s runs every context whole: %s", type(self.model).__name__, support.reason
@@ -259,6 +265,8 @@ class AsyncTransformer(BatchedLM):
     async def num_cached_tokens(self, token_ids: TokenIds, lora_name: str | None = None) -> int:
         """Return how many of a context's tokens have their keys and values cached."""
         query = self._query(token_ids, lora_name)
+        if self._evaluator.is_apart(query):
+            return 0
         # The last token always goes through the model: its logits are the answer.
         return self._evaluator.prefixes.peek(query.token_ids[:-1], lora_name)
 
@@ -323,6 +331,12 @@ class AsyncTransformer(BatchedLM):
         self.model = None
         self._adapters.close()
         release_cached_memory()
+
+
+def _own_max_length(config: Any) -> int | None:
+    """The longest context that a config speaks of; some say -1 for any."""
+    length = getattr(config, "max_position_embeddings", None)
+    return length if length is None or length > 0 else None
 
 
 def _model_vocab_size(model: Any) -> int:

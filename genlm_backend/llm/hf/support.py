@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,12 +54,41 @@ def check_model(model: Any) -> None:
         raise UnsupportedModelError(f"{type(model).__name__} is not a language model over tokens")
 
 
+def rotary_limit(model: Any) -> int | None:
+    """Return the longest context whose rotary positions are read as in shorter ones.
+
+    ``None`` if all are. Where transformers recomputes the frequencies for long contexts (the
+    types "longrope" and "dynamic"), all positions of a context depend on how long it is.
+    """
+    limits = [
+        limit
+        for module in getattr(model, "modules", list)()
+        if (rope_type := getattr(module, "rope_type", None)) is not None
+        for limit in _rotary_limits(module, rope_type)
+    ]
+    return min(limits, default=None)
+
+
+def _rotary_limits(module: Any, rope_type: Any) -> Iterator[int]:
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    by_layer = rope_type if isinstance(rope_type, dict) else {None: rope_type}
+    for layer_type, kind in by_layer.items():
+        own = parameters if layer_type is None else parameters.get(layer_type) or {}
+        if kind == "longrope":
+            yield own["original_max_position_embeddings"]
+        elif "dynamic" in str(kind):
+            yield module.original_max_seq_len
+
+
 def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSupport:
     """Find out by a few tiny forward passes whether slots give the right answers.
 
     The rows of two short contexts are computed whole and then from slots, in two steps and padded
     to one batch. Slots are used if the difference is rounding, compared with the difference that
     one wrong token makes. That takes four passes, of a small model on one thread.
+
+    Raises:
+        UnsupportedModelError: If the model gives other rows when it is told positions.
     """
     config = runner.model.config.get_text_config(decoder=True)
     if "past_key_values" not in runner.parameters:
@@ -79,8 +109,8 @@ def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSuppor
     long, other = ([generator.randrange(vocab_size) for _ in range(length)] for _ in range(2))
     try:
         with one_thread() if _is_small(runner) else contextlib.nullcontext():
-            layout = _observe_layout(runner, long[:3])
-            difference, spread = _compare(runner, layout, long, other, vocab_size)
+            layout, bare_row = _observe_layout(runner, long[:3])
+            difference, spread, third_row = _compare(runner, layout, long, other, vocab_size)
     except UnsupportedModelError as error:
         return KVSupport(None, str(error))
     except Exception as error:  # third-party model code may raise anything; it still runs whole
@@ -91,7 +121,15 @@ def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSuppor
     is_quantised = getattr(runner.model, "is_quantized", False)
     rounding = _ROUNDING.get(layout.layers[0].dtype, _DEFAULT_ROUNDING)
     share = _SHARE_OF_SPREAD_QUANTISED if is_quantised else _SHARE_OF_SPREAD
-    if not difference <= max(_DEFAULT_ROUNDING if is_quantised else rounding, share * spread):
+    tolerance = max(_DEFAULT_ROUNDING if is_quantised else rounding, share * spread)
+    if _distance(third_row, bare_row) > tolerance:  # its positions, or it looks ahead
+        (alone_row,) = _row(runner.forward([Row(long[:3], outputs=(2,))]))
+        if _distance(alone_row, bare_row) > tolerance:
+            raise UnsupportedModelError(
+                f"{type(runner.model).__name__} counts positions in a way of its own: told that a "
+                "context begins at position 0, it gives other rows than when it is told nothing"
+            )
+    if not difference <= tolerance:
         return KVSupport(
             None,
             f"rows from cached keys and values differ by {difference:.2g} from whole ones, "
@@ -107,10 +145,11 @@ def _is_small(runner: Runner) -> bool:
 
 
 @torch.inference_mode()
-def _observe_layout(runner: Runner, token_ids: list[int]) -> KVLayout:
+def _observe_layout(runner: Runner, token_ids: list[int]) -> tuple[KVLayout, torch.Tensor]:
+    """The shape of keys and values, and the last row of the model that is told no positions."""
     cache = DynamicCache()
     ids = torch.tensor([token_ids], device=runner.device)
-    runner.model(input_ids=ids, past_key_values=cache, use_cache=True)
+    logits = runner.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
     layers = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
@@ -128,22 +167,29 @@ def _observe_layout(runner: Runner, token_ids: list[int]) -> KVLayout:
         )
     if not layers:
         raise UnsupportedModelError("no layer keeps keys and values")
-    return KVLayout(tuple(layers))
+    return KVLayout(tuple(layers)), _row(logits[0, -1])
 
 
 def _compare(
     runner: Runner, layout: KVLayout, long: list[int], other: list[int], vocab_size: int
-) -> tuple[float, float]:
-    """Root mean square differences: rows from slots and whole rows; rows of two contexts."""
+) -> tuple[float, float, torch.Tensor]:
+    """Root mean square differences: rows from slots and whole rows; rows of two contexts.
+
+    And the whole row of the first three tokens of ``long``.
+    """
     short = other[: len(other) // 2]
     wrong = [*long[:-3], (long[-3] + 1) % vocab_size, *long[-2:]]
     last = (len(long) - 1,)
     # One pass for all: of one length, so that nothing is padded. What follows ``short`` takes no
     # part in its row, or the row from slots, where nothing follows, is another one.
     whole = runner.forward(
-        [Row(long, outputs=last), Row(wrong, outputs=last), Row(other, outputs=(len(short) - 1,))]
+        [
+            Row(long, outputs=(2, *last)),
+            Row(wrong, outputs=last),
+            Row(other, outputs=(len(short) - 1,)),
+        ]
     )
-    expected_long, expected_wrong, expected_short = _row(whole)
+    third_row, expected_long, expected_wrong, expected_short = _row(whole)
     spread = _distance(expected_wrong, expected_long)
 
     size = len(long) + len(short)
@@ -165,7 +211,8 @@ def _compare(
         pool,
     )
     row_long, row_short = _row(logits)
-    return max(_distance(row_long, expected_long), _distance(row_short, expected_short)), spread
+    difference = max(_distance(row_long, expected_long), _distance(row_short, expected_short))
+    return difference, spread, third_row
 
 
 def _row(logits: torch.Tensor) -> torch.Tensor:

@@ -253,10 +253,14 @@ class AsyncVirtualLM(BatchedLM):
         Raises:
             AdapterError: (``ValueError``) If the name is taken, or vLLM does not load it.
         """
-        if lora_name in self._adapters:
-            raise AdapterError(f"there is an adapter named {lora_name!r} already")
-        self._batcher.call(lambda: self._engine.add_adapter(lora_name, str(lora_path)))
-        self._adapters |= {lora_name}
+
+        def add() -> None:
+            if lora_name in self._adapters:
+                raise AdapterError(f"there is an adapter named {lora_name!r} already")
+            self._engine.add_adapter(lora_name, str(lora_path))
+            self._adapters |= {lora_name}
+
+        self._batcher.call(add)
 
     def remove_lora(self, lora_name: str) -> None:
         """Remove an adapter, and clear the cache.
@@ -267,10 +271,10 @@ class AsyncVirtualLM(BatchedLM):
         Raises:
             UnknownAdapterError: (``ValueError``) If there is none of that name.
         """
-        self.check_adapter(lora_name)
-        self._adapters -= {lora_name}
 
         def remove() -> None:
+            self.check_adapter(lora_name)
+            self._adapters -= {lora_name}
             sampled = [
                 c for c in self._engine.completions.values() if c.prompt.lora_name == lora_name
             ]
@@ -278,9 +282,9 @@ class AsyncVirtualLM(BatchedLM):
             self._fail_of({lora_name}, sampled)
             self._clear_engine()
             self._engine.remove_adapter(lora_name)
+            self._rows.clear()
 
         self._batcher.call(remove)
-        self._rows.clear()
 
     def _fail_of(self, removed: Collection[str | None], completions: list[Completion]) -> None:
         names = ", ".join(map(repr, removed))

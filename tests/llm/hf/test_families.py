@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from transformers import Phi3Config, Phi3ForCausalLM, RobertaConfig, RobertaForCausalLM
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import UnsupportedModelError
@@ -147,3 +148,40 @@ def test_a_model_that_fails_on_a_foreign_cache_runs_whole(caplog):
     model.forward = suspicious
     check_whole(model, CONTEXTS)
     assert "runs without key-value reuse" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
+async def test_positions_that_depend_on_the_length_of_the_context(options):
+    """Short and long contexts have frequencies of their own, and never meet in one pass."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    config = Phi3Config(
+        **{**families.COMMON, "max_position_embeddings": 128},
+        original_max_position_embeddings=32,
+        rope_parameters={**rope, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
+        initializer_range=0.5,
+    )
+    model = Phi3ForCausalLM(config).eval()
+    ids = random.Random(0).choices(range(families.VOCAB), k=60)
+    lengths = [32, 33, 20, 60, 31, 34, 45]
+    expected = {length: fresh_row(model, ids[:length]) for length in lengths}
+    short = fresh_row(model, ids[:32]), fresh_row(model, ids[:33])
+    assert float((short[0] - short[1]).abs().max()) > 1e-2
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0, **options) as lm:
+        assert lm.kv_reuse is (not options)
+        for _ in range(2):
+            for length in lengths:
+                row = await lm.next_token_logprobs(ids[:length])
+                torch.testing.assert_close(row, expected[length], rtol=0, atol=2e-5)
+            rows = await lm.batch_next_token_logprobs([ids[:length] for length in lengths])
+            for length, row in zip(lengths, rows, strict=True):
+                torch.testing.assert_close(row, expected[length], rtol=0, atol=2e-5)
+        assert await lm.num_cached_tokens(ids[:60]) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
+def test_positions_of_a_models_own_are_refused(options):
+    torch.manual_seed(0)
+    config = RobertaConfig(**families.COMMON, is_decoder=True, initializer_range=0.5)
+    with pytest.raises(UnsupportedModelError, match="RobertaForCausalLM counts positions"):
+        AsyncTransformer(RobertaForCausalLM(config).eval(), word_tokenizer(), **options)

@@ -106,6 +106,7 @@ class FakeEngine:
     def add_adapter(self, name, path):
         if path.startswith("/nowhere"):
             raise AdapterError(f"no adapter {name!r} at {path}")
+        assert name not in self.adapters
         self.adapters[name] = path
 
     def remove_adapter(self, name):

@@ -1,6 +1,7 @@
 """Adapters by name, several in one batch, against models that they are merged into."""
 
 import asyncio
+import random
 import threading
 
 import pytest
@@ -144,14 +145,44 @@ async def test_samples_of_an_adapter_removed_before_they_begin_fail_alone():
         lm.add_new_lora("somewhere", "poet")
         held = threading.Event()
         lm._batcher.call_soon(held.wait)  # the worker has something else to do
+        removal = asyncio.ensure_future(asyncio.to_thread(lm.remove_lora, "poet"))
+        while lm._batcher._worker._jobs.empty():
+            await asyncio.sleep(0)
         other = asyncio.ensure_future(lm.sample([5], 2, []))
         sample = asyncio.ensure_future(lm.sample([1], 2, [], lora_name="poet"))
+        row = asyncio.ensure_future(lm.next_token_logprobs([1], lora_name="poet"))
         await asyncio.sleep(0)
-        removal = asyncio.ensure_future(asyncio.to_thread(lm.remove_lora, "poet"))
-        while "poet" in lm._adapters:
-            await asyncio.sleep(0)
         held.set()
         await removal
         with pytest.raises(UnknownAdapterError, match="'poet' has been removed"):
             await sample
+        with pytest.raises(UnknownAdapterError, match="'poet'"):
+            await row
         assert len(await other) == 2
+
+
+def test_adapters_added_and_removed_by_many_threads_are_what_the_engine_has():
+    engine = FakeEngine()
+    found = []
+
+    def change(lm, seed):
+        choose = random.Random(seed)
+        for _ in range(60):
+            name = choose.choice("ab")
+            try:
+                lm.add_new_lora("somewhere", name) if choose.random() < 0.5 else lm.remove_lora(
+                    name
+                )
+            except AdapterError:  # UnknownAdapterError is one
+                pass
+            except BaseException as error:
+                found.append(error)
+
+    with AsyncVirtualLM(engine) as lm:
+        threads = [threading.Thread(target=change, args=(lm, seed)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == []
+        assert lm._adapters == set(engine.adapters)
