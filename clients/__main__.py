@@ -69,9 +69,9 @@ def run_programs() -> int:
     """Run programs of our own on the clients; return pytest's exit code."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-c", str(HERE / "pytest.ini"), str(HERE / "test_programs.py")]
-    return subprocess.run(
-        command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False
-    ).returncode
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    # Not where the checkout is, which Python would import from.
+    return subprocess.run(command, cwd=HERE, env=environment, check=False).returncode
 
 
 def main() -> int:

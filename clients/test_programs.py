@@ -46,7 +46,7 @@ def test_a_program_on_genlm_control():
     assert done.returncode == 0, done.stderr
     *texts, last = done.stdout.strip().split("\n")
     assert re.fullmatch(r"6 particles in [\d.]+ s", last)
-    pattern = r"  [01]\.\d{3}  Here is my honest opinion: (The|Our) \w+ (here )?is \w+ \w+\."
+    pattern = r"\s*[01]\.\d{3}  Here is my honest opinion: (The|Our) \w+ (here )?is \w+ \w+\."
     assert texts
     assert all(re.fullmatch(pattern, text) for text in texts), texts
     assert sum(float(text.split()[0]) for text in texts) == pytest.approx(1, abs=0.01)
