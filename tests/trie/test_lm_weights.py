@@ -80,7 +80,7 @@ async def test_a_trie_is_compared_with_each_model(lm):
     [
         (b"plain", "decode.0. of the trie is b'plain', which is not a token of the model"),
         (Token(10**6, b"x"), "is not a token of the model"),
-        (Token(3, b"other"), r"but the model's token 3 is Token\(3, "),
+        (Token(3, b"other"), r"but the model's token 3 is Token\(token_id=3, "),
     ],
 )
 async def test_a_trie_over_something_else(lm, entry, message):
