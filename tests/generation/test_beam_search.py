@@ -65,7 +65,8 @@ async def test_texts_are_those_of_transformers(lm, model, settings):
             row = row[len(prompt) :].tolist()
             assert one.token_ids == row[: len(one.token_ids)]
             assert set(row[len(one.token_ids) :]) <= {1}
-            assert one.score == pytest.approx(float(score), abs=1e-4)
+            # Theirs is added in float32, in which a score of 360 is known to 3e-5.
+            assert one.score == pytest.approx(float(score), rel=5e-7, abs=1e-4)
             reasons.add(one.finish_reason)
             assert one.finish_reason == ("eos" if one.token_ids[-1] in eos else "length")
     assert "eos" in reasons or settings.get("length_penalty", 1) > 1 or "min_new_tokens" in settings

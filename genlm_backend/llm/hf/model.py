@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any, Self
@@ -28,7 +27,7 @@ from genlm_backend.llm.hf.threads import (
 )
 from genlm_backend.llm.loading import explained, resolve_name
 from genlm_backend.llm.query import Query, check_context
-from genlm_backend.llm.rows import rows_of_logits
+from genlm_backend.llm.rows import rows_of_logits, separate_rows
 from genlm_backend.llm.statistics import BackendCounts
 
 logger = logging.getLogger(__name__)
@@ -102,7 +101,6 @@ class AsyncTransformer(BatchedLM):
         self.device = runner.device
         self._is_on_cpu = self.device.type == "cpu"
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
-        self._defined = next(i for i in itertools.count() if i not in self.undefined_ids)
         if num_threads is not None:
             use_threads = num_threads
             self._batcher.call(lambda: use_num_threads(use_threads))
@@ -198,8 +196,8 @@ class AsyncTransformer(BatchedLM):
         if len(self._undefined):
             logits = logits.index_fill(1, self._undefined.to(logits.device), -torch.inf)
         if logits.device == self.output_device:
-            return [rows_of_logits(row, self._defined) for row in logits]
-        rows = rows_of_logits(logits, self._defined).to(self.output_device)
+            return separate_rows(logits)
+        rows = rows_of_logits(logits).to(self.output_device)
         return [row.clone() for row in rows]
 
     # ---------------------------------------------------------------- adapters

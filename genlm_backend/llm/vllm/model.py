@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
@@ -20,7 +19,7 @@ from genlm_backend.llm.base import UNKNOWN_ADAPTER, TokenIds, progress_bar
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.loading import explained, resolve_name
 from genlm_backend.llm.query import Query
-from genlm_backend.llm.rows import rows_of_logits
+from genlm_backend.llm.rows import separate_rows
 from genlm_backend.llm.sampling import Sampler
 from genlm_backend.llm.statistics import BackendCounts
 from genlm_backend.llm.vllm.completion import Completion
@@ -85,7 +84,6 @@ class AsyncVirtualLM(BatchedLM):
         self._engine = engine
         self._rounds = Rounds(engine)
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
-        self._defined = next(i for i in itertools.count() if i not in self.undefined_ids)
         self._adapters: frozenset[str] = frozenset()  # replaced whole: any thread reads it
         self._is_pumping = False
 
@@ -144,7 +142,7 @@ class AsyncVirtualLM(BatchedLM):
             stacked = torch.stack(rows).to(self.output_device)
             undefined = self._undefined.to(self.output_device)
             logits = (stacked[:, :-1] + stacked[:, -1:]).index_fill(1, undefined, -torch.inf)
-            return [rows_of_logits(row, self._defined) for row in logits]
+            return separate_rows(logits)
         if rows[0].device != self.output_device:
             rows = list(torch.stack(rows).to(self.output_device))
         # A view would keep the rows of its whole batch alive.
