@@ -68,7 +68,6 @@ class AsyncTokenCharacterTrie:
         self._policy = BatchPolicy(max_batch_size=batch_size, timeout=timeout)
         self._lock = threading.Lock()
         self._batchers: dict[Operation, Batcher[_Request, Any]] = {}
-        self.start()
 
     @classmethod
     def from_vocab(
@@ -157,8 +156,7 @@ class AsyncTokenCharacterTrie:
         )
 
     def start(self) -> None:
-        """Be ready for requests; again has no effect. Nobody has to call it."""
-        self._started()
+        """Do nothing: the first request starts what it needs. For programs that call it."""
 
     def _started(self) -> dict[Operation, Batcher[_Request, Any]]:
         with self._lock:
@@ -188,7 +186,6 @@ class AsyncTokenCharacterTrie:
         await asyncio.to_thread(self.shutdown)
 
     async def __aenter__(self) -> Self:
-        self.start()
         return self
 
     async def __aexit__(

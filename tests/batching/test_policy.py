@@ -19,6 +19,15 @@ states = st.builds(
 )
 
 
+def test_the_defaults_are_those_that_the_documentation_names():
+    assert BatchPolicy() == BatchPolicy(
+        max_batch_size=20, timeout=0.02, quiet_passes=4, max_passes=1000
+    )
+    assert BatchState(1) == BatchState(
+        1, is_busy=False, is_urgent=False, num_passes=0, num_quiet_passes=0, waited=0.0
+    )
+
+
 @given(states)
 def test_nothing_fires_while_busy_or_empty(state):
     decision = POLICY.decide(state)

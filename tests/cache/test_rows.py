@@ -36,6 +36,18 @@ def test_it_is_an_lru_cache_of_bytes_or_of_rows(steps, capacity, is_counted):
         assert cache.num_bytes == 16 * len(model) <= cache.budget
 
 
+def test_a_row_that_is_asked_or_stored_again_is_young_again():
+    cache = RowCache(16 * 3)
+    for key in "abc":
+        cache.put(key, row(1))
+    assert cache.get("a") is not None
+    cache.put("b", row(1))
+    cache.put("d", row(1))
+    cache.put("e", row(1))
+    assert [cache.get(key) is not None for key in "abcde"] == [False, True, False, True, True]
+    assert (cache.num_hits, cache.num_evicted) == (4, 2)
+
+
 def test_a_row_larger_than_the_budget_is_not_stored():
     cache = RowCache(10)
     cache.put("a", row(1))

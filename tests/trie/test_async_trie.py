@@ -144,6 +144,15 @@ async def test_closing_settles_every_waiter_and_a_later_request_starts_anew(trie
     np.testing.assert_allclose(row, expected("weight_sum", weights(3)), rtol=1e-6)
 
 
+async def test_cleanup_gives_the_memory_of_results_back():
+    trie = AsyncTokenCharacterTrie.from_vocab(DECODE, backend="sequential")
+    assert trie.trie._spare.num_bytes == 0
+    trie.trie.weight_sum(weights(0))  # nobody keeps the row
+    assert trie.trie._spare.num_bytes == 4 * PLAIN.num_nodes
+    await trie.cleanup()
+    assert trie.trie._spare.num_bytes == 0
+
+
 async def test_async_with_ends_the_threads():
     before = {t for t in threading.enumerate() if t.name == "genlm-trie-sum"}
     async with AsyncTokenCharacterTrie.from_vocab(DECODE, backend="sequential") as trie:

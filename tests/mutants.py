@@ -1,0 +1,239 @@
+"""How much of a wrong program the tests notice: random changes to the pure files, one at a time.
+
+Each change is made in a copy of the project and the tests that are to notice it run there. What
+none of them notices is shown as a difference. ``make mutants`` runs a hundred changes; how to
+read them is in CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import difflib
+import os
+import queue
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path("genlm_backend")
+TESTS = {
+    "batching": ("tests/batching", "tests/llm/test_mock.py", "tests/trie/test_async_trie.py"),
+    "cache": ("tests/cache", "tests/llm/hf/test_evaluator.py", "tests/llm/hf/test_model.py"),
+    "trie": ("tests/trie",),
+    "llm/hf/schedule.py": ("tests/llm/hf/test_schedule.py", "tests/llm/hf/test_evaluator.py"),
+    "llm/hf/packing.py": ("tests/llm/hf/test_packing.py", "tests/llm/hf/test_evaluator.py"),
+    "generation/schedule.py": ("tests/generation/test_schedule.py", "tests/generation"),
+    "llm/vllm/sessions.py": ("tests/llm/vllm/test_sessions.py", "tests/llm/vllm"),
+}
+"""Files without a model → the tests that are to notice a change, the likeliest first."""
+
+_SWAPPED: dict[type, type] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
+    ast.And: ast.Or, ast.Or: ast.And, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
+}  # fmt: skip
+
+# A search for the smallest example would only take time.
+_CONFTEST = """
+from hypothesis import Phase, settings
+settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], deadline=None)
+settings.load_profile("mutants")
+"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change to one file.
+
+    Attributes:
+        path: The file, from the project's root.
+        source: The whole of it, changed.
+        line: Where, from 1.
+    """
+
+    path: Path
+    source: str
+    line: int
+
+    def difference(self) -> str:
+        """Return the change as ``diff -u`` writes it, without its heading."""
+        before = (ROOT / self.path).read_text().splitlines()
+        lines = difflib.unified_diff(before, self.source.splitlines(), n=1, lineterm="")
+        return "\n".join([f"{self.path}:{self.line}", *list(lines)[3:]])
+
+
+def mutants_of(path: Path) -> Iterator[Mutant]:
+    """Yield every change that is made to one file."""
+    source = (ROOT / path).read_bytes()
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+
+    for node, text in _changes(ast.parse(source)):
+        begin = starts[node.lineno - 1] + node.col_offset
+        end = starts[node.end_lineno - 1] + node.end_col_offset
+        changed = source[:begin] + text.encode() + source[end:]
+        yield Mutant(path, changed.decode(), node.lineno)
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+    """Yield nodes below ``node``, and what to write in the place of each."""
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "decorator_list", "type_params", "bases"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and not _is_idle(child):
+                if isinstance(child, (ast.stmt, ast.expr)):
+                    yield from ((child, text) for text in _replacements(child))
+                # What an error says is nobody's business here; that it is raised is.
+                if not isinstance(child, (ast.Raise, ast.JoinedStr)):
+                    yield from _changes(child)
+
+
+def _is_idle(node: ast.AST) -> bool:
+    """Whether nothing that runs would change: imports, docstrings, types, ``__repr__``."""
+    if isinstance(node, (ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal, ast.Pass)):
+        return True
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return True
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return True
+    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("__slots__", "__all__"):
+        return True
+    is_cast = isinstance(node, ast.Call) and ast.unparse(node.func) in ("cast", "TypeVar")
+    is_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    return is_cast or (is_function and node.name in ("__repr__", "__str__"))
+
+
+def _replacements(node: ast.stmt | ast.expr) -> Iterator[str]:
+    """Yield what may be written in the place of one node."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in _SWAPPED:
+        yield _with(node, ops=[_SWAPPED[type(node.ops[0])](), *node.ops[1:]])
+    elif isinstance(node, (ast.BinOp, ast.BoolOp)) and type(node.op) in _SWAPPED:
+        yield _with(node, op=_SWAPPED[type(node.op)]())
+    elif isinstance(node, ast.AugAssign) and type(node.op) in _SWAPPED:
+        yield _with(node, op=_SWAPPED[type(node.op)]())
+        yield "pass"
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield f"({ast.unparse(node.operand)})"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield str(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
+        yield str(node.value + 1)
+    elif isinstance(node, ast.IfExp):
+        yield _with(node, body=node.orelse, orelse=node.body)
+    elif isinstance(node, ast.Return) and node.value is not None:
+        yield "return None"
+    elif _does_something(node):
+        yield "pass"
+
+
+def _does_something(node: ast.stmt | ast.expr) -> bool:
+    """Whether a statement can be left out, so that names stay bound and blocks are not empty."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, (ast.Call, ast.Await))
+    if isinstance(node, ast.Assign):
+        return not isinstance(node.targets[0], ast.Name)
+    return isinstance(node, (ast.Break, ast.Continue, ast.Raise, ast.Delete))
+
+
+def _with(node: ast.stmt | ast.expr, **fields: object) -> str:
+    changed = copy.copy(node)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    text = ast.unparse(changed)
+    return text if isinstance(node, ast.stmt) else f"({text})"
+
+
+def passes(folder: Path, tests: tuple[str, ...], seconds: float) -> bool:
+    """Whether all of the tests pass in a copy of the project, and in time."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "not slow and not real and not gpu and not vllm", *tests]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, timeout=seconds, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def survives(mutant: Mutant, folder: Path, tests: tuple[str, ...], seconds: float) -> bool:
+    """Whether no test notices a change, which is made in ``folder`` for as long as they run."""
+    target = folder / mutant.path
+    original = target.read_text()
+    target.write_text(mutant.source)
+    try:
+        return all(passes(folder, (one,), seconds) for one in tests)
+    finally:
+        target.write_text(original)
+
+
+def make_copy(folder: Path) -> Path:
+    """Copy to ``folder`` what the tests need of the project."""
+    for name in ("genlm_backend", "genlm", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "conftest.py").write_text(_CONFTEST)
+    return folder
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def main() -> int:
+    """Make changes, show those that nobody notices, and fail where they are too many."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--num", type=int, default=100, help="changes to make")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of changes")
+    parser.add_argument("--only", default="", help="files whose path begins so")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seconds", type=float, default=300, help="for each file of tests")
+    parser.add_argument("--at-least", type=float, default=0.95, help="share to be noticed")
+    arguments = parser.parse_args()
+
+    tests_of = {
+        path.relative_to(ROOT): tests
+        for name, tests in TESTS.items()
+        for path in _files(ROOT / PACKAGE / name)
+        if str(path.relative_to(ROOT / PACKAGE)).startswith(arguments.only)
+    }
+    every = [mutant for path in tests_of for mutant in mutants_of(path)]
+    chosen = random.Random(arguments.seed).sample(every, min(arguments.num, len(every)))
+    with tempfile.TemporaryDirectory() as temporary:
+        folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(arguments.processes):
+            folders.put(make_copy(Path(temporary) / str(number)))
+
+        def try_one(mutant: Mutant) -> Mutant | None:
+            folder = folders.get()
+            try:
+                is_missed = survives(mutant, folder, tests_of[mutant.path], arguments.seconds)
+            finally:
+                folders.put(folder)
+            print("S" if is_missed else ".", end="", flush=True)
+            return mutant if is_missed else None
+
+        with ThreadPoolExecutor(arguments.processes) as pool:
+            found = [mutant for mutant in pool.map(try_one, chosen) if mutant is not None]
+    for mutant in found:
+        print(f"\n{mutant.difference()}")
+    num_noticed = len(chosen) - len(found)
+    print(f"\n{num_noticed} of {len(chosen)} changes noticed, of {len(every)} there are")
+    return 0 if num_noticed >= arguments.at_least * len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
