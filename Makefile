@@ -12,7 +12,7 @@ PEER := .peer
 # Not demo: the model's package asks for an engine that would have to be compiled.
 EXTRAS := bitsandbytes,grammar,lora,viz,test,bench,docs
 
-.PHONY: help setup demo test test-bare test-vllm test-clients test-all quick lint types bench docs clean
+.PHONY: help setup demo test test-bare test-vllm test-clients test-all quick mutants lint types bench docs clean
 
 help:
 	@echo "make demo    run sequential Monte Carlo on the bundled real model"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-clients  the suites of genlm-control, genlm-bytes, llamppl and the peer, on this library"
 	@echo "make test-all  all of these, and the clients' tests that take longest"
 	@echo "make quick   the tests that take no real model and little time"
+	@echo "make mutants  change the pure files at random a hundred times, and count what the tests notice"
 	@echo "make bench   measure this library and its peers; writes docs/performance.md's table"
 	@echo "make docs    build the documentation into site/"
 	@echo "make setup   only create the environment in $(VENV)"
@@ -100,6 +101,12 @@ test-clients: $(CLIENTS_VENV)/.installed
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow and not real"
+
+NUM ?= 100
+SEED ?= 0
+
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --num $(NUM) --seed $(SEED)
 
 $(PEER)/.installed:
 	@echo "== fetching the peer into $(PEER)"
