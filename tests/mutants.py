@@ -217,20 +217,17 @@ def main() -> int:
         for number in range(arguments.processes):
             folders.put(make_copy(Path(temporary) / str(number)))
 
-        def try_one(mutant: Mutant) -> Mutant | None:
+        def try_one(mutant: Mutant) -> bool:
             folder = folders.get()
             try:
                 is_missed = survives(mutant, folder, tests_of[mutant.path], arguments.seconds)
             finally:
                 folders.put(folder)
-            print("S" if is_missed else ".", end="", flush=True)
-            return mutant if is_missed else None
+            print(f"\n{mutant.difference()}" if is_missed else ".", end="", flush=True)
+            return is_missed
 
         with ThreadPoolExecutor(arguments.processes) as pool:
-            found = [mutant for mutant in pool.map(try_one, chosen) if mutant is not None]
-    for mutant in found:
-        print(f"\n{mutant.difference()}")
-    num_noticed = len(chosen) - len(found)
+            num_noticed = len(chosen) - sum(pool.map(try_one, chosen))
     print(f"\n{num_noticed} of {len(chosen)} changes noticed, of {len(every)} there are")
     return 0 if num_noticed >= arguments.at_least * len(chosen) else 1
 
