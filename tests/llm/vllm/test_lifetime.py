@@ -85,6 +85,7 @@ if __name__ == "__main__":
     assert not [p for p in left if "EngineCore" in " ".join(p.info["cmdline"] or [])]
 
 
+@pytest.mark.timeout(400)
 def test_the_workloads_of_the_benchmark_run_a_round():
     for call in ("vllm_sis(1)", "vllm_plain(1)"):
         printed = run(f"from benchmarks import virtual; print(virtual.{call})")
