@@ -53,6 +53,15 @@ def test_segments_answer_every_job_from_what_comes_before(contexts, cached, per_
     assert [s for wave in plan_waves(segments) for s in wave if s.wave == 0]
 
 
+@given(st.lists(contexts, min_size=1, max_size=40, unique=True), st.booleans())
+def test_the_most_wanted_branch_goes_on_and_few_passes_follow(contexts, is_mirrored):
+    """Who waits for another branch is in one of at most half as many contexts."""
+    if is_mirrored:  # so that neither the first nor the last branch is the right one by chance
+        contexts = [tuple(1 - token for token in context) for context in contexts]
+    waves = plan_waves(plan_segments([Job(context) for context in contexts], FREE_PASSES))
+    assert 2 ** (len(waves) - 1) <= len(contexts)
+
+
 @given(st.lists(contexts, min_size=1, max_size=12, unique=True), st.lists(contexts, max_size=4))
 def test_where_passes_are_free_every_missing_token_is_computed_once(contexts, cached):
     jobs = jobs_of(contexts, cached)
