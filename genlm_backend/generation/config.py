@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any, Literal, Self
@@ -20,7 +21,8 @@ class GenerationConfig:
 
     Attributes:
         do_sample: Whether to draw from the distribution, or to take its largest.
-        temperature: Divides the logits, above 0. Of use with ``do_sample``, as are the next four.
+        temperature: Divides the logits, above 0; infinity draws from all possible tokens alike.
+            Of use with ``do_sample``, as are the next three.
         top_k: Only so many of the most probable tokens; 0 for all.
         top_p: Only the most probable tokens that together have this probability, above 0 to 1.
         min_p: Only tokens that have this share of the most probable one's probability, 0 to 1.
@@ -110,7 +112,7 @@ class GenerationConfig:
         for name, (low, high, is_open) in _NUMBERS.items():
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            is_inside = is_number and math.isfinite(value) and low <= value <= high
+            is_inside = is_number and low <= value <= high
             self._check(
                 name, is_inside and not (is_open and value == low), _range(low, high, is_open)
             )
@@ -228,14 +230,16 @@ _INTEGERS = {
 }
 """Fields that are integers → the least they may be."""
 
+_LARGEST = sys.float_info.max
+
 _NUMBERS = {
     "temperature": (0.0, math.inf, True),
     "top_p": (0.0, 1.0, True),
     "min_p": (0.0, 1.0, False),
-    "repetition_penalty": (0.0, math.inf, True),
-    "presence_penalty": (-math.inf, math.inf, False),
-    "frequency_penalty": (-math.inf, math.inf, False),
-    "length_penalty": (-math.inf, math.inf, False),
+    "repetition_penalty": (0.0, _LARGEST, True),
+    "presence_penalty": (-_LARGEST, _LARGEST, False),
+    "frequency_penalty": (-_LARGEST, _LARGEST, False),
+    "length_penalty": (-_LARGEST, _LARGEST, False),
 }
 """Fields that are numbers → bounds, and whether the lower one is excluded."""
 
@@ -275,7 +279,7 @@ _NOT_OF_INTEREST = {
 
 
 def _range(low: float, high: float, is_open: bool) -> str:
-    if low == -math.inf:
+    if low == -_LARGEST:
         return "a number"
     text = f"above {low:g}" if is_open else f"{low:g} or more"
-    return text if high == math.inf else f"{text}, up to {high:g}"
+    return text if high >= _LARGEST else f"{text}, up to {high:g}"

@@ -12,7 +12,8 @@ from genlm_backend.errors import ConstraintError
 _HONOURED = frozenset({
     "$ref", "allOf", "anyOf", "const", "enum", "format", "oneOf", "type",
     "additionalItems", "items", "maxItems", "minItems", "prefixItems",
-    "additionalProperties", "maxProperties", "minProperties", "patternProperties", "properties", "required",
+    "additionalProperties", "maxProperties", "minProperties", "patternProperties", "properties",
+    "required",
     "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf",
     "maxLength", "minLength", "pattern",
 })  # fmt: skip
@@ -20,8 +21,8 @@ _HONOURED = frozenset({
 
 _ANNOTATIONS = frozenset({
     "$anchor", "$comment", "$defs", "$id", "$schema", "$vocabulary", "definitions", "id",
-    "contentEncoding", "contentMediaType", "contentSchema", "default", "deprecated", "description", "discriminator",
-    "example", "examples", "externalDocs", "readOnly", "title", "writeOnly", "xml",
+    "contentEncoding", "contentMediaType", "contentSchema", "default", "deprecated",
+    "description", "discriminator", "example", "examples", "externalDocs", "readOnly", "title", "writeOnly", "xml",
 })  # fmt: skip
 """The keywords that rule nothing out, of JSON Schema and OpenAPI."""
 
