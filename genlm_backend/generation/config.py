@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from genlm_backend.errors import GenerationConfigError
 from genlm_backend.generation.fields import replaced
+from genlm_backend.generation.hf_config import fields_of_hf
 from genlm_backend.llm.base import AsyncLM
 
 
@@ -179,30 +180,17 @@ class GenerationConfig:
 
     @classmethod
     def from_hf(cls, config: Any) -> Self:
-        """Make one of a ``transformers.GenerationConfig``.
+        """Make one of a ``transformers.GenerationConfig``, to the same texts as ``model.generate``.
+
+        Where it has both, ``max_new_tokens`` takes the place of ``max_length``, and
+        ``min_new_tokens`` that of ``min_length``; a least length beyond the greatest means the
+        greatest. Keys that change no text are ignored, as are those that transformers does not
+        know itself.
 
         Raises:
             GenerationConfigError: (``ValueError``) Naming what it asks for that is not done here.
         """
-        given = config.to_diff_dict()
-        fields = {name: given[name] for name in SHARED_FIELDS if given.get(name) is not None}
-        if given.get("num_return_sequences") is not None:
-            fields["n"] = given["num_return_sequences"]
-        if (given.get("num_beams") or 1) > 1:
-            fields["beam_early_stopping"] = given.get("early_stopping") or False
-        else:
-            fields.pop("length_penalty", None)  # transformers does not look at it either
-        for name in sorted(set(given) - set(fields) - _NOT_OF_INTEREST):
-            if given[name] not in (None, False):
-                raise GenerationConfigError(f"{name}={given[name]!r} is not supported")
-        if fields.get("do_sample"):
-            fields.setdefault("top_k", _HF_TOP_K)
-        else:
-            for name in ("temperature", "top_k", "top_p", "min_p"):
-                fields.pop(name, None)  # transformers does not look at them either
-        if "max_new_tokens" in fields:
-            fields.pop("max_length", None)  # transformers prefers the other
-        return cls(**fields)
+        return cls(**fields_of_hf(config))
 
     @classmethod
     def from_model(cls, lm: AsyncLM) -> Self:
@@ -242,40 +230,6 @@ _NUMBERS = {
     "length_penalty": (-_LARGEST, _LARGEST, False),
 }
 """Fields that are numbers → bounds, and whether the lower one is excluded."""
-
-SHARED_FIELDS = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "max_new_tokens",
-    "max_length",
-    "min_length",
-    "min_new_tokens",
-    "eos_token_id",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "num_beams",
-    "length_penalty",
-)
-"""Fields that mean the same in transformers."""
-
-_HF_TOP_K = 50
-"""What transformers takes where it samples and nobody has said."""
-
-_NOT_OF_INTEREST = {
-    "transformers_version",
-    "_from_model_config",
-    "bos_token_id",
-    "pad_token_id",
-    "use_cache",
-    "return_dict_in_generate",
-    "early_stopping",
-    "length_penalty",
-    "num_return_sequences",
-}
 
 
 def _range(low: float, high: float, is_open: bool) -> str:

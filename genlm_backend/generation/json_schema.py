@@ -22,7 +22,8 @@ _HONOURED = frozenset({
 _ANNOTATIONS = frozenset({
     "$anchor", "$comment", "$defs", "$id", "$schema", "$vocabulary", "definitions", "id",
     "contentEncoding", "contentMediaType", "contentSchema", "default", "deprecated",
-    "description", "discriminator", "example", "examples", "externalDocs", "readOnly", "title", "writeOnly", "xml",
+    "description", "discriminator", "example", "examples", "externalDocs", "readOnly", "title",
+    "writeOnly", "xml",
 })  # fmt: skip
 """The keywords that rule nothing out, of JSON Schema and OpenAPI."""
 
