@@ -19,6 +19,7 @@ keeps working without knowing this module::
     ├── WeightsTypeError (TypeError)         weights that are not real numbers
     ├── ConstraintError (ValueError)         a constraint that cannot be made
     │   └── ConstraintViolation              a token that a constraint does not allow
+    ├── ConstraintTypeError (TypeError)      choices that are no list of texts
     ├── GenerationConfigError (ValueError)   a field of a GenerationConfig
     ├── RuntimeConfigError (ValueError)      a field of a RuntimeConfig
     ├── UnknownModelError (KeyError)         a model name that an engine does not have
@@ -118,6 +119,10 @@ class ConstraintError(GenlmBackendError, ValueError):
 
 class ConstraintViolation(ConstraintError):
     """A token that the constraint does not allow at this place."""
+
+
+class ConstraintTypeError(GenlmBackendError, TypeError):
+    """The choices of a constraint are not several texts."""
 
 
 class GenerationConfigError(GenlmBackendError, ValueError):

@@ -72,9 +72,8 @@ class AsyncGLM:
         self._defaults = dict(generation_kwargs or {})
         self._lm: AsyncLM = _wrap(model, tokenizer) if self._is_own else model
         try:
-            model_config = getattr(getattr(self._lm, "model", None), "generation_config", None)
-            self._base = model_config or transformers.GenerationConfig()
-            self._config_of(self._defaults, 0)
+            self._base = _defaults_of(self._lm)
+            config_of_kwargs(self._base, self._defaults, 0)
         except BaseException:
             self._close_model()
             raise
@@ -130,11 +129,13 @@ class AsyncGLM:
         """
         own = generation_kwargs or {}
         kwargs = {**self._defaults, **own}
-        if "max_length" in own and "max_new_tokens" not in own:
-            kwargs.pop("max_new_tokens", None)  # or the constructor's would go before it
+        for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
+            if whole in own and new not in own:
+                kwargs.pop(new, None)  # or the constructor's would go before it
         rows, mask = rows_of(inputs)
         prompts = [row[keep].tolist() for row, keep in zip(rows, mask, strict=True)]
-        configs = [self._config_of(kwargs, row) for row in range(len(prompts))]
+        width = rows.shape[1]
+        configs = [config_of_kwargs(self._base, kwargs, row, width) for row in range(len(prompts))]
         for prompt, config in zip(prompts, configs, strict=True):
             Prompt.check(self._lm, prompt, config)
             if config.num_beams > self._max_running:
@@ -149,10 +150,7 @@ class AsyncGLM:
                     raise queue.Full(f"{len(self._waiting)} tasks are waiting already")
                 self._changed.wait(left)
             self._check_open()
-            pad = kwargs.get("pad_token_id")
-            task = _Task(
-                self._next_id, rows, prompts, configs, self._pad() if pad is None else pad, Future()
-            )
+            task = _Task(self._next_id, rows, prompts, configs, self._pad(kwargs), Future())
             self._next_id += 1
             self._tasks[task.id] = task
             self._waiting.append(task)
@@ -308,15 +306,21 @@ class AsyncGLM:
 
     # ---------------------------------------------------------------- what is asked for
 
-    def _config_of(self, kwargs: Mapping[str, Any], row: int) -> GenerationConfig:
-        return config_of_kwargs(self._base, kwargs, row)
+    def _pad(self, kwargs: Mapping[str, Any]) -> int:
+        """The token behind shorter texts of a task: as in ``model.generate``, or else 0."""
+        eos = kwargs.get("eos_token_id", self._base.eos_token_id)
+        first = eos if isinstance(eos, int) else eos[0] if eos else None
+        found = (kwargs.get("pad_token_id"), self._base.pad_token_id, first)
+        return next((token_id for token_id in found if token_id is not None), 0)
 
-    def _pad(self) -> int:
-        for holder in (self._base, self._lm.tokenizer):
-            if isinstance(found := getattr(holder, "pad_token_id", None), int):
-                return found
-        eos = self._base.eos_token_id
-        return eos if isinstance(eos, int) else eos[0] if eos else 0
+
+def _defaults_of(lm: AsyncLM) -> Any:
+    """The model's own ``transformers.GenerationConfig``, or what its tokenizer says."""
+    config = getattr(getattr(lm, "model", None), "generation_config", None)
+    return config or transformers.GenerationConfig(
+        eos_token_id=getattr(lm.tokenizer, "eos_token_id", None),
+        pad_token_id=getattr(lm.tokenizer, "pad_token_id", None),
+    )
 
 
 def _wrap(model: Any, tokenizer: Any) -> AsyncLM:

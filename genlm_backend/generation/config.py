@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any, Literal, Self
 
 from genlm_backend.errors import GenerationConfigError
 from genlm_backend.generation.fields import replaced
+from genlm_backend.generation.hf_config import fields_of_hf
 from genlm_backend.llm.base import AsyncLM
 
 
@@ -20,7 +22,8 @@ class GenerationConfig:
 
     Attributes:
         do_sample: Whether to draw from the distribution, or to take its largest.
-        temperature: Divides the logits, above 0. Of use with ``do_sample``, as are the next four.
+        temperature: Divides the logits, above 0; infinity draws from all possible tokens alike.
+            Of use with ``do_sample``, as are the next three.
         top_k: Only so many of the most probable tokens; 0 for all.
         top_p: Only the most probable tokens that together have this probability, above 0 to 1.
         min_p: Only tokens that have this share of the most probable one's probability, 0 to 1.
@@ -110,7 +113,7 @@ class GenerationConfig:
         for name, (low, high, is_open) in _NUMBERS.items():
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            is_inside = is_number and math.isfinite(value) and low <= value <= high
+            is_inside = is_number and low <= value <= high
             self._check(
                 name, is_inside and not (is_open and value == low), _range(low, high, is_open)
             )
@@ -177,30 +180,17 @@ class GenerationConfig:
 
     @classmethod
     def from_hf(cls, config: Any) -> Self:
-        """Make one of a ``transformers.GenerationConfig``.
+        """Make one of a ``transformers.GenerationConfig``, to the same texts as ``model.generate``.
+
+        Where it has both, ``max_new_tokens`` takes the place of ``max_length``, and
+        ``min_new_tokens`` that of ``min_length``; a least length beyond the greatest means the
+        greatest. Keys that change no text are ignored, as are those that transformers does not
+        know itself.
 
         Raises:
             GenerationConfigError: (``ValueError``) Naming what it asks for that is not done here.
         """
-        given = config.to_diff_dict()
-        fields = {name: given[name] for name in SHARED_FIELDS if given.get(name) is not None}
-        if given.get("num_return_sequences") is not None:
-            fields["n"] = given["num_return_sequences"]
-        if (given.get("num_beams") or 1) > 1:
-            fields["beam_early_stopping"] = given.get("early_stopping") or False
-        else:
-            fields.pop("length_penalty", None)  # transformers does not look at it either
-        for name in sorted(set(given) - set(fields) - _NOT_OF_INTEREST):
-            if given[name] not in (None, False):
-                raise GenerationConfigError(f"{name}={given[name]!r} is not supported")
-        if fields.get("do_sample"):
-            fields.setdefault("top_k", _HF_TOP_K)
-        else:
-            for name in ("temperature", "top_k", "top_p", "min_p"):
-                fields.pop(name, None)  # transformers does not look at them either
-        if "max_new_tokens" in fields:
-            fields.pop("max_length", None)  # transformers prefers the other
-        return cls(**fields)
+        return cls(**fields_of_hf(config))
 
     @classmethod
     def from_model(cls, lm: AsyncLM) -> Self:
@@ -228,54 +218,22 @@ _INTEGERS = {
 }
 """Fields that are integers → the least they may be."""
 
+_LARGEST = sys.float_info.max
+
 _NUMBERS = {
     "temperature": (0.0, math.inf, True),
     "top_p": (0.0, 1.0, True),
     "min_p": (0.0, 1.0, False),
-    "repetition_penalty": (0.0, math.inf, True),
-    "presence_penalty": (-math.inf, math.inf, False),
-    "frequency_penalty": (-math.inf, math.inf, False),
-    "length_penalty": (-math.inf, math.inf, False),
+    "repetition_penalty": (0.0, _LARGEST, True),
+    "presence_penalty": (-_LARGEST, _LARGEST, False),
+    "frequency_penalty": (-_LARGEST, _LARGEST, False),
+    "length_penalty": (-_LARGEST, _LARGEST, False),
 }
 """Fields that are numbers → bounds, and whether the lower one is excluded."""
 
-SHARED_FIELDS = (
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "max_new_tokens",
-    "max_length",
-    "min_length",
-    "min_new_tokens",
-    "eos_token_id",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "num_beams",
-    "length_penalty",
-)
-"""Fields that mean the same in transformers."""
-
-_HF_TOP_K = 50
-"""What transformers takes where it samples and nobody has said."""
-
-_NOT_OF_INTEREST = {
-    "transformers_version",
-    "_from_model_config",
-    "bos_token_id",
-    "pad_token_id",
-    "use_cache",
-    "return_dict_in_generate",
-    "early_stopping",
-    "length_penalty",
-    "num_return_sequences",
-}
-
 
 def _range(low: float, high: float, is_open: bool) -> str:
-    if low == -math.inf:
+    if low == -_LARGEST:
         return "a number"
     text = f"above {low:g}" if is_open else f"{low:g} or more"
-    return text if high == math.inf else f"{text}, up to {high:g}"
+    return text if high >= _LARGEST else f"{text}, up to {high:g}"

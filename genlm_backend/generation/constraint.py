@@ -14,11 +14,20 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from genlm_backend.errors import ConstraintError, ConstraintViolation, MissingExtraError
+from genlm_backend.errors import (
+    ConstraintError,
+    ConstraintTypeError,
+    ConstraintViolation,
+    MissingExtraError,
+)
+from genlm_backend.generation.json_schema import check_schema, unwrapped
 from genlm_backend.llm.base import AsyncLM
 
-_tokenizers: weakref.WeakKeyDictionary[AsyncLM, dict[Any, Any]] = weakref.WeakKeyDictionary()
+_tokenizers: weakref.WeakKeyDictionary[AsyncLM, Any] = weakref.WeakKeyDictionary()
 """llguidance's own form of each model's vocabulary, which takes a tenth of a second to make."""
+
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+"""Or only one way to divide a text into tokens would be allowed where it is forced."""
 
 
 class Constraint:
@@ -28,6 +37,10 @@ class Constraint:
     is allowed, however the text is divided into tokens: a sampler that draws from the allowed
     ones samples from the model restricted to the grammar, prefix by prefix. Each particle of a
     program holds one of its own; ``fork`` copies it.
+
+    The grammar decides what ends a text. Where it goes on with a token, the token is text, even if
+    it is one of those that end a text (a line break, say, in a grammar of lines); where it does
+    not, such a token ends the text if it is complete, and is not allowed if it is not.
 
     A constraint is not to be used by two threads at once.
 
@@ -63,22 +76,16 @@ class Constraint:
             eos_token_ids: The tokens that end a text; by default the tokenizer's own.
 
         Raises:
-            ConstraintError: If it is no schema, or has a part that llguidance does not know.
+            ConstraintError: If it is no schema, or has a keyword anywhere that llguidance does
+                not keep to. Annotations are allowed: ``title``, ``description``, ``default``,
+                ``examples``, … and whatever begins with ``x-``.
         """
-        if isinstance(schema, str):
-            try:
-                schema = json.loads(schema)
-            except json.JSONDecodeError as error:
-                raise ConstraintError(f"the schema is no JSON: {error}") from error
-        if isinstance(schema, bool):
-            schema = {} if schema else {"not": {}}
-        if not isinstance(schema, Mapping):
-            raise ConstraintError(f"a JSON schema is an object or a boolean, got {schema!r}")
+        checked = check_schema(schema)
         options = (
             {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
         )
-        grammar = f"start: %json {json.dumps({**schema, 'x-guidance': options})}"
-        return cls.from_grammar(lm, grammar, eos_token_ids=eos_token_ids)
+        grammar = f"start: %json {json.dumps({**checked, 'x-guidance': options})}"
+        return cls._make(lm, grammar, eos_token_ids)
 
     @classmethod
     def from_json_object(cls, lm: AsyncLM, **options: Any) -> Self:
@@ -100,24 +107,26 @@ class Constraint:
             ConstraintError: If it is no such expression.
         """
         grammar = json.loads(_library().LLMatcher.grammar_from_regex(pattern))
-        return cls.from_grammar(
-            lm, grammar["grammars"][0]["lark_grammar"], eos_token_ids=eos_token_ids
-        )
+        return cls._make(lm, grammar["grammars"][0]["lark_grammar"], eos_token_ids)
 
     @classmethod
     def from_choice(
         cls, lm: AsyncLM, choices: Iterable[str], *, eos_token_ids: Collection[int] | None = None
     ) -> Self:
-        """Constrain to one of some texts.
+        """Constrain to one of some texts, of which there may be many thousands.
 
         Raises:
             ConstraintError: If there is none, or one of them is empty or no text.
+            ConstraintTypeError: (``TypeError``) If ``choices`` is a text itself.
         """
+        if isinstance(choices, (str, bytes)) or not isinstance(choices, Iterable):
+            raise ConstraintTypeError(f"choices must be several texts in a list, got {choices!r}")
         texts = list(choices)
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ConstraintError(f"choices must be texts of at least one letter, got {texts!r}")
-        grammar = "start: " + " | ".join(map(json.dumps, texts))
-        return cls.from_grammar(lm, grammar, eos_token_ids=eos_token_ids)
+        # One terminal: as a rule, each text would be an item of the parser's row, which is bounded.
+        grammar = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, texts))
+        return cls._make(lm, grammar, eos_token_ids)
 
     @classmethod
     def from_grammar(
@@ -134,18 +143,8 @@ class Constraint:
             ConstraintError: If it is no such grammar.
             MissingExtraError: (``ImportError``) Without llguidance.
         """
-        library = _library()
-        eos = _eos_of(lm, eos_token_ids)
-        if "%llguidance" not in grammar:
-            # Or only one way to divide a text into tokens would be allowed where it is forced.
-            grammar = '%llguidance {"no_forcing": true}\n' + grammar
-        tokenizer = _tokenizer_of(lm, eos)
-        matcher = library.LLMatcher(
-            tokenizer, library.LLMatcher.grammar_from_lark(grammar), log_level=0
-        )
-        if matcher.is_error():
-            raise ConstraintError(f"no such constraint: {matcher.get_error()}")
-        return cls(matcher, len(lm.byte_vocab), eos)
+        has_options = "%llguidance" in grammar
+        return cls._make(lm, grammar, eos_token_ids, options="" if has_options else _OPTIONS)
 
     @classmethod
     def from_response_format(
@@ -161,7 +160,8 @@ class Constraint:
             lm: Whose tokens.
             response_format: ``type`` is ``"json_schema"``, ``"json_object"``, ``"regex"``,
                 ``"choice"`` or ``"grammar"``; all but the second have an entry of that name with
-                what the method of that name takes.
+                what the method of that name takes. A JSON schema may be in that of OpenAI's API:
+                ``{"name": …, "strict": …, "schema": {…}}``; it is kept to in either case.
             eos_token_ids: The tokens that end a text; by default the tokenizer's own.
 
         Raises:
@@ -182,21 +182,45 @@ class Constraint:
                 f"response_format must have a type of {known}, and an entry of that name; "
                 f"got {dict(response_format)!r}"
             )
-        return makers[kind](lm, response_format[kind], eos_token_ids=eos_token_ids)
+        given = response_format[kind]
+        wanted = unwrapped(given) if kind == "json_schema" else given
+        return makers[kind](lm, wanted, eos_token_ids=eos_token_ids)
+
+    @classmethod
+    def _make(
+        cls,
+        lm: AsyncLM,
+        grammar: str,
+        eos_token_ids: Collection[int] | None,
+        options: str = _OPTIONS,
+    ) -> Self:
+        library = _library()
+        eos = _eos_of(lm, eos_token_ids)
+        matcher = library.LLMatcher(
+            _tokenizer_of(lm), library.LLMatcher.grammar_from_lark(options + grammar), log_level=0
+        )
+        if matcher.is_error():
+            raise ConstraintError(f"no such constraint: {matcher.get_error()}")
+        return cls(matcher, len(lm.byte_vocab), eos)
 
     # ---------------------------------------------------------------- using it
 
-    def mask(self) -> torch.Tensor:
+    def mask(self, *, may_end: bool = True) -> torch.Tensor:
         """Return which tokens may come next: bool ``[vocab]``, the caller's to modify.
 
         The tokens that end a text are among them where it may end here; after one of them there
         is nothing more.
+
+        Args:
+            may_end: ``False`` leaves out what would end the text, as where it is too short yet.
         """
         if self._is_ended:
             return torch.zeros(self._vocab_size, dtype=torch.bool)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         bools = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
+        if may_end and self.can_end:
+            bools[list(self._eos_token_ids)] = True
         return torch.from_numpy(bools.view(np.bool_))
 
     def restrict(
@@ -226,16 +250,18 @@ class Constraint:
                 changed then.
         """
         token_id = int(token_id)
-        if token_id in self._eos_token_ids:
-            if not self.can_end:
-                raise ConstraintViolation("the text cannot end here")
-            self._is_ended = True
-        else:
-            is_known = 0 <= token_id < self._vocab_size and not self._is_ended
-            if not is_known or self._matcher.validate_tokens([token_id]) != 1:
-                raise ConstraintViolation(f"token {token_id} is not allowed here")
+        is_known = 0 <= token_id < self._vocab_size and not self._is_ended
+        if is_known and self._matcher.validate_tokens([token_id]) == 1:
             self._matcher.consume_token(token_id)
             self._check()
+        elif token_id not in self._eos_token_ids:
+            raise ConstraintViolation(f"token {token_id} is not allowed here")
+        elif not self.can_end:
+            raise ConstraintViolation(
+                f"the text cannot end here, as token {token_id} would have it"
+            )
+        else:
+            self._is_ended = True
         self.token_ids.append(token_id)
 
     def fork(self) -> Self:
@@ -249,6 +275,11 @@ class Constraint:
     def can_end(self) -> bool:
         """Whether the text is complete as it is."""
         return not self._is_ended and bool(self._matcher.is_accepting())
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether a token has come that ends the text."""
+        return self._is_ended
 
     @property
     def is_finished(self) -> bool:
@@ -287,30 +318,30 @@ def _eos_of(lm: AsyncLM, given: Collection[int] | None) -> frozenset[int]:
     return ids
 
 
-def _tokenizer_of(lm: AsyncLM, eos_token_ids: frozenset[int]) -> Any:
-    made = _tokenizers.setdefault(lm, {})
-    if eos_token_ids not in made:
-        library = _library()
-        made[eos_token_ids] = library.LLTokenizer(
-            library.TokenizerWrapper(_Vocabulary(lm, min(eos_token_ids))),
-            n_vocab=len(lm.byte_vocab),
-            eos_token=sorted(eos_token_ids),
+def _tokenizer_of(lm: AsyncLM) -> Any:
+    if lm not in _tokenizers:
+        library, vocabulary = _library(), _Vocabulary(lm)
+        _tokenizers[lm] = library.LLTokenizer(
+            library.TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens)
         )
-    return made[eos_token_ids]
+    return _tokenizers[lm]
 
 
 class _Vocabulary:
-    """A model's tokens in the form that llguidance asks for."""
+    """A model's tokens in the form that llguidance asks for, and one more, which ends a text.
+
+    None of the model's own ends a text for llguidance, so that it says of each whether the grammar
+    goes on with it.
+    """
 
     bos_token_id = None
 
-    def __init__(self, lm: AsyncLM, eos_token_id: int) -> None:
-        self.eos_token_id = eos_token_id
-        self.special_token_ids = sorted(lm.special_ids | lm.undefined_ids)
-        self.tokens = [token.byte_string for token in lm.byte_vocab]
-        self._ids = {
-            token: i for i, token in enumerate(self.tokens) if i not in set(self.special_token_ids)
-        }
+    def __init__(self, lm: AsyncLM) -> None:
+        self.eos_token_id = len(lm.byte_vocab)
+        self.special_token_ids = [*sorted(lm.special_ids | lm.undefined_ids), self.eos_token_id]
+        self.tokens = [*(token.byte_string for token in lm.byte_vocab), b"<|end of text|>"]
+        special = set(self.special_token_ids)
+        self._ids = {token: i for i, token in enumerate(self.tokens) if i not in special}
         self._longest = max(map(len, self._ids), default=1)
 
     def __call__(self, text: bytes | str) -> list[int]:

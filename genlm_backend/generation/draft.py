@@ -71,9 +71,13 @@ class Draft(abc.ABC):
         words = self._config.stop_words_ids
         return any(tuple(generated[-len(word) :]) == tuple(word) for word in words)
 
+    def _is_end(self, token_id: int) -> bool:
+        """Whether a token that has been written ends the text, and is none of it."""
+        return token_id in self._prompt.eos_token_ids
+
     def _bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text: none where it is special."""
-        is_silent = token_id in self._lm.special_ids or token_id in self._prompt.eos_token_ids
+        is_silent = token_id in self._lm.special_ids or self._is_end(token_id)
         return b"" if is_silent else self._lm.byte_vocab[token_id].byte_string
 
     def _logprobs(

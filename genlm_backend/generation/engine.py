@@ -282,7 +282,7 @@ class Engine(Closing):
         if isinstance(prompt, str):
             ids: Any = encode(served.lm, prompt)
         else:
-            ids = encode_chat(served.lm, cast(Chat, prompt)) if is_chat(prompt) else prompt
+            ids = encode_chat(served.lm, cast(Chat, prompt)) if is_chat(prompt) else ids_of(prompt)
         checked = Prompt.check(served.lm, ids, config, served.config.max_length)
         drafts = make_drafts(served.lm, checked, config)
         if drafts[0].width > served.max_batch:
@@ -314,7 +314,7 @@ class Engine(Closing):
             RequestQueueFullError: (``queue.Full``) If there was no room in ``timeout`` seconds;
                 otherwise as ``start_request_ids`` and the request itself.
         """
-        request, drafts = self._prepare(model_name, ids_of(prompt), config, fields)
+        request, drafts = self._prepare(model_name, prompt, config, fields)
         await request.model.asubmit(request, drafts, timeout)
         try:
             return await request
@@ -337,7 +337,7 @@ class Engine(Closing):
                 as ``generate``.
         """
         check_streamable(make_config(config, fields))
-        request, drafts = self._prepare(model_name, ids_of(prompt), config, fields)
+        request, drafts = self._prepare(model_name, prompt, config, fields)
         await request.model.asubmit(request, drafts, timeout)
         try:
             async for elements in request.queue:

@@ -10,21 +10,29 @@ import numpy as np
 import torch
 
 from genlm_backend.errors import ContextError, GenerationConfigError
-from genlm_backend.generation.config import SHARED_FIELDS, GenerationConfig
+from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.generation.hf_config import SHARED_FIELDS
 
 HONOURED = (*SHARED_FIELDS, "early_stopping", "num_return_sequences", "pad_token_id", "seed")
 """The ``generation_kwargs`` that are honoured: those of ``model.generate``, and ``seed``."""
 
 
-def config_of_kwargs(defaults: Any, kwargs: Mapping[str, Any], row: int) -> GenerationConfig:
+def config_of_kwargs(
+    defaults: Any, kwargs: Mapping[str, Any], row: int, width: int = 0
+) -> GenerationConfig:
     """Return the configuration of one row of a task, whose random stream is its own.
+
+    As in ``model.generate``, the padding of a row counts for ``max_length`` and ``min_length``,
+    and a text has no end but its length where there is no ``eos_token_id``.
 
     Args:
         defaults: The model's own ``transformers.GenerationConfig``.
         kwargs: As for ``model.generate``, and ``seed``.
         row: Which row.
+        width: Tokens of the row, its padding among them.
 
     Raises:
+        ContextError: (``ValueError``) If ``max_length`` leaves no room beside the row.
         GenerationConfigError: (``ValueError``) Naming what is not honoured, or wrong.
     """
     merged, ours = copy.deepcopy(defaults), {}
@@ -39,8 +47,32 @@ def config_of_kwargs(defaults: Any, kwargs: Mapping[str, Any], row: int) -> Gene
         mixed = np.random.SeedSequence([kwargs["seed"], row]).generate_state(1, np.uint64)
         ours["seed"] = int(mixed[0])
     if merged.max_new_tokens is None and merged.max_length is None:
-        ours["max_new_tokens"] = 20  # as model.generate
-    return GenerationConfig.from_hf(merged).replace(**ours)
+        merged.max_new_tokens = 20  # as model.generate
+    config = GenerationConfig.from_hf(merged)
+    if merged.eos_token_id is None:
+        ours["early_stopping"] = False
+    return config.replace(**ours, **_new_tokens(config, width))
+
+
+def _new_tokens(config: GenerationConfig, width: int) -> dict[str, int | None]:
+    """The lengths of a configuration as numbers of new tokens after ``width`` others."""
+    most, least = config.max_new_tokens, config.min_new_tokens
+    if config.max_length is not None:
+        most = config.max_length - width
+        if most < 1:
+            raise ContextError(
+                f"the inputs are {width} tokens wide with their padding, and leave no room for "
+                f"another: max_length is {config.max_length}"
+            )
+    if config.min_length:
+        least = max(config.min_length - width, 0)
+    assert most is not None
+    return {
+        "max_new_tokens": most,
+        "max_length": None,
+        "min_new_tokens": min(least, most),
+        "min_length": 0,
+    }
 
 
 _KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels"}

@@ -12,7 +12,6 @@ from transformers import (
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -55,7 +54,7 @@ def make_warpers(config: GenerationConfig) -> LogitsProcessorList:
     if not config.do_sample:
         return made
     if config.temperature != 1:
-        made.append(TemperatureLogitsWarper(config.temperature))
+        made.append(Temperature(config.temperature))
     if config.top_k:
         made.append(TopKLogitsWarper(config.top_k))
     if config.top_p < 1:
@@ -63,6 +62,23 @@ def make_warpers(config: GenerationConfig) -> LogitsProcessorList:
     if config.min_p:
         made.append(MinPLogitsWarper(config.min_p))
     return made
+
+
+class Temperature(LogitsProcessor):
+    """Divides logits, less their largest, by a temperature, however large or small it is.
+
+    The probabilities are those of transformers' warper. What is impossible stays so at an infinite
+    temperature, and nothing overflows at the smallest.
+    """
+
+    def __init__(self, temperature: float) -> None:
+        self._temperature = temperature
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return the processed logits."""
+        shifted = scores - scores.amax(-1, keepdim=True)
+        divided = (shifted.double() / self._temperature).to(scores.dtype)
+        return divided.masked_fill_(shifted == -torch.inf, -torch.inf)  # pyright: ignore
 
 
 class OfGenerated(LogitsProcessor):

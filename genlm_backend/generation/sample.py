@@ -33,9 +33,11 @@ class Sample(Draft):
     ) -> None:
         super().__init__(lm, prompt, config)
         self._number = number
-        self._processors = make_processors(
-            config, len(prompt.token_ids), sorted(prompt.eos_token_ids)
-        )
+        size, eos = len(prompt.token_ids), sorted(prompt.eos_token_ids)
+        self._least = max(config.min_length, size + config.min_new_tokens)
+        if prompt.constraint is not None:  # which knows where such a token would be text
+            config = config.replace(min_length=0, min_new_tokens=0)
+        self._processors = make_processors(config, size, eos)
         self._warpers = make_warpers(config)
         self._sampler = Sampler(1.0 if config.do_sample else 0.0, config.seed, number)
         self._text = Text(config.stop)
@@ -49,7 +51,8 @@ class Sample(Draft):
         if self._constraint is None:
             self._logits = await ask
         else:
-            mask = asyncio.to_thread(self._constraint.mask)
+            may_end = len(self.contexts[0]) >= self._least
+            mask = asyncio.to_thread(self._constraint.mask, may_end=may_end)
             self._logits, self._mask = await asyncio.gather(ask, mask)
 
     def write(self) -> list[tuple[int, GeneratedToken]]:
@@ -85,8 +88,13 @@ class Sample(Draft):
         ids = torch.tensor([self.contexts[0]], device=logits.device)
         return processors(ids, logits[None])[0]
 
+    def _is_end(self, token_id: int) -> bool:
+        if self._constraint is not None:
+            return self._constraint.is_ended
+        return super()._is_end(token_id)
+
     def _finish_reason(self, token_id: int) -> str | None:
-        if token_id in self._prompt.eos_token_ids:
+        if token_id in self._prompt.eos_token_ids and self._is_end(token_id):
             return "eos"
         is_stopped = self._text.is_stopped or self._ends_with_stop_word(self.contexts[0])
         if is_stopped or (self._constraint is not None and self._constraint.is_finished):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from genlm_backend.errors import EvaluationError
 
 
 class Sampler:
@@ -14,7 +18,8 @@ class Sampler:
     continuations in any company.
 
     Args:
-        temperature: Divides the log-probabilities; 0 takes the largest.
+        temperature: Divides the log-probabilities; 0 takes the largest, and infinity draws from
+            all that are possible alike.
         seed: Equal seeds and streams give equal draws from equal rows; ``None`` draws afresh.
         stream: Which of the independent streams of ``seed``.
 
@@ -30,13 +35,36 @@ class Sampler:
         self._random = np.random.default_rng(entropy)
 
     def draw(self, row: torch.Tensor) -> int:
-        """Return a token id drawn from ``row``, float ``[vocab]``, normalised or not."""
+        """Return a token id drawn from ``row``, float ``[vocab]``, normalised or not.
+
+        Raises:
+            EvaluationError: (``RuntimeError``) If the row is NaN, or no token is possible.
+        """
         if self.temperature == 0:
-            return int(row.argmax())
+            token_id = int(row.argmax())
+            _check_largest(float(row[token_id]))
+            return token_id
         scores = row.detach().cpu().float().numpy()
-        if self.temperature != 1:
-            scores = scores / np.float32(self.temperature)
-        return invert(np.exp(scores - scores.max()), self._random.random())
+        largest = scores.max()
+        _check_largest(largest)
+        return invert(np.exp(tempered(scores - largest, self.temperature)), self._random.random())
+
+
+def tempered(scores: NDArray[np.float32], temperature: float) -> NDArray[np.float32]:
+    """Return scores whose largest is 0 divided by a temperature, however large or small it is.
+
+    What is impossible stays so at an infinite temperature.
+    """
+    if temperature == 1:
+        return scores
+    with np.errstate(over="ignore", invalid="ignore"):
+        divided = (scores / np.float64(temperature)).astype(np.float32)
+    return np.where(np.isneginf(scores), scores, divided)
+
+
+def _check_largest(score: float) -> None:
+    if not math.isfinite(score):
+        raise EvaluationError(f"no token can be drawn from a row whose largest is {score}")
 
 
 _NUM_BLOCKS = 256

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genlm_backend import MockAsyncLM, load_model_by_name
-from genlm_backend.errors import ConstraintError, ConstraintViolation
+from genlm_backend.errors import ConstraintError, ConstraintViolation, GenlmBackendError
 from genlm_backend.generation import Constraint
 from tests.generation import schemas
 from tests.llm.conftest import word_tokenizer
@@ -251,3 +251,48 @@ def test_without_its_library_the_error_names_the_extra(lm, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ImportError, match=r"genlm-backend\[grammar\]"):
         Constraint.from_choice(lm, ["a"])
+
+
+def test_ten_thousand_choices(lm):
+    """Each mask against the choices themselves, along paths to some of them."""
+    randomness = random.Random(0)
+    words = [t.byte_string.decode() for t in lm.byte_vocab if t.byte_string.isalpha()]
+    choices = list(
+        {" ".join(randomness.sample(words, randomness.randint(1, 5))) for _ in range(10_050)}
+    )
+    choices += [choice[:5] for choice in choices[:200]] + [
+        "a\nb",
+        "tab\t",
+        "%llguidance",
+        "🐶🐱",
+        "\0",
+    ]
+    wanted = sorted({choice.encode() for choice in choices})
+    assert len(wanted) > 10_000
+    special = lm.special_ids | lm.undefined_ids
+    constraint = Constraint.from_choice(lm, choices)
+    for choice in [*randomness.sample(choices, 4), *choices[-5:]]:
+        going, text = constraint.fork(), b""
+        for token_id in lm.tokenizer.encode(choice):
+            rests = [w[len(text) :] for w in wanted if w.startswith(text)]
+            beginnings = {rest[:size] for rest in rests for size in range(1, len(rest) + 1)}
+            expected = {
+                i
+                for i, token in enumerate(lm.byte_vocab)
+                if i not in special and token.byte_string in beginnings
+            }
+            if text in wanted:
+                expected.add(lm.tokenizer.eos_token_id)
+            assert set(going.mask().nonzero().flatten().tolist()) == expected
+            going.advance(token_id)
+            text += lm.byte_vocab[token_id].byte_string
+        assert text == choice.encode()
+        assert going.can_end
+
+
+@pytest.mark.parametrize("choices", ["yes", b"yes", 5, None], ids=repr)
+def test_a_text_is_no_list_of_choices(lm, choices):
+    with pytest.raises(TypeError, match=r"several texts in a list, got (b?'yes'|5|None)"):
+        Constraint.from_choice(lm, choices)
+    with pytest.raises(GenlmBackendError, match="several texts"):
+        Constraint.from_response_format(lm, {"type": "choice", "choice": choices})

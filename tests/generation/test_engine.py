@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from genlm_backend import AsyncTransformer, MockAsyncLM
+from genlm_backend import AsyncTransformer, MockAsyncLM, load_model_by_name
 from genlm_backend.errors import (
     ContextError,
     GenerationConfigError,
@@ -277,3 +277,28 @@ def test_several_texts_go_on_together_or_not_at_all(engine, gated):
     gated.let()
     (request,) = engine.start_request_text("m", ["<3>"], max_new_tokens=3)
     assert same(request.result(30), alone(gated, [3], max_new_tokens=3))
+
+
+@pytest.mark.real
+async def test_coroutines_take_a_text_a_chat_or_ids(engine):
+    with load_model_by_name("smollm2", backend="mock") as lm:
+        serve(engine, lm)
+        chat = [{"role": "user", "content": "One colour."}]
+        template = lm.tokenizer.apply_chat_template
+        written = template(chat, tokenize=False, add_generation_prompt=True)
+        cases = [
+            ("One, two,", lm.tokenizer.encode("One, two,")),
+            (chat, lm.tokenizer.encode(written, add_special_tokens=False)),
+            ([5, 6], [5, 6]),
+            (torch.tensor([[5, 6]]), [5, 6]),
+        ]
+        for prompt, ids in cases:
+            expected = await generate(lm, ids, max_new_tokens=4)
+            assert same(await engine.generate("m", prompt, max_new_tokens=4), expected)
+            pieces = [p.text async for p in engine.stream("m", prompt, max_new_tokens=4)]
+            assert "".join(pieces) == expected[0].text
+        for wrong in (lm.tokenizer("One"), {"input_ids": [1]}):
+            with pytest.raises(TypeError, match="token ids"):
+                await engine.generate("m", wrong, max_new_tokens=4)
+        with pytest.raises(TypeError, match="start_request_text"):
+            engine.start_request_ids("m", "One")

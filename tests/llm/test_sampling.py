@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from genlm_backend import MockAsyncLM
+from genlm_backend.errors import EvaluationError
 from genlm_backend.llm.sampling import Sampler, invert
+from tests.llm.conftest import word_tokenizer
 from tests.llm.families import VOCAB
 
 
@@ -96,6 +99,42 @@ def test_temperature_sharpens_and_flattens():
         sampler = Sampler(temperature, seed=0)
         share = sum(sampler.draw(row) for _ in range(4000)) / 4000
         assert share == pytest.approx(expected, abs=0.03)
+
+
+ROW = torch.tensor([-torch.inf, 0.5, 2.0, torch.finfo(torch.float32).min, 1.9, -3.0, -torch.inf])
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-45, 1e-39, 1e-38, 1e-20, 1e-3])
+def test_the_smallest_temperatures_draw_the_largest(temperature):
+    sampler = Sampler(temperature, seed=0)
+    assert {sampler.draw(ROW) for _ in range(200)} == {2}
+
+
+@pytest.mark.parametrize("temperature", [1e38, 1e300, np.inf])
+def test_the_largest_temperatures_draw_from_the_possible_ones_alike(temperature):
+    row = ROW.clone()
+    row[3] = -torch.inf
+    sampler = Sampler(temperature, seed=0)
+    counts = np.bincount([sampler.draw(row) for _ in range(8000)], minlength=7) / 8000
+    np.testing.assert_allclose(counts, [0, 0.25, 0.25, 0, 0.25, 0.25, 0], atol=0.03)
+
+
+async def test_samples_at_the_ends_of_temperature():
+    """Of 96 ids, those beyond 90 are of no token."""
+    with MockAsyncLM(word_tokenizer(90), vocab_size=VOCAB) as lm:
+        hot = await lm.batch_sample([[1]] * 3000, 1, [], temperature=np.inf, seed=0)
+        counts = np.bincount([ids[0] for ids in hot], minlength=VOCAB)
+        assert counts[90:].sum() == 0
+        assert counts[:90].min() > 5
+        greedy = await lm.sample([1], 6, [], temperature=0)
+        assert await lm.sample([1], 6, [], temperature=1e-42, seed=0) == greedy
+
+
+@pytest.mark.parametrize("temperature", [0, 0.5, 1, np.inf])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_nothing_is_drawn_from_a_row_that_says_nothing(temperature, value):
+    with pytest.raises(EvaluationError, match="no token can be drawn"):
+        Sampler(temperature, seed=0).draw(torch.full((5,), value))
 
 
 async def test_progress_is_shown_on_request_where_somebody_sees_it(lm, capsys, monkeypatch):

@@ -1,0 +1,135 @@
+"""What a ``transformers.GenerationConfig`` says, as fields of the one here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from genlm_backend.errors import GenerationConfigError
+
+SHARED_FIELDS = (
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_new_tokens",
+    "max_length",
+    "min_length",
+    "min_new_tokens",
+    "eos_token_id",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "num_beams",
+    "length_penalty",
+)
+"""Fields that mean the same in transformers."""
+
+_HF_TOP_K = 50
+"""What transformers takes where it samples and nobody has said."""
+
+_HONOURED_BESIDE = {"early_stopping", "num_return_sequences"}
+"""Keys of transformers that are honoured under another name."""
+
+_WITHOUT_EFFECT = {
+    *("transformers_version", "_from_model_config"),
+    *("bos_token_id", "pad_token_id", "decoder_start_token_id"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+    *("return_dict_in_generate", "use_cache", "cache_config", "max_cache_len", "low_memory"),
+    *("compile_config", "disable_compile", "prefill_chunk_size", "continuous_batching_config"),
+    # Only another model, or another way to the same text, reads these.
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_lookbehind", "target_lookbehind", "assistant_early_exit", "use_mtp"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "speculation_type"),
+    "diversity_penalty",  # of groups of beams
+}
+"""Keys of transformers that change no text, whatever their value."""
+
+_OF_SAMPLING = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+"""Those of the next that are read only where tokens are drawn."""
+
+_OF_BEAMS = {"renormalize_logits"}
+"""Those of the next that make a difference only to the scores of beams."""
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+_NEUTRAL: dict[str, Callable[[Any], bool]] = {
+    "assistant_ensemble_weight": _never,
+    "begin_suppress_tokens": lambda value: not value,
+    "cache_implementation": lambda value: value != "quantized",
+    "constraints": _never,
+    "dola_layers": _never,
+    "encoder_no_repeat_ngram_size": lambda value: value == 0,
+    "encoder_repetition_penalty": lambda value: value == 1,
+    "epsilon_cutoff": lambda value: not 0 < value < 1,
+    "eta_cutoff": lambda value: not 0 < value < 1,
+    "exponential_decay_length_penalty": lambda value: value[1] == 1,
+    "force_words_ids": _never,
+    "forced_bos_token_id": _never,
+    "forced_eos_token_id": _never,
+    "guidance_scale": lambda value: value == 1,
+    "is_assistant": lambda value: not value,
+    "max_time": _never,
+    "num_beam_groups": lambda value: value <= 1,
+    "penalty_alpha": lambda value: value <= 0,
+    "remove_invalid_values": lambda value: not value,
+    "renormalize_logits": lambda value: not value,
+    "sequence_bias": _never,
+    "stop_strings": _never,
+    "suppress_tokens": lambda value: not value,
+    "token_healing": lambda value: not value,
+    "top_h": _never,
+    "typical_p": lambda value: value >= 1,
+    "watermarking_config": _never,
+}
+"""Keys of transformers that are not done here → whether a value of theirs changes no text."""
+
+
+def fields_of_hf(config: Any) -> dict[str, Any]:
+    """Return the fields of a ``GenerationConfig`` that gives the texts of ``model.generate``.
+
+    Raises:
+        GenerationConfigError: (``ValueError``) Naming a key that would change the text and is not
+            done here.
+    """
+    given = config.to_diff_dict()
+    fields = {name: given[name] for name in SHARED_FIELDS if given.get(name) is not None}
+    if given.get("num_return_sequences") is not None:
+        fields["n"] = given["num_return_sequences"]
+    if (given.get("num_beams") or 1) > 1:
+        fields["beam_early_stopping"] = given.get("early_stopping") or False
+    else:
+        fields.pop("length_penalty", None)  # transformers does not look at it either
+    _check_neutral(config, given)
+    if fields.get("do_sample"):
+        fields.setdefault("top_k", _HF_TOP_K)
+    else:
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            fields.pop(name, None)  # transformers does not look at them either
+    for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
+        if new in fields:
+            fields.pop(whole, None)  # transformers prefers the other
+    for least, most in (("min_new_tokens", "max_new_tokens"), ("min_length", "max_length")):
+        if isinstance(fields.get(least), int) and isinstance(fields.get(most), int):
+            fields[least] = min(fields[least], fields[most])
+    return fields
+
+
+def _check_neutral(config: Any, given: Mapping[str, Any]) -> None:
+    """Raise a ``GenerationConfigError`` where a key that is not done here changes the text.
+
+    What is in none of the tables is a key of a newer transformers, or none of its own: such ones
+    some checkpoints have, and ``model.generate`` ignores them.
+    """
+    is_sampling, is_beam_search = bool(config.do_sample), (config.num_beams or 1) > 1
+    ignored = {*SHARED_FIELDS, *_HONOURED_BESIDE, *_WITHOUT_EFFECT}
+    ignored |= set() if is_sampling else _OF_SAMPLING
+    ignored |= set() if is_beam_search else _OF_BEAMS
+    for name in sorted(vars(type(config)()).keys() & given.keys() - ignored):
+        value = given[name]
+        if value is not None and not _NEUTRAL.get(name, _never)(value):
+            raise GenerationConfigError(f"{name}={value!r} is not supported")
