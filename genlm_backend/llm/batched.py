@@ -75,6 +75,18 @@ class BatchedLM(AsyncLM):
         raised for that query's callers and disturbs no other.
         """
 
+    def adapter_id(self, lora_name: str | None) -> int | None:
+        """Return the number of an adapter's load, or ``None`` for the base model; any thread.
+
+        A backend whose adapters can be removed gives each load another number, so that what was
+        asked of one adapter is never answered by another of its name.
+
+        Raises:
+            UnknownAdapterError: (``ValueError``) If ``lora_name`` is not loaded.
+        """
+        self.check_adapter(lora_name)
+        return None
+
     def backend_counts(self) -> BackendCounts:
         """Return the part of the statistics that only the backend knows."""
         return BackendCounts()
@@ -142,8 +154,9 @@ class BatchedLM(AsyncLM):
     def _query(self, token_ids: TokenIds, lora_name: str | None) -> Query:
         if self._batcher.is_closed:
             raise BatcherClosedError("this model has been closed")
-        self.check_adapter(lora_name)
-        return Query(check_context(token_ids, len(self.byte_vocab), self.max_length), lora_name)
+        adapter_id = self.adapter_id(lora_name)
+        context = check_context(token_ids, len(self.byte_vocab), self.max_length)
+        return Query(context, lora_name, adapter_id)
 
     def _rows_sync(self, queries: list[Query]) -> list[torch.Tensor]:
         rows = {query: self._rows.get(query) for query in queries}

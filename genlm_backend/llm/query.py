@@ -18,17 +18,26 @@ class Query:
     Attributes:
         token_ids: The whole context.
         lora_name: The adapter, or ``None`` for the base model.
+        adapter_id: The number of the adapter's load, since one name may be used for several
+            adapters, one after another; ``None`` for the base model.
     """
 
-    __slots__ = ("_hash", "lora_name", "token_ids")
+    __slots__ = ("_hash", "adapter_id", "lora_name", "token_ids")
 
     token_ids: tuple[int, ...]
     lora_name: str | None
+    adapter_id: int | None
 
-    def __init__(self, token_ids: tuple[int, ...], lora_name: str | None = None) -> None:
+    def __init__(
+        self,
+        token_ids: tuple[int, ...],
+        lora_name: str | None = None,
+        adapter_id: int | None = None,
+    ) -> None:
         object.__setattr__(self, "token_ids", token_ids)
         object.__setattr__(self, "lora_name", lora_name)
-        object.__setattr__(self, "_hash", hash((token_ids, lora_name)))
+        object.__setattr__(self, "adapter_id", adapter_id)
+        object.__setattr__(self, "_hash", hash((token_ids, lora_name, adapter_id)))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Query cannot be changed")
@@ -39,10 +48,20 @@ class Query:
             and self._hash == other._hash
             and self.token_ids == other.token_ids
             and self.lora_name == other.lora_name
+            and self.adapter_id == other.adapter_id
         )
 
     def __hash__(self) -> int:
         return self._hash
+
+    @property
+    def namespace(self) -> tuple[str, int | None] | None:
+        """What contexts have in common whose keys and values may be shared: the adapter's load."""
+        return None if self.lora_name is None else (self.lora_name, self.adapter_id)
+
+    def prefix(self, num_tokens: int) -> Query:
+        """Return the query of the first tokens, with the same adapter."""
+        return Query(self.token_ids[:num_tokens], self.lora_name, self.adapter_id)
 
     def __repr__(self) -> str:
         ids = self.token_ids

@@ -14,6 +14,8 @@ def test_equality_is_identity_of_the_answer(first, second):
     assert one == Query(tuple(first))
     assert hash(one) == hash(Query(tuple(first)))
     assert one != Query(tuple(first), "adapter")
+    assert Query(tuple(first), "adapter", 1) != Query(tuple(first), "adapter", 2)
+    assert Query((*first, 5), "adapter", 2).prefix(len(first)) == Query(tuple(first), "adapter", 2)
     assert one != tuple(first)
 
 

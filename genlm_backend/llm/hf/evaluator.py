@@ -95,7 +95,7 @@ class Evaluator:
             Whether there was room; where a model runs every context whole there never is.
         """
         self.evaluate([query])
-        match = self.prefixes.match(query.token_ids, query.lora_name)
+        match = self.prefixes.match(query.token_ids, query.namespace)
         if match.num_tokens < len(query.token_ids):
             self.prefixes.release(match)
             return False
@@ -114,10 +114,10 @@ class Evaluator:
         if self.pool is None:
             return self.whole(queries)
         # The last token always goes through the model: its logits are the answer.
-        matches = [self.prefixes.match(q.token_ids[:-1], q.lora_name) for q in queries]
+        matches = [self.prefixes.match(q.token_ids[:-1], q.namespace) for q in queries]
         try:
             jobs = [
-                Job(query.token_ids, match.num_tokens, query.lora_name)
+                Job(query.token_ids, match.num_tokens, query.namespace)
                 for query, match in zip(queries, matches, strict=True)
             ]
             segments = plan_segments(jobs, self.cost)
@@ -207,7 +207,7 @@ class Evaluator:
         if match.num_tokens < segment.start:
             # An ancestor was inserted on behalf of another context of the batch.
             self.prefixes.release(match)
-            match = self.prefixes.match(query.token_ids[: segment.start], query.lora_name)
+            match = self.prefixes.match(query.token_ids[: segment.start], query.namespace)
             matches[segment.job] = match
         if match.num_tokens != segment.start:  # cleared meanwhile: nothing to hang it on
             self.prefixes.free(own[segment])

@@ -1,53 +1,105 @@
-"""Adapters: the LoRA adapters of one model, of which one at a time is active."""
+"""Adapters: layers that PEFT makes of a model's, in their places only while they are asked for."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from genlm_backend.errors import AdapterError, MissingExtraError, UnknownAdapterError
-from genlm_backend.llm.base import UNKNOWN_ADAPTER
+from genlm_backend.llm.adapters import AdapterNames
+from genlm_backend.llm.hf.injection import Entry, assigned, layers_of, read
+from genlm_backend.llm.query import Query
+
+_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_making_locks = threading.Lock()
 
 
 class Adapters:
-    """Adapters that transformers injects into a model, by name.
+    """Adapters in PEFT's format over one model, and the state in which the model came.
 
-    Until the first is loaded, the model is left as it came; without a name, it computes as it
-    came afterwards too, with the adapters that its owner had activated. Used on the worker
-    thread only, but for ``check``.
+    An adapter's layers are made from the model's own, taken out again, and kept here. They are
+    put into their places for as long as something is computed with them, so that adapters know
+    nothing of each other, and that between two batches the model is as its owner left it. The
+    adapters of the owner, of whom this class is told nothing, are switched for as long to what
+    they were when the model came, or off for an adapter that was loaded here.
+
+    Everything but ``names`` happens under a lock that all users of one model share.
 
     Args:
-        model: A model of transformers.
+        model: A model of transformers, or PEFT's wrapper of one.
     """
 
     def __init__(self, model: Any) -> None:
-        self._model: Any = model
-        self._names: frozenset[str] = frozenset()  # replaced whole, since any thread reads it
-        self._active: str | None = None
-        self._own = _active_adapters(model)
+        self._model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        with _making_locks:
+            self._lock = _locks.setdefault(self._model, threading.RLock())
+        self.names = AdapterNames()
+        self._loaded: dict[int, list[Entry]] = {}
+        self._layers: list[Any] = []
+        self._seen: dict[str, Any] = {}
+        with self._lock:
+            self._look_at_owner()
+            self._own_states = weakref.WeakKeyDictionary(
+                {layer: (_state(layer), _merged(layer)) for layer in self._layers}
+            )
+            active = {name for layer in self._layers for name in _active_adapters(layer)}
+            self._own_adapters = {n: c for n, c in self._seen.items() if n in active}
 
-    def load(self, path: str, name: str) -> None:
-        """Load an adapter in PEFT's format.
+    @contextlib.contextmanager
+    def in_place(self, query: Query | None = None) -> Iterator[None]:
+        """Let the model compute with a query's adapter, or as it came; afterwards as before.
+
+        Raises:
+            UnknownAdapterError: If the adapter has been removed, or one that the model came with.
+            AdapterError: If the model's owner has merged an adapter into its weights.
+        """
+        with self._lock:
+            if query is None or query.adapter_id is None:
+                entries = self._as_it_came()
+            else:
+                self.names.check_current(query)
+                entries = self._owner_off() + self._loaded[query.adapter_id]
+            with assigned(entries):
+                yield
+
+    # ---------------------------------------------------------------- loading
+
+    def load(self, path: str, name: str, is_cached: bool) -> None:
+        """Load an adapter in PEFT's format, and try it.
+
+        Args:
+            path: A directory, or a repository on the hub.
+            name: A name that nothing else has.
+            is_cached: Whether contexts begin from cached keys and values.
 
         Raises:
             MissingExtraError: (``ImportError``) Without PEFT.
-            AdapterError: If it cannot be loaded.
+            AdapterError: If it cannot be loaded, or does more than to replace layers; the model
+                is as it was then.
         """
         if importlib.util.find_spec("peft") is None:
             raise MissingExtraError("LoRA adapters need PEFT: pip install 'genlm-backend[lora]'")
-        before = self._injected()
-        if name in before:
-            raise AdapterError(f"there is an adapter named {name!r} already; see remove_lora()")
+        self.names.check_free(name)
         try:
-            self._model.load_adapter(path, adapter_name=name)
-            self._activate(name)
+            saved = read(path)
         except Exception as error:  # PEFT and what it reads files with raise many kinds
-            for left_behind in self._injected() - before:
-                self._model.delete_adapter(left_behind)
-            if before:
-                self._activate(None)
-            raise AdapterError(f"no adapter could be loaded from {path!r}: {error}") from error
-        self._names |= {name}
+            raise _not_loaded(path, error) from error
+        with self._lock:
+            if name in self._look_at_owner():
+                raise AdapterError(
+                    f"there is an adapter named {name!r} already, of the model's owner"
+                )
+            self._owner_off()  # raises where something is merged
+            try:
+                with assigned(_without_adapters(self._model)):
+                    entries = layers_of(saved, self._model, is_cached)
+            except Exception as error:
+                raise _not_loaded(path, error) from error
+            self._loaded[self.names.add(name)] = entries
 
     def remove(self, name: str) -> None:
         """Remove an adapter.
@@ -55,51 +107,97 @@ class Adapters:
         Raises:
             UnknownAdapterError: If there is none of that name.
         """
-        self.check(name)
-        self._names -= {name}
-        self._activate(None)
-        self._model.delete_adapter(name)
-
-    def check(self, name: str | None) -> None:
-        """Raise an ``UnknownAdapterError`` unless ``name`` is loaded or ``None``; any thread."""
-        if name is not None and name not in self._names:
-            known = ", ".join(map(repr, sorted(self._names))) or "none are"
-            raise UnknownAdapterError(
-                f"{UNKNOWN_ADAPTER.format(name)} ({known}); see add_new_lora()"
-            )
-
-    def activate(self, name: str | None) -> None:
-        """Let the model compute with one adapter, or as it came.
-
-        Raises:
-            UnknownAdapterError: If there is none of that name.
-        """
-        if name != self._active:
-            self.check(name)
-            self._activate(name)
+        with self._lock:
+            del self._loaded[self.names.remove(name)]
 
     def close(self) -> None:
         """Let go of the model."""
-        self._model = None
-        self._names = frozenset()
+        self.names.clear()
+        self._loaded.clear()
+        self._model, self._layers = None, []
 
-    def _injected(self) -> set[str]:
-        """Return the names of all adapters that the model has, its owner's among them."""
-        return set(getattr(self._model, "peft_config", None) or {})
+    # ---------------------------------------------------------------- the owner's adapters
 
-    def _activate(self, name: str | None) -> None:
-        if names := [name] if name is not None else self._own:
-            self._model.set_adapter(names)
-            self._model.enable_adapters()
-        elif self._injected():
-            self._model.disable_adapters()
-        self._active = name
+    def _look_at_owner(self) -> dict[str, Any]:
+        """Return the owner's adapters; find their layers where these are others than before."""
+        configs = vars(self._model).get("peft_config") or {}
+        if configs.keys() != self._seen.keys() or any(
+            self._seen[name] is not config for name, config in configs.items()
+        ):
+            self._seen = dict(configs)
+            self._layers = [layer for layer in self._model.modules() if _is_of_peft(layer)]
+            for layer in self._layers:  # some have it of their class
+                vars(layer).update(_state(layer))
+        return self._seen
+
+    def _as_it_came(self) -> list[Entry]:
+        configs = self._look_at_owner()
+        for name, config in self._own_adapters.items():
+            if configs.get(name) is not config:
+                raise UnknownAdapterError(
+                    f"the adapter {name!r} that the model came with has been deleted or replaced; "
+                    "make another AsyncTransformer of the model as it is now"
+                )
+        entries: list[Entry] = []
+        for layer in self._layers:
+            state, merged = self._own_states.get(layer, (_OFF, []))
+            if _merged(layer) != merged:
+                raise AdapterError(
+                    f"the model's owner has merged or unmerged {_merged(layer) or merged} since "
+                    "it came; make another AsyncTransformer of the model as it is now"
+                )
+            entries += [(vars(layer), key, value) for key, value in state.items()]
+        return entries
+
+    def _owner_off(self) -> list[Entry]:
+        self._look_at_owner()
+        for layer in self._layers:
+            if _merged(layer):
+                raise AdapterError(
+                    f"the adapters {_merged(layer)} of the model's owner are merged into its "
+                    "weights, so that no other adapter can be used; unmerge them first"
+                )
+        return [(vars(layer), key, value) for layer in self._layers for key, value in _OFF.items()]
 
 
-def _active_adapters(model: Any) -> list[str]:
-    """Return the names of the adapters that a model computes with."""
-    if not getattr(model, "_hf_peft_config_loaded", False):
-        return []
-    # Where they are switched off, transformers names the active ones all the same.
-    is_off = any(getattr(layer, "disable_adapters", None) is True for layer in model.modules())
-    return [] if is_off else list(model.active_adapters())
+def _not_loaded(path: str, error: Exception) -> AdapterError:
+    return AdapterError(f"no adapter could be loaded from {path!r}: {error}")
+
+
+_OFF = {"_disable_adapters": True}
+
+
+def _state(layer: Any) -> dict[str, Any]:
+    """Return what decides which adapters a layer of PEFT applies."""
+    return {key: getattr(layer, key) for key in ("_active_adapter", "_disable_adapters")}
+
+
+def _merged(layer: Any) -> list[str]:
+    return list(layer.merged_adapters)
+
+
+def _active_adapters(layer: Any) -> list[str]:
+    return [] if layer.disable_adapters else layer.active_adapters
+
+
+def _is_of_peft(layer: Any) -> bool:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+
+
+def _without_adapters(model: Any) -> list[Entry]:
+    """Return the entries that put the model's own layers into the places of PEFT's."""
+
+    def own(layer: Any) -> Any:
+        while _is_of_peft(layer):
+            layer = layer.base_layer if hasattr(layer, "base_layer") else layer.original_module
+        return layer
+
+    return [
+        (module._modules, name, own(child))
+        for module in model.modules()
+        for name, child in module._modules.items()
+        if _is_of_peft(child)
+    ]

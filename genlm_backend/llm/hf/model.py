@@ -41,6 +41,10 @@ class AsyncTransformer(BatchedLM):
     whose state cannot be kept token by token (state-space models, linear attention) answer just
     as well, by running every context whole; ``kv_reuse`` tells.
 
+    Several of these may use one model, and take turns. Between batches the model is as its owner
+    left it: adapters of the owner may be loaded, activated and deleted then, and no row changes.
+    Its weights may not be changed, nor adapters merged into them.
+
     Args:
         hf_model: A causal language model, on whatever device; it is put into evaluation mode.
         hf_tokenizer: Its tokenizer.
@@ -156,14 +160,13 @@ class AsyncTransformer(BatchedLM):
         """Return one row for each query, from as few tokens through the model as possible."""
         with frequent_switches():
             rows: dict[Query, torch.Tensor | Exception] = {}
-            for lora_name in dict.fromkeys(query.lora_name for query in queries):
-                own = [query for query in queries if query.lora_name == lora_name]
+            for namespace in dict.fromkeys(query.namespace for query in queries):
+                own = [query for query in queries if query.namespace == namespace]
                 try:
-                    self._adapters.activate(lora_name)
-                except UnknownAdapterError as error:  # removed since they were asked
+                    with self._adapters.in_place(own[0]):
+                        rows.update(zip(own, self._evaluator.evaluate(own), strict=True))
+                except Exception as error:  # raised for their callers, and no others
                     rows.update(dict.fromkeys(own, error))
-                else:
-                    rows.update(zip(own, self._evaluator.evaluate(own), strict=True))
             return [rows[query] for query in queries]
 
     def next_token_logprobs_uncached(
@@ -177,8 +180,8 @@ class AsyncTransformer(BatchedLM):
         self.before_wait()
 
         def whole() -> list[torch.Tensor]:
-            self._adapters.activate(lora_name)
-            return self._evaluator.whole([query])
+            with self._adapters.in_place(query):
+                return self._evaluator.whole([query])
 
         return self._own(self._batcher.call(whole)[0])
 
@@ -206,6 +209,7 @@ class AsyncTransformer(BatchedLM):
         """Load a LoRA adapter, to be named in queries; blocks until it is there (extra ``lora``).
 
         A batch takes a forward pass for each adapter in it. Keys and values are cached for each.
+        Any kind of PEFT's that replaces layers will do; it is tried by a few tiny passes.
 
         Args:
             lora_path: A directory in PEFT's format, or a repository on the hub.
@@ -213,9 +217,10 @@ class AsyncTransformer(BatchedLM):
 
         Raises:
             MissingExtraError: (``ImportError``) Without PEFT.
-            AdapterError: (``ValueError``) If the name is taken, or nothing can be loaded.
+            AdapterError: (``ValueError``) If the name is taken, or nothing can be loaded, or the
+                adapter does more than to replace layers; the model stays as it was.
         """
-        self._batcher.call(lambda: self._adapters.load(str(lora_path), lora_name))
+        self._batcher.call(lambda: self._adapters.load(str(lora_path), lora_name, self.kv_reuse))
 
     def remove_lora(self, lora_name: str) -> None:
         """Remove an adapter, and clear the cache.
@@ -234,12 +239,17 @@ class AsyncTransformer(BatchedLM):
 
     def check_adapter(self, lora_name: str | None) -> None:
         """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
-        self._adapters.check(lora_name)
+        self._adapters.names.number(lora_name)
+
+    def adapter_id(self, lora_name: str | None) -> int | None:
+        """Return the number of an adapter's load, or ``None`` for the base model."""
+        return self._adapters.names.number(lora_name)
 
     # ---------------------------------------------------------------- caches
 
     def _make_pool(self, runner: Runner, kv_cache_bytes: int | None) -> KVPool | None:
-        support = examine(runner, len(self.byte_vocab), self.max_length)
+        with self._adapters.in_place():
+            support = examine(runner, len(self.byte_vocab), self.max_length)
         if kv_cache_bytes == 0:
             return None
         if support.layout is None:
@@ -266,7 +276,7 @@ class AsyncTransformer(BatchedLM):
         if self._evaluator.is_apart(query):
             return 0
         # The last token always goes through the model: its logits are the answer.
-        return self._evaluator.prefixes.peek(query.token_ids[:-1], lora_name)
+        return self._evaluator.prefixes.peek(query.token_ids[:-1], query.namespace)
 
     can_forget = True
 
@@ -275,8 +285,12 @@ class AsyncTransformer(BatchedLM):
     ) -> None:
         """Free the keys and values of a context beyond its first ``keep`` tokens."""
         ids = check_context(token_ids, len(self.byte_vocab), max_length=None)
+        try:
+            namespace = Query(ids, lora_name, self.adapter_id(lora_name)).namespace
+        except UnknownAdapterError:  # what was computed with it has gone with it
+            return
         done = self._batcher.call_soon(
-            lambda: self._evaluator.prefixes.forget(ids, lora_name, keep)
+            lambda: self._evaluator.prefixes.forget(ids, namespace, keep)
         )
         await asyncio.wrap_future(done)
 
@@ -293,8 +307,8 @@ class AsyncTransformer(BatchedLM):
         self.before_wait()
 
         def pin() -> bool:
-            self._adapters.activate(lora_name)
-            return self._evaluator.pin(query)
+            with self._adapters.in_place(query):
+                return self._evaluator.pin(query)
 
         if not self._batcher.call(pin) and self.kv_reuse:
             raise CacheError(

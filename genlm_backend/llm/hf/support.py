@@ -42,6 +42,11 @@ class KVSupport:
     reason: str = ""
 
 
+def rounding(dtype: torch.dtype) -> float:
+    """Return what rows may differ by that are computed in another order."""
+    return _ROUNDING.get(dtype, _DEFAULT_ROUNDING)
+
+
 def check_model(model: Any) -> None:
     """Raise an ``UnsupportedModelError`` if ``model`` is no causal language model."""
     config = model.config
@@ -119,9 +124,9 @@ def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSuppor
         )
         return KVSupport(None, f"it does not run on a foreign cache: {error!r}")
     is_quantised = getattr(runner.model, "is_quantized", False)
-    rounding = _ROUNDING.get(layout.layers[0].dtype, _DEFAULT_ROUNDING)
     share = _SHARE_OF_SPREAD_QUANTISED if is_quantised else _SHARE_OF_SPREAD
-    tolerance = max(_DEFAULT_ROUNDING if is_quantised else rounding, share * spread)
+    smallest = _DEFAULT_ROUNDING if is_quantised else rounding(layout.layers[0].dtype)
+    tolerance = max(smallest, share * spread)
     if _distance(third_row, bare_row) > tolerance:  # its positions, or it looks ahead
         (alone_row,) = _row(runner.forward([Row(long[:3], outputs=(2,))]))
         if _distance(alone_row, bare_row) > tolerance:

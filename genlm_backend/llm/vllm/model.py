@@ -10,12 +10,9 @@ from typing import Any, Self
 import torch
 
 from genlm_backend.cache import RowCache
-from genlm_backend.errors import (
-    AdapterError,
-    BatcherClosedError,
-    UnknownAdapterError,
-)
-from genlm_backend.llm.base import UNKNOWN_ADAPTER, TokenIds, progress_bar
+from genlm_backend.errors import BatcherClosedError, UnknownAdapterError
+from genlm_backend.llm.adapters import AdapterNames
+from genlm_backend.llm.base import TokenIds, progress_bar
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.loading import explained, resolve_name
 from genlm_backend.llm.query import Query
@@ -84,7 +81,7 @@ class AsyncVirtualLM(BatchedLM):
         self._engine = engine
         self._rounds = Rounds(engine)
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
-        self._adapters: frozenset[str] = frozenset()  # replaced whole: any thread reads it
+        self._adapters = AdapterNames()
         self._is_pumping = False
 
     @classmethod
@@ -129,7 +126,7 @@ class AsyncVirtualLM(BatchedLM):
         answers: dict[Query, torch.Tensor | Exception] = {}
         for query in queries:
             try:
-                self.check_adapter(query.lora_name)
+                self._adapters.check_current(query)
             except UnknownAdapterError as error:  # removed since it was asked
                 answers[query] = error
         known = [query for query in queries if query not in answers]
@@ -219,8 +216,12 @@ class AsyncVirtualLM(BatchedLM):
                     completion.future.cancel()
 
     def _start(self, completions: list[Completion]) -> None:
-        if removed := {c.prompt.lora_name for c in completions} - {None, *self._adapters}:
-            self._fail_of(removed, completions)
+        try:
+            for completion in completions:
+                self._adapters.check_current(completion.prompt)
+        except UnknownAdapterError as error:  # removed since they were asked
+            for completion in completions:  # all of one adapter
+                completion.fail(error)
             return
         self._rounds.start(completions, self.undefined_ids)
         if not self._is_pumping:
@@ -253,10 +254,9 @@ class AsyncVirtualLM(BatchedLM):
         """
 
         def add() -> None:
-            if lora_name in self._adapters:
-                raise AdapterError(f"there is an adapter named {lora_name!r} already")
+            self._adapters.check_free(lora_name)
             self._engine.add_adapter(lora_name, str(lora_path))
-            self._adapters |= {lora_name}
+            self._adapters.add(lora_name)
 
         self._batcher.call(add)
 
@@ -271,31 +271,28 @@ class AsyncVirtualLM(BatchedLM):
         """
 
         def remove() -> None:
-            self.check_adapter(lora_name)
-            self._adapters -= {lora_name}
+            self._adapters.remove(lora_name)
             sampled = [
                 c for c in self._engine.completions.values() if c.prompt.lora_name == lora_name
             ]
             self._engine.stop(sampled)
-            self._fail_of({lora_name}, sampled)
+            for completion in sampled:
+                completion.fail(
+                    UnknownAdapterError(f"the LoRA adapter {lora_name!r} has been removed")
+                )
             self._clear_engine()
             self._engine.remove_adapter(lora_name)
             self._rows.clear()
 
         self._batcher.call(remove)
 
-    def _fail_of(self, removed: Collection[str | None], completions: list[Completion]) -> None:
-        names = ", ".join(map(repr, removed))
-        for completion in completions:
-            completion.fail(UnknownAdapterError(f"the LoRA adapter {names} has been removed"))
-
     def check_adapter(self, lora_name: str | None) -> None:
         """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
-        if lora_name is not None and lora_name not in self._adapters:
-            known = ", ".join(map(repr, sorted(self._adapters))) or "none are"
-            raise UnknownAdapterError(
-                f"{UNKNOWN_ADAPTER.format(lora_name)} ({known}); see add_new_lora()"
-            )
+        self._adapters.number(lora_name)
+
+    def adapter_id(self, lora_name: str | None) -> int | None:
+        """Return the number of an adapter's load, or ``None`` for the base model."""
+        return self._adapters.number(lora_name)
 
     # ---------------------------------------------------------------- keeping house
 

@@ -164,13 +164,13 @@ class SessionTable:
         At equal length one that ends there and is free comes first, because it can be extended.
         """
         ids = query.token_ids
-        parent = self._by_context.get(Query(ids[:-1], query.lora_name)) if ids[:-1] else None
+        parent = self._by_context.get(query.prefix(len(ids) - 1)) if ids[:-1] else None
         if parent is not None:
             return parent, len(ids) - 1
         wanted = np.array(ids[:-1], np.int64)
         best, best_key = None, (0, False)
         for session in self._sessions.values():
-            if session.context.lora_name != query.lora_name:
+            if session.context.namespace != query.namespace:
                 continue
             size = min(len(wanted), len(session.array))
             if size < best_key[0]:

@@ -6,14 +6,17 @@ import random
 import sys
 import threading
 
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import AdapterError, MissingExtraError, UnknownAdapterError
 from genlm_backend.generation import Engine, generate
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.hf import adapter_kinds
 from tests.llm.vllm.adapters import make_adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -109,30 +112,166 @@ def test_an_adapter_that_cannot_be_loaded_leaves_everything_as_it_was(lm, models
         torch.testing.assert_close(row, fresh_row(model, [7, 8]), rtol=0, atol=2e-5)
 
 
-async def test_an_adapter_removed_while_it_is_asked_for_fails_nobody_else(lm, models):
+async def put_before(lm, ask, *jobs):
+    """Ask while the worker is held, with jobs that it does before it comes to what was asked."""
     is_held, gate = threading.Event(), threading.Event()
 
     def hold():
         is_held.set()
         assert gate.wait(30)
 
-    held = asyncio.create_task(asyncio.to_thread(lm._batcher.call, hold))
+    done = [asyncio.create_task(asyncio.to_thread(lm._batcher.call, hold))]
     await asyncio.to_thread(is_held.wait, 30)
-    removing = asyncio.create_task(asyncio.to_thread(lm.remove_lora, "poet"))
-    while not lm._batcher._worker._jobs.qsize():
-        await asyncio.sleep(0.001)
-    pairs = [([i, 2], name) for i in range(3) for name in models]
-    asked = [asyncio.create_task(lm.next_token_logprobs(*pair)) for pair in pairs]
-    while lm._batcher._worker._jobs.qsize() < 2:
+    for number, job in enumerate(jobs, 1):
+        done.append(asyncio.create_task(asyncio.to_thread(job)))
+        while lm._batcher._worker._jobs.qsize() < number:
+            await asyncio.sleep(0.001)
+    asked = [asyncio.create_task(lm.next_token_logprobs(*pair)) for pair in ask]
+    while lm._batcher._worker._jobs.qsize() <= len(jobs):
         await asyncio.sleep(0.001)
     gate.set()
-    await asyncio.gather(held, removing)
-    rows = await asyncio.gather(*asked, return_exceptions=True)
+    await asyncio.gather(*done)
+    return await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def test_an_adapter_removed_while_it_is_asked_for_fails_nobody_else(lm, models):
+    pairs = [([i, 2], name) for i in range(3) for name in models]
+    rows = await put_before(lm, pairs, lambda: lm.remove_lora("poet"))
     for (context, name), row in zip(pairs, rows, strict=True):
         if name == "poet":
             assert isinstance(row, UnknownAdapterError)
         else:
             torch.testing.assert_close(row, fresh_row(models[name], context), rtol=0, atol=2e-5)
+
+
+async def test_what_waits_for_an_adapter_is_not_answered_by_another_of_its_name(
+    lm, models, tmp_path
+):
+    pairs = [([1, 2], name) for name in models]
+    rows = await put_before(
+        lm,
+        pairs,
+        lambda: lm.remove_lora("poet"),
+        lambda: lm.add_new_lora(str(tmp_path / "clerk"), "poet"),
+    )
+    for (context, name), row in zip(pairs, rows, strict=True):
+        if name == "poet":
+            assert isinstance(row, UnknownAdapterError)
+        else:
+            torch.testing.assert_close(row, fresh_row(models[name], context), rtol=0, atol=2e-5)
+    row = await lm.next_token_logprobs([1, 2], "poet")
+    torch.testing.assert_close(row, fresh_row(models["clerk"], [1, 2]), rtol=0, atol=2e-5)
+
+
+async def test_what_fails_with_one_adapter_fails_for_nobody_else(lm, models, tmp_path):
+    def fail(module, *_):
+        if any(3 in child.r.values() for child in module.modules() if hasattr(child, "lora_A")):
+            raise ArithmeticError("as asked")
+
+    # Only the third adapter has layers of rank 3, so that the pass fails while they are in place.
+    wrong = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(copy.deepcopy(models[None]), wrong).save_pretrained(tmp_path / "third")
+    lm.add_new_lora(str(tmp_path / "third"), "third")
+    lm.model.register_forward_pre_hook(fail)
+    pairs = [([i, 2], name) for i in range(3) for name in (*models, "third")]
+    asked = (lm.next_token_logprobs(*pair) for pair in pairs)
+    rows = await asyncio.gather(*asked, return_exceptions=True)
+    for (context, name), row in zip(pairs, rows, strict=True):
+        if name == "third":
+            assert isinstance(row, ArithmeticError)
+        else:
+            torch.testing.assert_close(row, fresh_row(models[name], context), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights.pop(next(k for k in weights if "magnitude" in k)), "lacks"),
+        (lambda weights: weights.update({"somewhere.lora_A": torch.ones(1)}), "somewhere.lora_A"),
+    ],
+)
+def test_a_file_of_other_weights_than_the_adapters_is_refused(lm, base, tmp_path, change, message):
+    adapter_kinds.save("dora", base, tmp_path / "dora")
+    path = tmp_path / "dora" / "adapter_model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path)
+    with pytest.raises(AdapterError, match=message):
+        lm.add_new_lora(str(tmp_path / "dora"), "dora")
+    row = lm.next_token_logprobs_sync([7, 8])
+    torch.testing.assert_close(row, fresh_row(base, [7, 8]), rtol=0, atol=2e-5)
+
+
+async def test_two_users_of_one_model_know_nothing_of_each_other(models, tmp_path):
+    model = copy.deepcopy(models[None])
+    with (
+        AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as one,
+        AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as other,
+    ):
+        for lm, name in ((one, "poet"), (other, "clerk")):
+            lm.add_new_lora(str(tmp_path / name), "mine")
+        for i in range(10):
+            asked = [(lm, [i, 2, i], name) for lm in (one, other) for name in (None, "mine")]
+            rows = await asyncio.gather(*(lm.next_token_logprobs(c, n) for lm, c, n in asked))
+            for (lm, context, name), row in zip(asked, rows, strict=True):
+                adapter = name and ("poet" if lm is one else "clerk")
+                expected = fresh_row(models[adapter], context)
+                torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("came_with", [None, "poet"])
+def test_the_owner_may_use_adapters_between_batches(models, tmp_path, came_with):
+    model = copy.deepcopy(models[None])
+    if came_with:
+        model.load_adapter(str(tmp_path / came_with), adapter_name=came_with)
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        lm.add_new_lora(str(tmp_path / "clerk"), "mine")
+
+        def check(owners):
+            for name, adapter in ((None, came_with), ("mine", "clerk"), (None, came_with)):
+                row = lm.next_token_logprobs_sync([7, 8, 9], name)
+                expected = fresh_row(models[adapter], [7, 8, 9])
+                torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
+                row, expected = (fresh_row(m, [5, 6]) for m in (model, models[owners]))
+                torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
+
+        check(came_with)
+        model.load_adapter(str(tmp_path / "clerk"), adapter_name="owners")
+        model.set_adapter("owners")
+        check("clerk")
+        model.disable_adapters()
+        check(None)
+        model.enable_adapters()
+        check("clerk")
+        lm.remove_lora("mine")
+        lm.add_new_lora(str(tmp_path / "clerk"), "mine")
+        check("clerk")
+        model.set_adapter(came_with or "owners")
+        model.delete_adapter("owners")
+        check(came_with)
+        if came_with:
+            model.delete_adapter(came_with)
+            with pytest.raises(UnknownAdapterError, match="'poet' that the model came with"):
+                lm.next_token_logprobs_sync([7, 8, 9])
+            lm.next_token_logprobs_sync([7, 8, 9], "mine")
+
+
+def test_an_adapter_that_its_owner_merges_is_not_read_with_others(models, tmp_path):
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(models[None]), str(tmp_path / "poet"))
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        lm.add_new_lora(str(tmp_path / "clerk"), "mine")
+        for name, adapter in ((None, "poet"), ("mine", "clerk")):
+            row = lm.next_token_logprobs_sync([7, 8], name)
+            torch.testing.assert_close(row, fresh_row(models[adapter], [7, 8]), rtol=0, atol=2e-5)
+        model.merge_adapter()
+        for name in (None, "mine"):
+            with pytest.raises(AdapterError, match="merged"):
+                lm.next_token_logprobs_sync([7, 8], name)
+        with pytest.raises(AdapterError, match="merged"):
+            lm.add_new_lora(str(tmp_path / "clerk"), "third")
+        model.unmerge_adapter()
+        row = lm.next_token_logprobs_sync([7, 8])
+        torch.testing.assert_close(row, fresh_row(models["poet"], [7, 8]), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("active", ["poet", "clerk", None])

@@ -161,6 +161,29 @@ async def test_samples_of_an_adapter_removed_before_they_begin_fail_alone():
         assert len(await other) == 2
 
 
+async def test_what_waits_for_an_adapter_is_not_answered_by_another_of_its_name():
+    engine = FakeEngine()
+    with AsyncVirtualLM(engine) as lm:
+        lm.add_new_lora("somewhere", "poet")
+        held = threading.Event()
+        lm._batcher.call_soon(held.wait)  # the worker has something else to do
+        changes = [lambda: lm.remove_lora("poet"), lambda: lm.add_new_lora("elsewhere", "poet")]
+        changing = []
+        for number, change in enumerate(changes, 1):
+            changing.append(asyncio.ensure_future(asyncio.to_thread(change)))
+            while lm._batcher._worker._jobs.qsize() < number:
+                await asyncio.sleep(0)
+        sample = asyncio.ensure_future(lm.sample([1], 2, [], lora_name="poet"))
+        row = asyncio.ensure_future(lm.next_token_logprobs([1], lora_name="poet"))
+        await asyncio.sleep(0)
+        held.set()
+        await asyncio.gather(*changing)
+        for asked in (sample, row):
+            with pytest.raises(UnknownAdapterError, match="'poet' has been removed"):
+                await asked
+        assert (await lm.next_token_logprobs([1], lora_name="poet")).isfinite().all()
+
+
 def test_adapters_added_and_removed_by_many_threads_are_what_the_engine_has():
     engine = FakeEngine()
     found = []
@@ -185,4 +208,4 @@ def test_adapters_added_and_removed_by_many_threads_are_what_the_engine_has():
         for thread in threads:
             thread.join()
         assert found == []
-        assert lm._adapters == set(engine.adapters)
+        assert set(lm._adapters) == set(engine.adapters)

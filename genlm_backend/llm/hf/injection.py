@@ -1,0 +1,226 @@
+"""The layers that PEFT makes of a model's for an adapter, made and tried without a trace."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from genlm_backend.llm.hf.support import rounding
+
+Entry = tuple[dict[str, Any], str, Any]
+"""A dictionary, a key of it, and the value that belongs there for some time."""
+
+_REFUSED = {
+    "layer_replication": "the model would have other layers",
+    "alora_invocation_tokens": "where it begins to apply depends on the tokens",
+}
+"""Options of adapters that do more than to replace layers, each with what is in the way."""
+
+_PLAIN_INITIALISATIONS = ("gaussian", "orthogonal", "eva")
+"""Ways to begin a LoRA's training, by name, that leave the model's own weights as they are."""
+
+
+@contextlib.contextmanager
+def assigned(entries: list[Entry]) -> Iterator[None]:
+    """Put values where they belong, and afterwards those back that were there."""
+    before = [(into, key, into[key]) for into, key, value in entries if into[key] is not value]
+    try:
+        for into, key, value in entries:
+            into[key] = value
+        yield
+    finally:
+        for into, key, value in before:
+            into[key] = value
+
+
+Saved = tuple[Any, dict[str, torch.Tensor]]
+"""The configuration of an adapter, and its weights."""
+
+
+def read(path: str) -> Saved:
+    """Read an adapter in PEFT's format.
+
+    Raises:
+        ValueError: If it is of a kind that does more than to replace layers.
+    """
+    from peft import PeftConfig
+    from peft.utils.save_and_load import load_peft_weights
+
+    config = PeftConfig.from_pretrained(path)
+    config.inference_mode = True
+    config.base_model_name_or_path = None  # PEFT warns of a model with another name
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        raise ValueError(f"an adapter of kind {_kind(config)} changes the context, not the layers")
+    for option, why in _REFUSED.items():
+        if getattr(config, option, None):
+            raise ValueError(f"its {option} is not supported: {why}")
+    init = getattr(config, "init_lora_weights", None)
+    if isinstance(init, str) and init not in _PLAIN_INITIALISATIONS:
+        raise ValueError(
+            f"init_lora_weights={init!r} changes the model's own weights, which every other query "
+            "uses; convert it to a plain LoRA (path_initial_model_for_weight_conversion)"
+        )
+    return config, load_peft_weights(path, device="cpu")
+
+
+def layers_of(saved: Saved, model: Any, is_cached: bool) -> list[Entry]:
+    """Return the entries that put the layers of an adapter into their places, tried once.
+
+    Args:
+        saved: The adapter.
+        model: A model of transformers without adapters; it is left as it was.
+        is_cached: Whether contexts begin from cached keys and values.
+
+    Raises:
+        Exception: Of many kinds, if the adapter does not fit the model; a ``ValueError`` if it
+            does more than to replace layers, or leaves the model's own rows not as they were.
+    """
+    before, noise = _row(model), _inconsistency(model, is_cached)
+    entries = _injected(saved, model)
+    with assigned(entries):
+        difference = _inconsistency(model, is_cached)
+    if difference > rounding(before.dtype) + 2 * noise:
+        raise ValueError(
+            "its rows depend on how a context is computed, not on its tokens alone: they differ "
+            f"by {difference:.2g}"
+        )
+    if not _are_alike(_row(model), before):
+        raise ValueError(
+            "loading it has changed the rows of the model without it; load the model again"
+        )
+    return entries
+
+
+def _injected(saved: Saved, model: Any) -> list[Entry]:
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    config, weights = saved
+    with _kept(model, weights) as entries:
+        wrapper = get_peft_model(model, config)
+        result = set_peft_model_state_dict(wrapper, weights)
+        _check_loaded(wrapper, result.missing_keys, result.unexpected_keys)
+        expected = _row(wrapper.eval())
+    with assigned(entries):
+        if not _are_alike(_row(model), expected):
+            raise ValueError(f"an adapter of kind {_kind(config)} does more than to replace layers")
+    return entries
+
+
+def _kind(config: Any) -> str:
+    return getattr(config.peft_type, "value", config.peft_type)
+
+
+def _check_loaded(wrapper: Any, missing: list[str], unexpected: list[str]) -> None:
+    """Raise a ``ValueError`` if the weights are not those of the adapter's layers."""
+    parameters = dict(wrapper.named_parameters(remove_duplicate=False))
+    # What layers share has several names, and is in the file under one of them.
+    loaded = {id(parameter) for key, parameter in parameters.items() if key not in missing}
+    lacking = [
+        key
+        for key in missing
+        if key in parameters
+        and id(parameters[key]) not in loaded
+        and wrapper.base_model.prefix in key
+        and f".{wrapper.active_adapter}" in key
+    ]
+    for keys, what in (
+        (lacking, "lacks the weights"),
+        (unexpected, "has weights that fit nowhere:"),
+    ):
+        if keys:
+            shown = ", ".join(sorted(keys)[:4]) + (", …" if len(keys) > 4 else "")
+            raise ValueError(f"its file {what} {shown}")
+
+
+@contextlib.contextmanager
+def _kept(model: Any, weights: dict[str, torch.Tensor]) -> Iterator[list[Entry]]:
+    """Put a model back as it was before; yield a list for what stood in its places meanwhile.
+
+    Raises:
+        ValueError: If weights of the model itself have been changed, which is undone.
+    """
+    places = [
+        (place, dict(place))
+        for module in model.modules()
+        for place in (
+            module._modules,
+            module._parameters,
+            module._forward_hooks,
+            module._forward_pre_hooks,
+        )
+    ]
+    parameters = [(p, p.data, p.requires_grad) for p in model.parameters()]
+    configs = vars(model).pop("peft_config", None)
+    # What an adapter's file has by the name of one of the model's weights may be written into it.
+    names = {_own_name(key) for key in weights}
+    copies = [(n, p, p.detach().clone()) for n, p in model.named_parameters() if n in names]
+    entries: list[Entry] = []
+    changed: list[str] = []
+    try:
+        yield entries
+        new = [
+            (place, name, value)
+            for place, before in places
+            for name, value in place.items()
+            if value is not before.get(name)
+        ]
+        entries += [entry for entry in new if isinstance(entry[2], torch.nn.Module)]
+        changed += [name for _, name, value in new if isinstance(value, torch.nn.Parameter)]
+    finally:
+        for place, before in places:
+            place.clear()
+            place.update(before)
+        own = {id(p): name for name, p in model.named_parameters()}
+        for parameter, data, requires_grad in parameters:
+            if parameter.data_ptr() != data.data_ptr():
+                parameter.data = data
+                changed.append(own[id(parameter)])
+            parameter.requires_grad_(requires_grad)
+        for name, parameter, copy in copies:
+            if not torch.equal(parameter, copy):
+                parameter.data.copy_(copy)
+                changed.append(name)
+        vars(model).pop("peft_config", None)
+        if configs is not None:
+            model.peft_config = configs
+    if changed:
+        raise ValueError(
+            f"it changes the model's own weights ({changed[0]}), which every other query uses"
+        )
+
+
+def _own_name(key: str) -> str:
+    """Return the name of the model's weight that a key of an adapter's file may stand for."""
+    key = key.removeprefix("base_model.model.")
+    return key.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+@torch.inference_mode()
+def _outputs(model: Any, start: int, stop: int, **options: Any) -> Any:
+    weight = model.get_input_embeddings().weight
+    token_ids = [i % len(weight) for i in range(start, stop)]
+    return model(input_ids=torch.tensor([token_ids], device=weight.device), **options)
+
+
+def _row(model: Any) -> torch.Tensor:
+    """Return the logits after a few tokens, run whole and alone."""
+    return _outputs(model, 1, 4).logits[0, -1]
+
+
+def _inconsistency(model: Any, is_cached: bool) -> float:
+    """Return how far rows differ by what follows them in the pass, and by where they begin."""
+    past = _outputs(model, 1, 4, use_cache=True).past_key_values if is_cached else None
+    longer = _outputs(model, 1, 6).logits[0]  # in between, as other contexts are
+    pairs = [(_row(model), longer[2])]
+    if is_cached:
+        rest = _outputs(model, 4, 6, use_cache=True, past_key_values=past)
+        pairs.append((rest.logits[0, -1], longer[-1]))
+    return max(float((a - b).float().abs().max()) for a, b in pairs)
+
+
+def _are_alike(row: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two rows of logits differ by rounding at most."""
+    return torch.allclose(row, other, rtol=0, atol=rounding(row.dtype), equal_nan=True)
