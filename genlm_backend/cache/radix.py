@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import threading
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -12,6 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from genlm_backend.cache.pool import KVPool
 from genlm_backend.cache.prefix import Match, PrefixCache
 from genlm_backend.errors import CacheError
+from genlm_backend.process_lock import ProcessLock
 
 
 class _Node:
@@ -61,7 +61,7 @@ class RadixPrefixCache(PrefixCache):
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
         self.num_evicted = 0
-        self._lock = threading.RLock()
+        self._lock = ProcessLock(is_reentrant=True)
         self._roots: dict[Hashable, _Node] = {}
         self._live: set[Match] = set()
         self._pins: list[Match] = []

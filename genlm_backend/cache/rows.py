@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 
 import torch
+
+from genlm_backend.process_lock import ProcessLock
 
 
 class RowCache:
@@ -34,7 +35,7 @@ class RowCache:
         self.budget = budget
         self.max_rows = max_rows
         self._device = device
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._rows: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
         self._bytes = 0
         self._generation = 0

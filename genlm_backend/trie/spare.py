@@ -36,9 +36,13 @@ class SpareMemory:
         """Return an array that nobody else sees; its contents are arbitrary."""
         key = (shape, np.dtype(dtype))
         memory = None
-        with self._lock:
-            if key in self._unused:
-                memory = self._pop(key)
+        # It never waits either: in a fork, the lock may be held by a thread that is not there.
+        if self._lock.acquire(blocking=False):
+            try:
+                if key in self._unused:
+                    memory = self._pop(key)
+            finally:
+                self._lock.release()
         if memory is None:
             memory = np.empty(shape, dtype)
         # Without elements there is nothing to put back, and NumPy would not keep the lease.
