@@ -106,7 +106,12 @@ class AsyncTransformer(BatchedLM):
             self._batcher.call(lambda: use_num_threads(use_threads))
         pool = self._batcher.call(lambda: self._make_pool(runner, kv_cache_bytes))
         self._evaluator = Evaluator(
-            runner, pool, _cost_model(runner), self._finish, rotary_limit(hf_model)
+            runner,
+            pool,
+            _cost_model(runner),
+            self._finish,
+            rotary_limit(hf_model),
+            self.check_wanted,
         )
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
 
