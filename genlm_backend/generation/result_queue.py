@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from genlm_backend.generation.status import (
     GenerationStatus,
     RequestStatistics,
 )
+from genlm_backend.process_lock import ProcessLock
 
 
 class _Written:
@@ -39,10 +39,12 @@ class ResultQueue:
     the same queue: each token is handed out once. Where a request has several texts, what is
     handed out belongs to one of them. When everything has been handed out and nothing can follow,
     they return ``None`` and iterations end; those of a request that failed raise its exception.
+    In a fork of its process every method raises a ``ForkedError``.
     """
 
     def __init__(self, num_texts: int, num_prompt_tokens: int, with_logprobs: bool) -> None:
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
+        self._lock.claim()  # whoever writes to it lives here
         self._changed = Signal()
         self._texts = [_Written() for _ in range(num_texts)]
         self._scores: dict[int, float] = {}

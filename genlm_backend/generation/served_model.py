@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from genlm_backend.generation.schedule import Plan, make_plan, num_shared
 from genlm_backend.generation.signal import Signal
 from genlm_backend.generation.status import GenerationStatus
 from genlm_backend.llm.base import AsyncLM
+from genlm_backend.process_lock import ProcessLock
 
 
 @dataclass(eq=False, slots=True)
@@ -72,7 +72,7 @@ class ServedModel:
         self.name, self.config, self.loop = name, config, loop
         self._lm: AsyncLM | None = lm
         self.max_batch = config.max_batch or getattr(lm, "batch_size", 20)
-        self._lock = threading.RLock()
+        self._lock = ProcessLock(is_reentrant=True)
         self._runs: dict[_Run, None] = {}  # in the order of arrival
         self._of_request: dict[GenerationRequest, list[_Run]] = {}
         self._running: set[_Run] = set()
@@ -281,7 +281,8 @@ class ServedModel:
             self._is_open = False
             for request in reversed(list(self._of_request)):  # nobody gets a place for nothing
                 self.end(request, GenerationStatus.INTERRUPTED)
-        self.loop.submit(self._join()).result()
+        if not self.loop.is_closed:  # or it has ended them all
+            self.loop.submit(self._join()).result()
         self.lm.clear_cache()
 
     def release(self, is_own: bool) -> None:
