@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from types import TracebackType
 
 from genlm_backend.errors import ForkedError
 
@@ -14,15 +13,28 @@ class ProcessLock:
 
     A fork has a copy of every object and none of the threads: a lock that one of them held stays
     locked, and what was queued for one of them stays in the queue. So what is guarded by such a
-    lock says at once that it cannot be used there.
+    lock says at once that it cannot be used there. It is taken by ``with lock.here:``.
 
     Args:
         is_reentrant: Whether the thread that holds it may take it again.
+
+    Attributes:
+        native: The lock itself, whatever the process.
     """
 
     def __init__(self, is_reentrant: bool = False) -> None:
-        self._lock = threading.RLock() if is_reentrant else threading.Lock()
+        self.native = threading.RLock() if is_reentrant else threading.Lock()
         self._owner: int | None = None
+
+    @property
+    def here(self) -> threading.Lock | threading.RLock:
+        """The lock, after ``claim()``.
+
+        A ``with`` statement takes a lock of Python's own and an interrupt comes before or after
+        that; one that came within an ``__enter__`` written here would leave it locked.
+        """
+        self.claim()
+        return self.native
 
     def claim(self) -> None:
         """Make this process the owner if there is none yet.
@@ -45,28 +57,3 @@ class ProcessLock:
     def is_foreign(self) -> bool:
         """Whether it is owned by a process that this one has been forked from."""
         return self._owner not in (None, os.getpid())
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Take the lock, as ``threading.Lock.acquire``.
-
-        Raises:
-            ForkedError: As ``claim``.
-        """
-        self.claim()
-        return self._lock.acquire(blocking, timeout)
-
-    def release(self) -> None:
-        """Release the lock."""
-        self._lock.release()
-
-    def __enter__(self) -> None:
-        self.claim()
-        self._lock.acquire()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._lock.release()

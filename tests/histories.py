@@ -220,11 +220,11 @@ class Holding:
     def _hold(self, locks):
         with threads.frequent_switches():
             for lock in locks:
-                lock.acquire()
+                getattr(lock, "native", lock).acquire()
             self._is_held.set()
             assert self._may_go.wait(250)
             for lock in locks:
-                lock.release()
+                getattr(lock, "native", lock).release()
 
     def let_go(self):
         self._may_go.set()

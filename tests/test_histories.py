@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+
+from genlm_backend.process_lock import ProcessLock
 
 HOLDERS = ("hf", "mock", "vllm", "trie", "engine", "glm")
 MODELS = ("hf", "mock", "vllm")
@@ -72,3 +75,12 @@ def test_an_interrupted_program_ends_with_the_forward_pass_under_way():
 
 def test_an_interrupted_program_does_not_wait_for_an_engines_request():
     assert run("interrupt_a_request", code=-signal.SIGINT) == ["exit passes 1"]
+
+
+def test_a_lock_is_taken_by_python_itself():
+    """An interrupt within an `__enter__` of one's own would leave it locked for ever."""
+    for is_reentrant in (False, True):
+        lock = ProcessLock(is_reentrant)
+        assert type(lock.here) in (type(threading.Lock()), type(threading.RLock()))
+        assert lock.here is lock.native
+        assert not hasattr(lock, "__enter__")

@@ -111,7 +111,7 @@ class Batcher(Generic[Q, R]):
             raise RuntimeError("evaluate() cannot wait for its own batcher")
         waiters: list[Waiter] = []
         try:
-            with self._lock:
+            with self._lock.here:
                 waiters.extend(self._enqueue(query, None) for query in queries)
                 # Nothing to hurry where all of them joined what is under evaluation.
                 self._is_urgent = bool(self._pending)
@@ -125,7 +125,7 @@ class Batcher(Generic[Q, R]):
 
     def _submit_nowait(self, query: Q, loop: asyncio.AbstractEventLoop) -> Waiter:
         """Queue ``query`` for ``loop``, the running one, and return its waiter at once."""
-        with self._lock:
+        with self._lock.here:
             waiter = self._enqueue(query, loop)
             if waiter.entry.key in self._pending:
                 self._advance(loop)
@@ -133,7 +133,7 @@ class Batcher(Generic[Q, R]):
 
     def flush(self) -> None:
         """Let everything that waits go now, or as soon as the worker is free."""
-        with self._lock:
+        with self._lock.here:
             if self._pending:
                 self._is_urgent = True
                 self._advance(None)
@@ -163,7 +163,7 @@ class Batcher(Generic[Q, R]):
         return self._put(Call(function)).future
 
     def _put(self, call: Call[T]) -> Call[T]:
-        with self._lock:
+        with self._lock.here:
             self.check_open()
             self._worker.put(lambda: self._run_call(call))
         return call
@@ -175,7 +175,7 @@ class Batcher(Generic[Q, R]):
             TypeError: If a field has a wrong type.
             ValueError: If one is out of its bounds.
         """
-        with self._lock:
+        with self._lock.here:
             self.policy = replace(self.policy, **fields)
 
     def check_open(self) -> None:
@@ -203,7 +203,7 @@ class Batcher(Generic[Q, R]):
         """
         if not self._worker.is_current_thread():
             return
-        with self._lock:
+        with self._lock.here:
             if self._is_ending() or not self._is_wanted():
                 self._given_up = QueryDroppedError("ended before the query was answered")
                 raise self._given_up
@@ -216,11 +216,12 @@ class Batcher(Generic[Q, R]):
         A batch that is being evaluated ends at its next ``check_wanted()``, and the results of
         one that does not ask are not delivered.
         """
-        with self._lock:
+        with self._lock.here:
             entries = [*self._pending.values(), *self._in_flight.values()]
             self._pending.clear()
-            error = QueryDroppedError(reason)
-            settlements = [s for entry in entries for s in entry.settlements(None, error)]
+            settlements = [
+                s for entry in entries for s in entry.settlements(None, QueryDroppedError(reason))
+            ]
             self._is_urgent = False
         deliver(settlements)
         return len(settlements)
@@ -233,7 +234,7 @@ class Batcher(Generic[Q, R]):
         """
         if self._lock.is_foreign:
             return
-        with self._lock:
+        with self._lock.here:
             self._is_closed = True
         self.drop("closed before the query was answered")
         self._worker.stop()
@@ -250,7 +251,7 @@ class Batcher(Generic[Q, R]):
 
     def statistics(self) -> BatcherStatistics:
         """Return the counts so far."""
-        with self._lock:
+        with self._lock.here:
             return self._counts.statistics(len(self._pending), len(self._in_flight))
 
     # ---------------------------------------------------------------- under the lock
@@ -287,7 +288,7 @@ class Batcher(Generic[Q, R]):
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         """One pass of ``loop``, while queries of its own or of others wait."""
-        with self._lock:
+        with self._lock.here:
             ticker = self._tickers[loop]
             ticker.tick(self._num_arrived)
             state = BatchState(len(self._pending), self._is_busy, self._is_urgent)
@@ -320,7 +321,7 @@ class Batcher(Generic[Q, R]):
             try:
                 self._worker.put(lambda: self._run(batch))
             except RuntimeError as error:  # there is no thread any more, or none to be had
-                self._is_busy = False
+                self._is_busy = self._is_urgent = False
                 entries = [*batch, *self._pending.values()]
                 self._pending.clear()
                 self._in_flight.clear()
@@ -344,7 +345,7 @@ class Batcher(Generic[Q, R]):
         except BaseException as raised:  # everything must settle the futures, nothing else
             error = presentable(raised)
         settlements: list[Settlement] = []
-        with self._lock:
+        with self._lock.here:
             is_given_up = error is not None and error is self._given_up and not self._is_ending()
             self._is_wanted, self._given_up = _always, None
             for index, entry in enumerate(batch):
@@ -375,12 +376,12 @@ class Batcher(Generic[Q, R]):
         self._is_wanted, self._given_up = _always, None
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        with self._lock:
+        with self._lock.here:
             self._advance(loop)
 
     def _forget(self, waiter: Waiter) -> None:
         """Take a cancelled caller off its query, and the query off the queue if it was the last."""
-        with self._lock:
+        with self._lock.here:
             entry = waiter.entry
             if waiter in entry.waiters:
                 entry.waiters.remove(waiter)

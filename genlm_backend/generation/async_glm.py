@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 import transformers
@@ -82,7 +82,7 @@ class AsyncGLM:
         self._max_queue_size = max_queue_size
         self._max_running = max_running or getattr(self._lm, "batch_size", 20)
         self._lock = ProcessLock()
-        self._changed = threading.Condition(cast(threading.Lock, self._lock))
+        self._changed = threading.Condition(self._lock.native)
         self._waiting: deque[_Task] = deque()
         self._tasks: dict[int, _Task] = {}
         self._num_running = 0
@@ -98,7 +98,7 @@ class AsyncGLM:
         Raises:
             RuntimeError: After ``shutdown()``.
         """
-        with self._changed:
+        with self._lock.here:
             self._check_open()
             if self._engine is None:
                 self._engine = Engine()
@@ -131,7 +131,7 @@ class AsyncGLM:
             ModelStateError: (``RuntimeError``) If it is full and ``start()`` has not been called.
             RuntimeError: After ``shutdown()``.
         """
-        with self._changed:
+        with self._lock.here:
             self._check_open()
         own = generation_kwargs or {}
         kwargs = {**self._defaults, **own}
@@ -147,7 +147,7 @@ class AsyncGLM:
                     f"num_beams={config.num_beams} is more than max_running={self._max_running}"
                 )
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
+        with self._lock.here:
             while not self._is_shut_down and len(self._waiting) >= self._max_queue_size:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -180,7 +180,7 @@ class AsyncGLM:
                 might call it later.
             Exception: What made the task fail.
         """
-        with self._changed:
+        with self._lock.here:
             task = self._tasks.get(task_id)
             if task is None:
                 raise KeyError(f"no task {task_id}, or its result has been collected")
@@ -197,7 +197,7 @@ class AsyncGLM:
         return task.future.result()
 
     def _collect(self, task_id: int) -> None:
-        with self._changed:
+        with self._lock.here:
             if self._tasks.pop(task_id, None) is None:
                 raise KeyError(f"the result of task {task_id} has been collected")
 
@@ -207,14 +207,14 @@ class AsyncGLM:
         Raises:
             KeyError: As there.
         """
-        with self._changed:
+        with self._lock.here:
             if task_id not in self._tasks:
                 raise KeyError(f"no task {task_id}, or its result has been collected")
             return self._tasks[task_id].future.done()
 
     def queue_size(self) -> int:
         """Return how many tasks wait to be begun."""
-        with self._changed:
+        with self._lock.here:
             return len(self._waiting)
 
     # ---------------------------------------------------------------- ending
@@ -231,7 +231,7 @@ class AsyncGLM:
         if self._lock.is_foreign:
             return
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
+        with self._lock.here:
             self._is_shut_down = True
             self._changed.notify_all()
             while wait and self._engine is not None and (self._waiting or self._num_running):
@@ -303,7 +303,7 @@ class AsyncGLM:
                     task.future.set_result(result)
                 else:
                     task.future.set_exception(error)
-            with self._changed:
+            with self._lock.here:
                 self._num_running -= 1
                 self._advance()
 

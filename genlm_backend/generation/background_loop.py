@@ -10,8 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from inspect import CORO_CREATED
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -69,11 +68,16 @@ async def _cancel_all() -> None:
     await asyncio.sleep(0)
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         # One that is cancelled before it has begun could settle nothing.
-        begun = {t for t in others if inspect.getcoroutinestate(t.get_coro()) != CORO_CREATED}
+        begun = {task for task in others if _has_begun(task)}
         for task in begun:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
         await asyncio.sleep(0)
+
+
+def _has_begun(task: asyncio.Task[Any]) -> bool:
+    coroutine = cast(Coroutine[Any, Any, Any], task.get_coro())
+    return inspect.getcoroutinestate(coroutine) != inspect.CORO_CREATED
 
 
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: int) -> None:

@@ -76,7 +76,7 @@ class Engine(Closing):
         """
         config = (runtime_config or RuntimeConfig()).replace(**fields)
         installed = InstalledModel(name, model, config, self.loop)
-        with self._lock:
+        with self._lock.here:
             self._check_open()
             if name in self._models:
                 self._models[name].check_state(
@@ -127,7 +127,7 @@ class Engine(Closing):
     @property
     def models(self) -> dict[str, ModelState]:
         """Every name, and what its model is ready for."""
-        with self._lock:
+        with self._lock.here:
             return {name: model.state for name, model in self._models.items()}
 
     def num_running(self, name: str) -> int:
@@ -139,7 +139,7 @@ class Engine(Closing):
         return self._model(name).served.num_waiting
 
     def _model(self, name: str) -> InstalledModel:
-        with self._lock:
+        with self._lock.here:
             self._check_open()
             if name not in self._models:
                 near = get_close_matches(str(name), self._models, n=2)
@@ -358,7 +358,7 @@ class Engine(Closing):
         """
         if self._lock.is_foreign:
             return
-        with self._lock:
+        with self._lock.here:
             self._is_closed = True  # from here on nobody installs or starts anything
             models = list(self._models.values())
         with self._closing, contextlib.ExitStack() as stack:

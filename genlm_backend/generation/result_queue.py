@@ -75,13 +75,13 @@ class ResultQueue:
 
     def get_nowait(self) -> GeneratedElements | None:
         """Return what is new; ``None`` if there is nothing."""
-        with self._lock:
+        with self._lock.here:
             return self._take()
 
     async def aget(self) -> GeneratedElements | None:
         """Do as ``get``, leaving the event loop free meanwhile."""
         while True:
-            with self._lock:
+            with self._lock.here:
                 if (found := self._take()) is not None or self._status.is_final:
                     return found
                 waiter = self._changed.waiter()
@@ -101,12 +101,12 @@ class ResultQueue:
 
     def generated_length(self) -> int:
         """Return how many tokens there are, of all texts, read or not."""
-        with self._lock:
+        with self._lock.here:
             return self._num_tokens()
 
     def statistics(self) -> RequestStatistics:
         """Return times and counts."""
-        with self._lock:
+        with self._lock.here:
             now = time.monotonic() if self._ended is None else self._ended
             longest = max((len(text.tokens) for text in self._texts), default=0)
             per_token = None
@@ -132,7 +132,7 @@ class ResultQueue:
     def _wait(self, timeout: float | None) -> GeneratedElements | None:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            with self._lock:
+            with self._lock.here:
                 if (found := self._take()) is not None or self._status.is_final:
                     return found
                 waiter = self._changed.waiter()
@@ -180,7 +180,7 @@ class ResultQueue:
             await asyncio.wrap_future(waiter)
 
     def _end_waiter(self) -> Future[None] | None:
-        with self._lock:
+        with self._lock.here:
             return None if self._status.is_final else self._changed.waiter()
 
     @property
@@ -190,7 +190,7 @@ class ResultQueue:
 
     def generations(self) -> list[Generation]:
         """Return every text as it is now, read or not."""
-        with self._lock:
+        with self._lock.here:
             return [
                 Generation.of_tokens(list(text.tokens), text.rest, self._scores.get(index))
                 for index, text in enumerate(self._texts)
@@ -200,13 +200,13 @@ class ResultQueue:
 
     def begin(self) -> None:
         """Note that the model is being asked; once."""
-        with self._lock:
+        with self._lock.here:
             if self._begun is None:
                 self._begun = time.monotonic()
 
     def finish_context(self, num_cached_tokens: int) -> None:
         """Note that the prompt has been computed; once."""
-        with self._lock:
+        with self._lock.here:
             if self._status is GenerationStatus.INIT:
                 self._status = GenerationStatus.CONTEXT_FINISHED
                 self._num_cached_tokens = num_cached_tokens
@@ -214,14 +214,14 @@ class ResultQueue:
 
     def preempt(self) -> None:
         """Note that a text has to rest."""
-        with self._lock:
+        with self._lock.here:
             self._num_preemptions += 1
 
     def put(self, tokens: list[tuple[int, GeneratedToken]]) -> None:
         """Add tokens, each with its text's number."""
         if not tokens:
             return
-        with self._lock:
+        with self._lock.here:
             if self._status.is_final:
                 return
             for number, token in tokens:
@@ -246,7 +246,7 @@ class ResultQueue:
             scores: Of texts that have one.
             error: What it failed with.
         """
-        with self._lock:
+        with self._lock.here:
             if self._status.is_final:
                 return
             for number, rest in rests or ():
@@ -259,7 +259,7 @@ class ResultQueue:
 
     def drop(self) -> None:
         """Forget what was generated."""
-        with self._lock:
+        with self._lock.here:
             for text in self._texts:
                 text.tokens, text.num_read, text.rest, text.is_cut = [], 0, "", False
             self._error = None

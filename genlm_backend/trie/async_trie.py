@@ -165,7 +165,7 @@ class AsyncTokenCharacterTrie:
         self._started()
 
     def _started(self) -> dict[Operation, Batcher[_Request, Any]]:
-        with self._lock:
+        with self._lock.here:
             if not self._batchers:
                 for operation in get_args(Operation):
                     self._batchers[operation] = Batcher(
@@ -183,7 +183,7 @@ class AsyncTokenCharacterTrie:
         """
         if self._lock.is_foreign:
             return
-        with self._lock:
+        with self._lock.here:
             batchers, self._batchers = list(self._batchers.values()), {}
         for batcher in batchers:
             batcher.close()

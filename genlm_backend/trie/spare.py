@@ -65,8 +65,11 @@ class SpareMemory:
 
     def clear(self) -> None:
         """Give unused memory back to the system."""
-        with self._lock:
-            self._drop_until(0)
+        if self._lock.acquire(timeout=1.0):  # in a fork it may never be free
+            try:
+                self._drop_until(0)
+            finally:
+                self._lock.release()
 
     def __reduce__(self) -> tuple[type[SpareMemory], tuple[int]]:
         return type(self), (self._max_bytes,)  # a copy begins with nothing
