@@ -29,6 +29,7 @@ keeps working without knowing this module::
     ├── DeviceError (ValueError)             a device that is not there
     ├── ReplacedNameError (NotImplementedError)  a name of genlm.backend that is not needed here
     ├── BatcherClosedError (RuntimeError)    asked after close()
+    ├── ForkedError (RuntimeError)           asked in a fork of the process it lives in
     ├── QueryDroppedError (RuntimeError)     the query was dropped before it was answered
     ├── EvaluationError (RuntimeError)       an evaluation broke its contract
     │   └── EngineDiedError                  the process that evaluates has ended
@@ -160,7 +161,11 @@ class ReplacedNameError(GenlmBackendError, NotImplementedError):
 
 
 class BatcherClosedError(GenlmBackendError, RuntimeError):
-    """A query was submitted after ``close()``."""
+    """A query was submitted after ``close()``, or when the interpreter had ended the threads."""
+
+
+class ForkedError(GenlmBackendError, RuntimeError):
+    """A model, engine or trie was used in a fork of its process, where its threads are not."""
 
 
 class QueryDroppedError(GenlmBackendError, RuntimeError):

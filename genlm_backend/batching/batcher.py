@@ -4,44 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, Generic, TypeVar, cast
 
+from genlm_backend.batching.call import Call
 from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision
-from genlm_backend.batching.statistics import BatcherStatistics
+from genlm_backend.batching.statistics import BatcherStatistics, Counts
+from genlm_backend.batching.ticker import Ticker
 from genlm_backend.batching.waiter import (
     Entry,
     Settlement,
     Waiter,
     call_threadsafe,
     deliver,
+    loops_of,
+    presentable,
 )
 from genlm_backend.batching.worker import Worker
 from genlm_backend.errors import BatcherClosedError, EvaluationError, QueryDroppedError
+from genlm_backend.process_lock import ProcessLock
 
 Q = TypeVar("Q")
 R = TypeVar("R")
 T = TypeVar("T")
-
-
-class _LoopTicker:
-    """What one event loop has seen of the queue since its tick was last scheduled."""
-
-    __slots__ = ("is_scheduled", "num_passes", "num_quiet_passes", "seen", "since")
-
-    def __init__(self) -> None:
-        self.is_scheduled = False
-        self.restart(0.0, -1)
-
-    def restart(self, now: float, seen: int) -> None:
-        self.num_passes = self.num_quiet_passes = 0
-        self.since = now
-        self.seen = seen
 
 
 class Batcher(Generic[Q, R]):
@@ -54,8 +40,11 @@ class Batcher(Generic[Q, R]):
     to be modified copies them first.
 
     A caller that is cancelled disturbs nobody, and its query is not evaluated unless somebody
-    else wants it. An exception out of ``evaluate`` reaches the callers of that batch and no
-    one else; one that it returns in place of a result, the callers of that query.
+    else wants it. An ``evaluate`` that takes long calls ``check_wanted()`` between its steps, and
+    ends where nobody is left. An exception out of ``evaluate`` reaches the callers of that batch
+    and no one else; one that it returns in place of a result, the callers of that query.
+
+    It belongs to the process that first asks it; a fork of that process gets a ``ForkedError``.
 
     Args:
         evaluate: Called on the worker thread with 1 to ``policy.max_batch_size`` queries.
@@ -75,16 +64,17 @@ class Batcher(Generic[Q, R]):
         self.policy = policy or BatchPolicy()
         self._key = key
         self._worker = Worker(name)
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._pending: dict[Hashable, Entry] = {}
         self._in_flight: dict[Hashable, Entry] = {}
-        self._tickers: dict[asyncio.AbstractEventLoop, _LoopTicker] = {}
+        self._tickers: dict[asyncio.AbstractEventLoop, Ticker] = {}
+        self._is_wanted: Callable[[], bool] = _always  # what the worker is at
+        self._given_up: QueryDroppedError | None = None  # what has ended it
         self._is_busy = False
         self._is_urgent = False
         self._is_closed = False
         self._num_arrived = 0
-        self._num_submitted = self._num_joined = self._num_skipped = self._num_failed = 0
-        self._batch_sizes: Counter[int] = Counter()
+        self._counts = Counts()
 
     # ---------------------------------------------------------------- asking
 
@@ -92,7 +82,8 @@ class Batcher(Generic[Q, R]):
         """Return the result for ``query``, evaluated together with whatever else is waiting.
 
         Raises:
-            BatcherClosedError: After ``close()``.
+            BatcherClosedError: After ``close()``, or when the interpreter has ended the worker.
+            ForkedError: In a fork of the process that it belongs to.
             QueryDroppedError: If ``drop()`` or ``close()`` came first.
             Exception: What ``evaluate`` raised for this query's batch.
         """
@@ -110,8 +101,9 @@ class Batcher(Generic[Q, R]):
         loop, which stands still meanwhile.
 
         Raises:
-            BatcherClosedError: After ``close()``.
-            QueryDroppedError: If ``drop()`` or ``close()`` came first.
+            BatcherClosedError: As ``submit``, as are the next two.
+            ForkedError: As there.
+            QueryDroppedError: As there.
             RuntimeError: When called from within ``evaluate``, which could never end.
             Exception: What ``evaluate`` raised for one of the batches.
         """
@@ -119,7 +111,7 @@ class Batcher(Generic[Q, R]):
             raise RuntimeError("evaluate() cannot wait for its own batcher")
         waiters: list[Waiter] = []
         try:
-            with self._lock:
+            with self._lock.here:
                 waiters.extend(self._enqueue(query, None) for query in queries)
                 # Nothing to hurry where all of them joined what is under evaluation.
                 self._is_urgent = bool(self._pending)
@@ -133,7 +125,7 @@ class Batcher(Generic[Q, R]):
 
     def _submit_nowait(self, query: Q, loop: asyncio.AbstractEventLoop) -> Waiter:
         """Queue ``query`` for ``loop``, the running one, and return its waiter at once."""
-        with self._lock:
+        with self._lock.here:
             waiter = self._enqueue(query, loop)
             if waiter.entry.key in self._pending:
                 self._advance(loop)
@@ -141,7 +133,7 @@ class Batcher(Generic[Q, R]):
 
     def flush(self) -> None:
         """Let everything that waits go now, or as soon as the worker is free."""
-        with self._lock:
+        with self._lock.here:
             if self._pending:
                 self._is_urgent = True
                 self._advance(None)
@@ -149,12 +141,15 @@ class Batcher(Generic[Q, R]):
     def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the worker thread, after the batches already sent; block for it.
 
+        A thread that is interrupted meanwhile leaves a function that has not begun unrun.
+
         Raises:
-            BatcherClosedError: After ``close()``.
+            BatcherClosedError: As ``submit``.
+            ForkedError: As there.
         """
         if self._worker.is_current_thread():
             return function()
-        return self.call_soon(function).result()
+        return self._put(Call(function)).result()
 
     def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
         """Run ``function`` on the worker thread, after the batches already sent.
@@ -163,14 +158,15 @@ class Batcher(Generic[Q, R]):
             A future of what it returns or raises. Cancelled before its turn, nothing is run.
 
         Raises:
-            BatcherClosedError: After ``close()``.
+            BatcherClosedError: As ``call``.
         """
-        with self._lock:
-            if self._is_closed:
-                raise BatcherClosedError("asked after it was closed")
-            future: concurrent.futures.Future[T] = concurrent.futures.Future()
-            self._worker.put(lambda: _run_into(future, function))
-        return future
+        return self._put(Call(function)).future
+
+    def _put(self, call: Call[T]) -> Call[T]:
+        with self._lock.here:
+            self.check_open()
+            self._worker.put(lambda: self._run_call(call))
+        return call
 
     def set_policy(self, **fields: Any) -> None:
         """Replace fields of the policy, for the batches to come; from any thread.
@@ -179,26 +175,53 @@ class Batcher(Generic[Q, R]):
             TypeError: If a field has a wrong type.
             ValueError: If one is out of its bounds.
         """
-        with self._lock:
+        with self._lock.here:
             self.policy = replace(self.policy, **fields)
+
+    def check_open(self) -> None:
+        """Raise what a query that is asked now would raise at once.
+
+        Raises:
+            BatcherClosedError: As ``submit``.
+            ForkedError: As there.
+        """
+        self._lock.claim()
+        if self._is_closed:
+            raise BatcherClosedError("asked after it was closed")
+        if self._worker.is_stopped:
+            raise BatcherClosedError("asked while the interpreter exits: its thread has ended")
+
+    def check_wanted(self) -> None:
+        """Raise if nobody waits any more for what the worker thread is doing.
+
+        For ``evaluate``, and for what ``call`` runs, between two steps of long work: the error is
+        to be let through. It reaches nobody, but for those who wait while the interpreter exits;
+        whoever has come meanwhile is answered by another batch. On other threads, no effect.
+
+        Raises:
+            QueryDroppedError: If all callers have gone, at ``close()``, and at interpreter exit.
+        """
+        if not self._worker.is_current_thread():
+            return
+        with self._lock.here:
+            if self._is_ending() or not self._is_wanted():
+                self._given_up = QueryDroppedError("ended before the query was answered")
+                raise self._given_up
 
     # ---------------------------------------------------------------- ending
 
     def drop(self, reason: str = "the query was dropped before it was answered") -> int:
         """Settle every waiter with a ``QueryDroppedError``; return how many there were.
 
-        A batch that is being evaluated runs to its end, and its results are not delivered.
+        A batch that is being evaluated ends at its next ``check_wanted()``, and the results of
+        one that does not ask are not delivered.
         """
-        with self._lock:
+        with self._lock.here:
             entries = [*self._pending.values(), *self._in_flight.values()]
             self._pending.clear()
-            settlements: list[Settlement] = [
-                (waiter, None, QueryDroppedError(reason))
-                for entry in entries
-                for waiter in entry.waiters
+            settlements = [
+                s for entry in entries for s in entry.settlements(None, QueryDroppedError(reason))
             ]
-            for entry in entries:
-                entry.waiters = []
             self._is_urgent = False
         deliver(settlements)
         return len(settlements)
@@ -206,12 +229,20 @@ class Batcher(Generic[Q, R]):
     def close(self) -> None:
         """Drop everybody and stop the worker thread; again has no effect.
 
-        Waits for a batch that is being evaluated, so that nothing of it is in use afterwards.
+        Waits for a batch that is being evaluated to end or to ask whether it is wanted, so that
+        nothing of it is in use afterwards. In a fork it has no effect either.
         """
-        with self._lock:
+        if self._lock.is_foreign:
+            return
+        with self._lock.here:
             self._is_closed = True
         self.drop("closed before the query was answered")
         self._worker.stop()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process is a fork of the one that it belongs to."""
+        return self._lock.is_foreign
 
     @property
     def is_closed(self) -> bool:
@@ -220,33 +251,23 @@ class Batcher(Generic[Q, R]):
 
     def statistics(self) -> BatcherStatistics:
         """Return the counts so far."""
-        with self._lock:
-            return BatcherStatistics(
-                num_submitted=self._num_submitted,
-                num_joined=self._num_joined,
-                num_skipped=self._num_skipped,
-                num_failed=self._num_failed,
-                num_batches=sum(self._batch_sizes.values()),
-                batch_sizes=MappingProxyType(dict(sorted(self._batch_sizes.items()))),
-                num_pending=len(self._pending),
-                num_in_flight=len(self._in_flight),
-            )
+        with self._lock.here:
+            return self._counts.statistics(len(self._pending), len(self._in_flight))
 
     # ---------------------------------------------------------------- under the lock
 
     def _enqueue(self, query: Q, loop: asyncio.AbstractEventLoop | None) -> Waiter:
-        if self._is_closed:
-            raise BatcherClosedError("asked after it was closed")
+        self.check_open()
         key = cast(Hashable, query) if self._key is None else self._key(query)
         entry = self._pending.get(key) or self._in_flight.get(key)
         if entry is None:
             entry = self._pending[key] = Entry(key, query)
             self._num_arrived += 1
         else:
-            self._num_joined += 1
+            self._counts.num_joined += 1
         waiter = Waiter(entry, loop)
         entry.waiters.append(waiter)
-        self._num_submitted += 1
+        self._counts.num_submitted += 1
         return waiter
 
     def _advance(self, loop: asyncio.AbstractEventLoop | None) -> None:
@@ -258,31 +279,20 @@ class Batcher(Generic[Q, R]):
         elif decision is Decision.YIELD and loop is not None:
             ticker = self._tickers.get(loop)
             if ticker is None:
-                self._forget_closed_loops()
-                ticker = self._tickers[loop] = _LoopTicker()
+                self._tickers = {t: self._tickers[t] for t in self._tickers if not t.is_closed()}
+                ticker = self._tickers[loop] = Ticker()
             if not ticker.is_scheduled:
                 ticker.is_scheduled = True
-                ticker.restart(time.monotonic(), self._num_arrived)
+                ticker.start(self._num_arrived)
                 loop.call_soon(self._tick, loop)
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         """One pass of ``loop``, while queries of its own or of others wait."""
-        with self._lock:
+        with self._lock.here:
             ticker = self._tickers[loop]
-            ticker.num_passes += 1
-            is_quiet = ticker.seen == self._num_arrived
-            ticker.num_quiet_passes = ticker.num_quiet_passes + 1 if is_quiet else 0
-            ticker.seen = self._num_arrived
-            decision = self.policy.decide(
-                BatchState(
-                    num_pending=len(self._pending),
-                    is_busy=self._is_busy,
-                    is_urgent=self._is_urgent,
-                    num_passes=ticker.num_passes,
-                    num_quiet_passes=ticker.num_quiet_passes,
-                    waited=time.monotonic() - ticker.since,
-                )
-            )
+            ticker.tick(self._num_arrived)
+            state = BatchState(len(self._pending), self._is_busy, self._is_urgent)
+            decision = self.policy.decide(ticker.completed(state))
             if decision is Decision.YIELD:
                 loop.call_soon(self._tick, loop)
                 return
@@ -298,27 +308,34 @@ class Batcher(Generic[Q, R]):
             if len(batch) == limit:
                 break
             entry = self._pending.pop(key)
-            if any(waiter.is_waiting() for waiter in entry.waiters):
+            if entry.is_wanted():
                 batch.append(entry)
                 self._in_flight[key] = entry
             else:
-                self._num_skipped += 1
+                self._counts.num_skipped += 1
         if not self._pending:
             self._is_urgent = False
         if batch:
             self._is_busy = True
-            self._batch_sizes[len(batch)] += 1
-            self._worker.put(lambda: self._run(batch))
+            self._counts.batch_sizes[len(batch)] += 1
+            try:
+                self._worker.put(lambda: self._run(batch))
+            except RuntimeError as error:  # there is no thread any more, or none to be had
+                self._is_busy = self._is_urgent = False
+                entries = [*batch, *self._pending.values()]
+                self._pending.clear()
+                self._in_flight.clear()
+                deliver([s for entry in entries for s in entry.settlements(None, error)])
 
-    def _forget_closed_loops(self) -> None:
-        for loop in [loop for loop in self._tickers if loop.is_closed()]:
-            del self._tickers[loop]
+    def _is_ending(self) -> bool:
+        return self._is_closed or self._worker.is_stopped
 
     # ---------------------------------------------------------------- on the worker thread
 
     def _run(self, batch: list[Entry]) -> None:
         results: Sequence[object] = ()
         error: BaseException | None = None
+        self._is_wanted = lambda: any(entry.is_wanted() for entry in batch)
         try:
             results = self._evaluate([cast(Q, entry.query) for entry in batch])
             if len(results) != len(batch):
@@ -326,63 +343,54 @@ class Batcher(Generic[Q, R]):
                     f"evaluate returned {len(results)} results for {len(batch)} queries"
                 )
         except BaseException as raised:  # everything must settle the futures, nothing else
-            error = _presentable(raised)
+            error = presentable(raised)
         settlements: list[Settlement] = []
-        with self._lock:
+        with self._lock.here:
+            is_given_up = error is not None and error is self._given_up and not self._is_ending()
+            self._is_wanted, self._given_up = _always, None
             for index, entry in enumerate(batch):
                 del self._in_flight[entry.key]
+                if is_given_up:
+                    if entry.waiters:  # they have come since
+                        self._pending[entry.key] = entry
+                        self._is_urgent = True
+                    else:
+                        self._counts.num_skipped += 1
+                    continue
                 result = results[index] if error is None else None
-                own = _presentable(result) if isinstance(result, Exception) else error
-                self._num_failed += own is not None
-                settlements.extend((waiter, result, own) for waiter in entry.waiters)
-                # Or entry and waiters, pointing at each other, would keep the result until the
-                # garbage collector comes by.
-                entry.waiters = []
+                own = presentable(result) if isinstance(result, Exception) else error
+                self._counts.num_failed += own is not None
+                settlements += entry.settlements(result, own)
             self._is_busy = False
             # A full or urgent batch goes from here; the rest once its loop has gone quiet, so
             # that the callers answered now can still join it.
             self._advance(None)
-            wake = [] if self._is_busy else self._loops_waiting()
+            wake = [] if self._is_busy else loops_of(self._pending.values())
         deliver(settlements)
         for loop in wake:
             call_threadsafe(loop, self._wake, loop)
 
-    def _loops_waiting(self) -> list[asyncio.AbstractEventLoop]:
-        waiters = (waiter for entry in self._pending.values() for waiter in entry.waiters)
-        return list({waiter.loop: None for waiter in waiters if waiter.loop is not None})
+    def _run_call(self, call: Call[Any]) -> None:
+        self._is_wanted = lambda: call.is_wanted
+        call.run()
+        self._is_wanted, self._given_up = _always, None
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
-        with self._lock:
+        with self._lock.here:
             self._advance(loop)
 
     def _forget(self, waiter: Waiter) -> None:
         """Take a cancelled caller off its query, and the query off the queue if it was the last."""
-        with self._lock:
+        with self._lock.here:
             entry = waiter.entry
             if waiter in entry.waiters:
                 entry.waiters.remove(waiter)
             if not entry.waiters and self._pending.get(entry.key) is entry:
                 del self._pending[entry.key]
-                self._num_skipped += 1
+                self._counts.num_skipped += 1
                 if not self._pending:
                     self._is_urgent = False
 
 
-def _presentable(raised: BaseException) -> BaseException:
-    """An exception that may be set on a future: not one that futures or loops treat specially."""
-    if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
-        return raised
-    error = EvaluationError(f"the evaluation ended with {raised!r}")
-    error.__cause__ = raised
-    return error
-
-
-def _run_into(future: concurrent.futures.Future[T], function: Callable[[], T]) -> None:
-    if not future.set_running_or_notify_cancel():  # cancelled; from here on it cannot be
-        return
-    try:
-        result = function()
-    except BaseException as raised:
-        future.set_exception(raised)
-    else:
-        future.set_result(result)
+def _always() -> bool:
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -32,3 +33,24 @@ class BatcherStatistics(Readable):
     batch_sizes: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     num_pending: int = 0
     num_in_flight: int = 0
+
+
+class Counts:
+    """What a batcher counts while it works; guarded by its lock."""
+
+    def __init__(self) -> None:
+        self.num_submitted = self.num_joined = self.num_skipped = self.num_failed = 0
+        self.batch_sizes: Counter[int] = Counter()
+
+    def statistics(self, num_pending: int, num_in_flight: int) -> BatcherStatistics:
+        """Return the counts as they are now."""
+        return BatcherStatistics(
+            num_submitted=self.num_submitted,
+            num_joined=self.num_joined,
+            num_skipped=self.num_skipped,
+            num_failed=self.num_failed,
+            num_batches=sum(self.batch_sizes.values()),
+            batch_sizes=MappingProxyType(dict(sorted(self.batch_sizes.items()))),
+            num_pending=num_pending,
+            num_in_flight=num_in_flight,
+        )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+
+from genlm_backend.errors import EvaluationError
 
 
 class Waiter:
@@ -36,9 +38,35 @@ class Entry:
         self.query = query
         self.waiters: list[Waiter] = []
 
+    def is_wanted(self) -> bool:
+        """Whether anybody would still see a result."""
+        return any(waiter.is_waiting() for waiter in self.waiters)
+
+    def settlements(self, result: object, error: BaseException | None) -> list[Settlement]:
+        """Return what each of its waiters gets, who wait no more."""
+        # Or entry and waiters, pointing at each other, would keep the result until the garbage
+        # collector comes by.
+        waiters, self.waiters = self.waiters, []
+        return [(waiter, result, error) for waiter in waiters]
+
 
 Settlement = tuple[Waiter, object, BaseException | None]
 """A caller, and the result or the exception it gets."""
+
+
+def presentable(raised: BaseException) -> BaseException:
+    """An exception that may be set on a future: not one that futures or loops treat specially."""
+    if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
+        return raised
+    error = EvaluationError(f"the evaluation ended with {raised!r}")
+    error.__cause__ = raised
+    return error
+
+
+def loops_of(entries: Iterable[Entry]) -> list[asyncio.AbstractEventLoop]:
+    """The event loops on which anybody waits."""
+    loops = (waiter.loop for entry in entries for waiter in entry.waiters)
+    return list({loop: None for loop in loops if loop is not None})
 
 
 def deliver(settlements: list[Settlement]) -> None:

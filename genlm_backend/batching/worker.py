@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 
+from genlm_backend.errors import BatcherClosedError
+
 Job = Callable[[], None]
+
+
+class _Jobs(queue.SimpleQueue):
+    """A queue that takes nothing any more once it has been closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_closed = False
+        self._lock = threading.Lock()
+
+    def add(self, job: Job) -> None:
+        with self._lock:
+            if self.is_closed:
+                raise BatcherClosedError("asked after the worker thread had ended")
+            self.put(job)
+
+    def close(self) -> None:
+        with self._lock:
+            self.is_closed = True
+            self.put(None)
 
 
 class Worker:
     """Runs jobs one after another on a daemon thread that starts with the first of them.
 
     The thread holds its queue and nothing else, so that a worker nobody refers to is collected;
-    it ends then, at ``stop()``, and at interpreter exit, each time after the job in hand.
+    it ends then, at ``stop()``, and at interpreter exit, each time after the jobs in the queue.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs = _Jobs()
         self._thread: threading.Thread | None = None
         self._finalizer: weakref.finalize | None = None
 
@@ -27,18 +51,37 @@ class Worker:
         """Queue ``job``; an exception out of it would end the thread, so it must raise none.
 
         Not to be called by two threads at once.
+
+        Raises:
+            BatcherClosedError: After ``stop()``, and once the interpreter has come so far in
+                exiting that there are no threads any more.
         """
+        if self.is_stopped:
+            raise BatcherClosedError("asked after the worker thread had ended")
         if self._thread is None:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=_work, args=(self._jobs,), name=self._name, daemon=True
             )
-            self._thread.start()
-            self._finalizer = weakref.finalize(self, _stop, self._jobs, self._thread)
-        self._jobs.put(job)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if threading.main_thread().is_alive():
+                    raise
+                raise BatcherClosedError(f"asked while the interpreter exits: {error}") from error
+            self._thread = thread
+            self._finalizer = weakref.finalize(self, _stop, self._jobs, thread, os.getpid())
+        self._jobs.add(job)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it takes no more jobs: after ``stop()``, or at interpreter exit."""
+        return self._jobs.is_closed or sys.is_finalizing()
 
     def stop(self) -> None:
         """Finish the jobs already queued and end the thread; again has no effect."""
-        if self._finalizer is not None:
+        if self._finalizer is None:
+            self._jobs.close()
+        else:
             self._finalizer()
 
     def is_current_thread(self) -> bool:
@@ -46,13 +89,15 @@ class Worker:
         return threading.current_thread() is self._thread
 
 
-def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+def _work(jobs: _Jobs) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job  # or the last batch would be held until the next one comes
 
 
-def _stop(jobs: queue.SimpleQueue[Job | None], thread: threading.Thread) -> None:
-    jobs.put(None)
+def _stop(jobs: _Jobs, thread: threading.Thread, process: int) -> None:
+    if os.getpid() != process:  # a fork has the queue and not the thread
+        return
+    jobs.close()
     if thread is not threading.current_thread():
         thread.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -125,6 +126,13 @@ class KVPool:
         self._free.extend(slots)
         if self.num_free > self.num_slots:
             raise CacheError(f"more slots were returned than exist: {self.num_free}")
+
+    def is_finite(self, slots: Sequence[int]) -> bool:
+        """Whether no key and no value of these slots is infinite or NaN."""
+        return all(
+            bool(buffer[torch.tensor(slots, device=buffer.device)].isfinite().all())
+            for buffer in chain(self.keys, self.values)
+        )
 
     @property
     def num_touched(self) -> int:

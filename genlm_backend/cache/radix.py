@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import threading
 from array import array
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -12,6 +11,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from genlm_backend.cache.pool import KVPool
 from genlm_backend.cache.prefix import Match, PrefixCache
 from genlm_backend.errors import CacheError
+from genlm_backend.process_lock import ProcessLock
 
 
 class _Node:
@@ -61,7 +61,7 @@ class RadixPrefixCache(PrefixCache):
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
         self.num_evicted = 0
-        self._lock = threading.RLock()
+        self._lock = ProcessLock(is_reentrant=True)
         self._roots: dict[Hashable, _Node] = {}
         self._live: set[Match] = set()
         self._pins: list[Match] = []
@@ -78,7 +78,7 @@ class RadixPrefixCache(PrefixCache):
     def match(self, token_ids: Sequence[int], namespace: Hashable = None) -> Match:
         """Lock and return the longest cached prefix of ``token_ids``."""
         tokens = array("q", token_ids)
-        with self._lock:
+        with self._lock.here:
             root = self._roots.get(namespace)
             if root is None:
                 root = self._roots[namespace] = _Node(None, array("q"), array("q"))
@@ -91,7 +91,7 @@ class RadixPrefixCache(PrefixCache):
 
     def allocate(self, count: int) -> list[int] | None:
         """Take ``count`` slots, evicting what is old and unlocked; ``None`` if there is no room."""
-        with self._lock:
+        with self._lock.here:
             missing = count - self.pool.num_free
             if missing > 0:
                 # Evicting in vain would cost others their prefixes for nothing.
@@ -104,7 +104,7 @@ class RadixPrefixCache(PrefixCache):
         """Put ``token_ids`` and their filled ``slots`` below ``match``; return the longer match."""
         if len(token_ids) != len(slots):
             raise CacheError(f"{len(token_ids)} tokens for {len(slots)} slots")
-        with self._lock:
+        with self._lock.here:
             if match not in self._live:
                 raise CacheError("this match has been released")
             node = match.node
@@ -128,18 +128,18 @@ class RadixPrefixCache(PrefixCache):
 
     def release(self, match: Match) -> None:
         """Unlock ``match``; releasing it again has no effect."""
-        with self._lock:
+        with self._lock.here:
             if match in self._live:
                 self._unlock(match)
 
     def free(self, slots: Sequence[int]) -> None:
         """Return slots that were allocated and not inserted."""
-        with self._lock:
+        with self._lock.here:
             self.pool.free(slots)
 
     def pin(self, match: Match) -> None:
         """Keep ``match`` locked until ``clear()``; the match is spent."""
-        with self._lock:
+        with self._lock.here:
             if match.node.is_stale:
                 self.release(match)
             else:
@@ -148,7 +148,7 @@ class RadixPrefixCache(PrefixCache):
     def evict(self, count: int) -> int:
         """Free up to ``count`` unlocked slots, least recently used first; return how many."""
         freed = 0
-        with self._lock:
+        with self._lock.here:
             while freed < count and self._evictable:
                 stamp, _, node = heapq.heappop(self._evictable)
                 if stamp != node.last_used or not self._is_evictable(node):
@@ -167,7 +167,7 @@ class RadixPrefixCache(PrefixCache):
     def peek(self, token_ids: Sequence[int], namespace: Hashable = None) -> int:
         """Return how many of the first tokens are cached; locks nothing and changes no age."""
         tokens, done = array("q", token_ids), 0
-        with self._lock:
+        with self._lock.here:
             node = self._roots.get(namespace)
             while node is not None and done < len(tokens):
                 node = node.children.get(tokens[done])
@@ -180,7 +180,7 @@ class RadixPrefixCache(PrefixCache):
     def forget(self, token_ids: Sequence[int], namespace: Hashable = None, keep: int = 0) -> int:
         """Free a context's unlocked slots beyond its first ``keep`` tokens; return how many."""
         freed = 0
-        with self._lock:
+        with self._lock.here:
             match = self.match(token_ids, namespace)
             self.release(match)
             node, end = match.node, match.num_tokens
@@ -198,7 +198,7 @@ class RadixPrefixCache(PrefixCache):
 
     def clear(self) -> None:
         """Unpin everything and free all that no evaluation under way has locked."""
-        with self._lock:
+        with self._lock.here:
             for match in self._pins:
                 self._unlock(match)
             self._pins.clear()
@@ -224,7 +224,7 @@ class RadixPrefixCache(PrefixCache):
     @property
     def num_used(self) -> int:
         """Slots that hold tokens, or that an evaluation has allocated."""
-        with self._lock:
+        with self._lock.here:
             return self.pool.num_used
 
     @property
@@ -234,7 +234,7 @@ class RadixPrefixCache(PrefixCache):
 
     def check_integrity(self, held: Sequence[int] = ()) -> None:
         """Count every slot and lock; ``held`` are slots allocated and not yet inserted."""
-        with self._lock:
+        with self._lock.here:
             in_tree = [node for root in self._roots.values() for node in root.subtree()]
             nodes = {*in_tree, *self._stale}
             owned = Counter(slot for node in nodes for slot in node.slots)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 
 import torch
+
+from genlm_backend.process_lock import ProcessLock
 
 
 class RowCache:
@@ -34,7 +35,7 @@ class RowCache:
         self.budget = budget
         self.max_rows = max_rows
         self._device = device
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._rows: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
         self._bytes = 0
         self._generation = 0
@@ -43,7 +44,7 @@ class RowCache:
 
     def get(self, key: Hashable) -> torch.Tensor | None:
         """Return the row of ``key`` and mark it as used, or ``None``."""
-        with self._lock:
+        with self._lock.here:
             row = self._rows.get(key)
             if row is not None:
                 self._rows.move_to_end(key)
@@ -61,7 +62,7 @@ class RowCache:
             return
         if self._device is not None:
             row = row.to(self._device)
-        with self._lock:
+        with self._lock.here:
             if generation is not None and generation != self._generation:
                 return
             old = self._rows.pop(key, None)
@@ -78,7 +79,7 @@ class RowCache:
 
     def clear(self) -> None:
         """Forget every row, and refuse those that are being computed now."""
-        with self._lock:
+        with self._lock.here:
             self._rows.clear()
             self._bytes = 0
             self._generation += 1

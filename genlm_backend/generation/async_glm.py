@@ -15,13 +15,14 @@ from typing import Any, Self
 import torch
 import transformers
 
-from genlm_backend.errors import GenerationConfigError, OutOfSlotsError
+from genlm_backend.errors import GenerationConfigError, ModelStateError, OutOfSlotsError
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.engine import Engine
 from genlm_backend.generation.hf_inputs import config_of_kwargs, rows_of
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.llm.base import AsyncLM
 from genlm_backend.llm.together import together
+from genlm_backend.process_lock import ProcessLock
 
 _NAME = "model"
 
@@ -41,7 +42,7 @@ class AsyncGLM:
 
     What ``model.generate`` does for one caller at a time, this does for as many as come: tasks
     that are under way at the same time share forward passes, on an ``Engine`` of its own. Any
-    method may be called from any thread.
+    method may be called from any thread. Tasks that are submitted before ``start()`` wait for it.
 
     Args:
         model: A causal language model of transformers, or an ``AsyncLM``, which is not closed at
@@ -79,7 +80,8 @@ class AsyncGLM:
             raise
         self._max_queue_size = max_queue_size
         self._max_running = max_running or getattr(self._lm, "batch_size", 20)
-        self._changed = threading.Condition()
+        self._lock = ProcessLock()
+        self._changed = threading.Condition(self._lock.native)
         self._waiting: deque[_Task] = deque()
         self._tasks: dict[int, _Task] = {}
         self._num_running = 0
@@ -95,7 +97,7 @@ class AsyncGLM:
         Raises:
             RuntimeError: After ``shutdown()``.
         """
-        with self._changed:
+        with self._lock.here:
             self._check_open()
             if self._engine is None:
                 self._engine = Engine()
@@ -125,8 +127,11 @@ class AsyncGLM:
                 something that a text model cannot read. Nothing is queued then, as with the next.
             GenerationConfigError: (``ValueError``) If ``generation_kwargs`` are wrong.
             queue.Full: If the queue was full for ``timeout`` seconds.
+            ModelStateError: (``RuntimeError``) If it is full and ``start()`` has not been called.
             RuntimeError: After ``shutdown()``.
         """
+        with self._lock.here:
+            self._check_open()
         own = generation_kwargs or {}
         kwargs = {**self._defaults, **own}
         for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
@@ -143,11 +148,12 @@ class AsyncGLM:
                     f"num_beams={config.num_beams} is more than max_running={self._max_running}"
                 )
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
+        with self._lock.here:
             while not self._is_shut_down and len(self._waiting) >= self._max_queue_size:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise queue.Full(f"{len(self._waiting)} tasks are waiting already")
+                self._check_started("the queue is full")
                 self._changed.wait(left)
             self._check_open()
             task = _Task(self._next_id, rows, prompts, configs, self._pad(kwargs), Future())
@@ -168,12 +174,16 @@ class AsyncGLM:
             TimeoutError: If it is not complete after ``timeout`` seconds; it can be asked again.
             KeyError: If there is no such task, or its result has been collected.
             CancelledError: (of ``concurrent.futures``) If ``shutdown`` came first.
+            ModelStateError: (``RuntimeError``) Before ``start()``, at once, even if another thread
+                might call it later.
             Exception: What made the task fail.
         """
-        with self._changed:
+        with self._lock.here:
             task = self._tasks.get(task_id)
-        if task is None:
-            raise KeyError(f"no task {task_id}, or its result has been collected")
+            if task is None:
+                raise KeyError(f"no task {task_id}, or its result has been collected")
+            if not (task.future.done() or self._is_shut_down):
+                self._check_started(f"task {task_id} has not begun")
         try:
             error = task.future.exception(timeout)
         except CancelledError:
@@ -185,7 +195,7 @@ class AsyncGLM:
         return task.future.result()
 
     def _collect(self, task_id: int) -> None:
-        with self._changed:
+        with self._lock.here:
             if self._tasks.pop(task_id, None) is None:
                 raise KeyError(f"the result of task {task_id} has been collected")
 
@@ -195,14 +205,14 @@ class AsyncGLM:
         Raises:
             KeyError: As there.
         """
-        with self._changed:
+        with self._lock.here:
             if task_id not in self._tasks:
                 raise KeyError(f"no task {task_id}, or its result has been collected")
             return self._tasks[task_id].future.done()
 
     def queue_size(self) -> int:
         """Return how many tasks wait to be begun."""
-        with self._changed:
+        with self._lock.here:
             return len(self._waiting)
 
     # ---------------------------------------------------------------- ending
@@ -210,12 +220,16 @@ class AsyncGLM:
     def shutdown(self, wait: bool = True, timeout: float | None = None) -> None:
         """End it; again has no effect. Results that are there can still be collected.
 
+        In a fork of the process that first used it, nothing is done.
+
         Args:
             wait: Whether to complete the tasks first. Those that are not are cancelled.
             timeout: Seconds to wait for them, at most.
         """
+        if self._lock.is_foreign:
+            return
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
+        with self._lock.here:
             self._is_shut_down = True
             self._changed.notify_all()
             while wait and self._engine is not None and (self._waiting or self._num_running):
@@ -249,8 +263,15 @@ class AsyncGLM:
             self._lm.close()
 
     def _check_open(self) -> None:
-        if self._is_shut_down:
+        if self._is_shut_down or (self._engine is not None and self._engine.is_closed):
             raise RuntimeError("this AsyncGLM has been shut down")
+
+    def _check_started(self, what: str) -> None:
+        if self._engine is None:
+            raise ModelStateError(
+                f"{what}, since this AsyncGLM has not been started: call start(), or use it in a "
+                f"with statement"
+            )
 
     # ---------------------------------------------------------------- working
 
@@ -280,7 +301,7 @@ class AsyncGLM:
                     task.future.set_result(result)
                 else:
                     task.future.set_exception(error)
-            with self._changed:
+            with self._lock.here:
                 self._num_running -= 1
                 self._advance()
 

@@ -26,6 +26,7 @@ from genlm_backend.generation.request import GenerationRequest
 from genlm_backend.generation.runtime_config import RuntimeConfig
 from genlm_backend.generation.status import GeneratedElements, GenerationStatus
 from genlm_backend.llm.base import AsyncLM, TokenIds
+from genlm_backend.process_lock import ProcessLock
 
 
 class Engine(Closing):
@@ -36,7 +37,8 @@ class Engine(Closing):
     things. At most ``max_batch`` texts of a model are under way; the others wait in order. When
     its keys and values do not fit into memory, the youngest text rests until they do.
 
-    Use it in a ``with`` or ``async with`` statement, or call ``close()``.
+    Use it in a ``with`` or ``async with`` statement, or call ``close()``. It belongs to the process
+    that made it: a fork of that process gets a ``ForkedError``.
 
     Attributes:
         loop: Where requests live.
@@ -44,7 +46,8 @@ class Engine(Closing):
 
     def __init__(self) -> None:
         self.loop = BackgroundLoop("genlm-engine")
-        self._lock = threading.RLock()
+        self._lock = ProcessLock(is_reentrant=True)
+        self._lock.claim()
         self._closing = threading.Lock()
         self._models: dict[str, InstalledModel] = {}
         self._is_closed = False
@@ -73,7 +76,7 @@ class Engine(Closing):
         """
         config = (runtime_config or RuntimeConfig()).replace(**fields)
         installed = InstalledModel(name, model, config, self.loop)
-        with self._lock:
+        with self._lock.here:
             self._check_open()
             if name in self._models:
                 self._models[name].check_state(
@@ -124,7 +127,7 @@ class Engine(Closing):
     @property
     def models(self) -> dict[str, ModelState]:
         """Every name, and what its model is ready for."""
-        with self._lock:
+        with self._lock.here:
             return {name: model.state for name, model in self._models.items()}
 
     def num_running(self, name: str) -> int:
@@ -136,7 +139,7 @@ class Engine(Closing):
         return self._model(name).served.num_waiting
 
     def _model(self, name: str) -> InstalledModel:
-        with self._lock:
+        with self._lock.here:
             self._check_open()
             if name not in self._models:
                 near = get_close_matches(str(name), self._models, n=2)
@@ -351,8 +354,11 @@ class Engine(Closing):
         """Stop and release every model and end the engine's thread; again has no effect.
 
         What one model raises keeps no other from ending. A second thread waits for the first.
+        In a fork of the engine's process, nothing is done.
         """
-        with self._lock:
+        if self._lock.is_foreign:
+            return
+        with self._lock.here:
             self._is_closed = True  # from here on nobody installs or starts anything
             models = list(self._models.values())
         with self._closing, contextlib.ExitStack() as stack:
@@ -360,6 +366,11 @@ class Engine(Closing):
             for model in models:
                 stack.callback(model.end)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be asked: after ``close()``, and at interpreter exit."""
+        return self._is_closed or self.loop.is_closed
+
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self.is_closed:
             raise ModelStateError("this engine has been closed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from genlm_backend.generation.status import (
     GenerationStatus,
     RequestStatistics,
 )
+from genlm_backend.process_lock import ProcessLock
 
 
 class _Written:
@@ -39,10 +39,12 @@ class ResultQueue:
     the same queue: each token is handed out once. Where a request has several texts, what is
     handed out belongs to one of them. When everything has been handed out and nothing can follow,
     they return ``None`` and iterations end; those of a request that failed raise its exception.
+    In a fork of its process every method raises a ``ForkedError``.
     """
 
     def __init__(self, num_texts: int, num_prompt_tokens: int, with_logprobs: bool) -> None:
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
+        self._lock.claim()  # whoever writes to it lives here
         self._changed = Signal()
         self._texts = [_Written() for _ in range(num_texts)]
         self._scores: dict[int, float] = {}
@@ -73,13 +75,13 @@ class ResultQueue:
 
     def get_nowait(self) -> GeneratedElements | None:
         """Return what is new; ``None`` if there is nothing."""
-        with self._lock:
+        with self._lock.here:
             return self._take()
 
     async def aget(self) -> GeneratedElements | None:
         """Do as ``get``, leaving the event loop free meanwhile."""
         while True:
-            with self._lock:
+            with self._lock.here:
                 if (found := self._take()) is not None or self._status.is_final:
                     return found
                 waiter = self._changed.waiter()
@@ -99,12 +101,12 @@ class ResultQueue:
 
     def generated_length(self) -> int:
         """Return how many tokens there are, of all texts, read or not."""
-        with self._lock:
+        with self._lock.here:
             return self._num_tokens()
 
     def statistics(self) -> RequestStatistics:
         """Return times and counts."""
-        with self._lock:
+        with self._lock.here:
             now = time.monotonic() if self._ended is None else self._ended
             longest = max((len(text.tokens) for text in self._texts), default=0)
             per_token = None
@@ -130,7 +132,7 @@ class ResultQueue:
     def _wait(self, timeout: float | None) -> GeneratedElements | None:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            with self._lock:
+            with self._lock.here:
                 if (found := self._take()) is not None or self._status.is_final:
                     return found
                 waiter = self._changed.waiter()
@@ -178,7 +180,7 @@ class ResultQueue:
             await asyncio.wrap_future(waiter)
 
     def _end_waiter(self) -> Future[None] | None:
-        with self._lock:
+        with self._lock.here:
             return None if self._status.is_final else self._changed.waiter()
 
     @property
@@ -188,7 +190,7 @@ class ResultQueue:
 
     def generations(self) -> list[Generation]:
         """Return every text as it is now, read or not."""
-        with self._lock:
+        with self._lock.here:
             return [
                 Generation.of_tokens(list(text.tokens), text.rest, self._scores.get(index))
                 for index, text in enumerate(self._texts)
@@ -198,13 +200,13 @@ class ResultQueue:
 
     def begin(self) -> None:
         """Note that the model is being asked; once."""
-        with self._lock:
+        with self._lock.here:
             if self._begun is None:
                 self._begun = time.monotonic()
 
     def finish_context(self, num_cached_tokens: int) -> None:
         """Note that the prompt has been computed; once."""
-        with self._lock:
+        with self._lock.here:
             if self._status is GenerationStatus.INIT:
                 self._status = GenerationStatus.CONTEXT_FINISHED
                 self._num_cached_tokens = num_cached_tokens
@@ -212,14 +214,14 @@ class ResultQueue:
 
     def preempt(self) -> None:
         """Note that a text has to rest."""
-        with self._lock:
+        with self._lock.here:
             self._num_preemptions += 1
 
     def put(self, tokens: list[tuple[int, GeneratedToken]]) -> None:
         """Add tokens, each with its text's number."""
         if not tokens:
             return
-        with self._lock:
+        with self._lock.here:
             if self._status.is_final:
                 return
             for number, token in tokens:
@@ -244,7 +246,7 @@ class ResultQueue:
             scores: Of texts that have one.
             error: What it failed with.
         """
-        with self._lock:
+        with self._lock.here:
             if self._status.is_final:
                 return
             for number, rest in rests or ():
@@ -257,7 +259,7 @@ class ResultQueue:
 
     def drop(self) -> None:
         """Forget what was generated."""
-        with self._lock:
+        with self._lock.here:
             for text in self._texts:
                 text.tokens, text.num_read, text.rest, text.is_cut = [], 0, "", False
             self._error = None

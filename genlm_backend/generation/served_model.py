@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import threading
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from genlm_backend.generation.schedule import Plan, make_plan, num_shared
 from genlm_backend.generation.signal import Signal
 from genlm_backend.generation.status import GenerationStatus
 from genlm_backend.llm.base import AsyncLM
+from genlm_backend.process_lock import ProcessLock
 
 
 @dataclass(eq=False, slots=True)
@@ -72,7 +72,7 @@ class ServedModel:
         self.name, self.config, self.loop = name, config, loop
         self._lm: AsyncLM | None = lm
         self.max_batch = config.max_batch or getattr(lm, "batch_size", 20)
-        self._lock = threading.RLock()
+        self._lock = ProcessLock(is_reentrant=True)
         self._runs: dict[_Run, None] = {}  # in the order of arrival
         self._of_request: dict[GenerationRequest, list[_Run]] = {}
         self._running: set[_Run] = set()
@@ -92,7 +92,7 @@ class ServedModel:
 
     def open(self) -> None:
         """Let requests in."""
-        with self._lock:
+        with self._lock.here:
             self._is_open = True
 
     def submit(
@@ -127,7 +127,7 @@ class ServedModel:
 
     def _try_submit(self, request: GenerationRequest, drafts: list[Draft]) -> Future[None] | None:
         """Take a request, or return what tells when to try again."""
-        with self._lock:
+        with self._lock.here:
             if not self._is_open:
                 raise ModelStateError(f"model {self.name!r} has been stopped")
             runs = [_Run(request, draft) for draft in drafts]
@@ -146,13 +146,13 @@ class ServedModel:
     @property
     def num_running(self) -> int:
         """Texts under way."""
-        with self._lock:
+        with self._lock.here:
             return sum(run.is_running and not run.is_leaving for run in self._runs)
 
     @property
     def num_waiting(self) -> int:
         """Requests of which nothing has begun."""
-        with self._lock:
+        with self._lock.here:
             requests = self._of_request.values()
             return sum(not any(run.has_begun for run in runs) for runs in requests)
 
@@ -201,7 +201,7 @@ class ServedModel:
             await self._read_first(run)
             while True:
                 run.asked = draft.contexts
-                with self._lock:
+                with self._lock.here:
                     if run.is_gone:
                         break
                     request.queue.put(draft.write())
@@ -221,7 +221,7 @@ class ServedModel:
             if not self.config.prefix_cache:
                 await self._forget([*run.asked, *draft.contexts], run)
         finally:
-            with self._lock:
+            with self._lock.here:
                 self._leave(run)
 
     async def _read_first(self, run: _Run) -> None:
@@ -255,7 +255,7 @@ class ServedModel:
         self, request: GenerationRequest, status: GenerationStatus, error: Exception | None = None
     ) -> None:
         """Settle a request before it has finished; again has no effect."""
-        with self._lock:
+        with self._lock.here:
             runs = self._take_off(request)
             if runs:
                 try:
@@ -277,11 +277,12 @@ class ServedModel:
 
     def stop(self) -> None:
         """Interrupt every request with what it has, let nobody in, and clear the cache."""
-        with self._lock:
+        with self._lock.here:
             self._is_open = False
             for request in reversed(list(self._of_request)):  # nobody gets a place for nothing
                 self.end(request, GenerationStatus.INTERRUPTED)
-        self.loop.submit(self._join()).result()
+        if not self.loop.is_closed:  # or it has ended them all
+            self.loop.submit(self._join()).result()
         self.lm.clear_cache()
 
     def release(self, is_own: bool) -> None:
@@ -300,7 +301,7 @@ class ServedModel:
         lora_name = run.draft.lora_name
         with contextlib.suppress(BatcherClosedError):  # there is nothing left to forget
             for context in contexts:
-                with self._lock:
+                with self._lock.here:
                     keep = max((num_shared(context, c) for c in self._needed(lora_name)), default=0)
                 await self.lm.forget(context, lora_name, keep)
 

@@ -12,7 +12,6 @@ import torch
 
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.cache import RowCache
-from genlm_backend.errors import BatcherClosedError
 from genlm_backend.llm.base import AsyncLM, TokenIds
 from genlm_backend.llm.query import Query, check_context
 from genlm_backend.llm.statistics import BackendCounts, LMStatistics
@@ -72,7 +71,8 @@ class BatchedLM(AsyncLM):
         Called on the worker thread, never twice at once. Each row is float32 ``[vocab]``, or
         ``[vocab + 1]`` with the logarithm of what the model's logits were normalised by at its
         end; it owns its memory and is not modified afterwards. An exception in place of a row is
-        raised for that query's callers and disturbs no other.
+        raised for that query's callers and disturbs no other. Where it takes long, it calls
+        ``check_wanted()`` between its steps.
         """
 
     def adapter_id(self, lora_name: str | None) -> int | None:
@@ -86,6 +86,16 @@ class BatchedLM(AsyncLM):
         """
         self.check_adapter(lora_name)
         return None
+
+    def check_wanted(self) -> None:
+        """Raise, on the worker thread, if nobody waits any more for what it evaluates.
+
+        The error is let through: ``evaluate`` ends, and the thread is free for others.
+
+        Raises:
+            QueryDroppedError: If all callers have gone, at ``close()``, and at interpreter exit.
+        """
+        self._batcher.check_wanted()
 
     def backend_counts(self) -> BackendCounts:
         """Return the part of the statistics that only the backend knows."""
@@ -152,8 +162,7 @@ class BatchedLM(AsyncLM):
         )
 
     def _query(self, token_ids: TokenIds, lora_name: str | None) -> Query:
-        if self._batcher.is_closed:
-            raise BatcherClosedError("this model has been closed")
+        self._batcher.check_open()
         adapter_id = self.adapter_id(lora_name)
         context = check_context(token_ids, len(self.byte_vocab), self.max_length)
         return Query(context, lora_name, adapter_id)
@@ -241,8 +250,11 @@ class BatchedLM(AsyncLM):
         )
 
     def close(self) -> None:
-        """Settle every waiter with an error and free what the model holds."""
-        if not self._batcher.is_closed:
+        """Settle every waiter with an error and free what the model holds.
+
+        A forward pass under way is waited for. In a fork of the model's process, nothing is done.
+        """
+        if not (self._batcher.is_foreign or self._batcher.is_closed):
             self._batcher.close()
             self._rows.clear()
             self.release()

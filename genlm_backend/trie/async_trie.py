@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any, Literal, Self, get_args
 
 from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.errors import BatcherClosedError, UnknownBackendError
+from genlm_backend.process_lock import ProcessLock
 from genlm_backend.readable import Readable
 from genlm_backend.trie.base import VocabularyTrie
 from genlm_backend.trie.operation import Operation, Weights, check_weights
@@ -66,7 +66,7 @@ class AsyncTokenCharacterTrie:
             )
         self.trie = trie
         self._policy = BatchPolicy(max_batch_size=batch_size, timeout=timeout)
-        self._lock = threading.Lock()
+        self._lock = ProcessLock()
         self._batchers: dict[Operation, Batcher[_Request, Any]] = {}
 
     @classmethod
@@ -122,6 +122,8 @@ class AsyncTokenCharacterTrie:
             WeightsError: If the length is another.
             WeightsTypeError: If the elements are not real numbers.
             QueryDroppedError: If ``cleanup()`` or ``shutdown()`` came first.
+            BatcherClosedError: When the interpreter has ended the worker threads.
+            ForkedError: In a fork of the process that first asked.
         """
         return await self._submit("sum", ws)
 
@@ -139,12 +141,15 @@ class AsyncTokenCharacterTrie:
 
     async def _submit(self, operation: Operation, ws: Weights) -> Any:
         request = _Request(check_weights(ws, len(self.trie.decode)))
+        self._lock.claim()
         while True:
+            batcher = self._batchers.get(operation) or self._started()[operation]
             try:
-                batcher = self._batchers.get(operation) or self._started()[operation]
                 return await batcher.submit(request)
             except BatcherClosedError:
-                pass  # shut down between the two: the next attempt starts anew
+                if self._batchers.get(operation) is batcher:  # the interpreter exits
+                    raise
+                # Shut down between the two: the next attempt starts anew.
 
     # ---------------------------------------------------------------- keeping house
 
@@ -159,7 +164,7 @@ class AsyncTokenCharacterTrie:
         """Do nothing: the first request starts what it needs. For programs that call it."""
 
     def _started(self) -> dict[Operation, Batcher[_Request, Any]]:
-        with self._lock:
+        with self._lock.here:
             if not self._batchers:
                 for operation in get_args(Operation):
                     self._batchers[operation] = Batcher(
@@ -173,9 +178,11 @@ class AsyncTokenCharacterTrie:
         """End the worker threads, after the batches in hand; every waiter is settled.
 
         Whoever still waits gets a ``QueryDroppedError``. Again has no effect; a later request
-        starts anew.
+        starts anew. In a fork of the process that first asked, nothing is done.
         """
-        with self._lock:
+        if self._lock.is_foreign:
+            return
+        with self._lock.here:
             batchers, self._batchers = list(self._batchers.values()), {}
         for batcher in batchers:
             batcher.close()

@@ -36,9 +36,13 @@ class SpareMemory:
         """Return an array that nobody else sees; its contents are arbitrary."""
         key = (shape, np.dtype(dtype))
         memory = None
-        with self._lock:
-            if key in self._unused:
-                memory = self._pop(key)
+        # It never waits either: in a fork, the lock may be held by a thread that is not there.
+        if self._lock.acquire(blocking=False):
+            try:
+                if key in self._unused:
+                    memory = self._pop(key)
+            finally:
+                self._lock.release()
         if memory is None:
             memory = np.empty(shape, dtype)
         # Without elements there is nothing to put back, and NumPy would not keep the lease.
@@ -61,8 +65,11 @@ class SpareMemory:
 
     def clear(self) -> None:
         """Give unused memory back to the system."""
-        with self._lock:
-            self._drop_until(0)
+        if self._lock.acquire(timeout=1.0):  # in a fork it may never be free
+            try:
+                self._drop_until(0)
+            finally:
+                self._lock.release()
 
     def __reduce__(self) -> tuple[type[SpareMemory], tuple[int]]:
         return type(self), (self._max_bytes,)  # a copy begins with nothing

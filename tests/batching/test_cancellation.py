@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from genlm_backend.batching import Batcher, BatchPolicy
+from genlm_backend.errors import BatcherClosedError, QueryDroppedError
 
 PATIENT = BatchPolicy(max_batch_size=100, timeout=1000.0, max_passes=1_000_000)
 
@@ -202,3 +203,129 @@ def test_a_keyboard_interrupt_during_an_evaluation_leaves_the_batcher_usable(rec
     recorder.let_go()
     assert batcher.submit_sync([4, 5]) == [8, 10]
     batcher.close()
+
+
+class Steps:
+    """Doubles numbers in steps that the test allows one by one, asking before each."""
+
+    def __init__(self, num_steps=5):
+        self.num_steps, self.num_made = num_steps, 0
+        self.begun, self.allowed = threading.Semaphore(0), threading.Semaphore(0)
+        self.batches = []
+        self.batcher = Batcher(self, PATIENT)
+
+    def __call__(self, queries):
+        self.batches.append(queries)
+        for _ in range(self.num_steps):
+            self.batcher.check_wanted()
+            self.num_made += 1
+            self.begun.release()
+            assert self.allowed.acquire(timeout=30)
+        return [2 * query for query in queries]
+
+    async def until_begun(self):
+        while not self.begun.acquire(blocking=False):
+            await asyncio.sleep(0)
+
+    def let_go(self):
+        self.allowed.release(1000)
+
+
+async def gone(*tasks):
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_an_evaluation_that_nobody_waits_for_ends_at_its_next_step():
+    steps = Steps()
+    tasks = [asyncio.ensure_future(steps.batcher.submit(i)) for i in range(3)]
+    await steps.until_begun()
+    await gone(*tasks)
+    steps.let_go()
+    assert await steps.batcher.submit(9) == 18
+    assert steps.batches == [[0, 1, 2], [9]]
+    assert steps.num_made == 1 + steps.num_steps
+    assert steps.batcher.statistics().num_skipped == 3
+    assert steps.batcher.statistics().num_failed == 0
+    steps.batcher.close()
+
+
+async def test_an_evaluation_that_somebody_waits_for_goes_on():
+    steps = Steps()
+    tasks = [asyncio.ensure_future(steps.batcher.submit(i)) for i in range(3)]
+    await steps.until_begun()
+    await gone(*tasks[:2])
+    steps.let_go()
+    assert await tasks[2] == 4
+    assert steps.num_made == steps.num_steps
+    steps.batcher.close()
+
+
+@pytest.mark.parametrize("is_blocking", [False, True])
+async def test_whoever_joins_a_batch_that_is_being_given_up_is_answered(is_blocking, monkeypatch):
+    steps = Steps()
+    given_up, joined = threading.Event(), threading.Event()
+    check = steps.batcher.check_wanted
+
+    def check_and_wait():
+        try:
+            check()
+        except QueryDroppedError:
+            given_up.set()
+            assert joined.wait(30)
+            raise
+
+    monkeypatch.setattr(steps.batcher, "check_wanted", check_and_wait)
+    task = asyncio.ensure_future(steps.batcher.submit(1))
+    await steps.until_begun()
+    await gone(task)
+    steps.let_go()
+    assert await asyncio.to_thread(given_up.wait, 30)
+    if is_blocking:
+        later = asyncio.ensure_future(asyncio.to_thread(steps.batcher.submit_sync, [1]))
+    else:
+        later = asyncio.ensure_future(steps.batcher.submit(1))
+    while steps.batcher.statistics().num_joined == 0:
+        await asyncio.sleep(0)
+    joined.set()
+    assert await asyncio.wait_for(later, 30) in (2, [2])
+    assert steps.batches == [[1], [1]]
+    steps.batcher.close()
+
+
+async def test_closing_and_dropping_end_an_evaluation_at_its_next_step():
+    for end in ("drop", "close"):
+        steps = Steps()
+        task = asyncio.ensure_future(steps.batcher.submit(1))
+        await steps.until_begun()
+        ending = asyncio.ensure_future(asyncio.to_thread(getattr(steps.batcher, end)))
+        with pytest.raises(QueryDroppedError):
+            await task
+        steps.let_go()
+        await ending
+        await asyncio.to_thread(steps.batcher.close)
+        assert steps.num_made == 1
+
+
+async def test_a_call_ends_at_its_next_step_when_the_batcher_closes():
+    steps = Steps()
+    under_way = asyncio.ensure_future(asyncio.to_thread(steps.batcher.call, lambda: steps([1])))
+    await steps.until_begun()
+    closing = asyncio.ensure_future(asyncio.to_thread(steps.batcher.close))
+    while not steps.batcher.is_closed:
+        await asyncio.sleep(0)
+    steps.let_go()
+    with pytest.raises(QueryDroppedError):
+        await under_way
+    await closing
+    assert steps.num_made == 1
+    with pytest.raises(BatcherClosedError):
+        steps.batcher.call(lambda: None)
+
+
+def test_asking_off_the_worker_thread_raises_nothing(recorder):
+    batcher = Batcher(recorder, PATIENT)
+    batcher.check_wanted()
+    batcher.close()
+    batcher.check_wanted()

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from genlm_backend import AsyncTransformer, MockAsyncLM
-from genlm_backend.errors import ContextError, GenerationConfigError
+from genlm_backend.errors import ContextError, GenerationConfigError, ModelStateError
 from genlm_backend.generation import AsyncGLM, GenerationConfig, generate
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -311,6 +311,34 @@ def test_tasks_may_be_submitted_before_the_start_and_shutdown_completes_them(moc
     for use in (lambda: glm.submit([1]), glm.start):
         with pytest.raises(RuntimeError, match="shut down"):
             use()
+
+
+def test_waiting_before_the_start_says_so_at_once_and_the_task_stays(mock):
+    glm = AsyncGLM(mock, max_queue_size=1, generation_kwargs=GREEDY)
+    task = glm.submit([[5, 6]])
+    for wait in (
+        lambda: glm.get_result(task),
+        lambda: glm.get_result(task, timeout=1000),
+        lambda: glm.submit([[5, 6]]),  # the queue is full, and nobody works at it
+        lambda: glm.submit([[5, 6]], timeout=1000),
+    ):
+        with pytest.raises(ModelStateError, match=r"call start\(\), or use it in a with") as raised:
+            wait()
+        assert isinstance(raised.value, RuntimeError)
+    with pytest.raises(queue.Full):
+        glm.submit([[5, 6]], timeout=0)
+    assert not glm.is_ready(task)
+    with glm:
+        expected = asyncio.run(generate(mock, [5, 6], max_new_tokens=8, eos_token_id=[7, 30]))
+        assert glm.get_result(task)[0].tolist()[2:] == expected[0].token_ids
+
+
+def test_waiting_for_a_task_that_was_never_begun_is_told_by_shutdown(mock):
+    glm = AsyncGLM(mock, generation_kwargs=GREEDY)
+    task = glm.submit([[5, 6]])
+    glm.shutdown()
+    with pytest.raises(CancelledError):
+        glm.get_result(task)
 
 
 def test_shutdown_without_waiting_cancels_what_is_not_complete():

@@ -200,7 +200,7 @@ def test_without_a_prefix_cache_nothing_stays(engine, model, fields):
         stopped = engine.start_request_ids("m", [7, 8], max_new_tokens=80, **fields)
         while not stopped.status().is_final and lm.statistics().kv_bytes_used == 0:
             time.sleep(0.001)
-        with served._lock:
+        with served._lock.here:
             time.sleep(0.1)  # so that the loop comes to the lock, and sees itself what happened
             engine.stop_request(stopped)
         engine.loop.submit(served._join()).result(30)
@@ -230,7 +230,7 @@ def test_without_a_prefix_cache_nothing_is_kept_for_who_never_begins(engine, mod
             await forget(*args)
 
         monkeypatch.setattr(lm, "forget", stop_and_forget)
-        with engine._models["m"].served._lock:
+        with engine._models["m"].served._lock.here:
             first = engine.start_request_ids("m", [5, 6], max_new_tokens=3)
             waiting = engine.start_request_ids("m", [5, 7], max_new_tokens=3)
         first.result(30)

@@ -10,6 +10,7 @@ import torch
 
 from genlm_backend.cache import Match, NullPrefixCache, PrefixCache, RadixPrefixCache
 from genlm_backend.cache.pool import KVPool
+from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm.hf.memory import is_out_of_memory, release_cached_memory
 from genlm_backend.llm.hf.packing import Row
 from genlm_backend.llm.hf.runner import Runner
@@ -36,6 +37,8 @@ class Evaluator:
         finish: From logits ``[n, model_vocab]`` to ``n`` log-probability rows.
         rotary_limit: The longest context whose positions the model reads as in shorter ones, or
             ``None`` if it reads all alike. Longer ones run whole, each alone.
+        check_wanted: Called before each forward pass; raises a ``QueryDroppedError`` where nobody
+            waits for it any more.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Evaluator:
         cost: CostModel,
         finish: Finish,
         rotary_limit: int | None = None,
+        check_wanted: Callable[[], None] = lambda: None,
     ) -> None:
         self.runner = runner
         self.pool = pool
@@ -53,6 +57,7 @@ class Evaluator:
         self.tokens_reused = 0
         self._finish = finish
         self._rotary_limit = rotary_limit
+        self._check_wanted = check_wanted
 
     def is_apart(self, query: Query) -> bool:
         """Whether a context shares no keys, values or pass with others; see ``rotary_limit``."""
@@ -85,8 +90,12 @@ class Evaluator:
         for group in plan_groups(lengths, self.cost):
             token_ids = [queries[i].token_ids for i in group]
             batch = [Row(ids, outputs=(len(ids) - 1,)) for ids in token_ids]
-            self._collect(rows, group, self.runner.forward(batch))
+            self._collect(rows, group, self._forward(batch))
         return rows
+
+    def _forward(self, rows: Sequence[Row], pool: KVPool | None = None) -> torch.Tensor:
+        self._check_wanted()
+        return self.runner.forward(rows, pool)
 
     def pin(self, query: Query) -> bool:
         """Compute the query's context and keep its slots until the cache is cleared.
@@ -146,21 +155,32 @@ class Evaluator:
         segments: list[Segment],
         slots: list[int],
     ) -> list[torch.Tensor] | None:
-        """Return the rows, or ``None`` if one is NaN; then nothing is kept."""
+        """Return the rows, or ``None`` if one is NaN; then nothing is kept.
+
+        Where nobody waits for them any more, what has been computed is kept all the same.
+        """
         rows: list[torch.Tensor] = [torch.empty(0)] * len(queries)
         own: dict[Segment, list[int]] = {}
         taken = 0
         for segment in segments:
             own[segment] = slots[taken : taken + segment.num_tokens]
             taken += segment.num_tokens
-        held = list(segments)
+        held = dict.fromkeys(segments)  # whose slots are neither the tree's nor free
+        computed: list[Segment] = []
+
+        def keep() -> None:
+            for segment in computed:
+                self._insert(queries, matches, segment, own)
+                del held[segment]
+
         try:
             for wave in plan_waves(segments):
                 work = {segment: self._row(queries, matches, segment, own) for segment in wave}
                 sizes = [(len(row.token_ids), len(row.past_slots)) for row in work.values()]
                 for group in plan_groups(sizes, self.cost):
                     members = [wave[i] for i in group]
-                    logits = self.runner.forward([work[s] for s in members], self.pool)
+                    logits = self._forward([work[s] for s in members], self.pool)
+                    computed += members
                     answered = [job for s in members for _, job in s.outputs]
                     if answered:
                         self._collect(rows, answered, logits)
@@ -169,9 +189,13 @@ class Evaluator:
                 # context that overflows spoils the keys and values of its own beginning, which
                 # other contexts share.
                 return None
-            while held:
-                self._insert(queries, matches, held[0], own)
-                del held[0]
+            keep()
+        except QueryDroppedError:
+            # There may be no row yet that would tell whether they have overflown.
+            assert self.pool is not None
+            if self.pool.is_finite([*chain.from_iterable(own[segment] for segment in computed)]):
+                keep()
+            raise
         finally:
             self.prefixes.free([*chain.from_iterable(own[segment] for segment in held)])
         return rows

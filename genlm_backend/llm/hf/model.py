@@ -11,7 +11,12 @@ from typing import Any, Self
 import torch
 
 from genlm_backend.cache.pool import KVPool
-from genlm_backend.errors import CacheError, MissingExtraError, UnknownAdapterError
+from genlm_backend.errors import (
+    CacheError,
+    MissingExtraError,
+    QueryDroppedError,
+    UnknownAdapterError,
+)
 from genlm_backend.llm.base import TokenIds
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.hf.evaluator import Evaluator
@@ -110,7 +115,12 @@ class AsyncTransformer(BatchedLM):
             self._batcher.call(lambda: use_num_threads(use_threads))
         pool = self._batcher.call(lambda: self._make_pool(runner, kv_cache_bytes))
         self._evaluator = Evaluator(
-            runner, pool, _cost_model(runner), self._finish, rotary_limit(hf_model)
+            runner,
+            pool,
+            _cost_model(runner),
+            self._finish,
+            rotary_limit(hf_model),
+            self.check_wanted,
         )
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
 
@@ -165,6 +175,8 @@ class AsyncTransformer(BatchedLM):
                 try:
                     with self._adapters.in_place(own[0]):
                         rows.update(zip(own, self._evaluator.evaluate(own), strict=True))
+                except QueryDroppedError:  # nobody waits for any of them
+                    raise
                 except Exception as error:  # raised for their callers, and no others
                     rows.update(dict.fromkeys(own, error))
             return [rows[query] for query in queries]

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -113,8 +114,24 @@ class _SwitchInterval:
                 if self._num_inside == 0 and sys.getswitchinterval() == self._ours:
                     sys.setswitchinterval(self._before)
 
+    def restore(self) -> None:
+        """Put the interval back, whoever is inside."""
+        if self._num_inside and sys.getswitchinterval() == self._ours:
+            sys.setswitchinterval(self._before)
+
 
 _interval = _SwitchInterval()
+
+
+def _renew_after_fork() -> None:
+    """Forget what threads of the parent process held, who are not in this one."""
+    global _interval, _numbers
+    _interval.restore()
+    _interval, _numbers = _SwitchInterval(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_after_fork)
 
 
 def frequent_switches() -> contextlib.AbstractContextManager[None]:

@@ -79,7 +79,7 @@ class AsyncVirtualLM(BatchedLM):
             self_check=self_check,
         )
         self._engine = engine
-        self._rounds = Rounds(engine)
+        self._rounds = Rounds(engine, self.check_wanted)
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
         self._adapters = AdapterNames()
         self._is_pumping = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -26,6 +26,8 @@ class Rounds:
 
     Args:
         engine: Used by nobody else.
+        check_wanted: Called before each round of rows; raises a ``QueryDroppedError`` where nobody
+            waits for them any more.
 
     Attributes:
         table: The sessions.
@@ -34,8 +36,11 @@ class Rounds:
         tokens_evicted: Tokens of sessions that were given up for others.
     """
 
-    def __init__(self, engine: SessionEngine) -> None:
+    def __init__(
+        self, engine: SessionEngine, check_wanted: Callable[[], None] = lambda: None
+    ) -> None:
         self._engine = engine
+        self._check_wanted = check_wanted
         # Rows are told apart by session, and several models may live in one process.
         self.table = SessionTable(engine.max_sessions, prefix=uuid.uuid4().hex)
         self.tokens_computed = self.tokens_reused = self.tokens_evicted = 0
@@ -45,8 +50,9 @@ class Rounds:
     def evaluate(self, queries: list[Query]) -> list[torch.Tensor]:
         """Return the engine's row of each query, in as few rounds as it has room for."""
         rows: list[torch.Tensor] = []
-        with self._distrusting():
-            while len(rows) < len(queries):
+        while len(rows) < len(queries):
+            self._check_wanted()  # the engine is between two rounds, and nothing is amiss
+            with self._distrusting():
                 steps = self._plan_round(queries[len(rows) :])
                 for step in steps:
                     self._engine.add(step)

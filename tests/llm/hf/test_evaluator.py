@@ -1,6 +1,7 @@
 """What is computed, what is reused, and what happens when there is no room."""
 
 import asyncio
+import dataclasses
 import random
 import threading
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.errors import CacheError
+from genlm_backend.errors import CacheError, QueryDroppedError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -272,3 +273,71 @@ def test_clearing_from_another_thread_at_any_moment_changes_no_answer(make):
         thread.join()
     lm.clear_cache()
     assert lm.statistics().kv_bytes_used == 0
+
+
+@pytest.fixture
+def chunked(make):
+    """A model that takes four tokens of a context at a time, held in its first forward pass."""
+    lm = make()
+    lm._evaluator.cost = dataclasses.replace(lm._evaluator.cost, max_segment=4)
+    lm.is_held, lm.may_go_on = threading.Event(), threading.Event()
+
+    def hold(*_):
+        lm.is_held.set()
+        assert lm.may_go_on.wait(30)
+
+    hook = lm.model.register_forward_pre_hook(hold)
+    yield lm
+    hook.remove()
+
+
+async def test_a_context_that_nobody_waits_for_ends_between_two_passes(chunked):
+    task = asyncio.ensure_future(chunked.next_token_logprobs(PROMPT))
+    await asyncio.to_thread(chunked.is_held.wait, 30)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    chunked.may_go_on.set()
+    check(chunked, [[5]])  # comes behind it
+    assert chunked.statistics().num_forwards == 2
+    assert await chunked.num_cached_tokens(PROMPT) == 4  # what was computed is kept
+    check(chunked, [PROMPT, PROMPT[:20]])
+    assert chunked.statistics().tokens_reused == 2 * 4
+    chunked._evaluator.prefixes.check_integrity()
+
+
+async def test_a_context_that_others_wait_for_goes_on(chunked):
+    tasks = [asyncio.ensure_future(chunked.next_token_logprobs(PROMPT)) for _ in range(2)]
+    await asyncio.to_thread(chunked.is_held.wait, 30)
+    tasks[0].cancel()
+    await asyncio.gather(tasks[0], return_exceptions=True)
+    chunked.may_go_on.set()
+    row = await tasks[1]
+    torch.testing.assert_close(row, fresh_row(chunked.model, PROMPT), rtol=0, atol=2e-5)
+    assert chunked.statistics().num_forwards == 13
+
+
+async def test_closing_waits_for_one_pass_and_not_for_the_context(chunked):
+    task = asyncio.ensure_future(chunked.next_token_logprobs(PROMPT))
+    await asyncio.to_thread(chunked.is_held.wait, 30)
+    closing = asyncio.ensure_future(asyncio.to_thread(chunked.close))
+    with pytest.raises(QueryDroppedError):
+        await task
+    chunked.may_go_on.set()
+    await closing
+    assert chunked.statistics().num_forwards == 1
+
+
+async def test_keys_that_have_overflown_are_not_kept_of_a_context_given_up(chunked):
+    def overflow(*_):
+        chunked._evaluator.pool.keys[0].fill_(torch.inf)
+
+    task = asyncio.ensure_future(chunked.next_token_logprobs(PROMPT))
+    await asyncio.to_thread(chunked.is_held.wait, 30)
+    hook = chunked.model.register_forward_hook(overflow)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    chunked.may_go_on.set()
+    chunked._batcher.call(lambda: None)  # comes behind it
+    hook.remove()
+    assert await chunked.num_cached_tokens(PROMPT) == 0
+    chunked._evaluator.prefixes.check_integrity()

@@ -1,6 +1,7 @@
 """Sessions of an engine: the most reused, nothing that is not there, never too many."""
 
 import asyncio
+import threading
 
 import pytest
 import torch
@@ -136,3 +137,30 @@ def test_closing_closes_the_engine_once():
     lm.close()
     lm.close()
     assert engine.is_closed
+
+
+async def test_a_batch_that_nobody_waits_for_ends_between_two_rounds(monkeypatch):
+    engine = FakeEngine(max_sessions=3)
+    is_held, may_go_on = threading.Event(), threading.Event()
+    run = engine.run
+
+    def held(*args):
+        is_held.set()
+        assert may_go_on.wait(30)
+        return run(*args)
+
+    monkeypatch.setattr(engine, "run", held)
+    with AsyncVirtualLM(engine, row_cache_bytes=0) as lm, MockAsyncLM(word_tokenizer()) as other:
+        queries = [Query((i,)) for i in range(9)]
+        tasks = [asyncio.ensure_future(lm._batcher.submit(query)) for query in queries]
+        lm._batcher.set_policy(max_batch_size=9)  # three rounds of three
+        await asyncio.to_thread(is_held.wait, 30)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        may_go_on.set()
+        row = await lm.next_token_logprobs([50])
+        assert torch.equal(row, await other.next_token_logprobs([50]))
+        assert engine.num_steps == 2
+        assert lm.statistics().batch_sizes == {9: 1, 1: 1}
+        assert set(engine.sessions) == set(lm._rounds.table._sessions)

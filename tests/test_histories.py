@@ -1,0 +1,86 @@
+"""Forks, exits and interruptions: whoever asks then is told, and every process ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from genlm_backend.process_lock import ProcessLock
+
+HOLDERS = ("hf", "mock", "vllm", "trie", "engine", "glm")
+MODELS = ("hf", "mock", "vllm")
+MODEL_WAYS = ("sync", "cached", "await", "batch", "await batch", "sample")
+CLOSED = {f"{name} {way}": "BatcherClosedError" for name in MODELS for way in MODEL_WAYS}
+CLOSED |= {f"trie {way}": "BatcherClosedError" for way in ("sum", "max")}
+CLOSED |= {f"engine {way}": "ModelStateError" for way in ("start", "generate")}
+CLOSED["glm submit"] = "RuntimeError"
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that can fork"),
+    pytest.mark.timeout(300),
+]
+
+
+def run(name, code=0):
+    """Run one of the programs of `histories.py` and return the lines that it printed."""
+    done = subprocess.run(
+        # To fork beside other threads is what later Pythons warn of, and what is tested here.
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.histories", name],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-5000:]
+    if code == 0:
+        assert "Traceback" not in done.stderr, done.stderr[-5000:]
+    return done.stdout.splitlines()
+
+
+def test_a_fork_is_told_and_its_parent_goes_on():
+    assert run("fork") == [f"{name} ended 0" for name in HOLDERS]
+
+
+def test_what_nobody_has_asked_and_what_is_made_there_work_in_a_fork():
+    assert run("fork_fresh") == ["ended 0"]
+
+
+def test_asking_at_exit_is_told_and_the_process_ends():
+    lines = run("exit")
+    assert lines[0] == "outliving answered"
+    for line, error in CLOSED.items():
+        assert f"late {line} {error}" in lines
+        assert f"del {line} {error}" in lines
+    assert "late waiting BatcherClosedError BatcherClosedError" in lines
+    # An engine's request fails, or is interrupted with what it has, whichever thread ends first.
+    assert {f"late request {end}" for end in ("returned list", "QueryDroppedError")} & {*lines}
+    # Whether a thread may still begin is Python's to say; 3.12 and later say no.
+    for name in ("mock", "trie"):
+        ends = {f"late fresh {name} {end}" for end in ("returned list", "BatcherClosedError")}
+        assert ends & {*lines}
+    assert "late ended" in lines
+    assert lines[-1] == "del ended"
+
+
+def test_an_interrupted_program_ends_with_the_forward_pass_under_way():
+    lines = run("interrupt", code=-signal.SIGINT)
+    ways = ("sync", "batch", "await", "pin", "warm-up", "exit")
+    assert lines == [f"{way} passes 1" for way in ways]
+
+
+def test_an_interrupted_program_does_not_wait_for_an_engines_request():
+    assert run("interrupt_a_request", code=-signal.SIGINT) == ["exit passes 1"]
+
+
+def test_a_lock_is_taken_by_python_itself():
+    """An interrupt within an `__enter__` of one's own would leave it locked for ever."""
+    for is_reentrant in (False, True):
+        lock = ProcessLock(is_reentrant)
+        assert type(lock.here) in (type(threading.Lock()), type(threading.RLock()))
+        assert lock.here is lock.native
+        assert not hasattr(lock, "__enter__")
