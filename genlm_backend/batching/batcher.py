@@ -22,11 +22,15 @@ from genlm_backend.batching.waiter import (
     deliver,
 )
 from genlm_backend.batching.worker import Worker
+from genlm_backend.checks import function, instance, optional, text
 from genlm_backend.errors import BatcherClosedError, EvaluationError, QueryDroppedError
 
 Q = TypeVar("Q")
 R = TypeVar("R")
 T = TypeVar("T")
+
+
+_POLICY = instance(BatchPolicy, "a BatchPolicy")
 
 
 class _LoopTicker:
@@ -62,6 +66,9 @@ class Batcher(Generic[Q, R]):
         policy: When a batch goes.
         key: Queries with equal keys are one query. Default: the query itself.
         name: Of the worker thread, for debuggers.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If one of them is of another type.
     """
 
     def __init__(
@@ -71,10 +78,10 @@ class Batcher(Generic[Q, R]):
         key: Callable[[Q], Hashable] | None = None,
         name: str = "genlm-batcher",
     ) -> None:
-        self._evaluate = evaluate
-        self.policy = policy or BatchPolicy()
-        self._key = key
-        self._worker = Worker(name)
+        self._evaluate = function("evaluate", evaluate)
+        self.policy = optional(_POLICY)("policy", policy) or BatchPolicy()
+        self._key = optional(function)("key", key)
+        self._worker = Worker(text("name", name))
         self._lock = threading.Lock()
         self._pending: dict[Hashable, Entry] = {}
         self._in_flight: dict[Hashable, Entry] = {}
@@ -176,8 +183,8 @@ class Batcher(Generic[Q, R]):
         """Replace fields of the policy, for the batches to come; from any thread.
 
         Raises:
-            TypeError: If a field has a wrong type.
-            ValueError: If one is out of its bounds.
+            OptionTypeError: (``TypeError``) If a field has a wrong type.
+            OptionError: (``ValueError``) If one is out of its bounds.
         """
         with self._lock:
             self.policy = replace(self.policy, **fields)

@@ -14,6 +14,15 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from genlm_backend.checks import (
+    checked,
+    instance,
+    integer,
+    listed,
+    sequence,
+    shown,
+    text,
+)
 from genlm_backend.errors import ConstraintError, ConstraintViolation, MissingExtraError
 from genlm_backend.llm.base import AsyncLM
 
@@ -65,6 +74,7 @@ class Constraint:
         Raises:
             ConstraintError: If it is no schema, or has a part that llguidance does not know.
         """
+        _checked(whitespace=whitespace)
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
@@ -73,11 +83,15 @@ class Constraint:
         if isinstance(schema, bool):
             schema = {} if schema else {"not": {}}
         if not isinstance(schema, Mapping):
-            raise ConstraintError(f"a JSON schema is an object or a boolean, got {schema!r}")
+            raise ConstraintError(f"a JSON schema is an object or a boolean, got {shown(schema)}")
         options = (
             {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
         )
-        grammar = f"start: %json {json.dumps({**schema, 'x-guidance': options})}"
+        try:
+            text_of_schema = json.dumps({**schema, "x-guidance": options})
+        except (TypeError, ValueError) as error:
+            raise ConstraintError(f"the schema is no JSON: {error}") from error
+        grammar = f"start: %json {text_of_schema}"
         return cls.from_grammar(lm, grammar, eos_token_ids=eos_token_ids)
 
     @classmethod
@@ -99,6 +113,7 @@ class Constraint:
         Raises:
             ConstraintError: If it is no such expression.
         """
+        _checked(pattern=pattern)
         grammar = json.loads(_library().LLMatcher.grammar_from_regex(pattern))
         return cls.from_grammar(
             lm, grammar["grammars"][0]["lark_grammar"], eos_token_ids=eos_token_ids
@@ -113,7 +128,7 @@ class Constraint:
         Raises:
             ConstraintError: If there is none, or one of them is empty or no text.
         """
-        texts = list(choices)
+        texts = _checked(choices=choices)["choices"]
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ConstraintError(f"choices must be texts of at least one letter, got {texts!r}")
         grammar = "start: " + " | ".join(map(json.dumps, texts))
@@ -135,6 +150,7 @@ class Constraint:
             MissingExtraError: (``ImportError``) Without llguidance.
         """
         library = _library()
+        _checked(lm=lm, grammar=grammar)
         eos = _eos_of(lm, eos_token_ids)
         if "%llguidance" not in grammar:
             # Or only one way to divide a text into tokens would be allowed where it is forced.
@@ -173,14 +189,16 @@ class Constraint:
             "choice": cls.from_choice,
             "grammar": cls.from_grammar,
         }
-        kind = response_format.get("type")
+        _checked(response_format=response_format)
+        named = response_format.get("type")
+        kind = named if isinstance(named, str) else ""
         if kind == "json_object" and set(response_format) == {"type"}:
             return cls.from_json_object(lm, eos_token_ids=eos_token_ids)
         if kind not in makers or set(response_format) != {"type", kind}:
             known = ", ".join(repr(name) for name in ["json_object", *makers])
             raise ConstraintError(
                 f"response_format must have a type of {known}, and an entry of that name; "
-                f"got {dict(response_format)!r}"
+                f"got {shown(dict(response_format))}"
             )
         return makers[kind](lm, response_format[kind], eos_token_ids=eos_token_ids)
 
@@ -224,8 +242,9 @@ class Constraint:
         Raises:
             ConstraintViolation: (``ValueError``) If the token is not allowed here; nothing has
                 changed then.
+            OptionTypeError: (``TypeError``) If the id is no integer.
         """
-        token_id = int(token_id)
+        token_id = _TOKEN_ID("token_id", token_id)
         if token_id in self._eos_token_ids:
             if not self.can_end:
                 raise ConstraintViolation("the text cannot end here")
@@ -266,6 +285,23 @@ class Constraint:
             raise ConstraintError(f"the constraint broke down: {error}")
 
 
+_TOKEN_ID = integer()
+
+_CHECKS = {
+    "lm": instance(AsyncLM, "an AsyncLM"),
+    "whitespace": instance(str, "a pattern"),
+    "pattern": instance(str, "a regular expression"),
+    "grammar": text,
+    "choices": listed,
+    "response_format": instance(Mapping, "a mapping with a 'type'"),
+    "eos_token_ids": sequence(_TOKEN_ID, "token ids"),
+}
+
+
+def _checked(**arguments: Any) -> dict[str, Any]:
+    return checked(_CHECKS, arguments, ConstraintError)
+
+
 def _library() -> Any:
     try:
         import llguidance
@@ -278,7 +314,8 @@ def _library() -> Any:
 
 def _eos_of(lm: AsyncLM, given: Collection[int] | None) -> frozenset[int]:
     eos = getattr(lm.tokenizer, "eos_token_id", None) if given is None else given
-    ids = frozenset([eos] if isinstance(eos, int) else eos or ())
+    listed_eos = [eos] if isinstance(eos, int) else () if eos is None else eos
+    ids = frozenset(_checked(eos_token_ids=listed_eos)["eos_token_ids"])
     if not ids:
         raise ConstraintError("the tokenizer names no token that ends a text: pass eos_token_ids")
     wrong = [i for i in ids if not 0 <= i < len(lm.byte_vocab)]
