@@ -396,7 +396,7 @@ NOT_HERE = {
 
 def test_every_public_name_has_its_options_here():
     """A new public class or function is given values of every kind too, or says why not."""
-    calls = " ".join(SUBJECTS)
+    calls = {re.split(r"[. ]", name)[0] for name in SUBJECTS}
     missing = [
         name
         for name in genlm_backend.__all__
