@@ -9,17 +9,13 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from genlm_backend.cache import RowCache
 from genlm_backend.checks import (
     Check,
-    byte_count,
-    check_names,
     checked,
     integer,
     listed,
     mapping,
     optional,
-    switch,
 )
 from genlm_backend.errors import (
     AdapterError,
@@ -42,6 +38,8 @@ from genlm_backend.llm.statistics import BackendCounts
 from genlm_backend.llm.vllm.completion import Completion
 from genlm_backend.llm.vllm.release import check_release
 from genlm_backend.llm.vllm.rounds import Rounds
+from genlm_backend.llm.vllm.row_cache import cache_opts as check_cache_opts
+from genlm_backend.llm.vllm.row_cache import row_cache
 from genlm_backend.llm.vllm.session_engine import SessionEngine
 
 
@@ -75,7 +73,7 @@ class AsyncVirtualLM(BatchedLM):
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
         **BatchedLM.option_checks,
         "cache_size": integer(0),
-        "cache_opts": lambda name, value: optional(_cache_opts)(name, value),
+        "cache_opts": optional(check_cache_opts),
     }
 
     def __init__(
@@ -109,7 +107,7 @@ class AsyncVirtualLM(BatchedLM):
             batch_size=batch_size,
             max_batch_size=engine.max_sessions,
             timeout=timeout,
-            row_cache=_row_cache(
+            row_cache=row_cache(
                 given["cache_size"], given["row_cache_bytes"], **(given["cache_opts"] or {})
             ),
             output_device=output_device,
@@ -379,23 +377,3 @@ class AsyncVirtualLM(BatchedLM):
         self._engine.close()
         for completion in completions:
             completion.fail(BatcherClosedError("closed before the sample was complete"))
-
-
-_CACHE_OPTS = {"max_bytes": optional(byte_count), "move_to_cpu": switch}
-
-
-def _cache_opts(name: str, value: Any) -> dict[str, Any]:
-    """Return checked ``cache_opts``; a check."""
-    options = mapping(name, value)
-    check_names(options, _CACHE_OPTS, f"option of {name}")
-    return checked(_CACHE_OPTS, options)
-
-
-def _row_cache(
-    cache_size: int, row_cache_bytes: int, max_bytes: int | None = None, move_to_cpu: bool = False
-) -> RowCache:
-    return RowCache(
-        row_cache_bytes if max_bytes is None else max_bytes,
-        cache_size or None,
-        torch.device("cpu") if move_to_cpu else None,
-    )
