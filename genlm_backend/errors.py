@@ -4,6 +4,8 @@ Each is also the standard type that a caller would expect, so that ``except Valu
 keeps working without knowing this module::
 
     GenlmBackendError
+    ├── OptionError (ValueError)             an argument out of its bounds
+    ├── OptionTypeError (TypeError)          an argument of a wrong type
     ├── ContextError (ValueError)            a context that no model can answer
     ├── ContextTypeError (TypeError)         token ids that are not integers
     ├── AdapterError (ValueError)            a LoRA adapter that cannot be used
@@ -24,6 +26,7 @@ keeps working without knowing this module::
     ├── RuntimeConfigError (ValueError)      a field of a RuntimeConfig
     ├── UnknownModelError (KeyError)         a model name that an engine does not have
     ├── UnknownRequestError (ValueError)     a request that is not this engine's
+    ├── UnknownTaskError (KeyError)          a task that an AsyncGLM does not have, or no longer
     ├── ModelStateError (RuntimeError)       a model is not in the state that this needs
     ├── RequestQueueFullError (queue.Full)   no room among the requests that wait
     ├── DeviceError (ValueError)             a device that is not there
@@ -46,6 +49,14 @@ import queue
 
 class GenlmBackendError(Exception):
     """Base of every error raised on purpose by this library."""
+
+
+class OptionError(GenlmBackendError, ValueError):
+    """An argument is out of its bounds, or none of the values that there are."""
+
+
+class OptionTypeError(GenlmBackendError, TypeError):
+    """An argument is of a type that it cannot have, or there is none of its name."""
 
 
 class ContextError(GenlmBackendError, ValueError):
@@ -144,8 +155,14 @@ class UnknownRequestError(GenlmBackendError, ValueError):
     """Something is not a request, or it is another engine's."""
 
 
+class UnknownTaskError(GenlmBackendError, KeyError):
+    """There is no task of that number, or its result has been collected."""
+
+    __str__ = Exception.__str__
+
+
 class ModelStateError(GenlmBackendError, RuntimeError):
-    """A model of an engine is not in the state that is needed."""
+    """A model, or what runs one, is not in the state that is needed."""
 
 
 class RequestQueueFullError(GenlmBackendError, queue.Full):

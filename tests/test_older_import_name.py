@@ -170,5 +170,5 @@ def test_an_output_cache_forgets_what_was_not_used_for_longest():
         cache["b"]
     cache.clear()
     assert len(cache) == 0
-    with pytest.raises(ValueError, match="maxsize must be zero or more"):
+    with pytest.raises(ValueError, match="maxsize must be an integer of 0 or more"):
         OutputCache(-1)

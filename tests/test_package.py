@@ -138,6 +138,9 @@ def test_every_error_is_also_what_a_caller_expects():
     from genlm_backend import errors
 
     kinds = {
+        "OptionError": ValueError,
+        "OptionTypeError": TypeError,
+        "UnknownTaskError": KeyError,
         "ContextError": ValueError,
         "ContextTypeError": TypeError,
         "UnknownAdapterError": ValueError,
@@ -179,23 +182,33 @@ def test_every_error_is_also_what_a_caller_expects():
 # Which package may import what of this library, and what none of it may touch.
 ARROWS = {
     "errors": (set(), {"torch", "numpy", "transformers"}),
+    "checks": ({"errors"}, {"numpy", "transformers"}),  # of torch, one function asks for devices
     "lazy": (set(), {"torch", "numpy", "transformers"}),
     "closing": (set(), {"torch", "numpy", "transformers"}),
     "readable": (set(), {"torch", "numpy", "transformers"}),
     "process_lock": ({"errors"}, {"torch", "numpy", "transformers"}),
     "info": ({"llm", "errors"}, {"transformers"}),
     "replaced": ({"llm.vllm", "tokenization", "errors"}, {"torch", "numpy", "transformers"}),
-    "batching": ({"readable", "process_lock", "errors"}, {"torch", "numpy", "transformers"}),
-    "cache": ({"process_lock", "errors"}, {"asyncio", "transformers"}),
-    "tokenization": ({"errors"}, {"torch"}),
+    "batching": (
+        {"checks", "readable", "process_lock", "errors"},
+        {"torch", "numpy", "transformers"},
+    ),
+    "cache": ({"checks", "process_lock", "errors"}, {"asyncio", "transformers"}),
+    "tokenization": ({"checks", "errors"}, {"torch"}),
     "trie": (
-        {"readable", "process_lock", "tokenization", "batching", "errors", "lazy"},
+        {"checks", "readable", "process_lock", "tokenization", "batching", "errors", "lazy"},
         {"transformers"},
     ),
-    "llm": ({"readable", "closing", "tokenization", "batching", "cache", "errors", "lazy"}, set()),
-    "generation": ({"readable", "closing", "process_lock", "llm", "errors", "lazy"}, {"vllm"}),
-    "llm.hf": ({"llm", "cache", "errors", "lazy"}, {"vllm"}),
-    "llm.vllm": ({"llm", "cache", "errors", "lazy"}, {"transformers"}),
+    "llm": (
+        {"checks", "readable", "closing", "tokenization", "batching", "cache", "errors", "lazy"},
+        set(),
+    ),
+    "generation": (
+        {"checks", "readable", "closing", "process_lock", "llm", "errors", "lazy"},
+        {"vllm"},
+    ),
+    "llm.hf": ({"checks", "llm", "cache", "errors", "lazy"}, {"vllm"}),
+    "llm.vllm": ({"checks", "llm", "cache", "errors", "lazy"}, {"transformers"}),
 }
 # The registry knows backends by name only; loading looks tokenizers up inside its functions, and
 # the bars of loading are transformers' own.

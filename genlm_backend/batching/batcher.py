@@ -22,12 +22,15 @@ from genlm_backend.batching.waiter import (
     presentable,
 )
 from genlm_backend.batching.worker import Worker
+from genlm_backend.checks import function, instance, optional, text
 from genlm_backend.errors import BatcherClosedError, EvaluationError, QueryDroppedError
 from genlm_backend.process_lock import ProcessLock
 
 Q = TypeVar("Q")
 R = TypeVar("R")
 T = TypeVar("T")
+
+_POLICY = instance(BatchPolicy, "a BatchPolicy")
 
 
 class Batcher(Generic[Q, R]):
@@ -51,6 +54,9 @@ class Batcher(Generic[Q, R]):
         policy: When a batch goes.
         key: Queries with equal keys are one query. Default: the query itself.
         name: Of the worker thread, for debuggers.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If one of them is of another type.
     """
 
     def __init__(
@@ -60,10 +66,10 @@ class Batcher(Generic[Q, R]):
         key: Callable[[Q], Hashable] | None = None,
         name: str = "genlm-batcher",
     ) -> None:
-        self._evaluate = evaluate
-        self.policy = policy or BatchPolicy()
-        self._key = key
-        self._worker = Worker(name)
+        self._evaluate = function("evaluate", evaluate)
+        self.policy = optional(_POLICY)("policy", policy) or BatchPolicy()
+        self._key = optional(function)("key", key)
+        self._worker = Worker(text("name", name))
         self._lock = ProcessLock()
         self._pending: dict[Hashable, Entry] = {}
         self._in_flight: dict[Hashable, Entry] = {}
@@ -101,11 +107,8 @@ class Batcher(Generic[Q, R]):
         loop, which stands still meanwhile.
 
         Raises:
-            BatcherClosedError: As ``submit``, as are the next two.
-            ForkedError: As there.
-            QueryDroppedError: As there.
             RuntimeError: When called from within ``evaluate``, which could never end.
-            Exception: What ``evaluate`` raised for one of the batches.
+            Exception: As ``submit``, for one of the batches.
         """
         if self._worker.is_current_thread():
             raise RuntimeError("evaluate() cannot wait for its own batcher")
@@ -172,8 +175,8 @@ class Batcher(Generic[Q, R]):
         """Replace fields of the policy, for the batches to come; from any thread.
 
         Raises:
-            TypeError: If a field has a wrong type.
-            ValueError: If one is out of its bounds.
+            OptionTypeError: (``TypeError``) If a field has a wrong type.
+            OptionError: (``ValueError``) If one is out of its bounds.
         """
         with self._lock.here:
             self.policy = replace(self.policy, **fields)
@@ -321,10 +324,9 @@ class Batcher(Generic[Q, R]):
             try:
                 self._worker.put(lambda: self._run(batch))
             except RuntimeError as error:  # there is no thread any more, or none to be had
-                self._is_busy = self._is_urgent = False
                 entries = [*batch, *self._pending.values()]
-                self._pending.clear()
-                self._in_flight.clear()
+                self._pending, self._in_flight = {}, {}
+                self._is_busy = self._is_urgent = False
                 deliver([s for entry in entries for s in entry.settlements(None, error)])
 
     def _is_ending(self) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from numbers import Real
+
+from genlm_backend.checks import checked, integer, number
+from genlm_backend.errors import OptionError
 
 
 class Decision(enum.Enum):
@@ -55,6 +57,10 @@ class BatchPolicy:
             More than one, because a result travels through a task or two (``asyncio.gather``)
             before the next query is born of it. One idle pass costs about 20 microseconds.
         max_passes: Passes of the event loop after which a batch goes in any case.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If a field has a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds.
     """
 
     max_batch_size: int = 20
@@ -63,18 +69,13 @@ class BatchPolicy:
     max_passes: int = 1000
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_batch_size, bool) or not hasattr(self.max_batch_size, "__index__"):
-            raise TypeError(f"batch_size must be an int, got {self.max_batch_size!r}")
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, Real):
-            raise TypeError(f"timeout must be a number of seconds, got {self.timeout!r}")
-        if self.max_batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.max_batch_size}")
-        if not self.timeout >= 0:
-            raise ValueError(f"timeout must be zero or more seconds, got {self.timeout}")
-        if self.quiet_passes < 1 or self.max_passes < self.quiet_passes:
-            raise ValueError(
-                "quiet_passes must be at least 1 and max_passes no smaller, "
-                f"got {self.quiet_passes} and {self.max_passes}"
+        fields = {name: getattr(self, name) for name in _CHECKS}
+        for name, value in checked(_CHECKS, fields).items():
+            object.__setattr__(self, name, value)
+        if self.max_passes < self.quiet_passes:
+            raise OptionError(
+                f"max_passes must be at least quiet_passes ({self.quiet_passes}), "
+                f"got {self.max_passes}"
             )
 
     def decide(self, state: BatchState) -> Decision:
@@ -90,3 +91,11 @@ class BatchPolicy:
         ):
             return Decision.FIRE
         return Decision.YIELD
+
+
+_CHECKS = {
+    "max_batch_size": integer(1),
+    "timeout": number(0, is_finite=False),
+    "quiet_passes": integer(1),
+    "max_passes": integer(1),
+}

@@ -8,6 +8,8 @@ from typing import final
 
 import torch
 
+from genlm_backend.checks import integer, switch
+
 
 @final
 class OutputCache:
@@ -19,13 +21,15 @@ class OutputCache:
     Args:
         maxsize: Tensors to keep, at most.
         move_to_cpu: Keep tensors in main memory, and hand them out on the device that they had.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If one of them is of another type.
+        OptionError: (``ValueError``) If ``maxsize`` is negative.
     """
 
     def __init__(self, maxsize: int, move_to_cpu: bool = False) -> None:
-        if maxsize < 0:
-            raise ValueError(f"maxsize must be zero or more, got {maxsize}")
-        self.maxsize = maxsize
-        self.move_to_cpu = move_to_cpu
+        self.maxsize = integer(0)("maxsize", maxsize)
+        self.move_to_cpu = switch("move_to_cpu", move_to_cpu)
         self.cache: OrderedDict[Hashable, tuple[torch.device, torch.Tensor]] = OrderedDict()
 
     def __getitem__(self, key: Hashable) -> torch.Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Hashable
 
 import torch
 
+from genlm_backend.checks import byte_count, integer, optional
+from genlm_backend.checks import device as check_device
 from genlm_backend.process_lock import ProcessLock
 
 
@@ -20,21 +22,22 @@ class RowCache:
         budget: Bytes that the rows may take together; 0 stores nothing.
         max_rows: Rows that may be stored; ``None`` for any number.
         device: Where rows are kept; ``None`` for wherever they are when stored.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If a bound is no integer.
+        OptionError: (``ValueError``) If one is negative.
+        DeviceError: (``ValueError``) If the device is not there.
     """
 
     def __init__(
         self,
         budget: int,
         max_rows: int | None = None,
-        device: torch.device | None = None,
+        device: str | torch.device | None = None,
     ) -> None:
-        if budget < 0:
-            raise ValueError(f"row_cache_bytes must be zero or more, got {budget}")
-        if max_rows is not None and max_rows < 0:
-            raise ValueError(f"max_rows must be zero or more, got {max_rows}")
-        self.budget = budget
-        self.max_rows = max_rows
-        self._device = device
+        self.budget = byte_count("budget", budget)
+        self.max_rows = optional(integer(0))("max_rows", max_rows)
+        self._device: torch.device | None = optional(check_device)("device", device)
         self._lock = ProcessLock()
         self._rows: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
         self._bytes = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections import deque
@@ -15,7 +14,16 @@ from typing import Any, Self
 import torch
 import transformers
 
-from genlm_backend.errors import GenerationConfigError, ModelStateError, OutOfSlotsError
+from genlm_backend.checks import checked, integer, mapping, optional, shown, switch
+from genlm_backend.checks import timeout as check_timeout
+from genlm_backend.errors import (
+    GenerationConfigError,
+    ModelStateError,
+    OptionTypeError,
+    OutOfSlotsError,
+    RequestQueueFullError,
+    UnknownTaskError,
+)
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.engine import Engine
 from genlm_backend.generation.hf_inputs import config_of_kwargs, rows_of
@@ -54,7 +62,9 @@ class AsyncGLM:
             takes in a batch.
 
     Raises:
-        GenerationConfigError: (``ValueError``) If ``generation_kwargs`` has something else.
+        GenerationConfigError: (``ValueError``) If ``generation_kwargs`` has something else, or a
+            bound is too small.
+        OptionTypeError: (``TypeError``) If ``model`` is neither.
     """
 
     def __init__(
@@ -66,9 +76,12 @@ class AsyncGLM:
         *,
         max_running: int | None = None,
     ) -> None:
-        for name, value in (("max_queue_size", max_queue_size), ("max_running", max_running)):
-            if value is not None and value < 1:
-                raise GenerationConfigError(f"{name} must be 1 or more, got {value}")
+        options = {
+            "max_queue_size": max_queue_size,
+            "max_running": max_running,
+            "generation_kwargs": generation_kwargs,
+        }
+        given = checked(_CHECKS, options, GenerationConfigError)
         self._is_own = not isinstance(model, AsyncLM)
         self._defaults = dict(generation_kwargs or {})
         self._lm: AsyncLM = _wrap(model, tokenizer) if self._is_own else model
@@ -78,8 +91,8 @@ class AsyncGLM:
         except BaseException:
             self._close_model()
             raise
-        self._max_queue_size = max_queue_size
-        self._max_running = max_running or getattr(self._lm, "batch_size", 20)
+        self._max_queue_size: int = given["max_queue_size"]
+        self._max_running: int = given["max_running"] or getattr(self._lm, "batch_size", 20)
         self._lock = ProcessLock()
         self._changed = threading.Condition(self._lock.native)
         self._waiting: deque[_Task] = deque()
@@ -95,7 +108,7 @@ class AsyncGLM:
         """Start working; again has no effect.
 
         Raises:
-            RuntimeError: After ``shutdown()``.
+            ModelStateError: (``RuntimeError``) After ``shutdown()``.
         """
         with self._lock.here:
             self._check_open()
@@ -126,10 +139,12 @@ class AsyncGLM:
             ContextError: (``ValueError``) If a prompt is empty or too long, or the mapping has
                 something that a text model cannot read. Nothing is queued then, as with the next.
             GenerationConfigError: (``ValueError``) If ``generation_kwargs`` are wrong.
-            queue.Full: If the queue was full for ``timeout`` seconds.
-            ModelStateError: (``RuntimeError``) If it is full and ``start()`` has not been called.
-            RuntimeError: After ``shutdown()``.
+            RequestQueueFullError: (``queue.Full``) If the queue was full for ``timeout`` seconds.
+            ModelStateError: (``RuntimeError``) If it is full and ``start()`` has not been called,
+                and after ``shutdown()``.
         """
+        timeout = check_timeout("timeout", timeout)
+        checked(_CHECKS, {"generation_kwargs": generation_kwargs}, GenerationConfigError)
         with self._lock.here:
             self._check_open()
         own = generation_kwargs or {}
@@ -152,7 +167,7 @@ class AsyncGLM:
             while not self._is_shut_down and len(self._waiting) >= self._max_queue_size:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
-                    raise queue.Full(f"{len(self._waiting)} tasks are waiting already")
+                    raise RequestQueueFullError(f"{len(self._waiting)} tasks are waiting already")
                 self._check_started("the queue is full")
                 self._changed.wait(left)
             self._check_open()
@@ -172,16 +187,16 @@ class AsyncGLM:
 
         Raises:
             TimeoutError: If it is not complete after ``timeout`` seconds; it can be asked again.
-            KeyError: If there is no such task, or its result has been collected.
+            UnknownTaskError: (``KeyError``) If there is no such task, or its result has been
+                collected.
             CancelledError: (of ``concurrent.futures``) If ``shutdown`` came first.
             ModelStateError: (``RuntimeError``) Before ``start()``, at once, even if another thread
                 might call it later.
             Exception: What made the task fail.
         """
+        timeout = check_timeout("timeout", timeout)
         with self._lock.here:
-            task = self._tasks.get(task_id)
-            if task is None:
-                raise KeyError(f"no task {task_id}, or its result has been collected")
+            task = self._task(task_id)
             if not (task.future.done() or self._is_shut_down):
                 self._check_started(f"task {task_id} has not begun")
         try:
@@ -197,18 +212,23 @@ class AsyncGLM:
     def _collect(self, task_id: int) -> None:
         with self._lock.here:
             if self._tasks.pop(task_id, None) is None:
-                raise KeyError(f"the result of task {task_id} has been collected")
+                raise UnknownTaskError(f"the result of task {task_id} has been collected")
+
+    def _task(self, task_id: int) -> _Task:
+        """Return a task whose result has not been collected; under the lock."""
+        task = self._tasks.get(_CHECKS["task_id"]("task_id", task_id))
+        if task is None:
+            raise UnknownTaskError(f"no task {task_id}, or its result has been collected")
+        return task
 
     def is_ready(self, task_id: int) -> bool:
         """Return whether ``get_result`` would not have to wait.
 
         Raises:
-            KeyError: As there.
+            UnknownTaskError: (``KeyError``) As there.
         """
         with self._lock.here:
-            if task_id not in self._tasks:
-                raise KeyError(f"no task {task_id}, or its result has been collected")
-            return self._tasks[task_id].future.done()
+            return self._task(task_id).future.done()
 
     def queue_size(self) -> int:
         """Return how many tasks wait to be begun."""
@@ -226,6 +246,8 @@ class AsyncGLM:
             wait: Whether to complete the tasks first. Those that are not are cancelled.
             timeout: Seconds to wait for them, at most.
         """
+        switch("wait", wait)
+        timeout = check_timeout("timeout", timeout)
         if self._lock.is_foreign:
             return
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -264,7 +286,7 @@ class AsyncGLM:
 
     def _check_open(self) -> None:
         if self._is_shut_down or (self._engine is not None and self._engine.is_closed):
-            raise RuntimeError("this AsyncGLM has been shut down")
+            raise ModelStateError("this AsyncGLM has been shut down")
 
     def _check_started(self, what: str) -> None:
         if self._engine is None:
@@ -344,7 +366,21 @@ def _defaults_of(lm: AsyncLM) -> Any:
     )
 
 
+_CHECKS = {
+    "max_queue_size": integer(1),
+    "max_running": optional(integer(1)),
+    "generation_kwargs": optional(mapping),
+    "task_id": integer(),
+}
+
+
 def _wrap(model: Any, tokenizer: Any) -> AsyncLM:
+    if not hasattr(model, "get_input_embeddings"):
+        hint = ": load_model_by_name takes a name" if isinstance(model, str) else ""
+        raise OptionTypeError(
+            "model must be a causal language model of transformers or an AsyncLM, "
+            f"got {shown(model)}{hint}"
+        )
     from genlm_backend.llm import AsyncTransformer
 
     if tokenizer is None:

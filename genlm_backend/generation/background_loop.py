@@ -18,7 +18,9 @@ T = TypeVar("T")
 class BackgroundLoop:
     """An event loop that runs on a daemon thread, from construction to ``close()``.
 
-    Interpreter exit closes it too: whoever waits there for something on it is told.
+    One that nobody refers to any more ends by itself, and so does one that is there at the
+    interpreter's exit: whoever waits there for something on it is told. The thread holds the event
+    loop and nothing else.
 
     Args:
         name: Of the thread, for debuggers.
@@ -26,10 +28,9 @@ class BackgroundLoop:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-        # The thread keeps the loop alive, so that this is for interpreter exit only.
-        self._finalizer = weakref.finalize(self, _end, self._loop, self._thread, os.getpid())
+        thread = threading.Thread(target=_run, args=(self._loop,), name=name, daemon=True)
+        thread.start()
+        self._finalizer = weakref.finalize(self, _end, self._loop, thread, os.getpid())
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
         """Call a function on the loop's thread, in the order of the calls."""
@@ -51,16 +52,16 @@ class BackgroundLoop:
         """
         self._finalizer()
 
-    def _run(self) -> None:
-        loop = self._loop
-        asyncio.set_event_loop(loop)
-        try:
-            loop.run_forever()
-            loop.run_until_complete(_cancel_all())
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.run_until_complete(loop.shutdown_default_executor())
-        finally:
-            loop.close()
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+        loop.run_until_complete(_cancel_all())
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        loop.close()
 
 
 async def _cancel_all() -> None:
@@ -83,4 +84,5 @@ def _has_begun(task: asyncio.Task[Any]) -> bool:
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: int) -> None:
     if os.getpid() == process and thread.is_alive():
         loop.call_soon_threadsafe(loop.stop)
-        thread.join()
+        if thread is not threading.current_thread():
+            thread.join()

@@ -155,7 +155,7 @@ class BeamSearch(Draft):
         return [(number, token) for number, beam in numbered for token in self._tokens(beam)]
 
     def _tokens(self, beam: _Beam) -> list[GeneratedToken]:
-        text, tokens = Text(self._config.stop), []
+        text, tokens = Text(self._config.stop or ()), []
         generated = beam.context[len(self._prompt.token_ids) :]
         reason = self._finish_reason(beam.context)
         for place, (token_id, own) in enumerate(zip(generated, beam.logprobs, strict=True)):

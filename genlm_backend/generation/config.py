@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any, Literal, Self
 
-from genlm_backend.errors import GenerationConfigError
+from genlm_backend.checks import (
+    checked,
+    instance,
+    integer,
+    number,
+    one_of,
+    optional,
+    sequence,
+    shown,
+    switch,
+    text,
+)
+from genlm_backend.errors import GenerationConfigError, OptionError
 from genlm_backend.generation.fields import replaced
 from genlm_backend.generation.hf_config import fields_of_hf
 from genlm_backend.llm.base import AsyncLM
@@ -35,7 +45,8 @@ class GenerationConfig:
         min_new_tokens: Tokens of the text before it may end.
         early_stopping: Whether to stop at an end-of-sequence token at all.
         eos_token_id: One or several tokens that end a text; ``None`` for the tokenizer's own.
-        stop_words_ids: Lists of token ids; a text that ends with one of them is complete.
+        stop_words_ids: Lists of token ids; a text that ends with one of them is complete. ``None``
+            means none, as with the next two.
         stop: Strings; a text is complete, and cut off, where one of them begins.
         bad_words_ids: Lists of token ids that are not generated.
         repetition_penalty: Above 0; 1 for none. Divides the positive logits of tokens that were
@@ -75,9 +86,9 @@ class GenerationConfig:
     min_new_tokens: int = 0
     early_stopping: bool = True
     eos_token_id: int | Sequence[int] | None = None
-    stop_words_ids: Sequence[Sequence[int]] = ()
-    stop: str | Sequence[str] = ()
-    bad_words_ids: Sequence[Sequence[int]] = ()
+    stop_words_ids: Sequence[Sequence[int]] | None = ()
+    stop: str | Sequence[str] | None = ()
+    bad_words_ids: Sequence[Sequence[int]] | None = ()
     repetition_penalty: float = 1.0
     suppress_repetition_in_generation: bool = False
     no_repeat_ngram_size: int = 0
@@ -95,38 +106,9 @@ class GenerationConfig:
     def __post_init__(self, mm_info: object) -> None:
         if mm_info is not None:
             raise GenerationConfigError("mm_info: a text model takes no multimodal input")
-        self._tidy("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        for name in _LISTS_OF_IDS:
-            self._tidy(name, tuple(tuple(word) for word in getattr(self, name)))
-        if self.eos_token_id is not None and not isinstance(self.eos_token_id, int):
-            self._tidy("eos_token_id", tuple(self.eos_token_id))
-        for name in _SWITCHES:
-            self._check(name, isinstance(getattr(self, name), bool), "True or False")
-        for name, least in _INTEGERS.items():
-            value = getattr(self, name)
-            if value is None:
-                is_right = name in ("max_new_tokens", "max_length", "seed")
-            else:
-                is_integer = isinstance(value, int) and not isinstance(value, bool)
-                is_right = is_integer and value >= least
-            self._check(name, is_right, f"{least} or more")
-        for name, (low, high, is_open) in _NUMBERS.items():
-            value = getattr(self, name)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            is_inside = is_number and low <= value <= high
-            self._check(
-                name, is_inside and not (is_open and value == low), _range(low, high, is_open)
-            )
-        self._check("stop", all(isinstance(s, str) and s for s in self.stop), "non-empty strings")
-        for name in _LISTS_OF_IDS:
-            words = getattr(self, name)
-            are_ids = all(word and all(isinstance(i, int) for i in word) for word in words)
-            self._check(name, are_ids, "non-empty lists of token ids")
-        eos = self.eos_token_id
-        eos_ids = () if eos is None else eos if isinstance(eos, tuple) else (eos,)
-        self._check("eos_token_id", all(isinstance(i, int) for i in eos_ids), "token ids")
-        is_format = self.response_format is None or isinstance(self.response_format, Mapping)
-        self._check("response_format", is_format, "None or a mapping with a 'type'")
+        given = {name: getattr(self, name) for name in _CHECKS}
+        for name, value in checked(_CHECKS, given, GenerationConfigError).items():
+            object.__setattr__(self, name, value)
         self._check_contradictions()
 
     def _check_contradictions(self) -> None:
@@ -148,11 +130,6 @@ class GenerationConfig:
         self._check(
             "num_beams", self.num_beams == 1 or is_simple, "1 with do_sample or response_format"
         )
-        self._check(
-            "beam_early_stopping",
-            self.beam_early_stopping in (True, False, "never"),
-            "True, False or 'never'",
-        )
         if self.num_beams == 1:
             self._check("length_penalty", self.length_penalty == 1, "1.0 unless num_beams > 1")
             self._check(
@@ -161,9 +138,6 @@ class GenerationConfig:
         self._check(
             "top_logprobs", self.logprobs or not self.top_logprobs, "0 unless logprobs=True"
         )
-
-    def _tidy(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
 
     def _check(self, name: str, is_right: bool, wanted: str) -> None:
         if not is_right:
@@ -190,6 +164,10 @@ class GenerationConfig:
         Raises:
             GenerationConfigError: (``ValueError``) Naming what it asks for that is not done here.
         """
+        if not hasattr(config, "to_diff_dict"):
+            raise GenerationConfigError(
+                f"config must be a GenerationConfig of transformers, got {shown(config)}"
+            )
         return cls(**fields_of_hf(config))
 
     @classmethod
@@ -200,40 +178,56 @@ class GenerationConfig:
         return cls() if config is None else cls.from_hf(config)
 
 
-_SWITCHES = ("do_sample", "early_stopping", "suppress_repetition_in_generation", "logprobs")
+def _eos(name: str, value: Any) -> int | tuple[int, ...] | None:
+    if value is None or getattr(value, "ndim", 1) == 0:
+        return optional(_ID)(name, value)
+    return _ID(name, value) if not hasattr(value, "__iter__") else _IDS(name, value)
 
-_LISTS_OF_IDS = ("stop_words_ids", "bad_words_ids")
 
-_INTEGERS = {
-    "top_k": 0,
-    "seed": 0,
-    "n": 1,
-    "max_new_tokens": 1,
-    "max_length": 1,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "no_repeat_ngram_size": 0,
-    "top_logprobs": 0,
-    "num_beams": 1,
+def _stop(name: str, value: Any) -> tuple[str, ...]:
+    return _TEXTS(name, () if value is None else (value,) if isinstance(value, str) else value)
+
+
+def _words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    words = _WORDS(name, () if value is None else value)
+    if not all(words):
+        raise OptionError(f"{name} must be non-empty lists of token ids, got {shown(value)}")
+    return words
+
+
+_ID = integer()
+_IDS = sequence(_ID, "a token id, or several")
+_TEXTS = sequence(text, "non-empty strings")
+_WORDS = sequence(sequence(_ID, "a list"), "non-empty lists of token ids")
+
+_CHECKS = {
+    "do_sample": switch,
+    "temperature": number(0, is_open=True, is_finite=False),
+    "top_k": integer(0),
+    "top_p": number(0, 1, is_open=True),
+    "min_p": number(0, 1),
+    "seed": optional(integer(0)),
+    "n": integer(1),
+    "max_new_tokens": optional(integer(1)),
+    "max_length": optional(integer(1)),
+    "min_length": integer(0),
+    "min_new_tokens": integer(0),
+    "early_stopping": switch,
+    "eos_token_id": _eos,
+    "stop_words_ids": _words,
+    "stop": _stop,
+    "bad_words_ids": _words,
+    "repetition_penalty": number(0, is_open=True),
+    "suppress_repetition_in_generation": switch,
+    "no_repeat_ngram_size": integer(0),
+    "presence_penalty": number(),
+    "frequency_penalty": number(),
+    "logprobs": switch,
+    "top_logprobs": integer(0),
+    "lora_name": optional(text),
+    "response_format": optional(instance(Mapping, "a mapping with a 'type'")),
+    "num_beams": integer(1),
+    "length_penalty": number(),
+    "beam_early_stopping": one_of(True, False, "never"),
 }
-"""Fields that are integers → the least they may be."""
-
-_LARGEST = sys.float_info.max
-
-_NUMBERS = {
-    "temperature": (0.0, math.inf, True),
-    "top_p": (0.0, 1.0, True),
-    "min_p": (0.0, 1.0, False),
-    "repetition_penalty": (0.0, _LARGEST, True),
-    "presence_penalty": (-_LARGEST, _LARGEST, False),
-    "frequency_penalty": (-_LARGEST, _LARGEST, False),
-    "length_penalty": (-_LARGEST, _LARGEST, False),
-}
-"""Fields that are numbers → bounds, and whether the lower one is excluded."""
-
-
-def _range(low: float, high: float, is_open: bool) -> str:
-    if low == -_LARGEST:
-        return "a number"
-    text = f"above {low:g}" if is_open else f"{low:g} or more"
-    return text if high >= _LARGEST else f"{text}, up to {high:g}"
+"""Checks of the fields by name; what they return is what the field becomes."""

@@ -14,6 +14,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from genlm_backend.checks import checked, instance, integer, listed, sequence, shown, text
 from genlm_backend.errors import (
     ConstraintError,
     ConstraintTypeError,
@@ -80,11 +81,12 @@ class Constraint:
                 not keep to. Annotations are allowed: ``title``, ``description``, ``default``,
                 ``examples``, … and whatever begins with ``x-``.
         """
-        checked = check_schema(schema)
+        _checked(whitespace=whitespace)
+        plain = check_schema(schema)
         options = (
             {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
         )
-        grammar = f"start: %json {json.dumps({**checked, 'x-guidance': options})}"
+        grammar = f"start: %json {json.dumps({**plain, 'x-guidance': options})}"
         return cls._make(lm, grammar, eos_token_ids)
 
     @classmethod
@@ -106,6 +108,7 @@ class Constraint:
         Raises:
             ConstraintError: If it is no such expression.
         """
+        _checked(pattern=pattern)
         grammar = json.loads(_library().LLMatcher.grammar_from_regex(pattern))
         return cls._make(lm, grammar["grammars"][0]["lark_grammar"], eos_token_ids)
 
@@ -121,7 +124,7 @@ class Constraint:
         """
         if isinstance(choices, (str, bytes)) or not isinstance(choices, Iterable):
             raise ConstraintTypeError(f"choices must be several texts in a list, got {choices!r}")
-        texts = list(choices)
+        texts = _checked(choices=choices)["choices"]
         if not texts or not all(isinstance(text, str) and text for text in texts):
             raise ConstraintError(f"choices must be texts of at least one letter, got {texts!r}")
         # One terminal: as a rule, each text would be an item of the parser's row, which is bounded.
@@ -143,6 +146,7 @@ class Constraint:
             ConstraintError: If it is no such grammar.
             MissingExtraError: (``ImportError``) Without llguidance.
         """
+        _checked(grammar=grammar)
         has_options = "%llguidance" in grammar
         return cls._make(lm, grammar, eos_token_ids, options="" if has_options else _OPTIONS)
 
@@ -173,14 +177,16 @@ class Constraint:
             "choice": cls.from_choice,
             "grammar": cls.from_grammar,
         }
-        kind = response_format.get("type")
+        _checked(response_format=response_format)
+        named = response_format.get("type")
+        kind = named if isinstance(named, str) else ""
         if kind == "json_object" and set(response_format) == {"type"}:
             return cls.from_json_object(lm, eos_token_ids=eos_token_ids)
         if kind not in makers or set(response_format) != {"type", kind}:
             known = ", ".join(repr(name) for name in ["json_object", *makers])
             raise ConstraintError(
                 f"response_format must have a type of {known}, and an entry of that name; "
-                f"got {dict(response_format)!r}"
+                f"got {shown(dict(response_format))}"
             )
         given = response_format[kind]
         wanted = unwrapped(given) if kind == "json_schema" else given
@@ -195,6 +201,7 @@ class Constraint:
         options: str = _OPTIONS,
     ) -> Self:
         library = _library()
+        _checked(lm=lm)
         eos = _eos_of(lm, eos_token_ids)
         matcher = library.LLMatcher(
             _tokenizer_of(lm), library.LLMatcher.grammar_from_lark(options + grammar), log_level=0
@@ -248,8 +255,9 @@ class Constraint:
         Raises:
             ConstraintViolation: (``ValueError``) If the token is not allowed here; nothing has
                 changed then.
+            OptionTypeError: (``TypeError``) If the id is no integer.
         """
-        token_id = int(token_id)
+        token_id = _TOKEN_ID("token_id", token_id)
         is_known = 0 <= token_id < self._vocab_size and not self._is_ended
         if is_known and self._matcher.validate_tokens([token_id]) == 1:
             self._matcher.consume_token(token_id)
@@ -297,6 +305,23 @@ class Constraint:
             raise ConstraintError(f"the constraint broke down: {error}")
 
 
+_TOKEN_ID = integer()
+
+_CHECKS = {
+    "lm": instance(AsyncLM, "an AsyncLM"),
+    "whitespace": instance(str, "a pattern"),
+    "pattern": instance(str, "a regular expression"),
+    "grammar": text,
+    "choices": listed,
+    "response_format": instance(Mapping, "a mapping with a 'type'"),
+    "eos_token_ids": sequence(_TOKEN_ID, "token ids"),
+}
+
+
+def _checked(**arguments: Any) -> dict[str, Any]:
+    return checked(_CHECKS, arguments, ConstraintError)
+
+
 def _library() -> Any:
     try:
         import llguidance
@@ -309,7 +334,8 @@ def _library() -> Any:
 
 def _eos_of(lm: AsyncLM, given: Collection[int] | None) -> frozenset[int]:
     eos = getattr(lm.tokenizer, "eos_token_id", None) if given is None else given
-    ids = frozenset([eos] if isinstance(eos, int) else eos or ())
+    listed_eos = [eos] if isinstance(eos, int) else () if eos is None else eos
+    ids = frozenset(_checked(eos_token_ids=listed_eos)["eos_token_ids"])
     if not ids:
         raise ConstraintError("the tokenizer names no token that ends a text: pass eos_token_ids")
     wrong = [i for i in ids if not 0 <= i < len(lm.byte_vocab)]

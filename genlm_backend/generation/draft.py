@@ -68,7 +68,7 @@ class Draft(abc.ABC):
 
     def _ends_with_stop_word(self, context: Sequence[int]) -> bool:
         generated = context[len(self._prompt.token_ids) :]
-        words = self._config.stop_words_ids
+        words = self._config.stop_words_ids or ()
         return any(tuple(generated[-len(word) :]) == tuple(word) for word in words)
 
     def _is_end(self, token_id: int) -> bool:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterable
-from difflib import get_close_matches
 from typing import Any, cast, overload
 
+from genlm_backend.checks import checked, instance, listed, near_names, optional, shown, text
+from genlm_backend.checks import timeout as check_timeout
 from genlm_backend.closing import Closing
 from genlm_backend.errors import (
     GenerationConfigError,
     ModelStateError,
+    RuntimeConfigError,
     UnknownModelError,
     UnknownRequestError,
 )
@@ -21,12 +23,22 @@ from genlm_backend.generation.draft import Draft
 from genlm_backend.generation.generated import Generation
 from genlm_backend.generation.generation import check_streamable, make_config, make_drafts
 from genlm_backend.generation.installed_model import InstalledModel, ModelState
-from genlm_backend.generation.prompt import Chat, Prompt, encode, encode_chat, ids_of, is_chat
+from genlm_backend.generation.prompt import (
+    Chat,
+    Prompt,
+    check_is_ids,
+    encode,
+    encode_chat,
+    ids_of,
+    is_chat,
+)
 from genlm_backend.generation.request import GenerationRequest
 from genlm_backend.generation.runtime_config import RuntimeConfig
 from genlm_backend.generation.status import GeneratedElements, GenerationStatus
 from genlm_backend.llm.base import AsyncLM, TokenIds
 from genlm_backend.process_lock import ProcessLock
+
+_RUNTIME_CONFIG = instance(RuntimeConfig, "a RuntimeConfig")
 
 
 class Engine(Closing):
@@ -74,6 +86,11 @@ class Engine(Closing):
             ModelStateError: (``RuntimeError``) If the name is in use.
             RuntimeConfigError: (``ValueError``) If the configuration does not go with the model.
         """
+        checked(
+            {"name": text, "runtime_config": optional(_RUNTIME_CONFIG)},
+            {"name": name, "runtime_config": runtime_config},
+            RuntimeConfigError,
+        )
         config = (runtime_config or RuntimeConfig()).replace(**fields)
         installed = InstalledModel(name, model, config, self.loop)
         with self._lock.here:
@@ -141,10 +158,9 @@ class Engine(Closing):
     def _model(self, name: str) -> InstalledModel:
         with self._lock.here:
             self._check_open()
-            if name not in self._models:
-                near = get_close_matches(str(name), self._models, n=2)
-                hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-                raise UnknownModelError(f"no model {name!r} is installed{hint}")
+            if not isinstance(name, str) or name not in self._models:
+                near = near_names(name, self._models, quoted=True)
+                raise UnknownModelError(f"no model {shown(name)} is installed{near}")
             return self._models[name]
 
     # ---------------------------------------------------------------- requests
@@ -179,7 +195,9 @@ class Engine(Closing):
                 or has more beams than a batch has places.
             RequestQueueFullError: (``queue.Full``) If there was no room in time.
         """
-        request, drafts = self._prepare(model_name, ids_of(input_ids), config, fields)
+        timeout = check_timeout("timeout", timeout)
+        check_is_ids(input_ids)
+        request, drafts = self._prepare(model_name, input_ids, config, fields)
         request.model.submit(request, drafts, timeout)
         return request
 
@@ -229,8 +247,9 @@ class Engine(Closing):
             ContextError: (``ValueError``) If the model's tokenizer does not encode text, or has no
                 chat template; otherwise as ``start_request_ids``. Of several, none goes on then.
         """
+        timeout = check_timeout("timeout", timeout)
         is_one = isinstance(text, str) or is_chat(text)
-        texts = [cast("str | Chat", text)] if is_one else list(cast("Iterable[str | Chat]", text))
+        texts: list[Any] = [text] if is_one else listed("text", text)
         prepared = [self._prepare(model_name, one, config, fields) for one in texts]
         requests: list[GenerationRequest] = []
         try:
@@ -268,6 +287,7 @@ class Engine(Closing):
             TimeoutError: If it has not after ``timeout`` seconds; it goes on.
             UnknownRequestError: (``ValueError``) If it is not this engine's.
         """
+        timeout = check_timeout("timeout", timeout)
         self._check_request(request)
         if not request.queue.wait_for_end(timeout):
             raise TimeoutError(f"request {request.id} has not ended after {timeout} s")
@@ -296,7 +316,7 @@ class Engine(Closing):
 
     def _check_request(self, request: GenerationRequest) -> None:
         if not isinstance(request, GenerationRequest) or request.model.loop is not self.loop:
-            raise UnknownRequestError(f"{request!r} is no request of this engine")
+            raise UnknownRequestError(f"{shown(request)} is no request of this engine")
 
     # ---------------------------------------------------------------- short forms
 
@@ -317,6 +337,7 @@ class Engine(Closing):
             RequestQueueFullError: (``queue.Full``) If there was no room in ``timeout`` seconds;
                 otherwise as ``start_request_ids`` and the request itself.
         """
+        timeout = check_timeout("timeout", timeout)
         request, drafts = self._prepare(model_name, prompt, config, fields)
         await request.model.asubmit(request, drafts, timeout)
         try:
@@ -340,6 +361,7 @@ class Engine(Closing):
                 as ``generate``.
         """
         check_streamable(make_config(config, fields))
+        timeout = check_timeout("timeout", timeout)
         request, drafts = self._prepare(model_name, prompt, config, fields)
         await request.model.asubmit(request, drafts, timeout)
         try:

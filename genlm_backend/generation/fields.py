@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from difflib import get_close_matches
 from typing import Any, TypeVar
+
+from genlm_backend.checks import check_names
 
 C = TypeVar("C")
 
@@ -22,9 +23,5 @@ def replaced(
         more: Names beside its fields.
     """
     known = [field.name for field in dataclasses.fields(config)]  # pyright: ignore[reportArgumentType]
-    for name in fields:
-        if name not in known and name not in more:
-            near = get_close_matches(name, known, n=2)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise error(f"{name} is no field of {type(config).__name__}{hint}")
+    check_names(fields, [*known, *more], f"field of {type(config).__name__}", error)
     return dataclasses.replace(config, **fields)  # pyright: ignore[reportArgumentType]

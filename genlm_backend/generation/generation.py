@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any
 
+from genlm_backend.checks import instance
 from genlm_backend.errors import GenerationConfigError
 from genlm_backend.generation.beam_search import BeamSearch
 from genlm_backend.generation.config import GenerationConfig
@@ -33,6 +34,7 @@ async def generate(
         ContextTypeError: (``TypeError``) If its ids are not integers.
         GenerationConfigError: (``ValueError``) If the configuration does not go with the model.
     """
+    instance(AsyncLM, "an AsyncLM")("lm", lm)
     config = make_config(config, fields)
     drafts = make_drafts(lm, Prompt.check(lm, prompt, config), config)
     texts: dict[int, list[GeneratedToken]] = defaultdict(list)
@@ -60,6 +62,7 @@ async def stream(
         GenerationConfigError: (``ValueError``) If ``n`` or ``num_beams`` is not 1; otherwise as
             ``generate``.
     """
+    instance(AsyncLM, "an AsyncLM")("lm", lm)
     config = make_config(config, fields)
     check_streamable(config)
     (draft,) = make_drafts(lm, Prompt.check(lm, prompt, config), config)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from genlm_backend.checks import checked, integer, optional, shown
 from genlm_backend.errors import ContextError, GenerationConfigError
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.hf_config import SHARED_FIELDS
@@ -41,10 +42,13 @@ def config_of_kwargs(
             raise GenerationConfigError(
                 f"{name} is not honoured here; these are: {', '.join(HONOURED)}"
             )
-        if name not in ("pad_token_id", "seed"):
-            setattr(merged, name, value)
+        if name in _APART:
+            checked(_APART, {name: value}, GenerationConfigError)
+        else:
+            setattr(merged, name, _plain(name, value))
     if kwargs.get("seed") is not None:
-        mixed = np.random.SeedSequence([kwargs["seed"], row]).generate_state(1, np.uint64)
+        seed = _SEED("seed", kwargs["seed"])
+        mixed = np.random.SeedSequence([seed, row]).generate_state(1, np.uint64)
         ours["seed"] = int(mixed[0])
     if merged.max_new_tokens is None and merged.max_length is None:
         merged.max_new_tokens = 20  # as model.generate
@@ -75,6 +79,20 @@ def _new_tokens(config: GenerationConfig, width: int) -> dict[str, int | None]:
     }
 
 
+_SEED = integer(0)
+
+_APART = {"seed": optional(_SEED), "pad_token_id": optional(integer())}
+"""Checks of what is honoured and is not of the configuration."""
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Return arrays and tensors as lists and numbers, which configurations can compare."""
+    try:
+        return value.tolist() if hasattr(value, "tolist") else value
+    except (TypeError, RuntimeError) as error:
+        raise GenerationConfigError(f"{name} holds no numbers: {shown(value)}") from error
+
+
 _KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels"}
 """What collators make of texts; the last two say nothing to a causal model that generates."""
 
@@ -96,7 +114,7 @@ def rows_of(
             f"a text model cannot read {', '.join(map(repr, unknown))}; the inputs may have "
             f"{', '.join(sorted(_KNOWN_INPUTS))}"
         )
-    ids = torch.as_tensor(inputs["input_ids"] if is_mapping else inputs)
+    ids = _tensor("input_ids", inputs["input_ids"] if is_mapping else inputs)
     if ids.numel() == 0:
         raise ContextError("the inputs are empty: a context needs at least one token")
     given = inputs.get("attention_mask") if is_mapping else None
@@ -108,9 +126,20 @@ def rows_of(
     rows = ids.cpu().long().reshape(-1, ids.shape[-1])
     if given is None:
         return rows, torch.ones_like(rows, dtype=torch.bool)
-    mask = torch.as_tensor(given).cpu().bool().reshape(-1, torch.as_tensor(given).shape[-1])
+    mask = _tensor("attention_mask", given).cpu().bool()
+    mask = mask.reshape(-1, mask.shape[-1]) if mask.ndim else mask
     if mask.shape != rows.shape:
         raise ContextError(
             f"attention_mask has shape {list(mask.shape)} and input_ids {list(rows.shape)}"
         )
     return rows, mask
+
+
+def _tensor(name: str, value: Any) -> torch.Tensor:
+    try:
+        tensor = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ContextError(f"{name} must be a rectangle of integers: {error}") from error
+    if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+        raise ContextError(f"{name} must be a rectangle of integers, got {shown(tensor)}")
+    return tensor

@@ -6,12 +6,13 @@ import enum
 import random
 import threading
 
+from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, RuntimeConfigError
 from genlm_backend.generation.background_loop import BackgroundLoop
 from genlm_backend.generation.runtime_config import RuntimeConfig
 from genlm_backend.generation.served_model import ServedModel
 from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.registry import default_backend, load_model_by_name
+from genlm_backend.llm.registry import check_loading, default_backend, load_model_by_name
 
 
 class ModelState(enum.Enum):
@@ -49,9 +50,10 @@ class InstalledModel:
             config.check_model(source)
             config.check_loaded(source)
         elif isinstance(source, str):
-            config.loading_options(config.backend or default_backend())
+            backend = config.backend or default_backend()
+            check_loading(source, backend, config.loading_options(backend))
         else:
-            raise RuntimeConfigError(f"model must be an AsyncLM or a name, got {source!r}")
+            raise RuntimeConfigError(f"model must be an AsyncLM or a name, got {shown(source)}")
         self.name, self.state = name, ModelState.INSTALLED
         self._source: AsyncLM | str | None = source
         self._config, self._loop = config, loop

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from genlm_backend.checks import shown
 from genlm_backend.errors import ContextError, ContextTypeError, GenerationConfigError
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.constraint import Constraint
@@ -53,6 +54,11 @@ class Prompt:
             ContextTypeError: (``TypeError``) If its ids are not integers.
             GenerationConfigError: (``ValueError``) If the configuration does not go with the model.
         """
+        if is_chat(prompt):
+            raise ContextTypeError(
+                "prompt is a chat's messages, which an Engine takes; for others they have to be "
+                "encoded, as by lm.tokenizer.apply_chat_template"
+            )
         ids = encode(lm, prompt) if isinstance(prompt, str) else prompt
         token_ids = check_context(ids, len(lm.byte_vocab))
         lm.check_adapter(config.lora_name)
@@ -96,10 +102,14 @@ def encode_chat(lm: AsyncLM, messages: Chat) -> list[int]:
         ContextError: If the messages are not ``role`` and text, or there is no template.
     """
     for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ContextError(
+                f"a message of a chat must be a mapping with a 'role', got {shown(message)}"
+            )
         if not isinstance(message.get("content"), str):
             raise ContextError(
                 "the content of a message must be text: images, sounds and other parts are not "
-                f"understood here, got {message!r}"
+                f"understood here, got {shown(message)}"
             )
     template = getattr(lm.tokenizer, "apply_chat_template", None)
     if template is None or not getattr(lm.tokenizer, "chat_template", None):
@@ -114,14 +124,18 @@ def is_chat(text: object) -> bool:
 
 def ids_of(input_ids: Any) -> Any:
     """Return ``input_ids`` without the batch dimension of one that tokenizers like to add."""
-    if getattr(input_ids, "ndim", 1) == 2 and len(input_ids) == 1:
+    if getattr(input_ids, "ndim", 1) == 2 and input_ids.shape[0] == 1:
         return input_ids[0]
-    if isinstance(input_ids, (Mapping, str)):
-        raise ContextTypeError(
-            f"input_ids must be token ids, got {type(input_ids).__name__}: a text goes to "
-            "start_request_text, of a tokenizer's mapping pass its 'input_ids'"
-        )
     return input_ids
+
+
+def check_is_ids(input_ids: Any) -> None:
+    """Raise a ``ContextTypeError`` for a text, a chat and what a tokenizer returns as a whole."""
+    if isinstance(input_ids, (Mapping, str)) or is_chat(input_ids):
+        raise ContextTypeError(
+            f"input_ids must be token ids, got {type(input_ids).__name__}: a text or a chat goes "
+            "to start_request_text, of a tokenizer's mapping pass its 'input_ids'"
+        )
 
 
 def _max_length(

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
+from genlm_backend.checks import timeout as check_timeout
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.generated import Generation
 from genlm_backend.generation.result_queue import ResultQueue
@@ -67,6 +68,7 @@ class GenerationRequest:
             TimeoutError: If it has not ended after ``timeout`` seconds; it goes on.
             Exception: What it failed with.
         """
+        timeout = check_timeout("timeout", timeout)
         if not self.queue.wait_for_end(timeout):
             raise TimeoutError(f"request {self.id} has not ended after {timeout} s")
         return self._texts()

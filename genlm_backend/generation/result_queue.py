@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from typing import cast
 
+from genlm_backend.checks import timeout as check_timeout
 from genlm_backend.generation.generated import GeneratedToken, Generation
 from genlm_backend.generation.signal import Signal
 from genlm_backend.generation.status import (
@@ -71,7 +72,8 @@ class ResultQueue:
 
         ``status().is_final`` tells whether anything can follow.
         """
-        return self._wait(timeout_ms / 1000)
+        milliseconds = check_timeout("timeout_ms", timeout_ms)
+        return self._wait(None if milliseconds is None else milliseconds / 1000)
 
     def get_nowait(self) -> GeneratedElements | None:
         """Return what is new; ``None`` if there is nothing."""

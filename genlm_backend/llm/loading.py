@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from genlm_backend.checks import near_names, text
 from genlm_backend.errors import ModelNotFoundError
 from genlm_backend.llm.bars import bars_where_seen
 from genlm_backend.llm.bundled import BUNDLED, bundled_directory, is_bundled
+from genlm_backend.llm.hub import cached_models, hub_answers
 
 
 def resolve_name(name: str) -> str:
@@ -19,13 +21,41 @@ def resolve_name(name: str) -> str:
 
     Raises:
         MissingExtraError: If the name is a bundled model's and its package is not installed.
-        TypeError: If ``name`` is no string or path.
+        OptionTypeError: (``TypeError``) If ``name`` is no string or path.
     """
-    if not isinstance(name, (str, Path)):
-        raise TypeError(f"a model's name must be a string, got {name!r}")
+    name = check_name(name)
     if Path(name).is_dir():
-        return str(name)
-    return str(bundled_directory(str(name))) if is_bundled(str(name)) else str(name)
+        return name
+    return str(bundled_directory(name)) if is_bundled(name) else name
+
+
+def check_name(name: Any) -> str:
+    """Return a model's name as a string.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If it is no string or path.
+        OptionError: (``ValueError``) If it is empty.
+    """
+    return text("name", str(name) if isinstance(name, Path) else name)
+
+
+def hub_options(path: str) -> dict[str, Any]:
+    """Return what keeps a loader from asking a hub again and again that does not answer.
+
+    Args:
+        path: What ``resolve_name`` has returned.
+    """
+    return {} if Path(path).is_dir() or hub_answers() else {"local_files_only": True}
+
+
+def check_reachable(path: str) -> None:
+    """Raise an ``OSError`` if a model is neither here nor to be had, for loaders without options.
+
+    Args:
+        path: What ``resolve_name`` has returned.
+    """
+    if hub_options(path) and path not in cached_models():
+        raise OSError("the hub does not answer, and its local cache has no such model")
 
 
 @contextlib.contextmanager
@@ -39,10 +69,12 @@ def explained(name: str) -> Iterator[None]:
             yield
     except OSError as error:
         first_line = str(error).strip().split("\n")[0]
+        others = {*BUNDLED, *cached_models()} - {str(name)}
+        near = near_names(name, sorted(others), quoted=True)
         raise ModelNotFoundError(
-            f"no model {name!r} could be loaded. Looked for a local directory of that name, a "
-            f"bundled model ({', '.join(BUNDLED)}), and a repository on the Hugging Face hub "
-            f"({first_line}). A path to a local directory works as a name."
+            f"no model {name!r} could be loaded{near or '.'} Looked for a local directory of "
+            f"that name, a bundled model ({', '.join(BUNDLED)}), and a repository on the Hugging "
+            f"Face hub ({first_line}). A path to a local directory works as a name."
         ) from error
 
 
@@ -52,4 +84,4 @@ def load_tokenizer(name: str, **options: Any) -> Any:
 
     path = resolve_name(name)
     with explained(name):
-        return AutoTokenizer.from_pretrained(path, **options)
+        return AutoTokenizer.from_pretrained(path, **{**hub_options(path), **options})

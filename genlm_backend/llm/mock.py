@@ -40,6 +40,7 @@ class MockAsyncLM(BatchedLM):
         """
         from genlm_backend.llm.loading import load_tokenizer
 
+        cls.check_options(kwargs)
         return cls(load_tokenizer(model_name), **kwargs)
 
     can_forget = True  # there is nothing to forget

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
-from genlm_backend.errors import ContextError, ContextTypeError
+from genlm_backend.checks import integer, shown
+from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError
 from genlm_backend.tokenization import Token
 
 
@@ -87,7 +87,10 @@ def check_context(
             raise ContextTypeError(
                 f"token_ids must have one dimension, got an array of shape {tuple(token_ids.shape)}"
             )
-        token_ids = token_ids.tolist()
+        try:
+            token_ids = token_ids.tolist()
+        except (RuntimeError, TypeError) as error:  # a tensor on "meta", or one of sparse layout
+            raise ContextTypeError(f"token_ids hold no integers: {shown(token_ids)}") from error
     elif isinstance(token_ids, Mapping):  # as tokenizers and chat templates return
         raise ContextTypeError(
             f"token_ids must be integers, got a {type(token_ids).__name__}: pass its 'input_ids'"
@@ -100,7 +103,8 @@ def check_context(
     try:
         ids = tuple(token_ids)
     except TypeError:
-        raise ContextTypeError(f"token_ids must be a list of integers, got {token_ids!r}") from None
+        message = f"token_ids must be a list of integers, got {shown(token_ids)}"
+        raise ContextTypeError(message) from None
     if not ids:
         raise ContextError("token_ids is empty: a context needs at least one token")
     if set(map(type, ids)) != {int}:
@@ -118,11 +122,12 @@ def check_context(
     return ids
 
 
+_token_id = integer()
+
+
 def _to_int(token_id: Any) -> int:
-    if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
-        hint = "; pass its token_id" if isinstance(token_id, Token) else ""
-        raise ContextTypeError(f"token ids must be integers, got {token_id!r}{hint}")
     try:
-        return operator.index(token_id)
-    except TypeError:
-        raise ContextTypeError(f"token ids must be integers, got {token_id!r}") from None
+        return _token_id("token_ids", token_id)
+    except OptionTypeError:
+        hint = "; pass its token_id" if isinstance(token_id, Token) else ""
+        raise ContextTypeError(f"token ids must be integers, got {shown(token_id)}{hint}") from None

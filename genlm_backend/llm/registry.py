@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from genlm_backend.errors import UnknownBackendError
+from genlm_backend.checks import mapping, optional, text
+from genlm_backend.errors import OptionTypeError, UnknownBackendError
+from genlm_backend.llm.loading import check_name
 
 if TYPE_CHECKING:
     from genlm_backend.llm.base import AsyncLM
@@ -38,10 +42,32 @@ def load_model_by_name(
         llm_opts: Keyword arguments for the backend's ``from_name``.
 
     Raises:
+        OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; options are
+            checked before anything is looked for or loaded.
+        OptionError: (``ValueError``) If one is out of its bounds.
         UnknownBackendError: (``ValueError``) If there is no such backend.
         ModelNotFoundError: (``OSError``) If there is no such model.
         MissingExtraError: (``ImportError``) If the model or backend needs an extra.
     """
+    backend_class, options = check_loading(name, backend, llm_opts)
+    return backend_class.from_name(check_name(name), **options)
+
+
+def check_loading(
+    name: Any, backend: str | None = None, llm_opts: Mapping[str, Any] | None = None
+) -> tuple[Any, Mapping[str, Any]]:
+    """Check what ``load_model_by_name`` takes; return the backend's class and its options.
+
+    Nothing is looked for or loaded.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds.
+        UnknownBackendError: (``ValueError``) If there is no such backend.
+    """
+    check_name(name)
+    options = optional(mapping)("llm_opts", llm_opts) or {}
+    optional(text)("backend", backend)
     chosen = default_backend() if backend is None else backend
     found = BACKENDS.get(chosen) or ABSENT.get(chosen)
     if found is None:
@@ -50,7 +76,12 @@ def load_model_by_name(
         )
     module, class_name = found
     backend_class = getattr(importlib.import_module(module), class_name)
-    return backend_class.from_name(name, **(llm_opts or {}))
+    if chosen in BACKENDS:
+        of_name, *own = inspect.signature(backend_class.from_name).parameters
+        if of_name in options:
+            raise OptionTypeError(f"llm_opts must not name the model again: it has {of_name!r}")
+        backend_class.check_options({n: v for n, v in options.items() if n not in own})
+    return backend_class, options
 
 
 def default_backend() -> str:

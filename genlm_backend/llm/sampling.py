@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from genlm_backend.checks import checked, integer, number, optional, sequence, switch
 from genlm_backend.errors import EvaluationError
 
 
@@ -24,14 +26,16 @@ class Sampler:
         stream: Which of the independent streams of ``seed``.
 
     Raises:
-        ValueError: If ``temperature`` is negative or not a number.
+        OptionTypeError: (``TypeError``) If one of them is of another type.
+        OptionError: (``ValueError``) If one of them is negative, or ``temperature`` not finite.
     """
 
     def __init__(self, temperature: float = 1.0, seed: int | None = None, stream: int = 0) -> None:
-        if not temperature >= 0:
-            raise ValueError(f"temperature must be zero or more, got {temperature}")
-        self.temperature = temperature
-        entropy = None if seed is None else [seed, stream]
+        given = checked(CHECKS, {"temperature": temperature, "seed": seed, "stream": stream})
+        self.temperature: float = given["temperature"]
+        entropy = None if seed is None else [given["seed"], given["stream"]]
+        float32 = np.finfo(np.float32)
+        self._divisor = np.float32(np.clip(self.temperature, float32.tiny, float32.max))
         self._random = np.random.default_rng(entropy)
 
     def draw(self, row: torch.Tensor) -> int:
@@ -65,6 +69,27 @@ def tempered(scores: NDArray[np.float32], temperature: float) -> NDArray[np.floa
 def _check_largest(score: float) -> None:
     if not math.isfinite(score):
         raise EvaluationError(f"no token can be drawn from a row whose largest is {score}")
+
+
+CHECKS: Final = {
+    "temperature": number(0),
+    "seed": optional(integer(0)),
+    "stream": integer(0),
+    "max_tokens": integer(0),
+    "eos_token_ids": sequence(integer(), "a collection of token ids"),
+    "progress": switch,
+}
+"""Checks of what samplers and the ``sample`` methods of models take, by name."""
+
+
+def check_sampling(**options: Any) -> dict[str, Any]:
+    """Return options of ``sample`` and ``batch_sample`` as they are meant.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If one of them is of another type.
+        OptionError: (``ValueError``) If one of them is out of its bounds.
+    """
+    return checked(CHECKS, options)
 
 
 _NUM_BLOCKS = 256

@@ -6,6 +6,8 @@ import operator
 from collections.abc import Callable
 from typing import TypeGuard
 
+from genlm_backend.checks import instance, integer
+
 
 def _by_id(compare: Callable[[int, int], bool]) -> Callable[[Token, object], bool]:
     def method(self: Token, other: object) -> bool:
@@ -42,12 +44,9 @@ class Token(bytes):
 
     def __new__(cls, token_id: int, byte_string: bytes) -> Token:
         """Check and make a token; see the class."""
-        if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
-            raise TypeError(f"token_id must be an int, got {token_id!r}")
-        if not isinstance(byte_string, bytes):
-            raise TypeError(f"byte_string must be bytes, got {byte_string!r}")
-        self = super().__new__(cls, byte_string)
-        self.token_id = operator.index(token_id)
+        token_id = integer()("token_id", token_id)
+        self = super().__new__(cls, instance(bytes, "bytes")("byte_string", byte_string))
+        self.token_id = token_id
         return self
 
     @property

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
+from genlm_backend.checks import one_of, switch
 from genlm_backend.tokenization.byte_vocab import ByteVocab
 from genlm_backend.tokenization.reader import read_byte_vocab
 from genlm_backend.tokenization.self_check import check_byte_vocab
@@ -98,13 +99,11 @@ def decode_vocab(
 
     Raises:
         TokenizerDecodeError: If the bytes of some token cannot be known.
-        ValueError: If ``byte2str_fallback`` is none of the three.
+        OptionError: (``ValueError``) If ``byte2str_fallback`` is none of the three.
+        OptionTypeError: (``TypeError``) If ``self_check`` is not True or False.
     """
-    if byte2str_fallback not in get_args(Fallback):
-        raise ValueError(
-            f"byte2str_fallback must be one of {', '.join(get_args(Fallback))}; "
-            f"got {byte2str_fallback!r}"
-        )
+    one_of(*get_args(Fallback))("byte2str_fallback", byte2str_fallback)
+    switch("self_check", self_check)
     with _garbage_collection_paused():
         vocab = read_byte_vocab(tokenizer)
         if self_check:

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
+from genlm_backend.checks import checked, instance, integer, number, shown
 from genlm_backend.errors import BatcherClosedError, UnknownBackendError
 from genlm_backend.process_lock import ProcessLock
 from genlm_backend.readable import Readable
@@ -54,18 +55,18 @@ class AsyncTokenCharacterTrie:
 
     Attributes:
         trie: As given; for ``children``, ``word2leaf`` and what else is not awaited.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If one of them is of another type.
+        OptionError: (``ValueError``) If a bound is too small.
     """
 
     def __init__(
         self, trie: VocabularyTrie, *, batch_size: int = 128, timeout: float = 0.02
     ) -> None:
-        if not isinstance(trie, VocabularyTrie):
-            raise TypeError(
-                f"trie must be a TokenCharacterTrie or a ParallelTokenCharacterTrie, not {trie!r}; "
-                f"AsyncTokenCharacterTrie.from_vocab takes a vocabulary"
-            )
-        self.trie = trie
-        self._policy = BatchPolicy(max_batch_size=batch_size, timeout=timeout)
+        options = checked(_CHECKS, {"batch_size": batch_size, "timeout": timeout})
+        self.trie = _TRIE("trie", trie)
+        self._policy = BatchPolicy(max_batch_size=options["batch_size"], timeout=timeout)
         self._lock = ProcessLock()
         self._batchers: dict[Operation, Batcher[_Request, Any]] = {}
 
@@ -95,9 +96,10 @@ class AsyncTokenCharacterTrie:
             UnknownBackendError: If ``backend`` is none of these.
             Exception: What the trie's constructor raises.
         """
-        if backend not in (None, *get_args(Backend)):
+        checked(_CHECKS, {"batch_size": batch_size, "timeout": timeout})
+        if not isinstance(backend, str | None) or backend not in (None, *get_args(Backend)):
             raise UnknownBackendError(
-                f"unknown trie backend {backend!r}; there are {', '.join(get_args(Backend))}"
+                f"unknown trie backend {shown(backend)}; there are {', '.join(get_args(Backend))}"
             )
         make: Callable[..., VocabularyTrie] = TokenCharacterTrie
         if backend != "sequential":
@@ -202,6 +204,14 @@ class AsyncTokenCharacterTrie:
         traceback: TracebackType | None,
     ) -> None:
         await self.cleanup()
+
+
+_CHECKS = {"batch_size": integer(1), "timeout": number(0, is_finite=False)}
+
+_TRIE = instance(
+    VocabularyTrie,
+    "a TokenCharacterTrie or a ParallelTokenCharacterTrie (from_vocab takes a vocabulary)",
+)
 
 
 class _Request:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.errors import MissingExtraError, VocabularyTypeError
+from genlm_backend.checks import listed, shown
+from genlm_backend.errors import OptionTypeError, VocabularyTypeError
 from genlm_backend.trie.layout import build_layout, check_unique, keys_of
 from genlm_backend.trie.operation import Operation, Weights, check_batch, check_weights
 from genlm_backend.trie.views import Children, Jump, Prefixes
@@ -48,9 +49,10 @@ class VocabularyTrie(abc.ABC):
     """
 
     def __init__(self, decode: Iterable[Any]) -> None:
-        if isinstance(decode, str | bytes) or not hasattr(decode, "__iter__"):
-            raise VocabularyTypeError(f"decode is a list of tokens, not {decode!r:.60}")
-        self.decode: list[Any] = list(decode)
+        try:
+            self.decode: list[Any] = listed("decode", decode)
+        except OptionTypeError:
+            raise VocabularyTypeError(f"decode is a list of tokens, not {shown(decode)}") from None
         self.layout = build_layout(self.decode)
         check_unique(self.decode)
 
@@ -232,11 +234,6 @@ class VocabularyTrie(abc.ABC):
             MissingExtraError: If Graphviz is not installed (extra ``viz``).
             WeightsError: If ``ws`` is neither one weight per token nor one per node.
         """
-        try:
-            from genlm_backend.trie.visualize import draw
-        except ImportError as error:
-            raise MissingExtraError(
-                f"drawing a trie needs graphviz ({error}); install it with "
-                f"`pip install 'genlm-backend[viz]'`"
-            ) from error
+        from genlm_backend.trie.visualize import draw
+
         return draw(self, ws, max_depth=max_depth, max_nodes=max_nodes)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import numpy as np
 
-from genlm_backend.errors import VocabularyError
+from genlm_backend.checks import instance, one_of, shown
+from genlm_backend.errors import OptionTypeError, VocabularyError
 from genlm_backend.tokenization import Token
 from genlm_backend.trie.async_trie import AsyncTokenCharacterTrie
 from genlm_backend.trie.base import VocabularyTrie
@@ -56,10 +57,14 @@ async def lm_trie_weights(
 
     Raises:
         VocabularyError: If the trie has entries that are not tokens of ``lm``.
+        OptionError: (``ValueError``) If ``operation`` is none of the three.
+        OptionTypeError: (``TypeError``) If ``lm`` is no model or ``trie`` no trie.
         Exception: What the model raises for the context.
     """
-    if operation not in get_args(Operation):
-        raise ValueError(f'operation must be "sum", "max" or "log_sum", got {operation!r}')
+    one_of(*get_args(Operation))("operation", operation)
+    _TRIE("trie", trie)
+    if not (hasattr(lm, "byte_vocab") and hasattr(lm, "next_token_logprobs")):
+        raise OptionTypeError(f"lm must be a model such as an AsyncLM, got {shown(lm)}")
     plain = trie.trie if isinstance(trie, AsyncTokenCharacterTrie) else trie
     selection = _selection(lm, plain)
     row = await lm.next_token_logprobs(token_ids, lora_name=lora_name)
@@ -75,6 +80,9 @@ async def lm_trie_weights(
     if operation == "max":
         return await _maybe_awaited(trie.weight_max(weights))
     return await _maybe_awaited(trie.log_weight_sum(weights))
+
+
+_TRIE = instance((AsyncTokenCharacterTrie, VocabularyTrie), "a trie")
 
 
 async def _maybe_awaited(result: Any) -> Any:

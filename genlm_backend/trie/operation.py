@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,7 +35,7 @@ def check_weights(weights: Weights, num_tokens: int) -> Weights:
         WeightsError: If the shape is another.
         WeightsTypeError: If the elements are not real numbers.
     """
-    weights = _as_array(weights)
+    weights = as_array(weights)
     if weights.ndim != 1 or weights.shape[0] != num_tokens:
         raise WeightsError(
             f"got weights of shape {list(weights.shape)} for a vocabulary of {num_tokens} tokens"
@@ -51,11 +52,11 @@ def check_batch(batch: Any, num_tokens: int) -> Any:
         WeightsTypeError: If the elements are not real numbers.
     """
     if is_tensor(batch) or isinstance(batch, np.ndarray):
-        batch = _as_array(batch)
+        batch = as_array(batch)
         if batch.ndim != 2 or batch.shape[1] != num_tokens:
             raise WeightsError(
-                f"got a batch of shape {list(batch.shape)} for a vocabulary of {num_tokens} "
-                f"tokens; it must be [batch, {num_tokens}]"
+                f"got a batch of weights of shape {list(batch.shape)} for a vocabulary of "
+                f"{num_tokens} tokens; it must be [batch, {num_tokens}]"
             )
         return batch
     if not hasattr(batch, "__iter__"):
@@ -98,25 +99,42 @@ def torch_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if is_single else torch.float64
 
 
-def _as_array(weights: Weights) -> Any:
+def as_array(weights: Weights) -> Any:
+    """Return ``weights`` as an array or a tensor whose elements every trie can compute with.
+
+    Raises:
+        WeightsTypeError: If its elements are not real numbers, or not to be had.
+    """
     if is_tensor(weights):
-        if weights.is_complex() or weights.is_quantized or weights.layout != _strided():
+        is_dense = weights.layout == _torch().strided and not weights.is_nested
+        if not is_dense or weights.dtype not in _dtypes():
             raise WeightsTypeError(
                 f"weights must be a dense tensor of real numbers, got {weights.dtype}, "
-                f"{weights.layout}"
+                f"{weights.layout}; small formats have to be converted, as by weights.float()"
             )
+        if weights.device.type == "meta":
+            raise WeightsTypeError("weights must be real numbers: a tensor on 'meta' holds none")
         return weights
     try:
         array = np.asarray(weights)
-    except ValueError as error:
+    except (ValueError, TypeError, RuntimeError) as error:  # of a list of such tensors, too
         raise WeightsTypeError(f"weights must be an array of real numbers: {error}") from error
     if array.dtype.kind not in "fiub":
         raise WeightsTypeError(f"weights must be real numbers, got an array of {array.dtype}")
     return array
 
 
-def _strided() -> Any:
-    return sys.modules["torch"].strided
+def _torch() -> Any:
+    return sys.modules["torch"]
+
+
+@functools.cache
+def _dtypes() -> frozenset[Any]:
+    """The dtypes of tensors that NumPy has too, but for complex ones, and bfloat16."""
+    names = (
+        "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 float32 float64 bfloat16"
+    )
+    return frozenset(getattr(_torch(), name) for name in names.split())
 
 
 def _hint(weights: Any, num_tokens: int) -> str:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genlm_backend.errors import DeviceError
+from genlm_backend.checks import device as check_device
+from genlm_backend.checks import switch
 from genlm_backend.trie.base import VocabularyTrie
 from genlm_backend.trie.operation import Operation, Weights, is_tensor, to_numpy, torch_dtype
 from genlm_backend.trie.reachability import RADIX, build_reachability
@@ -42,8 +43,10 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         *,
         as_tensor: bool = False,
     ) -> None:
-        self.device = _check_device(device)
-        self.as_tensor = as_tensor
+        if device is None:
+            device = "cuda" if cuda_is_available() else "cpu"
+        self.device: torch.device = check_device("device", device)
+        self.as_tensor = switch("as_tensor", as_tensor)
         self.has_sparse_product = self.device.type != "mps"
         super().__init__(decode)
         reachability = build_reachability(self.layout)
@@ -172,18 +175,6 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
 def cuda_is_available() -> bool:
     """Whether torch sees a CUDA device."""
     return torch.cuda.is_available()
-
-
-def _check_device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if cuda_is_available() else "cpu")
-    try:
-        found = torch.device(device)
-        torch.empty(1, device=found)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).split("\n")[0]
-        raise DeviceError(f"device {str(device)!r} cannot be used: {reason}") from error
-    return found
 
 
 def _from_numpy(array: np.ndarray) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from genlm_backend.checks import byte_count, integer, optional
 from genlm_backend.trie.base import VocabularyTrie
 from genlm_backend.trie.operation import Operation, Weights, rows_of, widest
 from genlm_backend.trie.spare import SpareMemory
@@ -37,6 +38,11 @@ class TokenCharacterTrie(VocabularyTrie):
         num_threads: Threads for a batch, at most; as many as there are processors by default.
         spare_bytes: Bytes of results that are no longer in use to keep for those to come;
             0 keeps none. ``release()`` gives them back.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If one of the last two is no integer.
+        OptionError: (``ValueError``) If one of them is too small.
+        VocabularyError: (``ValueError``) See ``VocabularyTrie``, as for ``VocabularyTypeError``.
     """
 
     def __init__(
@@ -46,10 +52,8 @@ class TokenCharacterTrie(VocabularyTrie):
         num_threads: int | None = None,
         spare_bytes: int = DEFAULT_SPARE_BYTES,
     ) -> None:
-        if num_threads is not None and num_threads < 1:
-            raise ValueError(f"num_threads must be at least 1, got {num_threads}")
-        if spare_bytes < 0:
-            raise ValueError(f"spare_bytes must be zero or more, got {spare_bytes}")
+        num_threads = optional(integer(1))("num_threads", num_threads)
+        spare_bytes = byte_count("spare_bytes", spare_bytes)
         super().__init__(decode)
         self.num_threads = num_threads or _num_processors()
         self._spare = SpareMemory(spare_bytes)

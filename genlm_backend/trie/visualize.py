@@ -7,11 +7,18 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import graphviz
 import numpy as np
 
+from genlm_backend.checks import integer, optional
 from genlm_backend.errors import MissingExtraError, WeightsError
-from genlm_backend.trie.operation import Weights, to_numpy
+from genlm_backend.trie.operation import Weights, as_array, to_numpy
+
+try:
+    import graphviz
+except ImportError as error:
+    raise MissingExtraError(
+        "drawing a trie needs graphviz: pip install 'genlm-backend[viz]'"
+    ) from error
 
 if TYPE_CHECKING:
     from genlm_backend.trie.base import VocabularyTrie
@@ -67,10 +74,8 @@ def draw(
     trie: VocabularyTrie, ws: Weights | None, *, max_depth: int | None, max_nodes: int
 ) -> TrieDrawing:
     """Return the drawing; see ``VocabularyTrie.visualize``."""
-    if max_nodes < 1:
-        raise ValueError(f"max_nodes must be at least 1, got {max_nodes}")
-    if max_depth is not None and max_depth < 0:
-        raise ValueError(f"max_depth must be zero or more, got {max_depth}")
+    max_nodes = integer(1)("max_nodes", max_nodes)
+    max_depth = optional(integer(0))("max_depth", max_depth)
     weights = None if ws is None else _node_weights(trie, ws)
     importance = _node_weights(trie, np.ones(len(trie.decode))) if weights is None else weights
     shown = _heaviest(trie, importance, max_depth, max_nodes)
@@ -126,7 +131,7 @@ def _leaf_label(trie: VocabularyTrie, node: int) -> str:
 
 
 def _node_weights(trie: VocabularyTrie, ws: Weights) -> np.ndarray:
-    array = to_numpy(ws if hasattr(ws, "dtype") else np.asarray(ws))
+    array = to_numpy(as_array(ws))
     if array.shape == (trie.num_nodes,):
         return array
     if array.shape != (len(trie.decode),):

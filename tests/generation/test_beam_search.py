@@ -102,14 +102,14 @@ async def test_stop_words_and_the_width_of_a_batch(lm):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_beams": 0}, "num_beams must be 1 or more"),
+        ({"num_beams": 0}, "num_beams must be an integer of 1 or more"),
         ({"num_beams": 2, "do_sample": True}, "num_beams must be 1 with do_sample"),
         ({"num_beams": 2, "response_format": {"type": "json_object"}}, "num_beams must be 1"),
         ({"num_beams": 2, "n": 3}, "n must be 1, or at most num_beams"),
         ({"length_penalty": 2.0}, "length_penalty must be 1.0 unless num_beams > 1"),
         ({"num_beams": 2, "length_penalty": float("nan")}, "length_penalty must be a number"),
         ({"beam_early_stopping": True}, "beam_early_stopping must be False unless"),
-        ({"num_beams": 2, "beam_early_stopping": "soon"}, "True, False or 'never'"),
+        ({"num_beams": 2, "beam_early_stopping": "soon"}, "one of True, False, 'never'"),
     ],
 )
 def test_contradictions_are_named(fields, message):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 import transformers
 
@@ -58,6 +59,46 @@ SAMPLE = {"do_sample": True}
 def test_each_wrong_field_is_named(field, value, more):
     with pytest.raises(GenerationConfigError, match=rf"^{field} must be "):
         GenerationConfig(**{field: value, **more})
+
+
+def test_nothing_is_said_by_none_and_numpy_says_integers():
+    none = GenerationConfig(stop=None, stop_words_ids=None, bad_words_ids=None)
+    assert none == GenerationConfig()
+    config = GenerationConfig(
+        max_new_tokens=np.int64(3),
+        eos_token_id=np.array([1, 2]),
+        stop_words_ids=[np.array([3, 4])],
+        temperature=np.float32(0.5),
+        do_sample=True,
+    )
+    assert config == GenerationConfig(
+        max_new_tokens=3,
+        eos_token_id=[1, 2],
+        stop_words_ids=[[3, 4]],
+        temperature=0.5,
+        do_sample=True,
+    )
+    assert type(config.max_new_tokens) is int
+    assert GenerationConfig(eos_token_id=np.int32(7)).eos_token_id == 7
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": 5}, "stop must be non-empty strings, got 5"),
+        ({"eos_token_id": 2.5}, "eos_token_id must be an integer, got 2.5"),
+        ({"eos_token_id": True}, "eos_token_id must be an integer, got True"),
+        ({"eos_token_id": b"x"}, "eos_token_id must be a token id, or several"),
+        ({"max_new_tokens": True}, "max_new_tokens must be an integer of 1 or more, got True"),
+        ({"max_new_tokens": 3.0}, "max_new_tokens must be .* got 3.0: write 3"),
+        ({"max_new_tokens": np.int64(0)}, "max_new_tokens must be an integer of 1 or more, got 0"),
+        ({"bad_words_ids": [[True]]}, "bad_words_ids must be non-empty lists of token ids"),
+        ({"lora_name": 5}, "lora_name must be a string, got 5"),
+    ],
+)
+def test_what_is_wrong_is_named(fields, message):
+    with pytest.raises(GenerationConfigError, match=f"^{message}"):
+        GenerationConfig(**fields)
 
 
 def test_it_is_frozen_and_replaced():

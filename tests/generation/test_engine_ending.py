@@ -1,6 +1,9 @@
 """Requests of an engine that end early: stopped, failed, cancelled or left."""
 
 import asyncio
+import gc
+import subprocess
+import sys
 import threading
 import time
 
@@ -8,12 +11,58 @@ import pytest
 
 from genlm_backend import AsyncTransformer, MockAsyncLM
 from genlm_backend.generation import (
+    Engine,
     GenerationConfig,
     GenerationStatus,
     generate,
 )
 from tests.generation.serving import alone, same, serve
 from tests.llm.conftest import word_tokenizer
+
+LEFT = """
+import os, signal, sys
+sys.path.insert(0, ".")
+from genlm_backend import Engine
+from tests.generation.serving import GatedLM, serve
+
+lm, engine = GatedLM(), Engine()
+serve(engine, lm)
+request = engine.start_request_ids("m", [1], max_new_tokens=50)
+lm.let(3)
+while request.queue.generated_length() < 3:
+    request.queue.get()
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ("lm.let()", ""),
+        ("lm.let(); os.kill(os.getpid(), signal.SIGINT)", "KeyboardInterrupt"),
+        ("lm.let(); del engine, request, lm", ""),
+    ],
+    ids=["exit", "interrupt", "dropped"],
+)
+def test_an_engine_that_nobody_closes_ends_in_silence(end, message):
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", LEFT.format(end=end)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "destroyed" not in done.stderr
+    assert done.stderr.strip().endswith(message)
+    assert message or not done.stderr
+
+
+def test_an_engine_that_nobody_refers_to_ends_its_thread():
+    engine = Engine()
+    (thread,) = (t for t in threading.enumerate() if t.name == "genlm-engine")
+    del engine
+    gc.collect()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_a_stopped_request_keeps_what_it_has(engine, gated):

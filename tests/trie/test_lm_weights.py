@@ -90,6 +90,6 @@ async def test_a_trie_over_something_else(lm, entry, message):
 
 
 async def test_an_operation_that_does_not_exist(lm):
-    with pytest.raises(ValueError, match='must be "sum", "max" or "log_sum", got \'mean\''):
+    with pytest.raises(ValueError, match="must be one of 'sum', 'max', 'log_sum', got 'mean'"):
         await weights_of(lm, TokenCharacterTrie(lm.byte_vocab), [1], "mean")
     assert lm.statistics().num_awaits == 0

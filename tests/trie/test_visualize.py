@@ -118,9 +118,9 @@ def test_bad_weights_and_sizes():
     wanted = rf"\[3\]; .* per token \(8\) or one per node \({TRIE.num_nodes}\)"
     with pytest.raises(ValueError, match=wanted):
         TRIE.visualize(np.zeros(3))
-    with pytest.raises(ValueError, match="max_nodes must be at least 1"):
+    with pytest.raises(ValueError, match="max_nodes must be an integer of 1 or more"):
         TRIE.visualize(max_nodes=0)
-    with pytest.raises(ValueError, match="max_depth must be zero or more"):
+    with pytest.raises(ValueError, match="max_depth must be an integer of 0 or more"):
         TRIE.visualize(max_depth=-1)
 
 

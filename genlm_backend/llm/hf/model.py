@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import logging
-from collections.abc import Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import torch
 
 from genlm_backend.cache.pool import KVPool
+from genlm_backend.checks import Check, byte_count, checked, integer, optional, thread_count
 from genlm_backend.errors import (
+    AdapterError,
     CacheError,
-    MissingExtraError,
+    OptionError,
     QueryDroppedError,
     UnknownAdapterError,
 )
-from genlm_backend.llm.base import TokenIds
+from genlm_backend.llm.base import ADAPTER_CHECKS, TokenIds, check_adapter_name
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.hf.evaluator import Evaluator
 from genlm_backend.llm.hf.lora import Adapters
-from genlm_backend.llm.hf.memory import default_kv_budget, release_cached_memory
+from genlm_backend.llm.hf.memory import default_kv_budget, is_out_of_memory, release_cached_memory
+from genlm_backend.llm.hf.options import loading_options
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.hf.schedule import CostModel
-from genlm_backend.llm.hf.support import check_model, examine, rotary_limit
+from genlm_backend.llm.hf.support import (
+    check_model,
+    examine,
+    longest_context,
+    rotary_limit,
+    vocab_width,
+)
 from genlm_backend.llm.hf.threads import (
     frequent_switches,
     release_idle_threads,
     use_num_threads,
 )
-from genlm_backend.llm.loading import explained, resolve_name
+from genlm_backend.llm.loading import explained, hub_options, resolve_name
 from genlm_backend.llm.query import Query, check_context
 from genlm_backend.llm.rows import rows_of_logits, separate_rows
 from genlm_backend.llm.statistics import BackendCounts
@@ -63,7 +71,13 @@ class AsyncTransformer(BatchedLM):
         max_length: The longest context to accept. Default: what the model's config says.
         self_check: Compare a few probe texts with the bytes of their tokens.
 
+    The model is not to be converted or moved afterwards (``model.half()``, ``model.to(…)``):
+    queries are a ``ModelStateError`` then, until it is as it was.
+
     Raises:
+        OptionTypeError: (``TypeError``) If an option is of a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds, or does not fit into memory.
+        DeviceError: (``ValueError``) If ``output_device`` is not there.
         UnsupportedModelError: (``ValueError``) For encoder-decoder models.
         TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be known.
 
@@ -72,6 +86,12 @@ class AsyncTransformer(BatchedLM):
         device: Where it takes its token ids.
         kv_reuse: Whether keys and values are reused.
     """
+
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        **BatchedLM.option_checks,
+        "kv_cache_bytes": optional(byte_count),
+        "num_threads": optional(thread_count),
+    }
 
     def __init__(
         self,
@@ -87,16 +107,17 @@ class AsyncTransformer(BatchedLM):
         max_length: int | None = None,
         self_check: bool = True,
     ) -> None:
-        if kv_cache_bytes is not None and kv_cache_bytes < 0:
-            raise ValueError(f"kv_cache_bytes must be zero or more, got {kv_cache_bytes}")
-        if num_threads is not None and num_threads < 1:
-            raise ValueError(f"num_threads must be one or more, got {num_threads}")
+        options = {
+            "kv_cache_bytes": kv_cache_bytes,
+            "num_threads": num_threads,
+            "max_length": max_length,
+        }
+        given = checked(self.option_checks, options)
         check_model(hf_model)
-        config = hf_model.config.get_text_config(decoder=True)
         super().__init__(
             hf_tokenizer,
-            vocab_size=_model_vocab_size(hf_model),
-            max_length=max_length or _own_max_length(config),
+            vocab_size=vocab_width(hf_model),
+            max_length=longest_context(hf_model) if max_length is None else max_length,
             batch_size=batch_size,
             timeout=timeout,
             row_cache_bytes=row_cache_bytes,
@@ -110,14 +131,17 @@ class AsyncTransformer(BatchedLM):
         self.device = runner.device
         self._is_on_cpu = self.device.type == "cpu"
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
-        if num_threads is not None:
-            use_threads = num_threads
-            self._batcher.call(lambda: use_num_threads(use_threads))
-        pool = self._batcher.call(lambda: self._make_pool(runner, kv_cache_bytes))
+        try:
+            if num_threads is not None:
+                self._batcher.call(lambda: use_num_threads(given["num_threads"]))
+            pool = self._batcher.call(lambda: self._make_pool(runner, given["kv_cache_bytes"]))
+        except BaseException:
+            self._batcher.close()  # or its thread would stay as long as the traceback
+            raise
         self._evaluator = Evaluator(
             runner,
             pool,
-            _cost_model(runner),
+            CostModel.on(self.device.type),
             self._finish,
             rotary_limit(hf_model),
             self.check_wanted,
@@ -145,18 +169,20 @@ class AsyncTransformer(BatchedLM):
             **kwargs: For the constructor.
 
         Raises:
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; as with
+                the next two, nothing is loaded then.
+            OptionError: (``ValueError``) If one is out of its bounds.
+            DeviceError: (``ValueError``) If a device is not there.
             ModelNotFoundError: (``OSError``) If there is no such model.
             MissingExtraError: (``ImportError``) If an extra is needed and absent.
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        options: dict[str, Any] = {"device_map": "auto", "dtype": "auto", **(hf_opts or {})}
-        if "torch_dtype" in options:
-            options["dtype"] = options.pop("torch_dtype")
-        if bitsandbytes_opts:
-            options["quantization_config"] = _quantization_config(bitsandbytes_opts)
+        cls.check_options(kwargs)
+        options = loading_options(bitsandbytes_opts, hf_opts)
         shared = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only")
         path = resolve_name(model_id)
+        options = {**hub_options(path), **options}
         with explained(model_id):
             tokenizer = AutoTokenizer.from_pretrained(
                 path, **{name: options[name] for name in shared if name in options}
@@ -232,6 +258,8 @@ class AsyncTransformer(BatchedLM):
             AdapterError: (``ValueError``) If the name is taken, or nothing can be loaded, or the
                 adapter does more than to replace layers; the model stays as it was.
         """
+        given = {"lora_path": lora_path, "lora_name": lora_name}
+        checked(ADAPTER_CHECKS, given, AdapterError)
         self._batcher.call(lambda: self._adapters.load(str(lora_path), lora_name, self.kv_reuse))
 
     def remove_lora(self, lora_name: str) -> None:
@@ -243,6 +271,8 @@ class AsyncTransformer(BatchedLM):
             UnknownAdapterError: (``ValueError``) If there is none of that name.
         """
 
+        check_adapter_name(lora_name)
+
         def remove() -> None:
             self._adapters.remove(lora_name)
             self.clear_cache()  # before anybody can load another one under the name
@@ -251,7 +281,7 @@ class AsyncTransformer(BatchedLM):
 
     def check_adapter(self, lora_name: str | None) -> None:
         """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
-        self._adapters.names.number(lora_name)
+        self.adapter_id(lora_name)
 
     def adapter_id(self, lora_name: str | None) -> int | None:
         """Return the number of an adapter's load, or ``None`` for the base model."""
@@ -270,7 +300,12 @@ class AsyncTransformer(BatchedLM):
             )
             return None
         budget = default_kv_budget(support.layout) if kv_cache_bytes is None else kv_cache_bytes
-        return KVPool(support.layout, budget)
+        try:
+            return KVPool(support.layout, budget)
+        except (RuntimeError, MemoryError) as error:
+            if kv_cache_bytes is None or not is_out_of_memory(error):
+                raise
+            raise OptionError(f"kv_cache_bytes={budget} do not fit into memory") from error
 
     @property
     def kv_reuse(self) -> bool:
@@ -297,6 +332,7 @@ class AsyncTransformer(BatchedLM):
     ) -> None:
         """Free the keys and values of a context beyond its first ``keep`` tokens."""
         ids = check_context(token_ids, len(self.byte_vocab), max_length=None)
+        keep = integer(0)("keep", keep)
         try:
             namespace = Query(ids, lora_name, self.adapter_id(lora_name)).namespace
         except UnknownAdapterError:  # what was computed with it has gone with it
@@ -355,33 +391,3 @@ class AsyncTransformer(BatchedLM):
         self.model = None
         self._adapters.close()
         release_cached_memory()
-
-
-def _own_max_length(config: Any) -> int | None:
-    """The longest context that a config speaks of; some say -1 for any."""
-    length = getattr(config, "max_position_embeddings", None)
-    return length if length is None or length > 0 else None
-
-
-def _model_vocab_size(model: Any) -> int:
-    """The width of the logits, which may be padded beyond the config's vocabulary."""
-    head = model.get_output_embeddings()
-    width = getattr(head, "out_features", None)
-    return int(width or model.config.get_text_config(decoder=True).vocab_size)
-
-
-def _cost_model(runner: Runner) -> CostModel:
-    # A GPU reads its weights for one token in the time that it computes some hundred tokens in.
-    if runner.device.type == "cpu":
-        return CostModel()
-    return CostModel(per_forward=128.0, per_past_token=1 / 64, max_segment=2048, max_tokens=16384)
-
-
-def _quantization_config(options: dict[str, Any]) -> Any:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise MissingExtraError(
-            "bitsandbytes_opts needs bitsandbytes: pip install 'genlm-backend[bitsandbytes]'"
-        )
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(**options)

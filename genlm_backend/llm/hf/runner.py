@@ -5,13 +5,37 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
 from genlm_backend.cache.pool import KVPool
+from genlm_backend.errors import ModelStateError
 from genlm_backend.llm.hf.kv import pooled_cache
 from genlm_backend.llm.hf.packing import PackedBatch, Row, pack
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What a model's parameters are and where; a conversion changes the first with the others.
+
+    Attributes:
+        dtype: Of the first parameter.
+        device: Where it is.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, model: Any) -> Self | None:
+        """Return that of a model, or ``None`` if it has no parameters."""
+        parameters = getattr(model, "parameters", tuple)()
+        return next((cls(p.dtype, p.device) for p in parameters), None)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} on {self.device}"
 
 
 class Runner:
@@ -31,6 +55,7 @@ class Runner:
         self.tokens_computed = 0
         self.parameters = frozenset(inspect.signature(model.forward).parameters)
         self.device = input_device(model)
+        self._placement = Placement.of(model)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row], pool: KVPool | None = None) -> torch.Tensor:
@@ -38,7 +63,11 @@ class Runner:
 
         With a ``pool``, past keys and values are read from its slots and new ones written to
         them; without one, rows have no past and nothing is kept.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) If the model has been converted or moved.
         """
+        self._check_placement()
         batch = pack(rows)
         inputs: dict[str, Any] = {"input_ids": batch.input_ids.to(self.device)}
         if "attention_mask" in self.parameters:
@@ -52,6 +81,14 @@ class Runner:
         self.num_forwards += 1
         self.tokens_computed += batch.num_new_tokens
         return logits
+
+    def _check_placement(self) -> None:
+        now = Placement.of(self.model)
+        if now != self._placement:
+            raise ModelStateError(
+                f"the model was {self._placement} when it was wrapped and is {now} now, which its "
+                "keys and values are not: put it back, or wrap it again"
+            )
 
     def _select(self, batch: PackedBatch, inputs: dict[str, Any]) -> torch.Tensor:
         """Run the model, projecting onto the vocabulary only where an output is wanted.

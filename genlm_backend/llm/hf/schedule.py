@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,14 @@ class CostModel:
     per_past_token: float = 1 / 256
     max_segment: int = 1024
     max_tokens: int = 4096
+
+    @classmethod
+    def on(cls, device: str) -> Self:
+        """Return what passes cost on a kind of device: "cpu", "cuda", …"""
+        if device == "cpu":
+            return cls()
+        # A GPU reads its weights for one token in the time that it computes some hundred in.
+        return cls(per_forward=128.0, per_past_token=1 / 64, max_segment=2048, max_tokens=16384)
 
     def of(self, num_rows: int, num_new: int, num_past: int) -> float:
         """Cost of a pass of ``num_rows`` rows padded to these lengths."""

@@ -13,9 +13,10 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from genlm_backend.cache.pool import KVLayout, KVPool, LayerLayout
+from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
 from genlm_backend.llm.hf.packing import Row
-from genlm_backend.llm.hf.runner import Runner
+from genlm_backend.llm.hf.runner import Placement, Runner
 from genlm_backend.llm.hf.threads import one_thread
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,12 @@ def rounding(dtype: torch.dtype) -> float:
 
 def check_model(model: Any) -> None:
     """Raise an ``UnsupportedModelError`` if ``model`` is no causal language model."""
-    config = model.config
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config") or not callable(getattr(model, "forward", None)):
+        hint = "; from_name takes a name" if isinstance(model, str) else ""
+        raise UnsupportedModelError(
+            f"hf_model must be a causal language model of transformers, got {shown(model)}{hint}"
+        )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder model; a next token is only defined "
@@ -57,6 +63,23 @@ def check_model(model: Any) -> None:
         )
     if not hasattr(model, "get_output_embeddings") or "input_ids" not in Runner(model).parameters:
         raise UnsupportedModelError(f"{type(model).__name__} is not a language model over tokens")
+    is_split = getattr(model, "hf_device_map", None) is not None  # parts may wait elsewhere
+    if not is_split and (placement := Placement.of(model)) and placement.device.type == "meta":
+        raise UnsupportedModelError(f"{type(model).__name__} is on 'meta': it has no weights")
+
+
+def longest_context(model: Any) -> int | None:
+    """Return the longest context that a model's config speaks of; some say -1 for any."""
+    config = model.config.get_text_config(decoder=True)
+    length = getattr(config, "max_position_embeddings", None)
+    return length if length is None or length > 0 else None
+
+
+def vocab_width(model: Any) -> int:
+    """Return the width of a model's logits, which may be padded beyond its config's vocabulary."""
+    head = model.get_output_embeddings()
+    width = getattr(head, "out_features", None)
+    return int(width or model.config.get_text_config(decoder=True).vocab_size)
 
 
 def rotary_limit(model: Any) -> int | None:

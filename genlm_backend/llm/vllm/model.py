@@ -5,23 +5,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
-from genlm_backend.cache import RowCache
-from genlm_backend.errors import BatcherClosedError, UnknownAdapterError
+from genlm_backend.checks import (
+    Check,
+    checked,
+    integer,
+    listed,
+    mapping,
+    optional,
+)
+from genlm_backend.errors import AdapterError, BatcherClosedError, UnknownAdapterError
 from genlm_backend.llm.adapters import AdapterNames
-from genlm_backend.llm.base import TokenIds, progress_bar
+from genlm_backend.llm.base import ADAPTER_CHECKS, TokenIds, check_adapter_name, progress_bar
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.llm.loading import explained, resolve_name
+from genlm_backend.llm.loading import check_reachable, explained, resolve_name
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.rows import separate_rows
-from genlm_backend.llm.sampling import Sampler
+from genlm_backend.llm.sampling import check_sampling
 from genlm_backend.llm.statistics import BackendCounts
 from genlm_backend.llm.vllm.completion import Completion
 from genlm_backend.llm.vllm.release import check_release
 from genlm_backend.llm.vllm.rounds import Rounds
+from genlm_backend.llm.vllm.row_cache import cache_opts as check_cache_opts
+from genlm_backend.llm.vllm.row_cache import row_cache
 from genlm_backend.llm.vllm.session_engine import SessionEngine
 
 
@@ -46,9 +55,17 @@ class AsyncVirtualLM(BatchedLM):
         self_check: Compare a few probe texts with the bytes of their tokens.
 
     Raises:
-        ValueError: If a bound is negative.
-        TypeError: If ``cache_opts`` has another name.
+        OptionTypeError: (``TypeError``) If an option is of a wrong type, or ``cache_opts`` has
+            another name.
+        OptionError: (``ValueError``) If one is out of its bounds.
+        DeviceError: (``ValueError``) If ``output_device`` is not there.
     """
+
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        **BatchedLM.option_checks,
+        "cache_size": integer(0),
+        "cache_opts": optional(check_cache_opts),
+    }
 
     def __init__(
         self,
@@ -63,18 +80,27 @@ class AsyncVirtualLM(BatchedLM):
         max_length: int | None = None,
         self_check: bool = True,
     ) -> None:
+        options = {
+            "cache_size": cache_size,
+            "cache_opts": cache_opts,
+            "row_cache_bytes": row_cache_bytes,
+            "max_length": max_length,
+        }
+        given = checked(self.option_checks, options)
         super().__init__(
             engine.tokenizer,
             vocab_size=engine.vocab_size,
             max_length=min(
-                max_length or engine.max_length,
+                given["max_length"] or engine.max_length,
                 engine.max_length,
                 engine.num_blocks * engine.block_size,
             ),
             batch_size=batch_size,
             max_batch_size=engine.max_sessions,
             timeout=timeout,
-            row_cache=_row_cache(cache_size, row_cache_bytes, **(cache_opts or {})),
+            row_cache=row_cache(
+                given["cache_size"], given["row_cache_bytes"], **(given["cache_opts"] or {})
+            ),
             output_device=output_device,
             self_check=self_check,
         )
@@ -102,16 +128,22 @@ class AsyncVirtualLM(BatchedLM):
             **kwargs: For the constructor.
 
         Raises:
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; as with
+                the next, nothing is loaded then.
+            OptionError: (``ValueError``) If one is out of its bounds.
             MissingExtraError: (``ImportError``) If vLLM is absent, or a release not supported.
             UnsupportedModelError: (``ValueError``) If an option or the model does not go with
                 sessions.
             ModelNotFoundError: (``OSError``) If there is no such model.
         """
         check_release()
+        cls.check_options(kwargs)
+        optional(mapping)("engine_opts", engine_opts)
         from genlm_backend.llm.vllm.engine import Engine
 
         path = resolve_name(model_name)
         with explained(model_name):
+            check_reachable(path)
             engine = Engine.load(path, dict(engine_opts or {}))
         try:
             return cls(engine, **kwargs)
@@ -191,17 +223,20 @@ class AsyncVirtualLM(BatchedLM):
         progress: bool = False,
     ) -> list[list[int]]:
         """Sample a continuation of each prompt with vLLM's own sampler."""
-        Sampler(temperature)  # raises for what is no temperature
-        if max_tokens < 0:
-            raise ValueError(f"max_tokens must be zero or more, got {max_tokens}")
-        prompts = [self._query(token_ids, lora_name) for token_ids in prompt_token_ids_list]
+        given = check_sampling(
+            max_tokens=max_tokens,
+            eos_token_ids=eos_token_ids,
+            temperature=temperature,
+            seed=seed,
+        )
+        check_sampling(progress=progress)
+        contexts = listed("prompt_token_ids_list", prompt_token_ids_list)
+        prompts = [self._query(token_ids, lora_name) for token_ids in contexts]
         if max_tokens == 0:
             return [[] for _ in prompts]
         assert self.max_length is not None
         completions = [
-            Completion(
-                prompt, max_tokens, eos_token_ids, temperature, seed, stream, self.max_length
-            )
+            Completion(prompt, **given, stream=stream, max_length=self.max_length)
             for stream, prompt in enumerate(prompts)
         ]
         with progress_bar(len(completions), progress) as bar:
@@ -253,6 +288,9 @@ class AsyncVirtualLM(BatchedLM):
             AdapterError: (``ValueError``) If the name is taken, or vLLM does not load it.
         """
 
+        given = {"lora_path": lora_path, "lora_name": lora_name}
+        checked(ADAPTER_CHECKS, given, AdapterError)
+
         def add() -> None:
             self._adapters.check_free(lora_name)
             self._engine.add_adapter(lora_name, str(lora_path))
@@ -269,6 +307,8 @@ class AsyncVirtualLM(BatchedLM):
         Raises:
             UnknownAdapterError: (``ValueError``) If there is none of that name.
         """
+
+        check_adapter_name(lora_name)
 
         def remove() -> None:
             self._adapters.remove(lora_name)
@@ -288,7 +328,7 @@ class AsyncVirtualLM(BatchedLM):
 
     def check_adapter(self, lora_name: str | None) -> None:
         """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
-        self._adapters.number(lora_name)
+        self.adapter_id(lora_name)
 
     def adapter_id(self, lora_name: str | None) -> int | None:
         """Return the number of an adapter's load, or ``None`` for the base model."""
@@ -325,13 +365,3 @@ class AsyncVirtualLM(BatchedLM):
         self._engine.close()
         for completion in completions:
             completion.fail(BatcherClosedError("closed before the sample was complete"))
-
-
-def _row_cache(
-    cache_size: int, row_cache_bytes: int, max_bytes: int | None = None, move_to_cpu: bool = False
-) -> RowCache:
-    return RowCache(
-        row_cache_bytes if max_bytes is None else max_bytes,
-        cache_size or None,
-        torch.device("cpu") if move_to_cpu else None,
-    )

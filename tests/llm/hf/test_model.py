@@ -1,14 +1,20 @@
 """AsyncTransformer's own doors: construction, loading, options."""
 
 import json
+import threading
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from genlm_backend import AsyncTransformer, MockAsyncLM, load_model_by_name
-from genlm_backend.errors import ModelNotFoundError, UnknownBackendError
+from genlm_backend.errors import (
+    ModelNotFoundError,
+    ModelStateError,
+    UnknownBackendError,
+    UnsupportedModelError,
+)
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -88,7 +94,7 @@ def test_an_absent_model_says_what_was_looked_for(monkeypatch):
         ({"timeout": -1}, ValueError),
         ({"kv_cache_bytes": -1}, ValueError),
         ({"row_cache_bytes": -1}, ValueError),
-        ({"output_device": "nowhere"}, RuntimeError),
+        ({"output_device": "nowhere"}, ValueError),
         ({"no_such_option": 1}, TypeError),
     ],
     ids=str,
@@ -96,6 +102,65 @@ def test_an_absent_model_says_what_was_looked_for(monkeypatch):
 def test_impossible_options_are_refused(tiny_llama, options, error):
     with pytest.raises(error):
         AsyncTransformer(tiny_llama, word_tokenizer(), **options)
+
+
+@pytest.mark.parametrize("kv_cache_bytes", [0, 1 << 16])
+def test_a_model_that_is_converted_afterwards_is_noticed_at_the_next_batch(kv_cache_bytes):
+    model = families.make("llama")
+    with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=kv_cache_bytes) as lm:
+        expected = fresh_row(model, [1, 2])
+        lm.next_token_logprobs_sync([1, 2])
+        for convert in (model.double, model.half, model.bfloat16):
+            convert()
+            for ask in (lm.next_token_logprobs_sync, lm.next_token_logprobs_uncached):
+                with pytest.raises(ModelStateError, match=r"was torch.float32 on cpu .* wrap it"):
+                    ask([1, 2, 3])
+            if convert == model.double:  # and back, which loses nothing
+                model.float()
+                torch.testing.assert_close(
+                    lm.next_token_logprobs_sync([1, 2, 3]),
+                    fresh_row(model, [1, 2, 3]),
+                    rtol=0,
+                    atol=2e-5,
+                )
+                lm.clear_cache()
+                row = lm.next_token_logprobs_sync([1, 2])
+                torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
+                lm.clear_cache()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("smollm2", "hf_model must be a causal .* got 'smollm2'; from_name takes a name"),
+        (None, "hf_model must be"),
+        (LlamaForCausalLM, "hf_model must be"),
+        (torch.nn.Linear(2, 2), "hf_model must be"),
+    ],
+    ids=str,
+)
+def test_what_is_no_model_is_refused(model, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        AsyncTransformer(model, word_tokenizer())
+
+
+def test_a_model_without_weights_is_refused():
+    with torch.device("meta"):
+        model = LlamaForCausalLM(families.make("llama").config)
+    with pytest.raises(UnsupportedModelError, match="on 'meta'"):
+        AsyncTransformer(model, word_tokenizer())
+
+
+def test_a_refused_constructor_leaves_no_thread(tiny_llama, monkeypatch):
+    def refuse(*_):
+        raise UnsupportedModelError("refused while it is examined")
+
+    monkeypatch.setattr("genlm_backend.llm.hf.model.examine", refuse)
+    before = set(threading.enumerate())
+    with pytest.raises(UnsupportedModelError) as kept:  # its traceback refers to the model
+        AsyncTransformer(tiny_llama, word_tokenizer(), num_threads=1)
+    assert set(threading.enumerate()) <= before
+    del kept
 
 
 def test_the_models_own_maximum_bounds_the_context(tiny_llama):
@@ -201,5 +266,5 @@ def test_a_number_of_threads_is_the_models_own(tiny_llama):
         assert lm._batcher.call(torch.get_num_threads) == 1
         assert torch.get_num_threads() == before
         assert lm.next_token_logprobs_sync([1]).shape == (96,)
-    with pytest.raises(ValueError, match="num_threads must be one or more, got 0"):
+    with pytest.raises(ValueError, match="num_threads must be an integer of 1 or more, got 0"):
         AsyncTransformer(tiny_llama, word_tokenizer(), num_threads=0)

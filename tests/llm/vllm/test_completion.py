@@ -157,5 +157,5 @@ def test_rows_are_bounded_by_number_and_kept_where_they_are_wanted():
         assert len(lm._rows) == 0
     with pytest.raises(TypeError, match="max_byte"):
         AsyncVirtualLM(FakeEngine(), cache_opts={"max_byte": 1})
-    with pytest.raises(ValueError, match="max_rows"):
+    with pytest.raises(ValueError, match="cache_size"):
         AsyncVirtualLM(FakeEngine(), cache_size=-1)

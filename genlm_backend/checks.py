@@ -1,0 +1,305 @@
+"""Checks of arguments: each returns the value as it is meant, or says what is wrong with it.
+
+A check is a function of an argument's name and value, so that a table of them can stand for the
+options of a constructor::
+
+    CHECKS = {"batch_size": integer(least=1), "max_length": optional(integer(least=1))}
+
+One rule holds everywhere: an integer is what ``operator.index`` takes, NumPy's included; a ``bool``
+is neither an integer nor a number, and a ``float`` is no integer, whatever its value.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from difflib import get_close_matches
+from numbers import Real
+from typing import Any, TypeVar
+
+from genlm_backend.errors import DeviceError, OptionError, OptionTypeError
+
+T = TypeVar("T")
+Check = Callable[[str, Any], T]
+"""A function of an argument's name and value that returns the value as it is meant."""
+
+
+def checked(
+    checks: Mapping[str, Check[Any]],
+    values: Mapping[str, Any],
+    error: type[Exception] | None = None,
+) -> dict[str, Any]:
+    """Return values by their names, each as its check returns it.
+
+    Args:
+        checks: Check by name; a value without one is returned as it is.
+        values: Value by name.
+        error: What to raise in place of an ``OptionError`` or ``OptionTypeError``.
+    """
+    try:
+        return {n: checks[n](n, value) if n in checks else value for n, value in values.items()}
+    except (OptionError, OptionTypeError) as refused:
+        if error is None:
+            raise
+        raise error(str(refused)) from None
+
+
+def check_names(
+    given: Iterable[Any],
+    known: Collection[str],
+    of: str,
+    error: type[Exception] = OptionTypeError,
+) -> None:
+    """Raise an error with near names unless every name is known.
+
+    Args:
+        given: The names.
+        known: Those that there are.
+        of: What has them, for the message.
+        error: What to raise.
+    """
+    for name in given:
+        if name not in known:
+            near = near_names(name, known)
+            raise error(f"{name} is no {of}{near or ': there are ' + ', '.join(known)}")
+
+
+def near_names(name: object, known: Iterable[str], quoted: bool = False) -> str:
+    """Return ``"; did you mean …?"`` with the known names that are near to one, or nothing."""
+    by_lower = {other.lower(): other for other in known}
+    near = [by_lower[found] for found in get_close_matches(str(name).lower(), by_lower, n=2)]
+    return f"; did you mean {' or '.join(map(repr, near) if quoted else near)}?" if near else ""
+
+
+def shown(value: object) -> str:
+    """Return the beginning of a value's ``repr``, on one line."""
+    line = " ".join(repr(value).split())
+    return line if len(line) <= 80 else f"{line[:79]}…"
+
+
+# -------------------------------------------------------------------- kinds of values
+
+
+def optional(check: Check[T]) -> Check[T | None]:
+    """Return a check that lets ``None`` pass."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def integer(least: int | None = None, most: int | None = None) -> Check[int]:
+    """Return a check for an integer within bounds, which returns a plain ``int``."""
+    wanted = "an integer" if least is None else f"an integer of {least} or more"
+
+    def check(name: str, value: Any) -> int:
+        found = _index(value)
+        if found is None:
+            is_whole = isinstance(value, float) and value.is_integer()
+            hint = f": write {int(value)}" if is_whole else ""
+            raise OptionTypeError(f"{name} must be {wanted}, got {shown(value)}{hint}")
+        if least is not None and found < least:
+            raise OptionError(f"{name} must be {wanted}, got {found}")
+        if most is not None and found > most:
+            raise OptionError(f"{name} must be at most {most}, got {found}")
+        return found
+
+    return check
+
+
+def _index(value: Any) -> int | None:
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
+        return None
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError):  # of tensors that hold several, or nothing
+        return None
+
+
+def number(
+    low: float = -math.inf, high: float = math.inf, *, is_open: bool = False, is_finite: bool = True
+) -> Check[float]:
+    """Return a check for a real number within bounds, which is never a NaN.
+
+    Args:
+        low: The least it may be.
+        high: The most it may be.
+        is_open: Whether it must be above ``low``.
+        is_finite: Whether infinity is refused.
+    """
+    wanted = "a number"
+    if low > -math.inf:
+        wanted += f" above {low:g}" if is_open else f" of {low:g} or more"
+    if high < math.inf:
+        wanted += f", up to {high:g}"
+
+    def check(name: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise OptionTypeError(f"{name} must be {wanted}, got {shown(value)}")
+        found = _float(value)
+        is_inside = low <= found <= high and not (is_open and found == low)
+        if not is_inside or (is_finite and math.isinf(found)):
+            raise OptionError(f"{name} must be {wanted}, got {shown(value)}")
+        return found
+
+    return check
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def switch(name: str, value: Any) -> bool:
+    """Return ``True`` or ``False``, and refuse everything else."""
+    if not isinstance(value, bool):
+        raise OptionTypeError(f"{name} must be True or False, got {shown(value)}")
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """Return a text of at least one letter, and refuse everything else."""
+    if not isinstance(value, str):
+        raise OptionTypeError(f"{name} must be a string, got {shown(value)}")
+    if not value:
+        raise OptionError(f"{name} must be a string of at least one letter, got ''")
+    return value
+
+
+def one_of(*choices: Any) -> Check[Any]:
+    """Return a check for one of some strings or switches."""
+    wanted = ", ".join(map(repr, choices))
+
+    def check(name: str, value: Any) -> Any:
+        is_plain = isinstance(value, (str, bool)) or value is None
+        if not is_plain or value not in choices:
+            raise OptionError(f"{name} must be one of {wanted}, got {shown(value)}")
+        return value
+
+    return check
+
+
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """Return a mapping from names, and refuse everything else."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise OptionTypeError(f"{name} must be a mapping of options by name, got {shown(value)}")
+    return value
+
+
+def function(name: str, value: Any) -> Callable[..., Any]:
+    """Return what can be called, and refuse everything else."""
+    if not callable(value):
+        raise OptionTypeError(f"{name} must be a function, got {shown(value)}")
+    return value
+
+
+def instance(kind: type[T] | tuple[type[Any], ...], wanted: str) -> Check[T]:
+    """Return a check for an object of a class.
+
+    Args:
+        kind: The class, or several.
+        wanted: What the message calls it.
+    """
+
+    def check(name: str, value: Any) -> T:
+        if not isinstance(value, kind):
+            raise OptionTypeError(f"{name} must be {wanted}, got {shown(value)}")
+        return value
+
+    return check
+
+
+def listed(name: str, value: Any) -> list[Any]:
+    """Return an iterable as a list; a text is none."""
+    is_list = hasattr(value, "__iter__") and getattr(value, "ndim", 1) > 0
+    if not is_list or isinstance(value, (str, bytes, bytearray)):
+        raise OptionTypeError(f"{name} must be a list, got {shown(value)}")
+    return list(value)
+
+
+def sequence(check: Check[T], wanted: str) -> Check[tuple[T, ...]]:
+    """Return a check for an iterable, each element of which has a check; a text is none.
+
+    Args:
+        check: Of an element; what it says is replaced by what the whole must be.
+        wanted: What the message calls the whole.
+    """
+
+    def check_all(name: str, value: Any) -> tuple[T, ...]:
+        is_text = isinstance(value, (str, bytes, bytearray, Mapping))
+        try:
+            if not is_text:
+                return tuple(check(name, element) for element in value)
+        except OptionError as error:
+            raise OptionError(f"{name} must be {wanted}, got {shown(value)}") from error
+        except (TypeError, RuntimeError) as error:  # RuntimeError: of a tensor that holds nothing
+            raise OptionTypeError(f"{name} must be {wanted}, got {shown(value)}") from error
+        raise OptionTypeError(f"{name} must be {wanted}, got {shown(value)}")
+
+    return check_all
+
+
+def known_device(name: str, value: Any) -> Any:
+    """Return a device, or its name, as it is, if torch knows it, here or elsewhere.
+
+    Raises:
+        DeviceError: (``ValueError``) Otherwise, and for "meta", which computes nothing.
+    """
+    import torch
+
+    wanted = f"{name} must be a device such as 'cpu' or 'cuda:0', got {shown(value)}"
+    if not isinstance(value, (str, torch.device)):
+        raise DeviceError(wanted)
+    try:
+        kind = torch.device(value).type
+    except RuntimeError as error:
+        raise DeviceError(wanted) from error
+    if kind == "meta":
+        raise DeviceError(f"{wanted}: it holds no numbers")
+    return value
+
+
+def device(name: str, value: Any) -> Any:
+    """Return the ``torch.device`` of a name that torch knows and that is on this machine.
+
+    Raises:
+        DeviceError: (``ValueError``) Otherwise.
+    """
+    import torch
+
+    found = torch.device(known_device(name, value))
+    try:
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).split("\n")[0]
+        raise DeviceError(f"{name} {str(value)!r} cannot be used: {reason}") from error
+    return found
+
+
+# -------------------------------------------------------------------- bounds that recur
+
+MAX_BYTES = (1 << 63) - 1
+"""More bytes than this cannot be counted in 64 bits."""
+
+MAX_THREADS = 4096
+"""OpenMP ends the process that asks for more threads than the system gives."""
+
+MAX_VOCAB = 1 << 24
+"""More ids than any vocabulary has; each costs an object."""
+
+byte_count = integer(0, MAX_BYTES)
+"""Check of a number of bytes."""
+
+thread_count = integer(1, MAX_THREADS)
+"""Check of a number of threads."""
+
+_seconds = optional(number(0, is_finite=False))
+
+
+def timeout(name: str, value: Any) -> float | None:
+    """Return seconds to wait at most, or ``None`` for as long as it takes, as for infinity."""
+    seconds = _seconds(name, value)
+    return None if seconds is None or seconds > threading.TIMEOUT_MAX else seconds
