@@ -27,15 +27,13 @@ class Sampler:
 
     Raises:
         OptionTypeError: (``TypeError``) If one of them is of another type.
-        OptionError: (``ValueError``) If one of them is negative, or ``temperature`` not finite.
+        OptionError: (``ValueError``) If one of them is negative, or ``temperature`` is NaN.
     """
 
     def __init__(self, temperature: float = 1.0, seed: int | None = None, stream: int = 0) -> None:
         given = checked(CHECKS, {"temperature": temperature, "seed": seed, "stream": stream})
         self.temperature: float = given["temperature"]
         entropy = None if seed is None else [given["seed"], given["stream"]]
-        float32 = np.finfo(np.float32)
-        self._divisor = np.float32(np.clip(self.temperature, float32.tiny, float32.max))
         self._random = np.random.default_rng(entropy)
 
     def draw(self, row: torch.Tensor) -> int:
@@ -72,7 +70,7 @@ def _check_largest(score: float) -> None:
 
 
 CHECKS: Final = {
-    "temperature": number(0),
+    "temperature": number(0, is_finite=False),
     "seed": optional(integer(0)),
     "stream": integer(0),
     "max_tokens": integer(0),

@@ -211,7 +211,7 @@ class Engine:
         """
         params = SamplingParams(
             max_tokens=completion.num_possible,
-            temperature=completion.temperature,
+            temperature=min(completion.temperature, 1e30),  # an infinite one would give NaN
             seed=completion.seed,
             stop_token_ids=sorted(completion.eos_token_ids),
             allowed_token_ids=[i for i in range(self.vocab_size) if i not in forbidden]
