@@ -9,6 +9,8 @@ BARE_VENV := .venv-bare
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEER := .peer
+# As many tests at once as there are cores, each on one: most of a test computes on one thread.
+PARALLEL := -n logical --maxprocesses 4 --dist worksteal
 # Not demo: the model's package asks for an engine that would have to be compiled.
 EXTRAS := bitsandbytes,grammar,lora,viz,test,bench,docs
 
@@ -50,7 +52,7 @@ types: $(STAMP)
 
 test: lint types
 	@echo "== tests"
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 test-all: export ALL := yes
 test-all: test-vllm test-clients test-bare test
@@ -100,7 +102,7 @@ test-clients: $(CLIENTS_VENV)/.installed
 	$(CLIENTS_VENV)/bin/python clients $(CLIENTS)
 
 quick: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not real"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow and not real"
 
 NUM ?= 100
 SEED ?= 0
