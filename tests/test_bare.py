@@ -68,8 +68,9 @@ missing = {{}}
 for found in pkgutil.walk_packages(genlm_backend.__path__, "genlm_backend."):
     try:
         module = importlib.import_module(found.name)
-    except ModuleNotFoundError as error:
-        missing[found.name] = error.name.partition(".")[0]
+    except ImportError as error:
+        cause = error if isinstance(error, ModuleNotFoundError) else error.__cause__
+        missing[found.name] = cause.name.partition(".")[0]
     else:
         for name in getattr(module, "__all__", ()):
             getattr(module, name)

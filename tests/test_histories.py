@@ -17,7 +17,7 @@ MODEL_WAYS = ("sync", "cached", "await", "batch", "await batch", "sample")
 CLOSED = {f"{name} {way}": "BatcherClosedError" for name in MODELS for way in MODEL_WAYS}
 CLOSED |= {f"trie {way}": "BatcherClosedError" for way in ("sum", "max")}
 CLOSED |= {f"engine {way}": "ModelStateError" for way in ("start", "generate")}
-CLOSED["glm submit"] = "RuntimeError"
+CLOSED["glm submit"] = "ModelStateError"
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a system that can fork"),

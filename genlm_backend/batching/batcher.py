@@ -20,6 +20,7 @@ from genlm_backend.batching.waiter import (
     deliver,
     loops_of,
     presentable,
+    take_wanted,
 )
 from genlm_backend.batching.worker import Worker
 from genlm_backend.checks import function, instance, optional, text
@@ -96,8 +97,11 @@ class Batcher(Generic[Q, R]):
         waiter = self._submit_nowait(query, asyncio.get_running_loop())
         try:
             return cast(R, await cast("asyncio.Future[R]", waiter.future))
-        except (asyncio.CancelledError, GeneratorExit):
+        except asyncio.CancelledError:
             self._forget(waiter)
+            raise
+        except GeneratorExit:  # of the garbage collector, maybe where its thread holds the lock
+            waiter.is_gone = True
             raise
 
     def submit_sync(self, queries: Iterable[Q]) -> list[R]:
@@ -285,61 +289,60 @@ class Batcher(Generic[Q, R]):
                 self._tickers = {t: self._tickers[t] for t in self._tickers if not t.is_closed()}
                 ticker = self._tickers[loop] = Ticker()
             if not ticker.is_scheduled:
-                ticker.is_scheduled = True
                 ticker.start(self._num_arrived)
-                loop.call_soon(self._tick, loop)
+                ticker.schedule(loop, self._tick)
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         """One pass of ``loop``, while queries of its own or of others wait."""
         with self._lock.here:
             ticker = self._tickers[loop]
+            ticker.is_scheduled = False
             ticker.tick(self._num_arrived)
             state = BatchState(len(self._pending), self._is_busy, self._is_urgent)
             decision = self.policy.decide(ticker.completed(state))
             if decision is Decision.YIELD:
-                loop.call_soon(self._tick, loop)
-                return
-            ticker.is_scheduled = False
-            if decision is Decision.FIRE:
+                ticker.schedule(loop, self._tick)
+            elif decision is Decision.FIRE:
                 self._fire()
 
     def _fire(self) -> None:
-        """Send the oldest queries that somebody still wants to the worker."""
-        batch: list[Entry] = []
-        limit = self.policy.max_batch_size  # once: another thread may set the policy meanwhile
-        for key in list(self._pending):
-            if len(batch) == limit:
-                break
-            entry = self._pending.pop(key)
-            if entry.is_wanted():
-                batch.append(entry)
-                self._in_flight[key] = entry
-            else:
-                self._counts.num_skipped += 1
-        if not self._pending:
-            self._is_urgent = False
-        if batch:
+        """Have the worker take a batch.
+
+        A thread may be interrupted anywhere in here: whoever comes next puts a job that is missing,
+        and one too many finds nothing to do.
+        """
+        try:
+            self._worker.put(self._run)
+        except RuntimeError as error:  # there is no thread any more, or none to be had
+            entries = list(self._pending.values())
+            self._pending, self._is_urgent = {}, False
+            deliver([s for entry in entries for s in entry.settlements(None, error)])
+        else:
             self._is_busy = True
-            self._counts.batch_sizes[len(batch)] += 1
-            try:
-                self._worker.put(lambda: self._run(batch))
-            except RuntimeError as error:  # there is no thread any more, or none to be had
-                entries = [*batch, *self._pending.values()]
-                self._pending, self._in_flight = {}, {}
-                self._is_busy = self._is_urgent = False
-                deliver([s for entry in entries for s in entry.settlements(None, error)])
+
+    def _take(self) -> list[Entry]:
+        batch, num_skipped = take_wanted(self._pending, self.policy.max_batch_size)
+        self._in_flight.update((entry.key, entry) for entry in batch)
+        self._is_urgent = self._is_urgent and bool(self._pending)
+        self._counts.num_skipped += num_skipped
+        self._counts.batch_sizes.update([len(batch)] if batch else [])
+        return batch
 
     def _is_ending(self) -> bool:
         return self._is_closed or self._worker.is_stopped
 
     # ---------------------------------------------------------------- on the worker thread
 
-    def _run(self, batch: list[Entry]) -> None:
+    def _run(self) -> None:
         results: Sequence[object] = ()
         error: BaseException | None = None
+        with self._lock.here:
+            self._is_busy = True
+            batch = self._take()
         self._is_wanted = lambda: any(entry.is_wanted() for entry in batch)
         try:
-            results = self._evaluate([cast(Q, entry.query) for entry in batch])
+            if batch:
+                results = self._evaluate([cast(Q, entry.query) for entry in batch])
             if len(results) != len(batch):
                 error = EvaluationError(
                     f"evaluate returned {len(results)} results for {len(batch)} queries"
@@ -356,8 +359,6 @@ class Batcher(Generic[Q, R]):
                     if entry.waiters:  # they have come since
                         self._pending[entry.key] = entry
                         self._is_urgent = True
-                    else:
-                        self._counts.num_skipped += 1
                     continue
                 result = results[index] if error is None else None
                 own = presentable(result) if isinstance(result, Exception) else error

@@ -6,6 +6,8 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from genlm_backend.batching.waiter import presentable
+
 T = TypeVar("T")
 
 
@@ -32,7 +34,7 @@ class Call(Generic[T]):
         try:
             result = self._function()
         except BaseException as raised:
-            self.future.set_exception(raised)
+            self.future.set_exception(presentable(raised))
         else:
             self.future.set_result(result)
 

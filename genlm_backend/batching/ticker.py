@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from genlm_backend.batching.policy import BatchState
@@ -33,6 +35,15 @@ class Ticker:
         self.num_passes += 1
         self.num_quiet_passes = self.num_quiet_passes + 1 if self._seen == num_arrived else 0
         self._seen = num_arrived
+
+    def schedule(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tick: Callable[[asyncio.AbstractEventLoop], None],
+    ) -> None:
+        """Have the loop make another pass for the queue."""
+        loop.call_soon(tick, loop)
+        self.is_scheduled = True
 
     def completed(self, state: BatchState) -> BatchState:
         """Return a state of the queue with what this loop has seen of it."""

@@ -12,18 +12,19 @@ from genlm_backend.errors import EvaluationError
 class Waiter:
     """One caller: a future of its event loop, or of its thread where it has no loop."""
 
-    __slots__ = ("entry", "future", "loop")
+    __slots__ = ("entry", "future", "is_gone", "loop")
 
     def __init__(self, entry: Entry, loop: asyncio.AbstractEventLoop | None) -> None:
         self.entry = entry
         self.loop = loop
+        self.is_gone = False  # its coroutine was closed, maybe by the garbage collector
         self.future: asyncio.Future | concurrent.futures.Future = (
             concurrent.futures.Future() if loop is None else loop.create_future()
         )
 
     def is_waiting(self) -> bool:
         """Whether anybody would still see a result."""
-        if self.loop is not None and self.loop.is_closed():
+        if self.is_gone or (self.loop is not None and self.loop.is_closed()):
             return False
         return not self.future.done()
 
@@ -48,6 +49,21 @@ class Entry:
         # collector comes by.
         waiters, self.waiters = self.waiters, []
         return [(waiter, result, error) for waiter in waiters]
+
+
+def take_wanted(pending: dict[Hashable, Entry], limit: int) -> tuple[list[Entry], int]:
+    """Take the oldest entries that somebody wants off a queue; return how many nobody wanted too."""
+    batch: list[Entry] = []
+    num_skipped = 0
+    for key in list(pending):
+        if len(batch) == limit:
+            break
+        entry = pending.pop(key)
+        if entry.is_wanted():
+            batch.append(entry)
+        else:
+            num_skipped += 1
+    return batch, num_skipped
 
 
 Settlement = tuple[Waiter, object, BaseException | None]
@@ -84,7 +100,7 @@ def deliver(settlements: list[Settlement]) -> None:
 def _settle(settlements: list[Settlement]) -> None:
     for waiter, result, error in settlements:
         future = waiter.future
-        if future.done():
+        if future.done() or waiter.is_gone:
             continue
         # A thread may give up waiting just now; an event loop's future lives on this thread.
         of_thread = isinstance(future, concurrent.futures.Future)

@@ -15,12 +15,25 @@ Job = Callable[[], None]
 
 
 class _Jobs(queue.SimpleQueue):
-    """A queue that takes nothing any more once it has been closed."""
+    """A queue that one thread works off, and that takes nothing any more once it has been closed.
+
+    Attributes:
+        thread: The thread that works it off, once it has begun.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.is_closed = False
+        self.thread: threading.Thread | None = None
         self._lock = threading.Lock()
+
+    def claim(self) -> bool:
+        """Whether the current thread is the first that wants to work it off, and so does."""
+        with self._lock:
+            if self.thread is None:
+                self.thread = threading.current_thread()
+                return True
+            return False
 
     def add(self, job: Job) -> None:
         with self._lock:
@@ -63,6 +76,7 @@ class Worker:
                 target=_work, args=(self._jobs,), name=self._name, daemon=True
             )
             try:
+                # Interrupted here, it may have begun all the same. The next one then ends at once.
                 thread.start()
             except RuntimeError as error:
                 if threading.main_thread().is_alive():
@@ -86,10 +100,12 @@ class Worker:
 
     def is_current_thread(self) -> bool:
         """Whether the caller is a job of this worker."""
-        return threading.current_thread() is self._thread
+        return threading.current_thread() is self._jobs.thread
 
 
 def _work(jobs: _Jobs) -> None:
+    if not jobs.claim():
+        return
     while (job := jobs.get()) is not None:
         job()
         del job  # or the last batch would be held until the next one comes
@@ -99,5 +115,6 @@ def _stop(jobs: _Jobs, thread: threading.Thread, process: int) -> None:
     if os.getpid() != process:  # a fork has the queue and not the thread
         return
     jobs.close()
-    if thread is not threading.current_thread():
-        thread.join()
+    for started in (thread, jobs.thread):
+        if started not in (None, threading.current_thread()):
+            started.join()

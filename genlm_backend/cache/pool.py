@@ -129,8 +129,9 @@ class KVPool:
 
     def is_finite(self, slots: Sequence[int]) -> bool:
         """Whether no key and no value of these slots is infinite or NaN."""
+        index = torch.tensor(slots, dtype=torch.int64)
         return all(
-            bool(buffer[torch.tensor(slots, device=buffer.device)].isfinite().all())
+            bool(buffer[index.to(buffer.device)].isfinite().all())
             for buffer in chain(self.keys, self.values)
         )
 

@@ -171,7 +171,8 @@ class AsyncGLM:
                 self._check_started("the queue is full")
                 self._changed.wait(left)
             self._check_open()
-            task = _Task(self._next_id, rows, prompts, configs, self._pad(kwargs), Future())
+            pad = self._pad(kwargs, configs[0])
+            task = _Task(self._next_id, rows, prompts, configs, pad, Future())
             self._next_id += 1
             self._tasks[task.id] = task
             self._waiting.append(task)
@@ -349,10 +350,10 @@ class AsyncGLM:
 
     # ---------------------------------------------------------------- what is asked for
 
-    def _pad(self, kwargs: Mapping[str, Any]) -> int:
+    def _pad(self, kwargs: Mapping[str, Any], config: GenerationConfig) -> int:
         """The token behind shorter texts of a task: as in ``model.generate``, or else 0."""
-        eos = kwargs.get("eos_token_id", self._base.eos_token_id)
-        first = eos if isinstance(eos, int) else eos[0] if eos else None
+        eos = config.eos_token_id
+        first = eos[0] if isinstance(eos, Sequence) else eos
         found = (kwargs.get("pad_token_id"), self._base.pad_token_id, first)
         return next((token_id for token_id in found if token_id is not None), 0)
 

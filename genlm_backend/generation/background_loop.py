@@ -33,8 +33,12 @@ class BackgroundLoop:
         self._finalizer = weakref.finalize(self, _end, self._loop, thread, os.getpid())
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function on the loop's thread, in the order of the calls."""
-        self._loop.call_soon_threadsafe(function, *args)
+        """Call a function on the loop's thread, in the order of the calls; not after ``close()``."""
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the loop; return a future of its result."""

@@ -14,6 +14,7 @@ from genlm_backend.generation.processors import make_processors
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.generation.text import Text
 from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.sampling import check_possible
 
 _NEVER = -1.0e9
 """transformers' score of what must not be chosen."""
@@ -77,6 +78,7 @@ class BeamSearch(Draft):
         scores = self._processors(ids, rows.clone()) if self._processors else rows
         scores = scores + torch.tensor([b.score for b in beams], device=rows.device)[:, None]
         found = scores.flatten().topk(min(self._num_candidates, scores.numel()))
+        check_possible(float(found.values[0]))  # NaN counts as the largest
         candidates: list[_Beam] = []
         for score, index in zip(found.values.tolist(), found.indices.tolist(), strict=True):
             number, token_id = divmod(index, rows.shape[1])

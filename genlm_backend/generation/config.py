@@ -173,7 +173,7 @@ class GenerationConfig:
     @classmethod
     def from_model(cls, lm: AsyncLM) -> Self:
         """Make one of the model's own defaults, where it has any."""
-        model = getattr(lm, "model", None)
+        model = getattr(_MODEL("lm", lm), "model", None)
         config = getattr(model, "generation_config", None)
         return cls() if config is None else cls.from_hf(config)
 
@@ -194,6 +194,8 @@ def _words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
         raise OptionError(f"{name} must be non-empty lists of token ids, got {shown(value)}")
     return words
 
+
+_MODEL = instance(AsyncLM, "an AsyncLM")
 
 _ID = integer()
 _IDS = sequence(_ID, "a token id, or several")

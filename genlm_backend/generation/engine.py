@@ -239,9 +239,7 @@ class Engine(Closing):
             text: A text; a chat's messages, ``[{"role": …, "content": …}, …]``, which the model's
                 chat template puts together; or several of either. All are checked before any is
                 started.
-            config: As for ``start_request_ids``, as is the rest.
-            timeout: Seconds to wait for room, at most, of each.
-            **fields: Of the configuration, in place of its own.
+            config: As for ``start_request_ids``, as are ``timeout``, of each, and ``fields``.
 
         Raises:
             ContextError: (``ValueError``) If the model's tokenizer does not encode text, or has no
@@ -329,9 +327,7 @@ class Engine(Closing):
         timeout: float | None = None,
         **fields: Any,
     ) -> list[Generation]:
-        """Return the texts after a prompt: a text, a chat or token ids.
-
-        Cancelling it interrupts the request. Waits for room without blocking the event loop.
+        """Return the texts after a prompt, awaiting room; cancelling interrupts the request.
 
         Raises:
             RequestQueueFullError: (``queue.Full``) If there was no room in ``timeout`` seconds;
@@ -342,8 +338,12 @@ class Engine(Closing):
         await request.model.asubmit(request, drafts, timeout)
         try:
             return await request
-        finally:
+        except GeneratorExit:  # of the garbage collector, maybe where its thread holds a lock
+            self.loop.call_soon(self.stop_request, request)
+            raise
+        except BaseException:
             self.stop_request(request)
+            raise
 
     async def stream(
         self,
@@ -354,7 +354,7 @@ class Engine(Closing):
         timeout: float | None = None,
         **fields: Any,
     ) -> AsyncIterator[GeneratedElements]:
-        """Yield the pieces of a text as they come; leaving the iteration interrupts the request.
+        """Yield pieces of a text as they come; leaving the iteration interrupts the request.
 
         Raises:
             GenerationConfigError: (``ValueError``) If ``n`` or ``num_beams`` is not 1; otherwise

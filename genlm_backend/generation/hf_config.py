@@ -100,7 +100,7 @@ def fields_of_hf(config: Any) -> dict[str, Any]:
     fields = {name: given[name] for name in SHARED_FIELDS if given.get(name) is not None}
     if given.get("num_return_sequences") is not None:
         fields["n"] = given["num_return_sequences"]
-    if (given.get("num_beams") or 1) > 1:
+    if _is_beam_search(given):
         fields["beam_early_stopping"] = given.get("early_stopping") or False
     else:
         fields.pop("length_penalty", None)  # transformers does not look at it either
@@ -119,13 +119,18 @@ def fields_of_hf(config: Any) -> dict[str, Any]:
     return fields
 
 
+def _is_beam_search(given: Mapping[str, Any]) -> bool:
+    num_beams = given.get("num_beams")  # which may be anything yet
+    return isinstance(num_beams, int) and num_beams > 1
+
+
 def _check_neutral(config: Any, given: Mapping[str, Any]) -> None:
     """Raise a ``GenerationConfigError`` where a key that is not done here changes the text.
 
     What is in none of the tables is a key of a newer transformers, or none of its own: such ones
     some checkpoints have, and ``model.generate`` ignores them.
     """
-    is_sampling, is_beam_search = bool(config.do_sample), (config.num_beams or 1) > 1
+    is_sampling, is_beam_search = bool(config.do_sample), _is_beam_search(given)
     ignored = {*SHARED_FIELDS, *_HONOURED_BESIDE, *_WITHOUT_EFFECT}
     ignored |= set() if is_sampling else _OF_SAMPLING
     ignored |= set() if is_beam_search else _OF_BEAMS

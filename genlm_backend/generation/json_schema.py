@@ -49,8 +49,10 @@ def check_schema(schema: Mapping[str, Any] | bool | str) -> dict[str, Any]:
         plain = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
     except (TypeError, ValueError, RecursionError) as error:
         raise ConstraintError(f"the schema is no JSON: {error}") from error
-    if isinstance(plain, bool):
-        return {} if plain else {"not": {}}
+    if plain is True:
+        return {}
+    if plain is False:
+        raise ConstraintError("no JSON value fits the schema false")
     if not isinstance(plain, dict):
         raise ConstraintError(f"a JSON schema is an object or a boolean, got {plain!r}")
     _check_keywords(plain)
@@ -64,6 +66,8 @@ def unwrapped(schema: Any) -> Any:
         ConstraintError: (``ValueError``) If there is something around it that is not understood.
     """
     if not isinstance(schema, Mapping) or "schema" not in schema:
+        if isinstance(schema, Mapping) and {"name", "strict"} & schema.keys():
+            raise ConstraintError(f"json_schema has {_listed(schema)}, and no 'schema'")
         return schema
     if unknown := sorted(schema.keys() - _ENVELOPE):
         raise ConstraintError(

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping
 
 from genlm_backend.errors import AdapterError, UnknownAdapterError
-from genlm_backend.llm.base import UNKNOWN_ADAPTER
+from genlm_backend.llm.base import UNKNOWN_ADAPTER, check_adapter_name
 from genlm_backend.llm.query import Query
 
 
@@ -59,6 +59,7 @@ class AdapterNames:
         loads = self._loads
         if name is None:
             return None
+        check_adapter_name(name)
         if name not in loads:
             known = ", ".join(map(repr, sorted(loads))) or "none are"
             raise UnknownAdapterError(

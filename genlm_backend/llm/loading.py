@@ -48,6 +48,16 @@ def hub_options(path: str) -> dict[str, Any]:
     return {} if Path(path).is_dir() or hub_answers() else {"local_files_only": True}
 
 
+def check_holds_model(path: str) -> None:
+    """Raise an ``OSError`` if a local directory has no configuration of a model.
+
+    Args:
+        path: What ``resolve_name`` has returned.
+    """
+    if Path(path).is_dir() and not Path(path, "config.json").exists():
+        raise OSError("there is such a directory, without a config.json")
+
+
 def check_reachable(path: str) -> None:
     """Raise an ``OSError`` if a model is neither here nor to be had, for loaders without options.
 

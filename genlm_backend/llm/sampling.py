@@ -44,11 +44,11 @@ class Sampler:
         """
         if self.temperature == 0:
             token_id = int(row.argmax())
-            _check_largest(float(row[token_id]))
+            check_possible(float(row[token_id]))
             return token_id
         scores = row.detach().cpu().float().numpy()
         largest = scores.max()
-        _check_largest(largest)
+        check_possible(largest)
         return invert(np.exp(tempered(scores - largest, self.temperature)), self._random.random())
 
 
@@ -64,9 +64,10 @@ def tempered(scores: NDArray[np.float32], temperature: float) -> NDArray[np.floa
     return np.where(np.isneginf(scores), scores, divided)
 
 
-def _check_largest(score: float) -> None:
+def check_possible(score: float) -> None:
+    """Raise an ``EvaluationError`` if the largest of some scores is none that can be chosen."""
     if not math.isfinite(score):
-        raise EvaluationError(f"no token can be drawn from a row whose largest is {score}")
+        raise EvaluationError(f"no token can be chosen from scores whose largest is {score}")
 
 
 CHECKS: Final = {

@@ -298,7 +298,7 @@ async def test_coroutines_take_a_text_a_chat_or_ids(engine):
             pieces = [p.text async for p in engine.stream("m", prompt, max_new_tokens=4)]
             assert "".join(pieces) == expected[0].text
         for wrong in (lm.tokenizer("One"), {"input_ids": [1]}):
-            with pytest.raises(TypeError, match="token ids"):
+            with pytest.raises(TypeError, match="pass its 'input_ids'"):
                 await engine.generate("m", wrong, max_new_tokens=4)
         with pytest.raises(TypeError, match="start_request_text"):
             engine.start_request_ids("m", "One")

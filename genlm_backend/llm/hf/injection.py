@@ -81,7 +81,9 @@ def layers_of(saved: Saved, model: Any, is_cached: bool) -> list[Entry]:
     before, noise = _row(model), _inconsistency(model, is_cached)
     entries = _injected(saved, model)
     with assigned(entries):
-        difference = _inconsistency(model, is_cached)
+        row, difference = _row(model), _inconsistency(model, is_cached)
+    if row.isnan().any() and not before.isnan().any():
+        raise ValueError("its rows are NaN")
     if difference > rounding(before.dtype) + 2 * noise:
         raise ValueError(
             "its rows depend on how a context is computed, not on its tokens alone: they differ "

@@ -12,6 +12,7 @@ from typing import Any
 from genlm_backend.errors import AdapterError, MissingExtraError, UnknownAdapterError
 from genlm_backend.llm.adapters import AdapterNames
 from genlm_backend.llm.hf.injection import Entry, assigned, layers_of, read
+from genlm_backend.llm.loading import check_reachable
 from genlm_backend.llm.query import Query
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
@@ -85,6 +86,7 @@ class Adapters:
             raise MissingExtraError("LoRA adapters need PEFT: pip install 'genlm-backend[lora]'")
         self.names.check_free(name)
         try:
+            check_reachable(path)
             saved = read(path)
         except Exception as error:  # PEFT and what it reads files with raise many kinds
             raise _not_loaded(path, error) from error
@@ -161,7 +163,9 @@ class Adapters:
 
 
 def _not_loaded(path: str, error: Exception) -> AdapterError:
-    return AdapterError(f"no adapter could be loaded from {path!r}: {error}")
+    is_said = isinstance(error, (ValueError, OSError))  # of others, the name says the most
+    reason = str(error) if is_said else f"{type(error).__name__}: {error}"
+    return AdapterError(f"no adapter could be loaded from {path!r}: {reason}")
 
 
 _OFF = {"_disable_adapters": True}

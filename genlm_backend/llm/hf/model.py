@@ -38,7 +38,7 @@ from genlm_backend.llm.hf.threads import (
     release_idle_threads,
     use_num_threads,
 )
-from genlm_backend.llm.loading import explained, hub_options, resolve_name
+from genlm_backend.llm.loading import check_holds_model, explained, hub_options, resolve_name
 from genlm_backend.llm.query import Query, check_context
 from genlm_backend.llm.rows import rows_of_logits, separate_rows
 from genlm_backend.llm.statistics import BackendCounts
@@ -184,6 +184,7 @@ class AsyncTransformer(BatchedLM):
         path = resolve_name(model_id)
         options = {**hub_options(path), **options}
         with explained(model_id):
+            check_holds_model(path)
             tokenizer = AutoTokenizer.from_pretrained(
                 path, **{name: options[name] for name in shared if name in options}
             )
@@ -333,6 +334,8 @@ class AsyncTransformer(BatchedLM):
         """Free the keys and values of a context beyond its first ``keep`` tokens."""
         ids = check_context(token_ids, len(self.byte_vocab), max_length=None)
         keep = integer(0)("keep", keep)
+        if lora_name is not None:
+            check_adapter_name(lora_name)
         try:
             namespace = Query(ids, lora_name, self.adapter_id(lora_name)).namespace
         except UnknownAdapterError:  # what was computed with it has gone with it

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from typing import Any
 
 import torch
 
-from genlm_backend.checks import device, mapping, optional
+from genlm_backend.checks import check_names, device, mapping, optional
 from genlm_backend.errors import MissingExtraError
 
 _PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -20,7 +21,8 @@ def loading_options(
     """Return keyword arguments for ``from_pretrained``; see ``AsyncTransformer.from_name``.
 
     Raises:
-        OptionTypeError: (``TypeError``) If one of the two is no mapping.
+        OptionTypeError: (``TypeError``) If one of the two is no mapping, or bitsandbytes has no
+            such option.
         DeviceError: (``ValueError``) If the device is not there.
         MissingExtraError: (``ImportError``) Without bitsandbytes, where it is needed.
     """
@@ -44,4 +46,6 @@ def _quantization_config(options: Any) -> Any:
         )
     from transformers import BitsAndBytesConfig
 
+    known = [*inspect.signature(BitsAndBytesConfig).parameters][:-1]  # the last takes any name
+    check_names(options, known, "option of BitsAndBytesConfig")
     return BitsAndBytesConfig(**options)
