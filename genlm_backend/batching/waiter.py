@@ -52,7 +52,11 @@ class Entry:
 
 
 def take_wanted(pending: dict[Hashable, Entry], limit: int) -> tuple[list[Entry], int]:
-    """Take the oldest entries that somebody wants off a queue; return how many nobody wanted too."""
+    """Take the oldest entries that somebody wants off a queue.
+
+    Returns:
+        The entries, and how many were dropped on the way because nobody wanted them.
+    """
     batch: list[Entry] = []
     num_skipped = 0
     for key in list(pending):

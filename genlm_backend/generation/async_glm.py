@@ -353,7 +353,7 @@ class AsyncGLM:
     def _pad(self, kwargs: Mapping[str, Any], config: GenerationConfig) -> int:
         """The token behind shorter texts of a task: as in ``model.generate``, or else 0."""
         eos = config.eos_token_id
-        first = eos[0] if isinstance(eos, Sequence) else eos
+        first = next(iter(eos), None) if isinstance(eos, Sequence) else eos
         found = (kwargs.get("pad_token_id"), self._base.pad_token_id, first)
         return next((token_id for token_id in found if token_id is not None), 0)
 

@@ -33,7 +33,10 @@ class BackgroundLoop:
         self._finalizer = weakref.finalize(self, _end, self._loop, thread, os.getpid())
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
-        """Call a function on the loop's thread, in the order of the calls; not after ``close()``."""
+        """Call a function on the loop's thread, in the order of the calls.
+
+        After ``close()`` nothing is called.
+        """
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:

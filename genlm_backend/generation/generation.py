@@ -79,11 +79,10 @@ def make_config(config: GenerationConfig | None, fields: dict[str, Any]) -> Gene
         GenerationConfigError: If it is none, or a field is wrong.
     """
     if config is not None and not isinstance(config, GenerationConfig):
-        kind = type(config)
-        hint = ": GenerationConfig.from_hf takes it" if hasattr(config, "to_diff_dict") else ""
+        is_theirs = hasattr(config, "to_diff_dict")
+        hint = " of transformers: GenerationConfig.from_hf takes it" if is_theirs else ""
         raise GenerationConfigError(
-            f"config must be a GenerationConfig of this library, got {kind.__module__}."
-            f"{kind.__qualname__}{hint}"
+            f"config must be a GenerationConfig, got {type(config).__name__}{hint}"
         )
     config = config or GenerationConfig()
     return config.replace(**fields) if fields else config

@@ -158,7 +158,7 @@ async def test_the_shape_of_openais_api_is_understood(lm, wrapped):
     [
         ({"name": "o", "schema": WRONG}, "'typ'"),
         ({"nmae": "o", "schema": OBJECT}, "'nmae'"),
-        ({"name": "o", "strict": True}, "keyword 'name'"),
+        ({"name": "o", "strict": True}, "no 'schema'"),
         ({"name": "o", "schema": None}, "object or a boolean, got None"),
         ({"const": {1, 2}}, "no JSON"),
         ([OBJECT], "object or a boolean"),
