@@ -56,3 +56,14 @@ def test_returning_a_slot_twice_is_noticed():
     pool.free(slots)
     with pytest.raises(CacheError):
         pool.free(slots)
+
+
+def test_whether_slots_are_finite():
+    pool = KVPool(LAYOUT, 20 * LAYOUT.bytes_per_slot)
+    slots = pool.allocate(3)
+    for tensor in [*pool.keys, *pool.values]:
+        tensor[slots] = 1
+    pool.values[1][slots[2]] = torch.nan
+    assert pool.is_finite([])
+    assert pool.is_finite(slots[:2])
+    assert not pool.is_finite(slots)

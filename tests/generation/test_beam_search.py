@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig as HFGenerationConfig
 
 from genlm_backend import AsyncTransformer, MockAsyncLM
-from genlm_backend.errors import GenerationConfigError
+from genlm_backend.errors import EvaluationError, GenerationConfigError
 from genlm_backend.generation import GenerationConfig, generate, stream
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -123,3 +123,12 @@ async def test_a_search_is_not_streamed():
         pytest.raises(GenerationConfigError, match="num_beams must be 1 to stream"),
     ):
         await anext(stream(lm, [1], num_beams=2, max_new_tokens=3))
+
+
+async def test_a_search_among_rows_that_say_nothing_is_an_error():
+    with MockAsyncLM(word_tokenizer()) as lm:
+        evaluate = lm.evaluate
+        lm.evaluate = lambda queries: [row * torch.nan for row in evaluate(queries)]
+        for fields in ({}, {"num_beams": 2}, {"do_sample": True, "seed": 1}):
+            with pytest.raises(EvaluationError, match="whose largest is nan"):
+                await generate(lm, [1], max_new_tokens=3, **fields)

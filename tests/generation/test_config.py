@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import transformers
 
+from genlm_backend import MockAsyncLM
 from genlm_backend.errors import GenerationConfigError
-from genlm_backend.generation import GenerationConfig
+from genlm_backend.generation import GenerationConfig, generate
+from tests.llm.conftest import word_tokenizer
 
 SAMPLE = {"do_sample": True}
 
@@ -146,3 +148,17 @@ def test_from_transformers():
     for wrong in ({"penalty_alpha": 0.5}, {"num_beam_groups": 2}):
         with pytest.raises(GenerationConfigError, match=next(iter(wrong))):
             GenerationConfig.from_hf(transformers.GenerationConfig(**wrong))
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "smollm2", []])
+def test_the_defaults_of_what_is_no_model_are_refused(wrong):
+    with pytest.raises(TypeError, match="lm must be an AsyncLM, got"):
+        GenerationConfig.from_model(wrong)
+
+
+async def test_a_configuration_of_transformers_says_where_it_goes():
+    with (
+        MockAsyncLM(word_tokenizer()) as lm,
+        pytest.raises(GenerationConfigError, match=r"of transformers: .*from_hf takes it"),
+    ):
+        await generate(lm, [1], transformers.GenerationConfig())

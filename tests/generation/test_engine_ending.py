@@ -246,3 +246,15 @@ async def test_leaving_a_stream_interrupts_its_request(engine, lm):
     await stream.aclose()
     engine.stop_model("m")
     assert lm.statistics().num_batches < 5000
+
+
+async def test_a_coroutine_that_is_collected_under_a_lock_waits_for_nothing(engine, gated):
+    served = serve(engine, gated, max_batch=1) or engine._model("m").served
+    coroutine = engine.generate("m", [1], max_new_tokens=6)
+    coroutine.send(None)  # it waits for its text
+    with served._lock.here:  # as where an allocation under it begins a collection
+        await asyncio.wait_for(asyncio.to_thread(coroutine.close), 60)
+    other = asyncio.create_task(engine.generate("m", [2], max_new_tokens=3))
+    gated.let()
+    assert same(await other, await generate(gated, [2], max_new_tokens=3))
+    assert engine.num_running("m") == engine.num_waiting("m") == 0

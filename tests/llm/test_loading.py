@@ -68,6 +68,13 @@ def test_options_of_transformers_are_checked_first_too(hub, options):
         load_model_by_name("no-such-model", "hf", options)
 
 
+def test_an_option_that_bitsandbytes_does_not_have_is_told(hub):
+    pytest.importorskip("bitsandbytes")
+    options = {"bitsandbytes_opts": {"load_in_3bit": True}}
+    with pytest.raises(OptionTypeError, match="load_in_3bit is no option of BitsAndBytesConfig"):
+        load_model_by_name("no-such-model", "hf", options)
+
+
 def test_an_engine_checks_them_when_a_model_is_installed(hub):
     with Engine() as engine:
         with pytest.raises(OptionTypeError, match="did you mean batch_size"):
@@ -135,3 +142,8 @@ def test_a_loader_without_options_looks_before_it_asks(tmp_path, monkeypatch):
         loading.explained("someone/tinny"),
     ):
         loading.check_reachable("someone/tinny")
+
+
+def test_a_directory_without_a_model_is_told(hub, tmp_path):
+    with pytest.raises(ModelNotFoundError, match="without a config"):
+        load_model_by_name(str(tmp_path), backend="hf")

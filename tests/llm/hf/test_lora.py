@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import AdapterError, MissingExtraError, UnknownAdapterError
 from genlm_backend.generation import Engine, generate
+from genlm_backend.llm import loading
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf import adapter_kinds
@@ -316,3 +317,18 @@ def test_without_peft_the_extra_is_named(models, monkeypatch):
         pytest.raises(MissingExtraError, match=r"genlm-backend\[lora\]"),
     ):
         lm.add_new_lora("somewhere")
+
+
+def test_an_adapter_of_nothing_but_nan_is_refused(lm, base, tmp_path):
+    adapter_kinds.save("lora", base, tmp_path / "nan")
+    path = tmp_path / "nan" / "adapter_model.safetensors"
+    save_file({name: weight * torch.nan for name, weight in load_file(path).items()}, path)
+    with pytest.raises(AdapterError, match="its rows are NaN"):
+        lm.add_new_lora(str(tmp_path / "nan"), "nan")
+
+
+def test_a_repository_is_not_asked_for_again_and_again_where_no_hub_answers(lm, monkeypatch):
+    monkeypatch.setattr(loading, "hub_answers", lambda: False)
+    monkeypatch.setattr(peft.PeftConfig, "from_pretrained", lambda *_: pytest.fail("it was asked"))
+    with pytest.raises(AdapterError, match="the hub does not answer"):
+        lm.add_new_lora("someone/adapter", "new")
