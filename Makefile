@@ -9,8 +9,8 @@ BARE_VENV := .venv-bare
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEER := .peer
-# As many tests at once as there are cores, each on one: most of a test computes on one thread.
-PARALLEL := -n logical --maxprocesses 4 --dist worksteal
+# As many files at once as there are cores, each on one: most of a test computes on one thread.
+PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 # Not demo: the model's package asks for an engine that would have to be compiled.
 EXTRAS := bitsandbytes,grammar,lora,viz,test,bench,docs
 

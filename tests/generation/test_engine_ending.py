@@ -22,6 +22,7 @@ from tests.llm.conftest import word_tokenizer
 LEFT = """
 import os, signal, sys
 sys.path.insert(0, ".")
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell put behind
 from genlm_backend import Engine
 from tests.generation.serving import GatedLM, serve
 

@@ -133,7 +133,7 @@ async def test_samples_at_the_ends_of_temperature():
 @pytest.mark.parametrize("temperature", [0, 0.5, 1, np.inf])
 @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
 def test_nothing_is_drawn_from_a_row_that_says_nothing(temperature, value):
-    with pytest.raises(EvaluationError, match="no token can be drawn"):
+    with pytest.raises(EvaluationError, match="no token can be chosen"):
         Sampler(temperature, seed=0).draw(torch.full((5,), value))
 
 
