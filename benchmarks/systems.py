@@ -135,7 +135,7 @@ class ContinuousBatching(Generate):
     """transformers' own continuous batching, with its paged attention."""
 
     def sample(self, prompt: list[int], num_particles: int, num_tokens: int, seed: int) -> int:
-        from transformers import GenerationConfig
+        from transformers import ContinuousBatchingConfig, GenerationConfig
 
         torch.manual_seed(seed)
         config = GenerationConfig(
@@ -148,7 +148,11 @@ class ContinuousBatching(Generate):
             pad_token_id=0,
         )
         found = self.model.generate_batch(
-            [prompt] * num_particles, generation_config=config, progress_bar=False
+            [prompt] * num_particles,
+            generation_config=config,
+            # By default it takes nine tenths of the machine's free memory for itself.
+            continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=0.1),
+            progress_bar=False,
         )
         return sum(len(output.generated_tokens) for output in found.values())
 

@@ -372,6 +372,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.timeout(800)
 @settings(
     deadline=None,
     max_examples=15,
