@@ -19,7 +19,7 @@ def run(*command, **options):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=110,
         env={**os.environ, "COLUMNS": "100", "HF_HUB_OFFLINE": "1"},
         **options,
     )

@@ -246,7 +246,10 @@ async def test_an_evaluation_that_nobody_waits_for_ends_at_its_next_step():
     assert await steps.batcher.submit(9) == 18
     assert steps.batches == [[0, 1, 2], [9]]
     assert steps.num_made == 1 + steps.num_steps
-    assert steps.batcher.statistics().num_skipped == 0  # they were being evaluated
+    counts = steps.batcher.statistics()
+    assert counts.num_skipped == 0  # they were being evaluated
+    assert dict(counts.batch_sizes) == {3: 1, 1: 1}
+    assert counts.num_submitted == 4
     assert steps.batcher.statistics().num_failed == 0
     steps.batcher.close()
 

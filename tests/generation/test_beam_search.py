@@ -10,7 +10,6 @@ from transformers import GenerationConfig as HFGenerationConfig
 from genlm_backend import AsyncTransformer, MockAsyncLM
 from genlm_backend.errors import EvaluationError, GenerationConfigError
 from genlm_backend.generation import GenerationConfig, generate, stream
-from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
 MANY = list(range(40, 70))  # so that the estimates of when to end matter
@@ -27,11 +26,6 @@ SETTINGS = [
     {"num_beams": 4, "repetition_penalty": 1.3, "min_new_tokens": 4},
     {"num_beams": 2, "no_repeat_ngram_size": 1, "num_return_sequences": 2},
 ]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return families.make("llama")
 
 
 @pytest.fixture

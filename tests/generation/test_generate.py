@@ -11,7 +11,6 @@ from genlm_backend import AsyncTransformer, MockAsyncLM, load_model_by_name
 from genlm_backend.errors import ContextError, GenerationConfigError
 from genlm_backend.generation import GenerationConfig, generate, stream
 from genlm_backend.generation.processors import make_processors, make_warpers
-from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
 SETTINGS = [
@@ -24,11 +23,6 @@ SETTINGS = [
     {"bad_words_ids": [[n] for n in range(0, 96, 2)] + [[1, 3], [5, 7]]},
     {"min_new_tokens": 9, "no_repeat_ngram_size": 3},
 ]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return families.make("llama")
 
 
 @pytest.fixture

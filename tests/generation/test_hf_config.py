@@ -10,7 +10,6 @@ import transformers
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import GenerationConfigError
 from genlm_backend.generation import GenerationConfig, generate
-from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 
 HONOURED = {
@@ -136,11 +135,6 @@ def test_a_key_that_this_library_has_not_heard_of_is_refused(monkeypatch):
     assert GenerationConfig.from_hf(Newer()) == GenerationConfig()
     with pytest.raises(GenerationConfigError, match="novelty=1 is not supported"):
         GenerationConfig.from_hf(Newer(novelty=1))
-
-
-@pytest.fixture(scope="module")
-def model():
-    return families.make("llama")
 
 
 @pytest.fixture
