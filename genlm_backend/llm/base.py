@@ -96,6 +96,15 @@ class AsyncLM(Closing):
         self.special_ids = vocabulary.special_ids
         self.undefined_ids = vocabulary.undefined_ids
 
+    max_length: int | None = None
+    """Longest context that the model takes, in tokens; ``None`` where nothing bounds it."""
+
+    batch_size: int = 20
+    """Number of distinct contexts that are evaluated at once, at most."""
+
+    device: torch.device = torch.device("cpu")
+    """Device on which the model takes its token ids."""
+
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """Check options of the constructor, before a model is loaded for it.

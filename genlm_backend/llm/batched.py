@@ -92,7 +92,7 @@ class BatchedLM(AsyncLM):
         super().__init__(tokenizer, vocab_size=vocab_size, self_check=self_check)
         self._max_batch_size: int | None = given["max_batch_size"]
         self.output_device: torch.device = given["output_device"]
-        self.max_length: int | None = given["max_length"]
+        self.max_length = given["max_length"]
         policy = BatchPolicy(max_batch_size=self._bounded(batch_size), timeout=timeout)
         self._rows = RowCache(given["row_cache_bytes"]) if row_cache is None else row_cache
         self._batcher: Batcher[Query, torch.Tensor] = Batcher(self._evaluate_and_store, policy)
