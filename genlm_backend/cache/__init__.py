@@ -1,17 +1,18 @@
 """Keys, values and rows that have been computed already; no event loop, no model."""
 
-from genlm_backend.cache.pool import KVLayout, KVPool, LayerLayout
-from genlm_backend.cache.prefix import Match, NullPrefixCache, PrefixCache
-from genlm_backend.cache.radix import RadixPrefixCache
 from genlm_backend.cache.rows import RowCache
+from genlm_backend.cache.slots import PADDING_SLOT, Slots
+from genlm_backend.cache.store import KVLayout, KVStore, LayerLayout
+from genlm_backend.cache.tree import Match, PrefixTree, Run
 
 __all__ = [
+    "PADDING_SLOT",
     "KVLayout",
-    "KVPool",
+    "KVStore",
     "LayerLayout",
     "Match",
-    "NullPrefixCache",
-    "PrefixCache",
-    "RadixPrefixCache",
+    "PrefixTree",
     "RowCache",
+    "Run",
+    "Slots",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
 
@@ -12,7 +13,24 @@ from genlm_backend.checks import device as check_device
 from genlm_backend.process_lock import ProcessLock
 
 
-class RowCache:
+class Storable(Protocol):
+    """What can be kept: it knows its size, and can be moved. A tensor is one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes that it takes."""
+        ...
+
+    def to(self, device: Any, /) -> Any:
+        """Return it on ``device``."""
+        ...
+
+
+R = TypeVar("R", bound=Storable)
+
+
+@final
+class RowCache(Generic[R]):
     """Least-recently-used rows within a budget of bytes; safe to use from several threads.
 
     Rows are stored and handed out as they are: whoever passes one on to be modified copies it.
@@ -39,13 +57,13 @@ class RowCache:
         self.max_rows = optional(integer(0))("max_rows", max_rows)
         self._device: torch.device | None = optional(check_device)("device", device)
         self._lock = ProcessLock()
-        self._rows: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
+        self._rows: OrderedDict[Hashable, R] = OrderedDict()
         self._bytes = 0
         self._generation = 0
         self._num_hits = 0
         self._num_evicted = 0
 
-    def get(self, key: Hashable) -> torch.Tensor | None:
+    def get(self, key: Hashable) -> R | None:
         """Return the row of ``key`` and mark it as used, or ``None``."""
         with self._lock.here:
             row = self._rows.get(key)
@@ -54,14 +72,13 @@ class RowCache:
                 self._num_hits += 1
             return row
 
-    def put(self, key: Hashable, row: torch.Tensor, generation: int | None = None) -> None:
+    def put(self, key: Hashable, row: R, generation: int | None = None) -> None:
         """Store ``row``, dropping the least recently used rows beyond budget and number.
 
         A row larger than the budget is not stored, nor one that was computed in another
         ``generation`` than the present one: before a ``clear()``.
         """
-        size = row.numel() * row.element_size()
-        if size > self.budget or self.max_rows == 0:
+        if row.nbytes > self.budget or self.max_rows == 0:
             return
         if self._device is not None:
             row = row.to(self._device)
@@ -70,14 +87,14 @@ class RowCache:
                 return
             old = self._rows.pop(key, None)
             if old is not None:
-                self._bytes -= old.numel() * old.element_size()
+                self._bytes -= old.nbytes
             self._rows[key] = row
-            self._bytes += size
+            self._bytes += row.nbytes
             while self._bytes > self.budget or (
                 self.max_rows is not None and len(self._rows) > self.max_rows
             ):
                 _, dropped = self._rows.popitem(last=False)
-                self._bytes -= dropped.numel() * dropped.element_size()
+                self._bytes -= dropped.nbytes
                 self._num_evicted += 1
 
     def clear(self) -> None:

@@ -1,75 +1,64 @@
-"""AdapterNames: the adapters of a model by name, each with the number of its load."""
+"""AdapterNames: the adapters of a model by name."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from typing import final
 
 from genlm_backend.errors import AdapterError, UnknownAdapterError
-from genlm_backend.llm.base import UNKNOWN_ADAPTER, check_adapter_name
-from genlm_backend.llm.query import Query
+from genlm_backend.llm.base import UNKNOWN_ADAPTER
+from genlm_backend.llm.query import Adapter, Query
 
 
+@final
 class AdapterNames:
-    """Names of loaded adapters, each with a number that no other load has.
+    """Adapters that are loaded, by name.
 
-    A name can be used again for another adapter; a number cannot, so that what is asked, cached
-    or waiting is told apart by it. Changed by one thread, read by any.
+    A name can be used again for another adapter; the number of its load cannot, so that what is
+    asked, cached or waiting is told apart by it. Changed by one thread, read by any.
     """
 
     def __init__(self) -> None:
-        self._loads: Mapping[str, int] = {}  # replaced whole, since any thread reads it
+        self._loaded: Mapping[str, Adapter] = {}  # replaced whole, since any thread reads it
         self._numbers = itertools.count(1)
 
-    def __iter__(self):
-        return iter(self._loads)
+    def new(self, name: str) -> Adapter:
+        """Return what an adapter of that name will be, which is not loaded yet.
 
-    def check_free(self, name: str) -> None:
-        """Raise an ``AdapterError`` if an adapter of that name is loaded."""
-        if name in self._loads:
+        Raises:
+            AdapterError: If an adapter of that name is loaded.
+        """
+        if name in self._loaded:
             raise AdapterError(f"there is an adapter named {name!r} already; see remove_lora()")
+        return Adapter(name, next(self._numbers))
 
-    def add(self, name: str) -> int:
-        """Return the number of a new load."""
-        number = next(self._numbers)
-        self._loads = {**self._loads, name: number}
-        return number
+    def add(self, adapter: Adapter) -> None:
+        """Make an adapter known that has been loaded."""
+        self._loaded = {**self._loaded, adapter.name: adapter}
 
-    def remove(self, name: str) -> int:
-        """Forget a name; return the number of its load.
+    def remove(self, adapter: Adapter) -> None:
+        """Forget an adapter."""
+        self._loaded = {name: a for name, a in self._loaded.items() if a != adapter}
 
-        Raises:
-            UnknownAdapterError: If there is none of that name.
-        """
-        number = self.number(name)
-        assert number is not None
-        self._loads = {other: n for other, n in self._loads.items() if n != number}
-        return number
-
-    def clear(self) -> None:
-        """Forget all names."""
-        self._loads = {}
-
-    def number(self, name: str | None) -> int | None:
-        """Return the number of an adapter's load, or ``None`` for the base model.
+    def get(self, name: str) -> Adapter:
+        """Return the adapter of a name.
 
         Raises:
-            UnknownAdapterError: If there is no adapter of that name.
+            UnknownAdapterError: If there is none.
         """
-        loads = self._loads
-        if name is None:
-            return None
-        check_adapter_name(name)
-        if name not in loads:
-            known = ", ".join(map(repr, sorted(loads))) or "none are"
+        loaded = self._loaded
+        if name not in loaded:
+            known = ", ".join(map(repr, sorted(loaded))) or "none are"
             raise UnknownAdapterError(
                 f"{UNKNOWN_ADAPTER.format(name)} ({known}); see add_new_lora()"
             )
-        return loads[name]
+        return loaded[name]
 
-    def check_current(self, query: Query) -> None:
-        """Raise an ``UnknownAdapterError`` if the adapter has gone since the query was made."""
-        if query.lora_name is not None and self._loads.get(query.lora_name) != query.adapter_id:
-            raise UnknownAdapterError(
-                f"the LoRA adapter {query.lora_name!r} has been removed since it was asked for"
-            )
+    def error_of(self, query: Query) -> UnknownAdapterError | None:
+        """Return the error of a query whose adapter has gone since it was asked, or ``None``."""
+        if query.adapter is None or self._loaded.get(query.adapter.name) == query.adapter:
+            return None
+        return UnknownAdapterError(
+            f"the LoRA adapter {query.lora_name!r} has been removed since it was asked for"
+        )

@@ -1,11 +1,11 @@
-"""BatchedLM: every method of AsyncLM once, over one abstract ``evaluate``."""
+"""BatchedLM: every method of AsyncLM once, over an evaluator."""
 
 from __future__ import annotations
 
-import abc
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -22,23 +22,33 @@ from genlm_backend.checks import (
     optional,
 )
 from genlm_backend.checks import device as check_device
-from genlm_backend.llm.base import AsyncLM, TokenIds, check_adapter_name
-from genlm_backend.llm.query import Query, check_context
-from genlm_backend.llm.statistics import BackendCounts, LMStatistics
+from genlm_backend.errors import AdapterError, UnknownAdapterError
+from genlm_backend.llm.adapters import AdapterNames
+from genlm_backend.llm.base import ADAPTER_CHECKS, AsyncLM, TokenIds, check_adapter_name
+from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts
+from genlm_backend.llm.query import Adapter, Query, check_context
+from genlm_backend.llm.row import Row
+from genlm_backend.llm.statistics import LMStatistics
+from genlm_backend.llm.threads import release_idle_threads
+
+T = TypeVar("T")
 
 DEFAULT_ROW_CACHE_BYTES = 256 << 20
 
+_EVALUATOR = instance(Evaluator, "an Evaluator")
+
 
 class BatchedLM(AsyncLM):
-    """An ``AsyncLM`` whose backend writes ``evaluate(queries) -> rows`` and nothing else.
+    """A model over an evaluator: checks, batching, the row cache and adapters' names.
+
+    The evaluator is called on one worker thread of the model's own, which it has until
+    ``close()``.
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
-        vocab_size: Width of the model's rows, where it may differ from the tokenizer's.
-        max_length: The longest context the model takes, or ``None``.
-        batch_size: Distinct contexts evaluated at once, at most.
-        max_batch_size: As many as the backend can evaluate at once, where that is bounded; a
-            larger ``batch_size`` means this.
+        evaluator: What answers queries; used by nobody else.
+        batch_size: Number of distinct contexts evaluated at once, at most; where the evaluator
+            takes fewer, that many.
         timeout: Seconds that the first query of a batch may wait for company. It is an upper
             bound that hardly anybody meets: a batch goes as soon as the event loop has nothing
             more to add to it.
@@ -52,6 +62,7 @@ class BatchedLM(AsyncLM):
         OptionTypeError: (``TypeError``) If an option is of a wrong type.
         OptionError: (``ValueError``) If one is out of its bounds.
         DeviceError: (``ValueError``) If ``output_device`` is not there.
+        TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be known.
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
@@ -68,79 +79,41 @@ class BatchedLM(AsyncLM):
     def __init__(
         self,
         tokenizer: Any,
+        evaluator: Evaluator,
         *,
-        vocab_size: int | None = None,
-        max_length: int | None = None,
         batch_size: int = 20,
-        max_batch_size: int | None = None,
         timeout: float = 0.02,
         row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
-        row_cache: RowCache | None = None,
+        row_cache: RowCache[Row] | None = None,
         output_device: str | torch.device = "cpu",
         self_check: bool = True,
     ) -> None:
         options = {
-            "max_length": max_length,
             "batch_size": batch_size,
-            "max_batch_size": max_batch_size,
             "timeout": timeout,
             "row_cache_bytes": row_cache_bytes,
             "row_cache": row_cache,
             "output_device": output_device,
         }
         given = checked(self.option_checks, options)
-        super().__init__(tokenizer, vocab_size=vocab_size, self_check=self_check)
-        self._max_batch_size: int | None = given["max_batch_size"]
+        self._evaluator = _EVALUATOR("evaluator", evaluator)
         self.output_device: torch.device = given["output_device"]
-        self.max_length = given["max_length"]
-        policy = BatchPolicy(max_batch_size=self._bounded(batch_size), timeout=timeout)
-        self._rows = RowCache(given["row_cache_bytes"]) if row_cache is None else row_cache
-        self._batcher: Batcher[Query, torch.Tensor] = Batcher(self._evaluate_and_store, policy)
-
-    # ---------------------------------------------------------------- for backends
-
-    @abc.abstractmethod
-    def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor | Exception]:
-        """Return one row for each of 1 to ``batch_size`` distinct queries, in order.
-
-        Called on the worker thread, never twice at once. Each row is float32 ``[vocab]``, or
-        ``[vocab + 1]`` with the logarithm of what the model's logits were normalised by at its
-        end; it owns its memory and is not modified afterwards. An exception in place of a row is
-        raised for that query's callers and disturbs no other. Where it takes long, it calls
-        ``check_wanted()`` between its steps.
-        """
-
-    def adapter_id(self, lora_name: str | None) -> int | None:
-        """Return the number of an adapter's load, or ``None`` for the base model; any thread.
-
-        A backend whose adapters can be removed gives each load another number, so that what was
-        asked of one adapter is never answered by another of its name.
-
-        Raises:
-            UnknownAdapterError: (``ValueError``) If ``lora_name`` is not loaded.
-        """
-        self.check_adapter(lora_name)
-        return None
-
-    def check_wanted(self) -> None:
-        """Raise, on the worker thread, if nobody waits any more for what it evaluates.
-
-        The error is let through: ``evaluate`` ends, and the thread is free for others.
-
-        Raises:
-            QueryDroppedError: If all callers have gone, at ``close()``, and at interpreter exit.
-        """
-        self._batcher.check_wanted()
-
-    def backend_counts(self) -> BackendCounts:
-        """Return the part of the statistics that only the backend knows."""
-        return BackendCounts()
-
-    def before_wait(self) -> None:
-        """Prepare the calling thread for waiting; called before a query is queued."""
-
-    def release(self) -> None:
-        """Free what the backend holds; called once, after the last batch."""
+        self._rows = RowCache[Row](given["row_cache_bytes"]) if row_cache is None else row_cache
+        self._adapters = AdapterNames()
+        self._counts = EvaluatorCounts()
+        self._batcher: Batcher[Query, Row] = Batcher(self._evaluate, BatchPolicy(timeout=timeout))
+        evaluator.check_wanted = self._batcher.check_wanted
+        try:
+            self._info = self._batcher.call(evaluator.open)
+            self._batcher.set_policy(max_batch_size=self._bounded(given["batch_size"]))
+            super().__init__(tokenizer, vocab_size=self._info.vocab_size, self_check=self_check)
+        except BaseException:
+            self._batcher.close()  # or its thread would stay as long as the traceback
+            evaluator.close()
+            raise
+        self.max_length = self._info.max_length
+        self.device = torch.device(self._info.device)
+        self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
 
     # ---------------------------------------------------------------- rows
 
@@ -148,90 +121,121 @@ class BatchedLM(AsyncLM):
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the log-probabilities of the token after ``token_ids``: float32 ``[vocab]``."""
-        return self._own(await self._answer(self._query(token_ids, lora_name)))
+        row = await self._answer(self._query(token_ids, lora_name))
+        return row.own_logprobs(self.output_device)
 
     async def next_token_logits(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
         """Return what the model said before it was normalised: float32 ``[vocab]``."""
         row = await self._answer(self._query(token_ids, lora_name))
-        logits = self._own(row)
-        return logits.add_(row[-1].to(logits.device)) if len(row) > len(logits) else logits
+        return row.own_logits(self.output_device)
 
-    async def _answer(self, query: Query) -> torch.Tensor:
+    async def _answer(self, query: Query) -> Row:
         row = self._rows.get(query)
         if row is None:
-            self.before_wait()
+            self._before_wait()
             row = await self._batcher.submit(query)
         return row
-
-    def _own(self, row: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the log-probabilities that is the caller's to modify."""
-        return copy_row(row[: len(self.byte_vocab)], self.output_device)
 
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same row as ``next_token_logprobs``, blocking the calling thread."""
-        return self._own(self._rows_sync([self._query(token_ids, lora_name)])[0])
+        (row,) = self._answers_sync([self._query(token_ids, lora_name)])
+        return row.own_logprobs(self.output_device)
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the rows of many contexts, in order: float32 ``[len(token_ids_list), vocab]``."""
-        contexts = listed("token_ids_list", token_ids_list)
-        queries = [self._query(token_ids, lora_name) for token_ids in contexts]
-        rows = {query: self._rows.get(query) for query in queries}
-        missing = [query for query, row in rows.items() if row is None]
-        self.before_wait()
-        rows.update(
-            zip(missing, await asyncio.gather(*map(self._batcher.submit, missing)), strict=True)
-        )
-        return self._stack([rows[query] for query in queries])
+        queries = self._queries(token_ids_list, lora_name)
+        rows, missing = self._known(queries)
+        self._before_wait()
+        found = await asyncio.gather(*map(self._batcher.submit, missing))
+        rows.update(zip(missing, found, strict=True))
+        return self._table([rows[query] for query in queries])
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same rows as ``batch_next_token_logprobs``, blocking the calling thread."""
-        contexts = listed("token_ids_list", token_ids_list)
-        return self._stack(
-            self._rows_sync([self._query(token_ids, lora_name) for token_ids in contexts])
-        )
+        return self._table(self._answers_sync(self._queries(token_ids_list, lora_name)))
 
     def _query(self, token_ids: TokenIds, lora_name: str | None) -> Query:
         self._batcher.check_open()
-        if lora_name is not None:
-            check_adapter_name(lora_name)
-        adapter_id = self.adapter_id(lora_name)
-        context = check_context(token_ids, len(self.byte_vocab), self.max_length)
-        return Query(context, lora_name, adapter_id)
+        adapter = self._adapter(lora_name)
+        return Query(check_context(token_ids, len(self.byte_vocab), self.max_length), adapter)
 
-    def _rows_sync(self, queries: list[Query]) -> list[torch.Tensor]:
+    def _queries(self, token_ids_list: Sequence[TokenIds], lora_name: str | None) -> list[Query]:
+        contexts = listed("token_ids_list", token_ids_list)
+        return [self._query(token_ids, lora_name) for token_ids in contexts]
+
+    def _known(self, queries: Sequence[Query]) -> tuple[dict[Query, Row], list[Query]]:
+        """Return the rows that are cached, and the distinct queries that have none."""
         rows = {query: self._rows.get(query) for query in queries}
         missing = [query for query, row in rows.items() if row is None]
+        return {query: row for query, row in rows.items() if row is not None}, missing
+
+    def _answers_sync(self, queries: list[Query]) -> list[Row]:
+        rows, missing = self._known(queries)
         if missing:
-            self.before_wait()
+            self._before_wait()
             rows.update(zip(missing, self._batcher.submit_sync(missing), strict=True))
-        return [row for query in queries if (row := rows[query]) is not None]
+        return [rows[query] for query in queries]
 
-    def _stack(self, rows: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        size = len(self.byte_vocab)
-        present = [row[:size].to(self.output_device) for row in rows if row is not None]
-        return torch.stack(present) if present else torch.empty(0, size, device=self.output_device)
+    def _table(self, rows: Sequence[Row]) -> torch.Tensor:
+        if not rows:
+            return torch.empty(0, len(self.byte_vocab), device=self.output_device)
+        return torch.stack([row.logprobs.to(self.output_device) for row in rows])
 
-    def _evaluate_and_store(self, queries: list[Query]) -> Sequence[torch.Tensor | Exception]:
+    def _before_wait(self) -> None:
+        if self._info.uses_openmp:
+            release_idle_threads()
+
+    # ---------------------------------------------------------------- on the worker thread
+
+    def _evaluate(self, queries: list[Query]) -> Sequence[Row | Exception]:
         generation = self._rows.generation
-        rows = self.evaluate(queries)
-        for query, row in zip(queries, rows, strict=True):
-            if not isinstance(row, Exception):
-                self._rows.put(query, row, generation)
-        return rows
+        answers: dict[Query, Row | Exception] = {
+            query: error for query in queries if (error := self._adapters.error_of(query))
+        }
+        known = [query for query in queries if query not in answers] if answers else queries
+        if known:
+            found = self._counted(lambda: self._evaluator.evaluate(known))
+            for query, answer in zip(known, found, strict=True):
+                if isinstance(answer, Row):
+                    answer = self._kept(query, answer, generation)
+                answers[query] = answer
+        return [answers[query] for query in queries]
+
+    def _kept(self, query: Query, row: Row, generation: int) -> Row:
+        row = self._defined(row)
+        self._rows.put(query, row, generation)
+        return row
+
+    def _defined(self, row: Row) -> Row:
+        """Return the row given that some token comes: no id that none has."""
+        return row.without(self._undefined) if len(self._undefined) else row
+
+    def _counted(self, verb: Callable[[], T]) -> T:
+        try:
+            return verb()
+        finally:
+            self._counts = self._evaluator.counts()
+
+    def _call(self, verb: Callable[[], T]) -> T:
+        """Have the worker do something after the batches already sent; block for it."""
+        return self._batcher.call(lambda: self._counted(verb))
+
+    async def _acall(self, verb: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._batcher.call_soon(lambda: self._counted(verb)))
 
     # ---------------------------------------------------------------- the queue
 
     @property
     def batch_size(self) -> int:
-        """Distinct contexts evaluated at once, at most; can be set, for the batches to come."""
+        """Number of distinct contexts evaluated at once, at most; can be set, for later batches."""
         return self._batcher.policy.max_batch_size
 
     @batch_size.setter
@@ -249,7 +253,7 @@ class BatchedLM(AsyncLM):
 
     def _bounded(self, batch_size: int) -> int:
         wanted = integer(1)("batch_size", batch_size)
-        return min(wanted, self._max_batch_size or wanted)
+        return min(wanted, self._info.max_batch_size or wanted)
 
     def batch_evaluate_queries(self) -> None:
         """Let what is waiting go now, or as soon as the batch under way is done."""
@@ -259,31 +263,121 @@ class BatchedLM(AsyncLM):
         """Settle every waiting caller with a ``QueryDroppedError`` (a ``RuntimeError``)."""
         self._batcher.drop("the query was dropped by reset_async_queries()")
 
+    # ---------------------------------------------------------------- keys and values
+
+    async def num_cached_tokens(self, token_ids: TokenIds, lora_name: str | None = None) -> int:
+        """Return how many of a context's tokens have their keys and values cached."""
+        query = self._query(token_ids, lora_name)
+        return await self._acall(lambda: self._evaluator.num_cached(query))
+
+    @property
+    def can_forget(self) -> bool:
+        """Whether ``forget`` leaves nothing of a context behind."""
+        return self._info.can_forget
+
+    async def forget(
+        self, token_ids: TokenIds, lora_name: str | None = None, keep: int = 0
+    ) -> None:
+        """Free the keys and values of a context beyond its first ``keep`` tokens."""
+        ids = check_context(token_ids, len(self.byte_vocab), max_length=None)
+        keep = integer(0)("keep", keep)
+        if lora_name is not None:
+            check_adapter_name(lora_name)
+        try:
+            query = Query(ids, self._adapter(lora_name))
+        except UnknownAdapterError:  # what was computed with it has gone with it
+            return
+        await self._acall(lambda: self._evaluator.forget(query, keep))
+
+    # ---------------------------------------------------------------- adapters
+
+    def add_new_lora(self, lora_path: str | Path, lora_name: str = "lora_1") -> None:
+        """Load a LoRA adapter, to be named in queries; blocks until it is there.
+
+        Args:
+            lora_path: A directory in PEFT's format, or a repository on the hub.
+            lora_name: A name that no other adapter of the model has.
+
+        Raises:
+            AdapterError: (``ValueError``) If the name is taken, nothing can be loaded, or the
+                model takes no adapters; the model stays as it was.
+        """
+        given = {"lora_path": lora_path, "lora_name": lora_name}
+        checked(ADAPTER_CHECKS, given, AdapterError)
+        if not self._info.takes_adapters:
+            super().add_new_lora(str(lora_path), lora_name)
+
+        def add() -> None:
+            adapter = self._adapters.new(lora_name)
+            self._evaluator.add_adapter(adapter, str(lora_path))
+            self._adapters.add(adapter)
+
+        self._call(add)
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Remove an adapter, and clear the cache.
+
+        Queries with it that have not ended get an ``UnknownAdapterError``, and no others.
+
+        Raises:
+            UnknownAdapterError: (``ValueError``) If there is none of that name.
+        """
+        check_adapter_name(lora_name)
+
+        def remove() -> None:
+            adapter = self._adapter(lora_name)
+            assert adapter is not None
+            self._adapters.remove(adapter)
+            self._evaluator.remove_adapter(adapter)
+            self._rows.clear()  # before anybody can load another one under the name
+
+        self._call(remove)
+
+    def check_adapter(self, lora_name: str | None) -> None:
+        """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
+        self._adapter(lora_name)
+
+    def _adapter(self, lora_name: str | None) -> Adapter | None:
+        if lora_name is None:
+            return None
+        check_adapter_name(lora_name)
+        if not self._info.takes_adapters:
+            super().check_adapter(lora_name)
+        return self._adapters.get(lora_name)
+
     # ---------------------------------------------------------------- keeping house
 
     def clear_cache(self) -> None:
-        """Forget every cached row, key and value. No answer changes by it."""
+        """Forget every cached row, key and value, pinned ones too. No answer changes by it.
+
+        Comes after the batch that is being evaluated, for which the calling thread waits.
+        """
         self._rows.clear()
+        self._clear_kept()
+
+    def _clear_kept(self) -> None:
+        if not self._batcher.is_closed:
+            self._call(self._evaluator.clear)
 
     def statistics(self) -> LMStatistics:
         """Return what batching and caching have done so far."""
-        batching, backend = self._batcher.statistics(), self.backend_counts()
+        batching, counts = self._batcher.statistics(), self._counts
         return LMStatistics(
             num_awaits=batching.num_submitted + self._rows.num_hits,
             num_batches=batching.num_batches,
-            num_forwards=backend.num_forwards,
+            num_forwards=counts.num_forwards,
             batch_sizes=batching.batch_sizes,
-            tokens_computed=backend.tokens_computed,
-            tokens_reused=backend.tokens_reused,
+            tokens_computed=counts.tokens_computed,
+            tokens_reused=counts.tokens_reused,
             row_cache_hits=self._rows.num_hits,
             num_joined=batching.num_joined,
             num_skipped=batching.num_skipped,
             row_bytes_used=self._rows.num_bytes,
             row_bytes_budget=self._rows.budget,
-            kv_bytes_used=backend.kv_bytes_used,
-            kv_bytes_budget=backend.kv_bytes_budget,
+            kv_bytes_used=counts.kv_bytes_used,
+            kv_bytes_budget=counts.kv_bytes_budget,
             num_evicted_rows=self._rows.num_evicted,
-            num_evicted_tokens=backend.num_evicted_tokens,
+            num_evicted_tokens=counts.num_evicted_tokens,
         )
 
     def close(self) -> None:
@@ -294,12 +388,4 @@ class BatchedLM(AsyncLM):
         if not (self._batcher.is_foreign or self._batcher.is_closed):
             self._batcher.close()
             self._rows.clear()
-            self.release()
-
-
-def copy_row(row: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on ``device`` that is the caller's to modify."""
-    if row.device.type != "cpu" or device.type != "cpu":
-        return row.to(device, copy=True)
-    # One memcpy. torch would wake a team of threads for it, which is slower than the copy.
-    return torch.from_numpy(row.numpy().copy())
+            self._evaluator.close()

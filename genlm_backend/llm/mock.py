@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, final
 
 import numpy as np
 import torch
 
+from genlm_backend.checks import checked
 from genlm_backend.llm.batched import BatchedLM
+from genlm_backend.llm.evaluator import StatelessEvaluator
 from genlm_backend.llm.query import Query
+from genlm_backend.llm.row import Row, rows_of_logits
+from genlm_backend.tokenization import decode_vocab
 
 
 class MockAsyncLM(BatchedLM):
@@ -23,12 +28,29 @@ class MockAsyncLM(BatchedLM):
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
+        vocab_size: Width of the rows, where it is to differ from the tokenizer's.
+        max_length: Longest context to accept, in tokens.
+        max_batch_size: Number of contexts that can be evaluated at once, where that is bounded.
         **kwargs: As for ``BatchedLM``: ``batch_size``, ``timeout``, ``row_cache_bytes``, …
     """
 
-    def __init__(self, tokenizer: Any, **kwargs: Any) -> None:
-        super().__init__(tokenizer, **kwargs)
-        self._undefined = sorted(self.undefined_ids)
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        vocab_size: int | None = None,
+        max_length: int | None = None,
+        max_batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = checked(
+            self.option_checks,
+            {"vocab_size": vocab_size, "max_length": max_length, "max_batch_size": max_batch_size},
+        )
+        size: int | None = given.pop("vocab_size")
+        if size is None:
+            size = len(decode_vocab(tokenizer, self_check=False).byte_vocab)
+        super().__init__(tokenizer, MockEvaluator(size, **given), **kwargs)
 
     @classmethod
     def from_name(cls, model_name: str, **kwargs: Any) -> Self:
@@ -43,16 +65,32 @@ class MockAsyncLM(BatchedLM):
         cls.check_options(kwargs)
         return cls(load_tokenizer(model_name), **kwargs)
 
-    can_forget = True  # there is nothing to forget
 
-    def evaluate(self, queries: list[Query]) -> Sequence[torch.Tensor]:
+@final
+class MockEvaluator(StatelessEvaluator):
+    """Pseudo-random rows.
+
+    Args:
+        vocab_size: Width of the rows.
+        max_length: Longest context to accept, in tokens.
+        max_batch_size: Number of queries at once, at most.
+    """
+
+    def __init__(
+        self, vocab_size: int, max_length: int | None = None, max_batch_size: int | None = None
+    ) -> None:
+        super().__init__(vocab_size)
+        self._size = vocab_size
+        self.info = dataclasses.replace(
+            self.info, max_length=max_length, max_batch_size=max_batch_size
+        )
+
+    def evaluate(self, queries: Sequence[Query]) -> Sequence[Row]:
         """Return one pseudo-random row for each query."""
-        return [self._row(query) for query in queries]
+        return rows_of_logits(torch.stack([self._logits(query) for query in queries]))
 
-    def _row(self, query: Query) -> torch.Tensor:
+    def _logits(self, query: Query) -> torch.Tensor:
         digest = hashlib.sha384(array("q", query.token_ids).tobytes()).digest()
         words = np.frombuffer(digest, dtype=np.uint64)
         random = np.random.Generator(np.random.Philox(key=words[:2], counter=words[2:]))
-        logits = torch.from_numpy(random.standard_normal(len(self.byte_vocab), dtype=np.float32))
-        logits[self._undefined] = -torch.inf
-        return logits.log_softmax(-1)
+        return torch.from_numpy(random.standard_normal(self._size, dtype=np.float32))

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, final
 
 from genlm_backend.checks import integer, shown
 from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError
 from genlm_backend.tokenization import Token
 
 
+class Adapter(NamedTuple):
+    """An adapter as a model has loaded it: two of one name are told apart by their numbers.
+
+    Attributes:
+        name: The name that callers use.
+        number: The number of its load, which no other load has.
+    """
+
+    name: str
+    number: int
+
+
+@final
 class Query:
     """A context and the adapter to read it with. Equal queries have equal answers.
 
@@ -17,27 +30,19 @@ class Query:
 
     Attributes:
         token_ids: The whole context.
-        lora_name: The adapter, or ``None`` for the base model.
-        adapter_id: The number of the adapter's load, since one name may be used for several
-            adapters, one after another; ``None`` for the base model.
+        adapter: The adapter, or ``None`` for the base model. Contexts of different adapters share
+            no keys and values.
     """
 
-    __slots__ = ("_hash", "adapter_id", "lora_name", "token_ids")
+    __slots__ = ("_hash", "adapter", "token_ids")
 
     token_ids: tuple[int, ...]
-    lora_name: str | None
-    adapter_id: int | None
+    adapter: Adapter | None
 
-    def __init__(
-        self,
-        token_ids: tuple[int, ...],
-        lora_name: str | None = None,
-        adapter_id: int | None = None,
-    ) -> None:
+    def __init__(self, token_ids: tuple[int, ...], adapter: Adapter | None = None) -> None:
         object.__setattr__(self, "token_ids", token_ids)
-        object.__setattr__(self, "lora_name", lora_name)
-        object.__setattr__(self, "adapter_id", adapter_id)
-        object.__setattr__(self, "_hash", hash((token_ids, lora_name, adapter_id)))
+        object.__setattr__(self, "adapter", adapter)
+        object.__setattr__(self, "_hash", hash((token_ids, adapter)))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Query cannot be changed")
@@ -47,21 +52,23 @@ class Query:
             isinstance(other, Query)
             and self._hash == other._hash
             and self.token_ids == other.token_ids
-            and self.lora_name == other.lora_name
-            and self.adapter_id == other.adapter_id
+            and self.adapter == other.adapter
         )
 
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[type[Query], tuple[tuple[int, ...], Adapter | None]]:
+        return Query, (self.token_ids, self.adapter)
+
     @property
-    def namespace(self) -> tuple[str, int | None] | None:
-        """What contexts have in common whose keys and values may be shared: the adapter's load."""
-        return None if self.lora_name is None else (self.lora_name, self.adapter_id)
+    def lora_name(self) -> str | None:
+        """Name of the adapter, or ``None`` for the base model."""
+        return None if self.adapter is None else self.adapter.name
 
     def prefix(self, num_tokens: int) -> Query:
         """Return the query of the first tokens, with the same adapter."""
-        return Query(self.token_ids[:num_tokens], self.lora_name, self.adapter_id)
+        return Query(self.token_ids[:num_tokens], self.adapter)
 
     def __repr__(self) -> str:
         ids = self.token_ids

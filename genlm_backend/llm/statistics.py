@@ -56,15 +56,3 @@ class LMStatistics(Readable):
         """Distinct contexts per batch, on average; 0 before the first."""
         total = sum(size * count for size, count in self.batch_sizes.items())
         return total / self.num_batches if self.num_batches else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class BackendCounts:
-    """The part of the statistics that only a backend knows."""
-
-    num_forwards: int = 0
-    tokens_computed: int = 0
-    tokens_reused: int = 0
-    kv_bytes_used: int = 0
-    kv_bytes_budget: int = 0
-    num_evicted_tokens: int = 0

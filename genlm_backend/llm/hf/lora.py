@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from genlm_backend.errors import AdapterError, MissingExtraError, UnknownAdapterError
-from genlm_backend.llm.adapters import AdapterNames
 from genlm_backend.llm.hf.injection import Entry, assigned, layers_of, read
 from genlm_backend.llm.loading import check_reachable
-from genlm_backend.llm.query import Query
+from genlm_backend.llm.query import Adapter
 
 _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
 _making_locks = threading.Lock()
@@ -28,7 +27,7 @@ class Adapters:
     adapters of the owner, of whom this class is told nothing, are switched for as long to what
     they were when the model came, or off for an adapter that was loaded here.
 
-    Everything but ``names`` happens under a lock that all users of one model share.
+    Everything happens under a lock that all users of one model share.
 
     Args:
         model: A model of transformers, or PEFT's wrapper of one.
@@ -38,8 +37,7 @@ class Adapters:
         self._model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
         with _making_locks:
             self._lock = _locks.setdefault(self._model, threading.RLock())
-        self.names = AdapterNames()
-        self._loaded: dict[int, list[Entry]] = {}
+        self._loaded: dict[Adapter, list[Entry]] = {}
         self._layers: list[Any] = []
         self._seen: dict[str, Any] = {}
         with self._lock:
@@ -51,30 +49,29 @@ class Adapters:
             self._own_adapters = {n: c for n, c in self._seen.items() if n in active}
 
     @contextlib.contextmanager
-    def in_place(self, query: Query | None = None) -> Iterator[None]:
-        """Let the model compute with a query's adapter, or as it came; afterwards as before.
+    def in_place(self, adapter: Adapter | None = None) -> Iterator[None]:
+        """Let the model compute with an adapter, or as it came; afterwards as before.
 
         Raises:
-            UnknownAdapterError: If the adapter has been removed, or one that the model came with.
+            UnknownAdapterError: If an adapter that the model came with has been removed.
             AdapterError: If the model's owner has merged an adapter into its weights.
         """
         with self._lock:
-            if query is None or query.adapter_id is None:
+            if adapter is None:
                 entries = self._as_it_came()
             else:
-                self.names.check_current(query)
-                entries = self._owner_off() + self._loaded[query.adapter_id]
+                entries = self._owner_off() + self._loaded[adapter]
             with assigned(entries):
                 yield
 
     # ---------------------------------------------------------------- loading
 
-    def load(self, path: str, name: str, is_cached: bool) -> None:
+    def load(self, adapter: Adapter, path: str, is_cached: bool) -> None:
         """Load an adapter in PEFT's format, and try it.
 
         Args:
+            adapter: What it will be asked by.
             path: A directory, or a repository on the hub.
-            name: A name that nothing else has.
             is_cached: Whether contexts begin from cached keys and values.
 
         Raises:
@@ -84,16 +81,15 @@ class Adapters:
         """
         if importlib.util.find_spec("peft") is None:
             raise MissingExtraError("LoRA adapters need PEFT: pip install 'genlm-backend[lora]'")
-        self.names.check_free(name)
         try:
             check_reachable(path)
             saved = read(path)
         except Exception as error:  # PEFT and what it reads files with raise many kinds
             raise _not_loaded(path, error) from error
         with self._lock:
-            if name in self._look_at_owner():
+            if adapter.name in self._look_at_owner():
                 raise AdapterError(
-                    f"there is an adapter named {name!r} already, of the model's owner"
+                    f"there is an adapter named {adapter.name!r} already, of the model's owner"
                 )
             self._owner_off()  # raises where something is merged
             try:
@@ -101,20 +97,15 @@ class Adapters:
                     entries = layers_of(saved, self._model, is_cached)
             except Exception as error:
                 raise _not_loaded(path, error) from error
-            self._loaded[self.names.add(name)] = entries
+            self._loaded[adapter] = entries
 
-    def remove(self, name: str) -> None:
-        """Remove an adapter.
-
-        Raises:
-            UnknownAdapterError: If there is none of that name.
-        """
+    def remove(self, adapter: Adapter) -> None:
+        """Let go of an adapter's layers."""
         with self._lock:
-            del self._loaded[self.names.remove(name)]
+            del self._loaded[adapter]
 
     def close(self) -> None:
         """Let go of the model."""
-        self.names.clear()
         self._loaded.clear()
         self._model, self._layers = None, []
 

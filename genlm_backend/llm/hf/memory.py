@@ -10,7 +10,7 @@ from typing import Final
 import psutil
 import torch
 
-from genlm_backend.cache.pool import KVLayout
+from genlm_backend.cache import KVLayout
 
 CUDA_FRACTION: Final = 0.5
 CPU_FRACTION: Final = 0.25

@@ -1,108 +1,98 @@
-"""From rows of token ids and slots to the padded tensors of one forward pass; pure.
+"""From spans of token ids to the rectangle of one forward pass; pure.
 
-The past is padded on the **left** and the new tokens on the **right**::
-
-    slots      0  0  7  8 | 9 10 11        a row with 2 past and 3 new tokens
-               1  2  3  4 | 5  0  0        a row with 4 past and 1 new token
-               └─ past ─┘   └ new ┘
-
-so that within a row the distance between two columns is the distance between two positions,
-which is what causal and sliding-window masks are made from. Only the left padding has to be
-masked: the right padding comes after every real token of its row, where causality hides it.
+New tokens are padded on the **right**, where causality hides the padding from every real token of
+its row. What a row's tokens attend to before them is up to an ``Attend``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import final
 
 import numpy as np
 import torch
 
+from genlm_backend.cache import Run
 
+
+@final
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One row of a forward pass.
+class Span:
+    """Consecutive tokens of one context that go through the model in one pass.
 
     Attributes:
         token_ids: The new tokens; at least one.
-        past_slots: Slots of the tokens before them.
+        past: The slots of the tokens before them, as runs that other spans may share.
         slots: Slots that receive the new tokens' keys and values; empty to keep none.
         outputs: Indices into ``token_ids`` after which the row of logits is wanted.
     """
 
     token_ids: Sequence[int]
-    past_slots: Sequence[int] = ()
+    past: tuple[Run, ...] = ()
     slots: Sequence[int] = ()
     outputs: Sequence[int] = ()
 
+    @property
+    def num_new(self) -> int:
+        """Number of new tokens."""
+        return len(self.token_ids)
 
+    @property
+    def num_past(self) -> int:
+        """Number of tokens before them."""
+        return sum(run.num_tokens for run in self.past)
+
+
+@final
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """The tensors of one forward pass of ``B`` rows, ``P`` past and ``Q`` new columns.
+    """The tensors of one forward pass of ``B`` spans, padded to ``Q`` new tokens.
 
     Attributes:
+        spans: What was packed, row by row.
         input_ids: int64 ``[B, Q]``; padding is 0.
         position_ids: int64 ``[B, Q]``; padding repeats the row's last position.
-        attention_mask: int64 ``[B, P + Q]``; 0 on the left padding (and, where nothing is
-            cached, on the right padding).
-        gather: int64 ``[B * (P + Q)]``: the slot behind each column; padding is slot 0.
         new_slots: int64 ``[num_new]``: where the new tokens' keys and values go.
         new_columns: int64 ``[num_new]``: which of the ``B * Q`` columns they are, or ``None``
             for all of them.
-        output_rows: int64 ``[num_outputs]``: the row of each wanted output …
-        output_columns: … and its column, int64 ``[num_outputs]``.
-        num_past: ``P``.
-        num_new_tokens: Tokens to compute, padding not counted.
+        output_rows: int64 ``[num_outputs]``: the row of each wanted output.
+        output_columns: int64 ``[num_outputs]``: its column.
+        num_new_tokens: Number of tokens to compute, padding not counted.
     """
 
+    spans: tuple[Span, ...]
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    attention_mask: torch.Tensor
-    gather: torch.Tensor
     new_slots: torch.Tensor
     new_columns: torch.Tensor | None
     output_rows: torch.Tensor
     output_columns: torch.Tensor
-    num_past: int
     num_new_tokens: int
 
 
-def pack(rows: Sequence[Row]) -> PackedBatch:
-    """Pad ``rows`` to one rectangle. All have slots for their new tokens, or none has."""
-    num_rows = len(rows)
-    num_new = max(len(row.token_ids) for row in rows)
-    num_past = max(len(row.past_slots) for row in rows)
-    is_cached = bool(rows[0].slots)
-    input_ids = np.zeros((num_rows, num_new), np.int64)
-    position_ids = np.empty((num_rows, num_new), np.int64)
-    attention_mask = np.ones((num_rows, num_past + num_new), np.int64)
-    gather = np.zeros((num_rows, num_past + num_new), np.int64)
-    is_new = np.zeros((num_rows, num_new), bool)
-    for index, row in enumerate(rows):
-        past, new = len(row.past_slots), len(row.token_ids)
-        input_ids[index, :new] = row.token_ids
-        position_ids[index] = np.minimum(np.arange(past, past + num_new), past + new - 1)
-        attention_mask[index, : num_past - past] = 0
+def pack(spans: Sequence[Span]) -> PackedBatch:
+    """Pad spans to one rectangle. All have slots for their new tokens, or none has."""
+    num_columns = max(span.num_new for span in spans)
+    input_ids = np.zeros((len(spans), num_columns), np.int64)
+    position_ids = np.empty((len(spans), num_columns), np.int64)
+    is_new = np.zeros((len(spans), num_columns), bool)
+    for index, span in enumerate(spans):
+        past, new = span.num_past, span.num_new
+        input_ids[index, :new] = span.token_ids
+        position_ids[index] = np.minimum(np.arange(past, past + num_columns), past + new - 1)
         is_new[index, :new] = True
-        if is_cached:
-            gather[index, num_past - past : num_past] = row.past_slots
-            gather[index, num_past : num_past + new] = row.slots
-        else:
-            attention_mask[index, num_past + new :] = 0
-    new_slots = np.concatenate([np.asarray(row.slots, np.int64) for row in rows])
+    new_slots = np.concatenate([np.asarray(span.slots, np.int64) for span in spans])
     new_columns = None if is_new.all() else torch.from_numpy(np.flatnonzero(is_new))
-    outputs = [(index, column) for index, row in enumerate(rows) for column in row.outputs]
+    outputs = [(index, column) for index, span in enumerate(spans) for column in span.outputs]
     output_rows, output_columns = np.array(outputs, np.int64).reshape(-1, 2).T
     return PackedBatch(
+        spans=tuple(spans),
         input_ids=torch.from_numpy(input_ids),
         position_ids=torch.from_numpy(position_ids),
-        attention_mask=torch.from_numpy(attention_mask),
-        gather=torch.from_numpy(gather.reshape(-1)),
         new_slots=torch.from_numpy(new_slots),
         new_columns=new_columns,
         output_rows=torch.from_numpy(output_rows.copy()),
         output_columns=torch.from_numpy(output_columns.copy()),
-        num_past=num_past,
-        num_new_tokens=sum(len(row.token_ids) for row in rows),
+        num_new_tokens=int(is_new.sum()),
     )

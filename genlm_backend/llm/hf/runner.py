@@ -6,14 +6,13 @@ import inspect
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, final
 
 import torch
 
-from genlm_backend.cache.pool import KVPool
 from genlm_backend.errors import ModelStateError
-from genlm_backend.llm.hf.kv import pooled_cache
-from genlm_backend.llm.hf.packing import PackedBatch, Row, pack
+from genlm_backend.llm.hf.attend import Attend
+from genlm_backend.llm.hf.packing import PackedBatch, Span, pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +37,19 @@ class Placement:
         return f"{self.dtype} on {self.device}"
 
 
+@final
 class Runner:
-    """Forward passes of one model: rows in, logits at the wanted positions out.
+    """Forward passes of one model: spans in, logits at the wanted positions out.
 
     Args:
         model: A causal language model of transformers.
 
     Attributes:
-        num_forwards: Passes so far.
-        tokens_computed: Tokens in them, padding not counted.
+        model: As given.
+        device: Device on which it takes its token ids.
+        parameters: Names of what its ``forward`` takes.
+        num_forwards: Number of passes so far.
+        tokens_computed: Number of tokens in them, padding not counted.
     """
 
     def __init__(self, model: Any) -> None:
@@ -58,25 +61,24 @@ class Runner:
         self._placement = Placement.of(model)
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[Row], pool: KVPool | None = None) -> torch.Tensor:
-        """Return the logits at each row's outputs, row by row: ``[num_outputs, model_vocab]``.
-
-        With a ``pool``, past keys and values are read from its slots and new ones written to
-        them; without one, rows have no past and nothing is kept.
+    def forward(self, spans: Sequence[Span], attend: Attend) -> torch.Tensor:
+        """Return the logits at each span's outputs, span by span: ``[num_outputs, model_vocab]``.
 
         Raises:
             ModelStateError: (``RuntimeError``) If the model has been converted or moved.
         """
         self._check_placement()
-        batch = pack(rows)
-        inputs: dict[str, Any] = {"input_ids": batch.input_ids.to(self.device)}
-        if "attention_mask" in self.parameters:
-            inputs["attention_mask"] = batch.attention_mask.to(self.device)
-        if "position_ids" in self.parameters:
-            inputs["position_ids"] = batch.position_ids.to(self.device)
-        if pool is not None:
-            inputs["past_key_values"] = pooled_cache(pool, batch)
-        inputs["use_cache"] = pool is not None
+        batch = pack(spans)
+        inputs: dict[str, Any] = {
+            "input_ids": batch.input_ids,
+            "position_ids": batch.position_ids,
+            **attend.inputs(batch),
+        }
+        for name in {"attention_mask", "position_ids"} - self.parameters:
+            inputs.pop(name, None)
+        for name, value in inputs.items():
+            if isinstance(value, torch.Tensor):
+                inputs[name] = value.to(self.device)
         logits = self._select(batch, inputs)
         self.num_forwards += 1
         self.tokens_computed += batch.num_new_tokens

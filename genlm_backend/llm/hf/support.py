@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from genlm_backend.cache.pool import KVLayout, KVPool, LayerLayout
+from genlm_backend.cache import KVLayout, KVStore, LayerLayout, Run
 from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
-from genlm_backend.llm.hf.packing import Row
+from genlm_backend.llm.hf.attend import WAYS, Attend, WholeAttend
+from genlm_backend.llm.hf.packing import Span
 from genlm_backend.llm.hf.runner import Placement, Runner
-from genlm_backend.llm.hf.threads import one_thread
+from genlm_backend.llm.threads import one_thread
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +33,17 @@ _SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations: one rounding flips
 
 @dataclass(frozen=True, slots=True)
 class KVSupport:
-    """The shape of what can be kept, or why nothing can.
+    """What can be kept of a model and how it is attended to, or why nothing can.
 
     Attributes:
-        layout: Of one token's keys and values, or ``None`` where the model keeps other states
-            and so runs every context whole.
-        reason: Why there is no layout; empty where there is one.
+        layout: Shape of one token's keys and values; without layers where the model keeps other
+            states and so runs every context whole.
+        attend: The way to attend to them that gives the model's own rows.
+        reason: Why there is no layer; empty where there are some.
     """
 
-    layout: KVLayout | None
+    layout: KVLayout = KVLayout()
+    attend: Callable[[KVStore], Attend] = WAYS[0]
     reason: str = ""
 
 
@@ -112,58 +116,56 @@ def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSuppor
     """Find out by a few tiny forward passes whether slots give the right answers.
 
     The rows of two short contexts are computed whole and then from slots, in two steps and padded
-    to one batch. Slots are used if the difference is rounding, compared with the difference that
-    one wrong token makes. That takes four passes, of a small model on one thread.
+    to one batch. The first way to attend is taken whose difference is rounding, compared with the
+    difference that one wrong token makes. That takes four passes, of a small model on one thread.
 
     Raises:
         UnsupportedModelError: If the model gives other rows when it is told positions.
     """
     config = runner.model.config.get_text_config(decoder=True)
     if "past_key_values" not in runner.parameters:
-        return KVSupport(None, "its state is not one of keys and values")
+        return KVSupport(reason="its state is not one of keys and values")
     layers = DynamicCache(config=config).layers
     others = {type(layer).__name__ for layer in layers} - {
         DynamicLayer.__name__,
         DynamicSlidingWindowLayer.__name__,
     }
     if others:
-        return KVSupport(None, f"some layers keep states that belong to no token: {sorted(others)}")
+        reason = f"some layers keep states that belong to no token: {sorted(others)}"
+        return KVSupport(reason=reason)
     window = getattr(config, "sliding_window", None) or 0
     length = _PROBE_LENGTH if window > 64 else max(_PROBE_LENGTH, 2 * window + 4)
     length = min(length, max_length or length)
     if length < 6 or vocab_size < 3:
-        return KVSupport(None, f"a context of {length} tokens is too short to tell")
+        return KVSupport(reason=f"a context of {length} tokens is too short to tell")
     generator = random.Random(0)
     long, other = ([generator.randrange(vocab_size) for _ in range(length)] for _ in range(2))
     try:
         with one_thread() if _is_small(runner) else contextlib.nullcontext():
             layout, bare_row = _observe_layout(runner, long[:3])
-            difference, spread, third_row = _compare(runner, layout, long, other, vocab_size)
+            expected = _expected(runner, long, other, vocab_size)
+            tolerance = _tolerance(runner, layout, expected.spread)
+            way, difference = _first_way(runner, layout, expected, tolerance)
     except UnsupportedModelError as error:
-        return KVSupport(None, str(error))
+        return KVSupport(reason=str(error))
     except Exception as error:  # third-party model code may raise anything; it still runs whole
         logger.warning(
             "%s runs without key-value reuse", type(runner.model).__name__, exc_info=True
         )
-        return KVSupport(None, f"it does not run on a foreign cache: {error!r}")
-    is_quantised = getattr(runner.model, "is_quantized", False)
-    share = _SHARE_OF_SPREAD_QUANTISED if is_quantised else _SHARE_OF_SPREAD
-    smallest = _DEFAULT_ROUNDING if is_quantised else rounding(layout.layers[0].dtype)
-    tolerance = max(smallest, share * spread)
-    if _distance(third_row, bare_row) > tolerance:  # its positions, or it looks ahead
-        (alone_row,) = _row(runner.forward([Row(long[:3], outputs=(2,))]))
+        return KVSupport(reason=f"it does not run on a foreign cache: {error!r}")
+    if _distance(expected.third, bare_row) > tolerance:  # its positions, or it looks ahead
+        (alone_row,) = _row(runner.forward([Span(long[:3], outputs=(2,))], WholeAttend()))
         if _distance(alone_row, bare_row) > tolerance:
             raise UnsupportedModelError(
                 f"{type(runner.model).__name__} counts positions in a way of its own: told that a "
                 "context begins at position 0, it gives other rows than when it is told nothing"
             )
-    if not difference <= tolerance:
+    if way is None:
         return KVSupport(
-            None,
-            f"rows from cached keys and values differ by {difference:.2g} from whole ones, "
-            f"and by {spread:.2g} between different contexts",
+            reason=f"rows from cached keys and values differ by {difference:.2g} from whole ones, "
+            f"and by {expected.spread:.2g} between different contexts"
         )
-    return KVSupport(layout)
+    return KVSupport(layout, way)
 
 
 def _is_small(runner: Runner) -> bool:
@@ -198,13 +200,28 @@ def _observe_layout(runner: Runner, token_ids: list[int]) -> tuple[KVLayout, tor
     return KVLayout(tuple(layers)), _row(logits[0, -1])
 
 
-def _compare(
-    runner: Runner, layout: KVLayout, long: list[int], other: list[int], vocab_size: int
-) -> tuple[float, float, torch.Tensor]:
-    """Root mean square differences: rows from slots and whole rows; rows of two contexts.
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """Two contexts and their rows, computed whole.
 
-    And the whole row of the first three tokens of ``long``.
+    Attributes:
+        long: The first context.
+        short: The second one, half as long.
+        long_row: Row after the first.
+        short_row: Row after the second.
+        third: Row after the first three tokens of the first.
+        spread: Distance that one wrong token makes.
     """
+
+    long: list[int]
+    short: list[int]
+    long_row: torch.Tensor
+    short_row: torch.Tensor
+    third: torch.Tensor
+    spread: float
+
+
+def _expected(runner: Runner, long: list[int], other: list[int], vocab_size: int) -> _Expected:
     short = other[: len(other) // 2]
     wrong = [*long[:-3], (long[-3] + 1) % vocab_size, *long[-2:]]
     last = (len(long) - 1,)
@@ -212,35 +229,56 @@ def _compare(
     # part in its row, or the row from slots, where nothing follows, is another one.
     whole = runner.forward(
         [
-            Row(long, outputs=(2, *last)),
-            Row(wrong, outputs=last),
-            Row(other, outputs=(len(short) - 1,)),
-        ]
+            Span(long, outputs=(2, *last)),
+            Span(wrong, outputs=last),
+            Span(other, outputs=(len(short) - 1,)),
+        ],
+        WholeAttend(),
     )
-    third_row, expected_long, expected_wrong, expected_short = _row(whole)
-    spread = _distance(expected_wrong, expected_long)
+    third, long_row, wrong_row, short_row = _row(whole)
+    return _Expected(long, short, long_row, short_row, third, _distance(wrong_row, long_row))
 
+
+def _tolerance(runner: Runner, layout: KVLayout, spread: float) -> float:
+    """Return the distance up to which two rows are the same one."""
+    is_quantised = getattr(runner.model, "is_quantized", False)
+    share = _SHARE_OF_SPREAD_QUANTISED if is_quantised else _SHARE_OF_SPREAD
+    smallest = _DEFAULT_ROUNDING if is_quantised else rounding(layout.layers[0].dtype)
+    return max(smallest, share * spread)
+
+
+def _first_way(
+    runner: Runner, layout: KVLayout, expected: _Expected, tolerance: float
+) -> tuple[Callable[[KVStore], Attend] | None, float]:
+    """Return the first way to attend whose rows are the expected ones, and the last distance."""
+    difference = math.inf
+    for way in WAYS:
+        difference = _difference(runner, layout, way, expected)
+        if difference <= tolerance:
+            return way, difference
+    return None, difference
+
+
+def _difference(
+    runner: Runner, layout: KVLayout, way: Callable[[KVStore], Attend], expected: _Expected
+) -> float:
+    """Return the larger distance of the two rows from slots, in two steps, to the expected ones."""
+    long, short = expected.long, expected.short
     size = len(long) + len(short)
-    pool = KVPool(layout, (size + 1) * layout.bytes_per_slot)
-    slots = pool.allocate(size)
-    long_slots, short_slots = slots[: len(long)], slots[len(long) :]
-    runner.forward(
-        [
-            Row(long[:-2], (), long_slots[:-2]),
-            Row(short[:1], (), short_slots[:1]),
-        ],
-        pool,
-    )
-    logits = runner.forward(
-        [
-            Row(long[-2:], long_slots[:-2], long_slots[-2:], (1,)),
-            Row(short[1:], short_slots[:1], short_slots[1:], (len(short) - 2,)),
-        ],
-        pool,
-    )
-    row_long, row_short = _row(logits)
-    difference = max(_distance(row_long, expected_long), _distance(row_short, expected_short))
-    return difference, spread, third_row
+    attend = way(KVStore(layout, size))
+    long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
+    first = [Span(long[:-2], (), long_slots[:-2]), Span(short[:1], (), short_slots[:1])]
+    runner.forward(first, attend)
+    pasts = [
+        (Run(span, span.slots, span.num_new),)  # what the first step has computed
+        for span in first
+    ]
+    second = [
+        Span(long[-2:], pasts[0], long_slots[-2:], (1,)),
+        Span(short[1:], pasts[1], short_slots[1:], (len(short) - 2,)),
+    ]
+    row_long, row_short = _row(runner.forward(second, attend))
+    return max(_distance(row_long, expected.long_row), _distance(row_short, expected.short_row))
 
 
 def _row(logits: torch.Tensor) -> torch.Tensor:

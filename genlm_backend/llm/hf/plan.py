@@ -1,17 +1,22 @@
 """Which tokens go through the model, in which order and in which company; pure, no tensors.
 
-A batch of contexts, each with a cached prefix, becomes *segments*: runs of tokens that no cache
-has. Contexts of one batch that share tokens beyond what is cached share a segment too; those
+A batch of contexts, each with a cached prefix, becomes *segments*: stretches of tokens that no
+cache has. Contexts of one batch that share tokens beyond what is cached share a segment too; those
 that branch off it wait for the next *wave*. The segments of a wave become *groups*, one forward
 pass each, such that short segments do not pay for the padding of long ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Self
+
+from genlm_backend.cache import Match, Run
+from genlm_backend.common_prefix import common_length
+from genlm_backend.llm.hf.packing import Span
+from genlm_backend.llm.row import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,79 +48,99 @@ class CostModel:
         return self.per_forward + num_rows * (num_new + self.per_past_token * (num_past + num_new))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Job:
-    """One context to be answered.
+    """One context on its way to its row.
 
     Attributes:
         token_ids: The whole context.
-        num_cached: Leading tokens that need not be computed; fewer than all.
-        namespace: Contexts of different namespaces share nothing.
+        match: Its cached prefix, shorter than the context; replaced by longer ones as its tokens
+            are inserted into the tree.
+        row: What comes of it.
     """
 
     token_ids: tuple[int, ...]
-    num_cached: int = 0
-    namespace: Hashable = None
+    match: Match
+    row: Row | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """A run of tokens to compute, of one context on behalf of all that share it.
+    """Consecutive tokens to compute, of one context on behalf of all that share them.
 
     Attributes:
-        job: Index of a context that has these tokens.
+        job: A context that has these tokens.
         start: Position of the first one.
         stop: Position after the last one.
         parent: The segment that computes what lies between the cached prefix and ``start``, or
             ``None`` where nothing does.
-        wave: Passes that must have been made before.
-        outputs: ``(position, job)``: whose answer is the row after which position.
+        wave: Number of waves that must have been computed before.
+        outputs: Position and context of each row that is wanted: the one after that position.
+        slots: Where the keys and values of its tokens go, once there are slots for them.
     """
 
-    job: int
+    job: Job
     start: int
     stop: int
     parent: Segment | None
     wave: int
-    outputs: list[tuple[int, int]] = field(default_factory=list)
+    outputs: list[tuple[int, Job]] = field(default_factory=list)
+    slots: Sequence[int] = ()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute."""
+        """Number of tokens to compute."""
         return self.stop - self.start
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The tokens to compute."""
+        return self.job.token_ids[self.start : self.stop]
+
+    def span(self) -> Span:
+        """Return what the forward pass takes: the tokens, and the slots of those before them."""
+        computed: list[Run] = []  # by earlier waves of this batch
+        ancestor, position = self.parent, self.start
+        while ancestor is not None:
+            computed.append(Run(ancestor, ancestor.slots, position - ancestor.start))
+            position, ancestor = ancestor.start, ancestor.parent
+        return Span(
+            token_ids=self.token_ids,
+            past=(*self.job.match.runs(), *reversed(computed)),
+            slots=self.slots,
+            outputs=[position - self.start for position, _ in self.outputs],
+        )
 
 
 def plan_segments(jobs: Sequence[Job], cost: CostModel) -> list[Segment]:
-    """Return segments that together answer every job, parents before their children."""
+    """Return segments that together answer every job, parents before their children.
+
+    The jobs are distinct contexts of one adapter.
+    """
     segments: list[Segment] = []
 
-    def order(index: int) -> tuple[str, int, tuple[int, ...]]:
-        job = jobs[index]
-        return repr(job.namespace), job.num_cached, job.token_ids
+    def order(job: Job) -> tuple[int, tuple[int, ...]]:
+        return job.match.num_tokens, job.token_ids
 
     # Contexts with different cached lengths share nothing uncached: had they more in common
     # than the shorter length, the cache would have found it for both.
-    for (_, start), group in groupby(sorted(range(len(jobs)), key=order), lambda i: order(i)[:2]):
-        for part in _split(jobs, group, start, from_beginning=True):
-            _place(jobs, part, start, None, 0, cost, segments)
+    for start, group in groupby(sorted(jobs, key=order), lambda job: job.match.num_tokens):
+        for part in _split(group, start, from_beginning=True):
+            _place(part, start, None, 0, cost, segments)
     return _chunk(segments, cost.max_segment)
 
 
-def _split(
-    jobs: Sequence[Job], indices: Iterable[int], position: int, from_beginning: bool = False
-) -> list[list[int]]:
+def _split(jobs: Iterable[Job], position: int, from_beginning: bool = False) -> list[list[Job]]:
     """Group sorted jobs by the token at ``position`` (by all tokens up to it, where asked)."""
 
-    def key(index: int) -> tuple[int, ...]:
-        token_ids = jobs[index].token_ids
-        return token_ids[: position + 1] if from_beginning else token_ids[position : position + 1]
+    def key(job: Job) -> tuple[int, ...]:
+        return job.token_ids[0 if from_beginning else position : position + 1]
 
-    return [list(part) for _, part in groupby(indices, key)]
+    return [list(part) for _, part in groupby(jobs, key)]
 
 
 def _place(
-    jobs: Sequence[Job],
-    part: list[int],
+    part: list[Job],
     start: int,
     parent: Segment | None,
     wave: int,
@@ -126,13 +151,13 @@ def _place(
     segment = Segment(part[0], start, start, parent, wave)
     segments.append(segment)
     while True:
-        shared = len(jobs[part[0]].token_ids)
-        if len(part) > 1:
-            shared = _common_length(jobs[part[0]].token_ids, jobs[part[-1]].token_ids)
+        shared = len(part[0].token_ids)
+        if len(part) > 1:  # of sorted contexts, what the first and the last share all share
+            shared = common_length(part[0].token_ids, part[-1].token_ids)
         segment.job, segment.stop = part[-1], shared
-        ending = [index for index in part if len(jobs[index].token_ids) == shared]
-        segment.outputs.extend((shared - 1, index) for index in ending)
-        branches = _split(jobs, (i for i in part if len(jobs[i].token_ids) > shared), shared)
+        ending = [job for job in part if len(job.token_ids) == shared]
+        segment.outputs.extend((shared - 1, job) for job in ending)
+        branches = _split((job for job in part if len(job.token_ids) > shared), shared)
         if not branches:
             return
         # The most wanted branch goes on in this very row. The others wait for the shared tokens,
@@ -142,20 +167,9 @@ def _place(
         num_saved = (shared - start) * len(branches)
         for branch in branches:
             if num_saved > cost.per_forward:
-                _place(jobs, branch, shared, segment, wave + 1, cost, segments)
+                _place(branch, shared, segment, wave + 1, cost, segments)
             else:
-                _place(jobs, branch, start, parent, wave, cost, segments)
-
-
-def _common_length(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    low, high = 0, min(len(first), len(second))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if first[:middle] == second[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+                _place(branch, start, parent, wave, cost, segments)
 
 
 def _chunk(segments: list[Segment], size: int) -> list[Segment]:

@@ -1,0 +1,389 @@
+"""PrefixTree: which prefixes of a context have their keys and values in slots already."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from array import array
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from genlm_backend.cache.slots import Slots
+from genlm_backend.common_prefix import common_length
+from genlm_backend.errors import CacheError
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Slots of consecutive tokens of a context.
+
+    Attributes:
+        owner: What the slots belong to. In one batch, two runs of one owner begin with the same
+            tokens in the same slots.
+        slots: The owner's slots, in order.
+        num_tokens: How many of them, from the first, the context has.
+    """
+
+    owner: object
+    slots: Sequence[int]
+    num_tokens: int
+
+
+@final
+class Node:
+    """An edge of the tree and the subtree at its end.
+
+    ``num_locks`` counts the live matches that end here or below, so that a node with none has
+    none below it either.
+    """
+
+    __slots__ = ("children", "last_used", "num_locks", "parent", "slots", "tokens")
+
+    def __init__(self, parent: Node | None, tokens: array[int], slots: array[int]) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.slots = slots
+        self.children: dict[int, Node] = {}
+        self.num_locks = 0
+        self.last_used = 0
+
+    def path(self) -> Iterator[Node]:
+        """Yield this node, its parent, and so on up to the root."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def subtree(self) -> Iterator[Node]:
+        """Yield this node and everything below it."""
+        stack: list[Node] = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+@final
+class Match:
+    """A locked cached prefix of one context; valid until it is unlocked or inserted below.
+
+    Attributes:
+        num_tokens: Number of the context's tokens that need not be computed.
+        node: The node at whose end the prefix ends.
+    """
+
+    __slots__ = ("node", "num_tokens")
+
+    def __init__(self, node: Node, num_tokens: int) -> None:
+        self.node = node
+        self.num_tokens = num_tokens
+
+    def runs(self) -> tuple[Run, ...]:
+        """Return the prefix as runs, one for each node from the root on.
+
+        They hold until the tree is changed. Matches that go through one node have equal owners
+        there if the runs of all are asked for after the last of them was made.
+        """
+        path = [node for node in self.node.path() if node.parent is not None]
+        return tuple(Run(node, node.slots, len(node.slots)) for node in reversed(path))
+
+
+@final
+class PrefixTree:
+    """A radix tree over token ids whose nodes own slots; locks, LRU leaves, a fixed budget.
+
+    The tree is that of SGLang's RadixAttention (Zheng et al., 2024, arXiv:2312.07104). One
+    thread at a time may call it. The README beside this file tells the protocol.
+
+    Args:
+        slots: Where the slots come from; nobody else may use it.
+
+    Attributes:
+        slots: As given.
+        num_evicted: Number of slots evicted to make room so far.
+    """
+
+    def __init__(self, slots: Slots) -> None:
+        self.slots = slots
+        self.num_evicted = 0
+        self._roots: dict[Hashable, Node] = {}
+        self._live: set[Match] = set()
+        self._pins: list[Match] = []
+        self._clock = itertools.count(1)
+        self._ties = itertools.count()
+        # Leaves nobody locks, oldest first. An entry that its node has outlived (used since,
+        # grown children, gone) stays until it is popped or until the dead outnumber the living.
+        self._evictable: list[tuple[int, int, Node]] = []
+        self._num_nodes = 0
+
+    # ---------------------------------------------------------------- the protocol
+
+    def match(self, token_ids: Sequence[int], namespace: Hashable = None) -> Match:
+        """Lock and return the longest cached prefix of ``token_ids``.
+
+        ``namespace`` separates contexts whose keys and values differ for equal tokens, such as
+        those of different adapters. The cost grows with the tokens of the prefix.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = Node(None, array("q"), array("q"))
+        return self._locked(Match(*self._walk(root, array("q", token_ids))))
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take ``count`` slots, evicting what is old and unlocked; ``None`` if there is no room."""
+        missing = count - self.slots.num_free
+        if missing > 0:
+            # Evicting in vain would cost others their prefixes for nothing.
+            if missing > self._num_unlocked_slots(missing):
+                return None
+            self.evict(missing)
+        return self.slots.allocate(count)
+
+    def insert(self, match: Match, token_ids: Sequence[int], slots: Sequence[int]) -> Match:
+        """Put ``token_ids`` and their filled ``slots`` below ``match``; return the longer match.
+
+        The given match is spent. Slots for tokens that the tree has by now are free again.
+
+        Raises:
+            CacheError: If the match has been unlocked, or there is not one slot for each token.
+        """
+        if len(token_ids) != len(slots):
+            raise CacheError(f"{len(token_ids)} tokens for {len(slots)} slots")
+        if match not in self._live:
+            raise CacheError("this match has been unlocked")
+        if not slots:
+            return match
+        tokens, new = array("q", token_ids), array("q", slots)
+        end, known = self._walk(match.node, tokens)
+        self.slots.free(new[:known])
+        if known < len(tokens):
+            end = self._grow(end, match, tokens[known:], new[known:])
+        longer = self._locked(Match(end, match.num_tokens + len(tokens)))
+        self._unlock(match)
+        return longer
+
+    def unlock(self, match: Match) -> None:
+        """Unlock ``match``; again has no effect."""
+        if match in self._live:
+            self._unlock(match)
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Return slots that were allocated and not inserted."""
+        self.slots.free(slots)
+
+    def pin(self, match: Match) -> None:
+        """Keep ``match`` locked until ``clear()``; the match is spent."""
+        self._pins.append(match)
+
+    def evict(self, count: int) -> int:
+        """Free up to ``count`` unlocked slots, least recently used first; return how many."""
+        freed = 0
+        while freed < count and self._evictable:
+            stamp, _, node = heapq.heappop(self._evictable)
+            if stamp != node.last_used or not self._is_evictable(node):
+                continue
+            num_freed = min(len(node.slots), count - freed)
+            freed += num_freed
+            self._shorten(node, num_freed)
+        self.num_evicted += freed
+        return freed
+
+    def num_cached(self, token_ids: Sequence[int], namespace: Hashable = None) -> int:
+        """Return how many of the first tokens are cached; locks nothing and changes no age."""
+        tokens, done = array("q", token_ids), 0
+        node = self._roots.get(namespace)
+        while node is not None and done < len(tokens):
+            node = node.children.get(tokens[done])
+            if node is not None:
+                shared = common_length(node.tokens, tokens[done : done + len(node.tokens)])
+                done += shared
+                node = node if shared == len(node.tokens) else None
+        return done
+
+    def forget(self, token_ids: Sequence[int], namespace: Hashable = None, keep: int = 0) -> int:
+        """Free the unlocked slots of a context beyond its first ``keep`` tokens; return how many.
+
+        What another cached context shares with it stays.
+        """
+        match = self.match(token_ids, namespace)
+        self._unlock(match)
+        node, end = match.node, match.num_tokens
+        while end > keep and self._is_evictable(node):
+            parent = node.parent
+            assert parent is not None
+            num_freed = min(len(node.slots), end - keep)
+            end -= num_freed
+            self._shorten(node, num_freed)
+            node = parent
+        return match.num_tokens - end
+
+    def clear(self) -> None:
+        """Unpin and free everything.
+
+        Raises:
+            CacheError: If a match is locked that is not pinned.
+        """
+        if len(self._live) > len(self._pins):
+            raise CacheError("cleared while a match is locked")
+        for root in self._roots.values():
+            for node in root.subtree():
+                self.slots.free(node.slots)
+        self._roots.clear()
+        self._live.clear()
+        self._pins.clear()
+        self._evictable.clear()
+        self._num_nodes = 0
+
+    # ---------------------------------------------------------------- counting
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots that there are."""
+        return self.slots.num_slots
+
+    @property
+    def num_used(self) -> int:
+        """Number of slots that hold tokens, or that have been allocated."""
+        return self.slots.num_used
+
+    @property
+    def num_pinned(self) -> int:
+        """Number of matches pinned since the last ``clear()``."""
+        return len(self._pins)
+
+    def check_integrity(self, held: Sequence[int] = ()) -> None:
+        """Count every slot and lock; ``held`` are slots allocated and not yet inserted.
+
+        Raises:
+            CacheError: If a slot has no owner or two, or a lock count is wrong.
+        """
+        nodes = [node for root in self._roots.values() for node in root.subtree()]
+        owned = Counter(slot for node in nodes for slot in node.slots)
+        owned.update(held)
+        owned.update(self.slots.recycled())
+        if wrong := [slot for slot, count in owned.items() if count != 1]:
+            raise CacheError(f"slots with more than one owner: {wrong[:10]}")
+        num_touched = self.slots.num_touched
+        if len(owned) != num_touched or (owned and not 1 <= min(owned) <= num_touched):
+            raise CacheError(f"{len(owned)} slots have an owner, {num_touched} are in use")
+        locks = Counter(node for match in self._live for node in match.node.path())
+        for node in nodes:
+            if node.num_locks != locks[node]:
+                raise CacheError(f"{locks[node]} matches lock a node that says {node.num_locks}")
+            if len(node.slots) != len(node.tokens):
+                raise CacheError("a node has as many slots as tokens, or it is wrong")
+            for first, child in node.children.items():
+                if child.parent is not node or child.tokens[0] != first:
+                    raise CacheError("a child does not know its parent or its first token")
+        if sum(node.parent is not None for node in nodes) != self._num_nodes:
+            raise CacheError(f"the tree does not have {self._num_nodes} nodes")
+        offered = {node for stamp, _, node in self._evictable if stamp == node.last_used}
+        if any(self._is_evictable(node) and node not in offered for node in nodes):
+            raise CacheError("an unlocked leaf can never be evicted")
+
+    # ---------------------------------------------------------------- nodes
+
+    def _walk(self, node: Node, tokens: array[int]) -> tuple[Node, int]:
+        """Follow ``tokens`` from ``node``, splitting the last edge; return where and how far."""
+        done = 0
+        while done < len(tokens):
+            child = node.children.get(tokens[done])
+            if child is None:
+                break
+            size = len(child.tokens)
+            if child.tokens == tokens[done : done + size]:
+                node, done = child, done + size
+                continue
+            shared = common_length(child.tokens, tokens[done:])
+            return self._split(child, shared), done + shared
+        return node, done
+
+    def _split(self, node: Node, size: int) -> Node:
+        """Give the first ``size`` tokens of ``node`` to a new parent of it; return that."""
+        parent = node.parent
+        assert parent is not None
+        upper = Node(parent, node.tokens[:size], node.slots[:size])
+        upper.num_locks, upper.last_used = node.num_locks, node.last_used
+        parent.children[upper.tokens[0]] = upper
+        del node.tokens[:size], node.slots[:size]
+        node.parent = upper
+        upper.children[node.tokens[0]] = node
+        self._num_nodes += 1
+        return upper
+
+    def _grow(self, end: Node, match: Match, tokens: array[int], slots: array[int]) -> Node:
+        if end is match.node and not end.children and end.num_locks == 1 and end.parent is not None:
+            # The only user of a leaf makes it longer, so that a particle that has gone a thousand
+            # tokens alone is one node and not a chain of a thousand.
+            end.tokens.extend(tokens)
+            end.slots.extend(slots)
+            return end
+        child = end.children[tokens[0]] = Node(end, tokens, slots)
+        self._num_nodes += 1
+        return child
+
+    def _shorten(self, leaf: Node, count: int) -> None:
+        """Free the last ``count`` slots of an unlocked leaf, and the leaf with the last of them."""
+        start = len(leaf.slots) - count
+        self.slots.free(leaf.slots[start:])
+        if start:
+            del leaf.slots[start:], leaf.tokens[start:]
+            self._offer(leaf)
+        else:
+            self._remove_leaf(leaf)
+
+    def _remove_leaf(self, node: Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.tokens[0]]
+        node.parent = None
+        self._num_nodes -= 1
+        self._offer(parent)
+
+    # ---------------------------------------------------------------- locks and age
+
+    def _locked(self, match: Match) -> Match:
+        self._count(match, 1)
+        self._live.add(match)
+        return match
+
+    def _unlock(self, match: Match) -> None:
+        self._live.remove(match)
+        self._count(match, -1)
+        self._offer(match.node)
+
+    def _count(self, match: Match, change: int) -> None:
+        """Change the locks on a match's path, which has been used now."""
+        stamp = next(self._clock)
+        for node in match.node.path():
+            node.num_locks += change
+            node.last_used = stamp
+
+    def _is_evictable(self, node: Node) -> bool:
+        return node.parent is not None and not (node.children or node.num_locks)
+
+    def _offer(self, node: Node) -> None:
+        if self._is_evictable(node):
+            heapq.heappush(self._evictable, (node.last_used, next(self._ties), node))
+            if len(self._evictable) > 64 + 4 * self._num_nodes:
+                self._evictable = [
+                    (leaf.last_used, next(self._ties), leaf)
+                    for root in self._roots.values()
+                    for leaf in root.subtree()
+                    if self._is_evictable(leaf)
+                ]
+                heapq.heapify(self._evictable)
+
+    def _num_unlocked_slots(self, enough: int) -> int:
+        """Return how many slots ``evict`` could free, counted up to ``enough``."""
+        total = 0
+        for root in self._roots.values():
+            for node in root.subtree():
+                if not node.num_locks:
+                    total += len(node.slots)
+                    if total >= enough:
+                        return total
+        return total

@@ -1,0 +1,193 @@
+"""Evaluator: what answers queries, wherever it lives."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from genlm_backend.errors import AdapterError
+from genlm_backend.llm.query import Adapter, Query
+from genlm_backend.llm.row import Row
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatorInfo:
+    """What an evaluator is able to do; does not change while it is open.
+
+    Attributes:
+        vocab_size: Width of its rows; ``None`` for whatever the tokenizer has.
+        max_length: Longest context that it takes, in tokens; ``None`` where nothing bounds it.
+        max_batch_size: Number of queries that it can be asked at once; ``None`` for any number.
+        num_slots: Number of tokens whose keys and values it can keep; ``None`` where it keeps none.
+        device: Device on which it takes token ids: "cpu", "cuda:0", …
+        can_forget: Whether nothing of a context stays behind once it has been forgotten.
+        takes_adapters: Whether adapters can be added.
+        uses_openmp: Whether it computes on OpenMP threads of this process, which idle threads of
+            callers slow down.
+    """
+
+    vocab_size: int | None = None
+    max_length: int | None = None
+    max_batch_size: int | None = None
+    num_slots: int | None = None
+    device: str = "cpu"
+    can_forget: bool = False
+    takes_adapters: bool = False
+    uses_openmp: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatorCounts:
+    """What an evaluator has done since it was opened, and the memory that it uses.
+
+    Attributes:
+        num_forwards: Number of forward passes of the model.
+        tokens_computed: Number of tokens in them, padding not counted.
+        tokens_reused: Number of tokens whose keys and values were there.
+        kv_bytes_used: Bytes of the keys and values that are kept.
+        kv_bytes_budget: Bytes that they may take.
+        num_evicted_tokens: Number of tokens whose keys and values had to go for others.
+    """
+
+    num_forwards: int = 0
+    tokens_computed: int = 0
+    tokens_reused: int = 0
+    kv_bytes_used: int = 0
+    kv_bytes_budget: int = 0
+    num_evicted_tokens: int = 0
+
+
+def _always_wanted() -> None:
+    return None
+
+
+class Evaluator(abc.ABC):
+    """Answers queries with rows; one thread calls it, one verb at a time.
+
+    It knows no futures, no event loop and no tokenizer, and all arguments and results are values
+    that pickle, so that it can live in another process. ``BatchedLM`` makes a model of it.
+
+    Attributes:
+        check_wanted: To be called between two steps of long work. It raises a
+            ``QueryDroppedError`` where nobody waits any more for what is being done, which the
+            evaluator lets through. Whoever drives the evaluator puts it here.
+    """
+
+    check_wanted: Callable[[], None] = staticmethod(_always_wanted)
+
+    @abc.abstractmethod
+    def open(self) -> EvaluatorInfo:
+        """Get ready, on the thread that calls everything else; return what it is able to do.
+
+        Called once, before anything else.
+        """
+
+    @abc.abstractmethod
+    def evaluate(self, queries: Sequence[Query]) -> Sequence[Row | Exception]:
+        """Return one row for each of one or more distinct queries, in order.
+
+        An exception in place of a row is for those who asked that query, and disturbs no other;
+        one that is raised is for all of them. A row may give a probability to ids that no token
+        has: ``BatchedLM`` excludes them.
+        """
+
+    @abc.abstractmethod
+    def num_cached(self, query: Query) -> int:
+        """Return how many of a context's tokens need not be computed if it is asked now."""
+
+    @abc.abstractmethod
+    def forget(self, query: Query, keep: int) -> None:
+        """Free the keys and values of a context beyond its first ``keep`` tokens.
+
+        What another cached context shares with it stays. The context may be longer than the
+        evaluator takes.
+        """
+
+    @abc.abstractmethod
+    def pin(self, query: Query) -> bool:
+        """Compute a context and keep its keys and values until ``clear()``.
+
+        Returns:
+            Whether there was room for them.
+        """
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Free all keys and values, pinned ones too."""
+
+    @abc.abstractmethod
+    def add_adapter(self, adapter: Adapter, path: str) -> None:
+        """Load an adapter in PEFT's format from a directory or a repository on the hub.
+
+        Raises:
+            AdapterError: If it cannot be loaded; everything is as it was then.
+        """
+
+    @abc.abstractmethod
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """Remove an adapter, and free all keys and values; no query with it follows."""
+
+    @abc.abstractmethod
+    def counts(self) -> EvaluatorCounts:
+        """Return what it has done so far; takes no time."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Free whatever it holds; nothing else follows."""
+
+
+class StatelessEvaluator(Evaluator):
+    """An evaluator that keeps nothing between two batches and has no adapters.
+
+    A backend of one's own has to define ``evaluate``, and ``open`` where there is more to say of
+    it than the width of its rows.
+
+    Args:
+        vocab_size: Width of its rows; ``None`` for whatever the tokenizer has.
+    """
+
+    def __init__(self, vocab_size: int | None = None) -> None:
+        self.info = EvaluatorInfo(vocab_size=vocab_size, can_forget=True)
+
+    @final
+    def open(self) -> EvaluatorInfo:
+        """Return ``info``."""
+        return self.info
+
+    @final
+    def num_cached(self, query: Query) -> int:
+        """Return 0."""
+        return 0
+
+    @final
+    def forget(self, query: Query, keep: int) -> None:
+        """Do nothing: there is nothing to forget."""
+
+    @final
+    def pin(self, query: Query) -> bool:
+        """Return ``False``: there is no room."""
+        return False
+
+    @final
+    def clear(self) -> None:
+        """Do nothing: there is nothing to free."""
+
+    @final
+    def add_adapter(self, adapter: Adapter, path: str) -> None:
+        """Refuse every adapter."""
+        raise AdapterError(f"{type(self).__name__} takes no adapters: {adapter.name!r} is refused")
+
+    @final
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """Do nothing: there is none."""
+
+    @final
+    def counts(self) -> EvaluatorCounts:
+        """Return zeros."""
+        return EvaluatorCounts()
+
+    @final
+    def close(self) -> None:
+        """Do nothing: nothing is held."""

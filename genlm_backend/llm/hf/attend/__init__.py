@@ -1,0 +1,10 @@
+"""Ways for the new tokens of a forward pass to attend to those before them."""
+
+from genlm_backend.llm.hf.attend.base import Attend
+from genlm_backend.llm.hf.attend.gathered import GatherAttend
+from genlm_backend.llm.hf.attend.whole import WholeAttend
+
+WAYS = (GatherAttend,)
+"""Ways to attend to keys and values in slots, the best first; the first that suits a model is taken."""
+
+__all__ = ["WAYS", "Attend", "GatherAttend", "WholeAttend"]

@@ -1,0 +1,153 @@
+"""GatherAttend: every row's past copied out of its slots, side by side.
+
+The past is padded on the **left** and the new tokens on the **right**::
+
+    slots      0  0  7  8 | 9 10 11        a row with 2 past and 3 new tokens
+               1  2  3  4 | 5  0  0        a row with 4 past and 1 new token
+               └─ past ─┘   └ new ┘
+
+so that within a row the distance between two columns is the distance between two positions,
+which is what causal and sliding-window masks are made from. Only the left padding has to be
+masked: the right padding comes after every real token of its row, where causality hides it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from genlm_backend.cache import PADDING_SLOT, KVStore
+from genlm_backend.llm.hf.attend.base import Attend
+from genlm_backend.llm.hf.packing import PackedBatch, Span
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The columns of one pass of ``B`` rows, ``P`` past and ``Q`` new ones.
+
+    Attributes:
+        slots: int64 ``[B * (P + Q)]``: the slot behind each column; padding is slot 0.
+        mask: int64 ``[B, P + Q]``; 0 on the left padding.
+        num_past: ``P``.
+    """
+
+    slots: torch.Tensor
+    mask: torch.Tensor
+    num_past: int
+
+
+def gather(spans: Sequence[Span]) -> Gathered:
+    """Return the columns of a batch whose new tokens have slots; pure."""
+    num_past = max(span.num_past for span in spans)
+    num_new = max(span.num_new for span in spans)
+    slots = np.full((len(spans), num_past + num_new), PADDING_SLOT, np.int64)
+    mask = np.ones((len(spans), num_past + num_new), np.int64)
+    for row, masked, span in zip(slots, mask, spans, strict=True):
+        column = first = num_past - span.num_past
+        masked[:first] = 0
+        for run in span.past:
+            row[column : column + run.num_tokens] = run.slots[: run.num_tokens]
+            column += run.num_tokens
+        row[num_past : num_past + span.num_new] = span.slots
+    return Gathered(torch.from_numpy(slots.reshape(-1)), torch.from_numpy(mask), num_past)
+
+
+@final
+class GatherAttend(Attend):
+    """Attends to copies of the keys and values in the slots of a store.
+
+    Args:
+        store: Where they are.
+    """
+
+    def __init__(self, store: KVStore) -> None:
+        self._store = store
+
+    def inputs(self, batch: PackedBatch) -> dict[str, Any]:
+        """Return the mask of the left padding, and a cache of transformers over the slots."""
+        gathered = gather(batch.spans)
+        indices = _Indices(batch, gathered)
+        layers: list[Any] = [
+            _GatheredLayer(self._store, layer, indices, gathered.num_past)
+            for layer in range(len(self._store.layout.layers))
+        ]
+        return {
+            "attention_mask": gathered.mask,
+            "past_key_values": Cache(layers=layers),
+            "use_cache": True,
+        }
+
+
+class _Indices:
+    """The index tensors of one batch, moved once to each device that has a layer."""
+
+    def __init__(self, batch: PackedBatch, gathered: Gathered) -> None:
+        self._tensors = (gathered.slots, batch.new_slots, batch.new_columns)
+        self._by_device: dict[torch.device, tuple[Any, ...]] = {}
+
+    def on(self, device: torch.device) -> tuple[Any, ...]:
+        """Return ``(slots, new_slots, new_columns)`` on ``device``."""
+        if device not in self._by_device:
+            self._by_device[device] = tuple(
+                None if tensor is None else tensor.to(device) for tensor in self._tensors
+            )
+        return self._by_device[device]
+
+
+class _GatheredLayer(CacheLayerMixin):
+    """One layer: new keys and values go into their slots, past and new ones come out gathered.
+
+    It always hands out the whole past, so it is not a sliding layer even where the model slides
+    a window over it: the mask does that.
+    """
+
+    is_sliding = False
+
+    def __init__(self, store: KVStore, layer: int, indices: _Indices, num_past: int) -> None:
+        super().__init__()
+        self._store, self._layer, self._indices, self._num_past = store, layer, indices, num_past
+        self._layout = store.layout.layers[layer]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store ``[B, heads, Q, dim]`` and return ``[B, heads, P + Q, dim]``, keys and values."""
+        slots, new_slots, new_columns = self._indices.on(self._layout.device)
+        states = (key_states, value_states)
+        new = [_by_token(of_heads, new_columns) for of_heads in states]
+        self._store.write(self._layer, new_slots, *new)
+        kept = self._store.read(self._layer, slots)
+        keys, values = (
+            flat.view(len(of_heads), -1, of_heads.shape[1], of_heads.shape[3]).transpose(1, 2)
+            for flat, of_heads in zip(kept, states, strict=True)
+        )
+        return keys, values
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: the slots exist."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length of past and new together, and the offset of the first column: 0."""
+        return self._num_past + int(query_length), 0
+
+    def get_seq_length(self) -> int:
+        """Return ``P``, the columns before the new tokens."""
+        return self._num_past
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no maximum."""
+        return -1
+
+
+def _by_token(states: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+    """From ``[B, heads, Q, dim]`` to ``[num_new, heads * dim]``, without the padding."""
+    num_rows, num_heads, num_new, dim = states.shape
+    flat = states.transpose(1, 2).reshape(num_rows * num_new, num_heads * dim)
+    return flat if columns is None else flat.index_select(0, columns)
