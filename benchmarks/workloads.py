@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -284,13 +284,13 @@ def awaits(repeats: int) -> Numbers:
     """
     from tokenizers import Tokenizer, models
 
-    from genlm_backend.llm import BatchedLM, Query
+    from genlm_backend.llm import BatchedLM, Query, Row, StatelessEvaluator
 
     tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(1000)}, unk_token="<0>"))
-    row = torch.zeros(1000).log_softmax(-1)
+    row = Row(torch.zeros(1000).log_softmax(-1))
 
-    class Free(BatchedLM):
-        def evaluate(self, queries: list[Query]) -> list[torch.Tensor]:
+    class Free(StatelessEvaluator):
+        def evaluate(self, queries: Sequence[Query]) -> list[Row]:
             return [row] * len(queries)
 
     async def particle(lm: Any, index: int, num_steps: int) -> None:
@@ -306,7 +306,7 @@ def awaits(repeats: int) -> Numbers:
         lm.clear_cache()
         return 100 * num_steps / seconds(lambda: asyncio.run(main()))
 
-    free_model = Free(tokenizer, batch_size=100)
+    free_model = BatchedLM(tokenizer, Free(), batch_size=100)
     backend = free_forward()
     for lm in (free_model, backend):  # once to warm up
         rate(lm)
@@ -337,8 +337,10 @@ def free_forward() -> Any:
     )
     logits = torch.zeros(100, 1000)
 
-    def forward(rows: Any, pool: Any = None) -> torch.Tensor:
-        return logits[: len(pack(rows).output_rows)]
+    def forward(spans: Any, attend: Any) -> torch.Tensor:
+        batch = pack(spans)
+        attend.inputs(batch)
+        return logits[: len(batch.output_rows)]
 
     lm._evaluator.runner.forward = forward
     return lm

@@ -32,6 +32,7 @@ from genlm_backend import (  # noqa: E402
 )
 from genlm_backend.errors import ForkedError  # noqa: E402
 from genlm_backend.llm.batched import BatchedLM  # noqa: E402
+from genlm_backend.llm.evaluator import StatelessEvaluator  # noqa: E402
 from genlm_backend.llm.hf import threads  # noqa: E402
 from tests.llm import families  # noqa: E402
 from tests.llm.conftest import fresh_row, word_tokenizer  # noqa: E402
@@ -314,11 +315,11 @@ class AtShutdown:
         say("del ended")
 
 
-class Endless(BatchedLM):
+class Endless(StatelessEvaluator):
     """Computes for ever, unless nobody waits for it."""
 
     def __init__(self):
-        super().__init__(word_tokenizer())
+        super().__init__()
         self.is_begun = threading.Event()
 
     def evaluate(self, queries):
@@ -341,7 +342,8 @@ def exit():
 
     threading.Thread(target=outliving).start()
 
-    endless, engine = Endless(), Engine()
+    evaluator = Endless()
+    endless, engine = BatchedLM(word_tokenizer(), evaluator), Engine()
     engine.install_model("endless", endless, warm_up=False)
     engine.start_model("endless")
     request = engine.start_request_ids("endless", [7], max_new_tokens=1)
@@ -350,7 +352,7 @@ def exit():
     def wait(i):
         seen.append(error_of(lambda: endless.next_token_logprobs_sync([i])))
 
-    assert endless.is_begun.wait(60)
+    assert evaluator.is_begun.wait(60)
     waiting = [threading.Thread(target=wait, args=(i,), daemon=True) for i in range(2)]
     for thread in waiting:
         thread.start()
@@ -433,7 +435,7 @@ def interrupt():
     interrupting.is_noticed.set()
     row = lm.next_token_logprobs_sync(PROMPT)
     torch.testing.assert_close(row, fresh_row(lm.model, PROMPT), rtol=0, atol=2e-5)
-    lm._evaluator.prefixes.check_integrity()
+    lm._evaluator.tree.check_integrity()
 
     late.append(lambda: say("exit passes", interrupting.num_passes))
     lm.clear_cache()

@@ -78,7 +78,8 @@ class RowCache(Generic[R]):
         A row larger than the budget is not stored, nor one that was computed in another
         ``generation`` than the present one: before a ``clear()``.
         """
-        if row.nbytes > self.budget or self.max_rows == 0:
+        size = row.nbytes
+        if size > self.budget or self.max_rows == 0:
             return
         if self._device is not None:
             row = row.to(self._device)
@@ -89,7 +90,7 @@ class RowCache(Generic[R]):
             if old is not None:
                 self._bytes -= old.nbytes
             self._rows[key] = row
-            self._bytes += row.nbytes
+            self._bytes += size
             while self._bytes > self.budget or (
                 self.max_rows is not None and len(self._rows) > self.max_rows
             ):

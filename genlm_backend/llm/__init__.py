@@ -8,38 +8,55 @@ if TYPE_CHECKING:
     from genlm_backend.llm.absent import AsyncMlxLM, AsyncSGLTransformer
     from genlm_backend.llm.base import AsyncLM
     from genlm_backend.llm.batched import BatchedLM
+    from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+    from genlm_backend.llm.evaluator import StatelessEvaluator
     from genlm_backend.llm.hf.model import AsyncTransformer
     from genlm_backend.llm.mock import MockAsyncLM
-    from genlm_backend.llm.query import Query
+    from genlm_backend.llm.query import Adapter, Query
     from genlm_backend.llm.registry import load_model_by_name
+    from genlm_backend.llm.row import Row, rows_of_logits
     from genlm_backend.llm.statistics import LMStatistics
     from genlm_backend.llm.vllm.model import AsyncVirtualLM
 
 __all__ = [
+    "Adapter",
     "AsyncLM",
     "AsyncMlxLM",
     "AsyncSGLTransformer",
     "AsyncTransformer",
     "AsyncVirtualLM",
     "BatchedLM",
+    "Evaluator",
+    "EvaluatorCounts",
+    "EvaluatorInfo",
     "LMStatistics",
     "MockAsyncLM",
     "Query",
+    "Row",
+    "StatelessEvaluator",
     "load_model_by_name",
+    "rows_of_logits",
 ]
 
 __getattr__, __dir__ = lazy_names(
     globals(),
     {
+        "Adapter": "genlm_backend.llm.query",
         "AsyncLM": "genlm_backend.llm.base",
         "AsyncMlxLM": "genlm_backend.llm.absent",
         "AsyncSGLTransformer": "genlm_backend.llm.absent",
         "AsyncTransformer": "genlm_backend.llm.hf.model",
         "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
         "BatchedLM": "genlm_backend.llm.batched",
+        "Evaluator": "genlm_backend.llm.evaluator",
+        "EvaluatorCounts": "genlm_backend.llm.evaluator",
+        "EvaluatorInfo": "genlm_backend.llm.evaluator",
         "LMStatistics": "genlm_backend.llm.statistics",
         "MockAsyncLM": "genlm_backend.llm.mock",
         "Query": "genlm_backend.llm.query",
+        "Row": "genlm_backend.llm.row",
+        "StatelessEvaluator": "genlm_backend.llm.evaluator",
         "load_model_by_name": "genlm_backend.llm.registry",
+        "rows_of_logits": "genlm_backend.llm.row",
     },
 )

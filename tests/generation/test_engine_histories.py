@@ -111,4 +111,4 @@ def test_whatever_callers_do_every_request_ends_and_nothing_is_left(model, seed)
         assert not served._of_request
         assert not served._running
         assert has_prefix_cache or lm.statistics().kv_bytes_used == 0
-        lm._evaluator.prefixes.check_integrity()
+        lm._evaluator.tree.check_integrity()

@@ -1,10 +1,11 @@
 import copy
+import pickle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.llm.query import Query, check_context
+from genlm_backend.llm.query import Adapter, Query, check_context
 
 
 @given(st.lists(st.integers(0, 9), min_size=1), st.lists(st.integers(0, 9), min_size=1))
@@ -13,9 +14,12 @@ def test_equality_is_identity_of_the_answer(first, second):
     assert (one == two) == (first == second)
     assert one == Query(tuple(first))
     assert hash(one) == hash(Query(tuple(first)))
-    assert one != Query(tuple(first), "adapter")
-    assert Query(tuple(first), "adapter", 1) != Query(tuple(first), "adapter", 2)
-    assert Query((*first, 5), "adapter", 2).prefix(len(first)) == Query(tuple(first), "adapter", 2)
+    adapters = [Adapter("polite", 1), Adapter("polite", 2), Adapter("rude", 1)]
+    read = [one, *(Query(tuple(first), adapter) for adapter in adapters)]
+    assert len(set(read)) == 4
+    assert [query.lora_name for query in read] == [None, "polite", "polite", "rude"]
+    assert Query((*first, 5), adapters[1]).prefix(len(first)) == read[2]
+    assert pickle.loads(pickle.dumps(read)) == read
     assert one != tuple(first)
 
 

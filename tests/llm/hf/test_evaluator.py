@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import random
 import threading
+import time
 
 import psutil
 import pytest
@@ -29,7 +30,7 @@ def make(tiny_llama):
 
     yield make
     for lm in models:
-        lm._evaluator.prefixes.check_integrity()
+        lm._evaluator.tree.check_integrity()
         lm.close()
 
 
@@ -117,7 +118,7 @@ def test_whatever_fits_the_answers_are_right(make, capacity):
     particles = [[*PROMPT, i] for i in range(8)]
     for _ in range(6):
         check(lm, particles)
-        lm._evaluator.prefixes.check_integrity()
+        lm._evaluator.tree.check_integrity()
         assert lm.statistics().kv_bytes_used <= capacity * SLOT
         particles = [[*generator.choice(particles), generator.randrange(96)] for _ in particles]
 
@@ -141,7 +142,7 @@ async def test_five_thousand_contexts_stay_within_the_budgets(make):
     statistics = lm.statistics()
     assert statistics.num_evicted_tokens > 25_000
     assert statistics.num_evicted_rows > 4_900
-    assert lm._evaluator.prefixes._num_nodes <= 200
+    assert lm._evaluator.tree._num_nodes <= 200
 
 
 def test_a_pinned_prompt_is_never_evicted_until_cleared(make):
@@ -163,22 +164,28 @@ def test_a_pinned_prompt_is_never_evicted_until_cleared(make):
     assert lm.statistics().kv_bytes_used == lm.statistics().row_bytes_used == 0
 
 
-def test_clearing_while_a_batch_is_evaluated_keeps_the_books(make):
+def test_clearing_while_a_batch_is_evaluated_comes_after_it(make):
     lm = make()
-    forward = lm._evaluator.runner.forward
+    forward, clearing = lm._evaluator.runner.forward, []
 
     def clear_then_forward(*args):
-        lm.clear_cache()
+        thread = threading.Thread(target=lm.clear_cache)
+        clearing.append(thread)
+        thread.start()
+        while lm._batcher._worker._jobs.empty():  # until it waits
+            time.sleep(0.001)
         return forward(*args)
 
     lm._evaluator.runner.forward = clear_then_forward
     check(lm, [[*PROMPT, i] for i in range(4)])
+    clearing[0].join()
     assert lm.statistics().row_bytes_used == 0  # computed before the caches were cleared
-    check(lm, [[*PROMPT, i] for i in range(2, 6)])
-    lm._evaluator.prefixes.check_integrity()
-    lm.clear_cache()
     assert lm.statistics().kv_bytes_used == 0
     lm._evaluator.runner.forward = forward
+    check(lm, [[*PROMPT, i] for i in range(2, 6)])
+    lm._evaluator.tree.check_integrity()
+    lm.clear_cache()
+    assert lm.statistics().kv_bytes_used == 0
 
 
 OUT_OF_MEMORY = [
@@ -193,18 +200,18 @@ def test_out_of_memory_halves_the_batch_before_it_fails_anyone(make, error):
     lm = make()
     forward, sizes = lm._evaluator.runner.forward, []
 
-    def limited(rows, pool=None):
-        sizes.append(len(rows))
-        if len(rows) > 2:
+    def limited(spans, attend):
+        sizes.append(len(spans))
+        if len(spans) > 2:
             raise error
-        return forward(rows, pool)
+        return forward(spans, attend)
 
     lm._evaluator.runner.forward = limited
     check(lm, [[i, 5, 6] for i in range(8)])
     assert max(sizes) == 8
     assert sizes.count(2) == 4
 
-    def always(rows, pool=None):
+    def always(spans, attend):
         raise error
 
     lm._evaluator.runner.forward = always
@@ -220,8 +227,8 @@ def test_another_error_is_not_tried_again_and_loses_no_slot(make):
     used, calls = lm.statistics().kv_bytes_used, []
     forward = lm._evaluator.runner.forward
 
-    def broken(rows, pool=None):
-        calls.append(len(rows))
+    def broken(spans, attend):
+        calls.append(len(spans))
         raise IndexError("by the test")
 
     lm._evaluator.runner.forward = broken
@@ -302,7 +309,7 @@ async def test_a_context_that_nobody_waits_for_ends_between_two_passes(chunked):
     assert await chunked.num_cached_tokens(PROMPT) == 4  # what was computed is kept
     check(chunked, [PROMPT, PROMPT[:20]])
     assert chunked.statistics().tokens_reused == 2 * 4
-    chunked._evaluator.prefixes.check_integrity()
+    chunked._evaluator.tree.check_integrity()
 
 
 async def test_a_context_that_others_wait_for_goes_on(chunked):
@@ -329,7 +336,7 @@ async def test_closing_waits_for_one_pass_and_not_for_the_context(chunked):
 
 async def test_keys_that_have_overflown_are_not_kept_of_a_context_given_up(chunked):
     def overflow(*_):
-        chunked._evaluator.pool.keys[0].fill_(torch.inf)
+        chunked._evaluator.store.keys[0].fill_(torch.inf)
 
     task = asyncio.ensure_future(chunked.next_token_logprobs(PROMPT))
     await asyncio.to_thread(chunked.is_held.wait, 30)
@@ -340,4 +347,4 @@ async def test_keys_that_have_overflown_are_not_kept_of_a_context_given_up(chunk
     chunked._batcher.call(lambda: None)  # comes behind it
     hook.remove()
     assert await chunked.num_cached_tokens(PROMPT) == 0
-    chunked._evaluator.prefixes.check_integrity()
+    chunked._evaluator.tree.check_integrity()

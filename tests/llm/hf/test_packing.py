@@ -1,63 +1,110 @@
+"""Spans in the rectangle of a forward pass, and the columns that they attend to."""
+
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.llm.hf.packing import Row, pack
+from genlm_backend.cache import KVLayout, KVStore, LayerLayout, Run
+from genlm_backend.llm.hf.attend import GatherAttend, WholeAttend
+from genlm_backend.llm.hf.attend.gathered import gather
+from genlm_backend.llm.hf.packing import Span, pack
+
+
+def span(token_ids, past_slots=(), slots=(), outputs=(), cut=None):
+    """A span whose past is one run, or two where it is cut."""
+    parts = [past_slots] if cut is None else [past_slots[:cut], past_slots[cut:]]
+    runs = tuple(Run(object(), part, len(part)) for part in parts)
+    return Span(token_ids, runs, slots, outputs)
 
 
 def test_the_drawing_in_the_docstring():
-    batch = pack(
-        [
-            Row([51, 52, 53], past_slots=[7, 8], slots=[9, 10, 11], outputs=[2]),
-            Row([61], past_slots=[1, 2, 3, 4], slots=[5], outputs=[0]),
-        ]
-    )
+    spans = [
+        span([51, 52, 53], [7, 8], [9, 10, 11], [2]),
+        span([61], [1, 2, 3, 4], [5], [0], cut=1),
+    ]
+    batch, gathered = pack(spans), gather(spans)
     assert batch.input_ids.tolist() == [[51, 52, 53], [61, 0, 0]]
     assert batch.position_ids.tolist() == [[2, 3, 4], [4, 4, 4]]
-    assert batch.gather.view(2, 7).tolist() == [[0, 0, 7, 8, 9, 10, 11], [1, 2, 3, 4, 5, 0, 0]]
-    assert batch.attention_mask.tolist() == [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]
+    assert gathered.slots.view(2, 7).tolist() == [[0, 0, 7, 8, 9, 10, 11], [1, 2, 3, 4, 5, 0, 0]]
+    assert gathered.mask.tolist() == [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]
     assert batch.new_slots.tolist() == [9, 10, 11, 5]
     assert batch.new_columns is not None
     assert batch.new_columns.tolist() == [0, 1, 2, 3]
     assert (batch.output_rows.tolist(), batch.output_columns.tolist()) == ([0, 1], [2, 0])
-    assert (batch.num_past, batch.num_new_tokens) == (4, 4)
+    assert (gathered.num_past, batch.num_new_tokens) == (4, 4)
 
 
-def test_without_slots_the_right_padding_is_masked():
-    batch = pack([Row([1, 2, 3], outputs=[2]), Row([4], outputs=[0])])
-    assert batch.attention_mask.tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert not batch.gather.any()
+def test_a_run_may_be_the_beginning_of_its_owners_slots():
+    spans = [Span([1], (Run("a", [4, 5, 6], 2), Run("b", [9], 1)), [7], [0])]
+    assert spans[0].num_past == 3
+    assert gather(spans).slots.tolist() == [4, 5, 9, 7]
+    assert pack(spans).position_ids.tolist() == [[3]]
+
+
+def test_run_whole_the_right_padding_is_masked():
+    batch = pack([span([1, 2, 3], outputs=[2]), span([4], outputs=[0])])
+    inputs = WholeAttend().inputs(batch)
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert inputs["use_cache"] is False
+    assert not len(batch.new_slots)
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6), st.booleans()), min_size=1, max_size=8)
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(1, 6), st.booleans(), st.integers(0, 9)),
+        min_size=1,
+        max_size=8,
+    )
 )
 def test_every_column_is_a_real_token_or_padding(shapes):
-    rows, next_slot = [], 1
-    for past, new, wants_all in shapes:
+    spans, slots_of, next_slot = [], [], 1
+    for past, new, wants_all, cut in shapes:
         slots = list(range(next_slot, next_slot + past + new))
         next_slot += past + new
-        outputs = range(new) if wants_all else [new - 1]
-        rows.append(Row([s % 90 for s in slots[past:]], slots[:past], slots[past:], list(outputs)))
-    batch = pack(rows)
+        outputs = list(range(new)) if wants_all else [new - 1]
+        ids = [s % 90 for s in slots[past:]]
+        spans.append(span(ids, slots[:past], slots[past:], outputs, cut=min(cut, past)))
+        slots_of.append(slots)
+    batch, gathered = pack(spans), gather(spans)
     num_rows, num_new = batch.input_ids.shape
-    gather = batch.gather.view(num_rows, -1).numpy()
-    mask = batch.attention_mask.numpy()
-    for index, row in enumerate(rows):
-        past, new = len(row.past_slots), len(row.token_ids)
-        columns = gather[index][gather[index] > 0]
-        assert columns.tolist() == [*row.past_slots, *row.slots]
-        first = batch.num_past - past
+    columns_of = gathered.slots.view(num_rows, -1).numpy()
+    mask = gathered.mask.numpy()
+    for index, own in enumerate(spans):
+        past, new = own.num_past, own.num_new
+        columns = columns_of[index][columns_of[index] > 0]
+        assert columns.tolist() == slots_of[index]
+        first = gathered.num_past - past
         assert not mask[index, :first].any()
         assert mask[index, first:].all()
         # Column distance is position distance.
         assert batch.position_ids[index, :new].tolist() == list(range(past, past + new))
-        assert (np.arange(batch.num_past, batch.num_past + new) - first).tolist() == list(
+        assert (np.arange(gathered.num_past, gathered.num_past + new) - first).tolist() == list(
             range(past, past + new)
         )
     columns = batch.new_columns
     if columns is None:
         columns = torch.arange(num_rows * num_new)
-    assert batch.input_ids.flatten()[columns].tolist() == [t for r in rows for t in r.token_ids]
-    assert batch.position_ids.max() == max(len(r.past_slots) + len(r.token_ids) for r in rows) - 1
+    assert batch.input_ids.flatten()[columns].tolist() == [t for s in spans for t in s.token_ids]
+    assert batch.position_ids.max() == max(s.num_past + s.num_new for s in spans) - 1
+
+
+def test_a_layer_stores_new_tokens_and_hands_out_past_and_new():
+    """Against the states themselves: two heads of three, a row with padding on either side."""
+    layout = KVLayout((LayerLayout(2, 3, 1, 4, torch.float32, torch.device("cpu")),))
+    store = KVStore(layout, 20)
+    spans = [span([1, 2], [7, 8], [9, 10], [1]), span([3], [1], [2], [0])]
+    for tensor in (store.keys[0], store.values[0]):
+        tensor[1:] = torch.randn_like(tensor[1:])
+    keys, values = torch.randn(2, 2, 2, 3), torch.randn(2, 1, 2, 4)
+    past_keys = store.keys[0].clone()
+    (layer,) = GatherAttend(store).inputs(pack(spans))["past_key_values"].layers
+    found_keys, found_values = layer.update(keys, values)
+    assert (found_keys.shape, found_values.shape) == ((2, 2, 4, 3), (2, 1, 4, 4))
+    assert torch.equal(found_keys[0, :, 2:], keys[0])
+    assert torch.equal(found_keys[0, :, :2], past_keys[[7, 8]].view(2, 2, 3).transpose(0, 1))
+    assert torch.equal(found_keys[1, :, 2:3], keys[1, :, :1])
+    assert not found_keys[1, :, 3].any()
+    assert torch.equal(found_values[0, :, 2:], values[0])
+    assert torch.equal(store.values[0][2], values[1, 0, 0])
+    assert (layer.get_seq_length(), layer.get_mask_sizes(2)) == (2, (4, 0))

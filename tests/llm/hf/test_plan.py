@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.llm.hf.schedule import (
+from genlm_backend.cache import PrefixTree, Slots
+from genlm_backend.llm.hf.plan import (
     CostModel,
     Job,
     plan_groups,
@@ -15,10 +16,14 @@ FREE_PASSES = CostModel(per_forward=0.0)  # sharing always pays
 contexts = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
 
 
-def jobs_of(contexts, cached):
-    """Jobs for distinct contexts, given what a cache that holds ``cached`` would match."""
-    prefixes = {c[:n] for c in cached for n in range(len(c) + 1)} | {()}
-    return [Job(c, max(n for n in range(len(c)) if c[:n] in prefixes)) for c in contexts]
+def jobs_of(contexts, cached=()):
+    """Jobs for distinct contexts over a tree that holds ``cached``."""
+    tree = PrefixTree(Slots(10_000))
+    for context in cached:
+        match = tree.match(context)
+        rest = context[match.num_tokens :]
+        tree.insert(match, rest, tree.allocate(len(rest)))
+    return [Job(context, tree.match(context[:-1])) for context in contexts]
 
 
 @given(
@@ -33,7 +38,7 @@ def test_segments_answer_every_job_from_what_comes_before(contexts, cached, per_
     segments = plan_segments(jobs, cost)
     answered = []
     for segment in segments:
-        token_ids = jobs[segment.job].token_ids
+        token_ids = segment.job.token_ids
         assert 0 < segment.num_tokens <= size
         # Walking up the parents leads to the cached prefix without a gap, in earlier waves.
         position, child = segment.start, segment
@@ -41,14 +46,14 @@ def test_segments_answer_every_job_from_what_comes_before(contexts, cached, per_
             parent = child.parent
             assert parent.wave < child.wave
             assert parent.start < position <= parent.stop
-            assert jobs[parent.job].token_ids[:position] == token_ids[:position]
+            assert parent.job.token_ids[:position] == token_ids[:position]
             position, child = parent.start, parent
-        assert position == jobs[segment.job].num_cached
+        assert position == segment.job.match.num_tokens
         for position, job in segment.outputs:
             assert segment.start <= position < segment.stop
-            assert position == len(jobs[job].token_ids) - 1
-            assert jobs[job].token_ids[: position + 1] == token_ids[: position + 1]
-            answered.append(job)
+            assert position == len(job.token_ids) - 1
+            assert job.token_ids[: position + 1] == token_ids[: position + 1]
+            answered.append(jobs.index(job))
     assert sorted(answered) == list(range(len(jobs)))
     assert [s for wave in plan_waves(segments) for s in wave if s.wave == 0]
 
@@ -58,7 +63,7 @@ def test_the_most_wanted_branch_goes_on_and_few_passes_follow(contexts, is_mirro
     """Who waits for another branch is in one of at most half as many contexts."""
     if is_mirrored:  # so that neither the first nor the last branch is the right one by chance
         contexts = [tuple(1 - token for token in context) for context in contexts]
-    waves = plan_waves(plan_segments([Job(context) for context in contexts], FREE_PASSES))
+    waves = plan_waves(plan_segments(jobs_of(contexts), FREE_PASSES))
     assert 2 ** (len(waves) - 1) <= len(contexts)
 
 
@@ -67,29 +72,57 @@ def test_where_passes_are_free_every_missing_token_is_computed_once(contexts, ca
     jobs = jobs_of(contexts, cached)
     segments = plan_segments(jobs, FREE_PASSES)
     missing = {
-        job.token_ids[:n] for job in jobs for n in range(job.num_cached + 1, len(job.token_ids) + 1)
+        job.token_ids[:n]
+        for job in jobs
+        for n in range(job.match.num_tokens + 1, len(job.token_ids) + 1)
     }
     assert sum(segment.num_tokens for segment in segments) == len(missing)
 
 
 def test_a_long_shared_prompt_is_computed_once_and_a_short_one_is_not_waited_for():
-    long = [Job((*range(100), 200 + i)) for i in range(5)]
+    long = jobs_of([(*range(100), 200 + i) for i in range(5)])
     segments = plan_segments(long, CostModel())
     assert sum(segment.num_tokens for segment in segments) == 105
     assert len(plan_waves(segments)) == 2
-    short = [Job((7, 200 + i)) for i in range(5)]
+    short = jobs_of([(7, 200 + i) for i in range(5)])
     segments = plan_segments(short, CostModel())
     assert len(plan_waves(segments)) == 1
 
 
-def test_namespaces_share_nothing():
-    jobs = [Job(tuple(range(50)), 0, name) for name in (None, "a", "b")]
-    segments = plan_segments(jobs, FREE_PASSES)
-    assert sum(segment.num_tokens for segment in segments) == 150
+@given(
+    st.lists(contexts, min_size=1, max_size=12, unique=True),
+    st.lists(contexts, max_size=4),
+    st.integers(1, 5),
+)
+def test_spans_have_the_slots_of_all_tokens_before_them(contexts, cached, size):
+    """The slots before a segment are those that hold its context's tokens, in order."""
+    jobs = jobs_of(contexts, cached)
+    written: dict[int, tuple[int, ...]] = {}  # what the tree's slots hold
+    for job in jobs:
+        slots = [slot for run in job.match.runs() for slot in run.slots]
+        written.update((slot, job.token_ids[: n + 1]) for n, slot in enumerate(slots))
+    segments = plan_segments(jobs, CostModel(per_forward=0.0, max_segment=size))
+    next_slot = 20_000
+    for segment in segments:
+        segment.slots = range(next_slot, next_slot + segment.num_tokens)
+        next_slot += segment.num_tokens
+    for segment in segments:
+        ids = segment.job.token_ids
+        for position, slot in zip(range(segment.start, segment.stop), segment.slots, strict=True):
+            written[slot] = ids[: position + 1]
+    for segment in segments:
+        span = segment.span()
+        slots = [slot for run in span.past for slot in run.slots[: run.num_tokens]]
+        ids = segment.job.token_ids
+        assert [written[slot] for slot in slots] == [ids[: n + 1] for n in range(segment.start)]
+        assert (span.num_past, span.num_new) == (segment.start, segment.num_tokens)
+        assert tuple(span.token_ids) == ids[segment.start : segment.stop]
+        assert list(span.slots) == list(segment.slots)
+        assert [segment.start + n for n in span.outputs] == [p for p, _ in segment.outputs]
 
 
 def test_deep_nesting_does_not_recurse():
-    jobs = [Job(tuple(range(n))) for n in range(1, 3000)]
+    jobs = jobs_of([tuple(range(n)) for n in range(1, 3000)])
     segments = plan_segments(jobs, CostModel())
     assert sum(segment.num_tokens for segment in segments) == 2999
 

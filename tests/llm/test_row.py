@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 from genlm_backend import AsyncTransformer, AsyncVirtualLM
 from genlm_backend.llm.batched import BatchedLM
-from genlm_backend.llm.rows import rows_of_logits, separate_rows
+from genlm_backend.llm.evaluator import StatelessEvaluator
+from genlm_backend.llm.row import Row, rows_of_logits
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine
@@ -22,24 +24,48 @@ def test_a_row_sums_to_one_and_tells_its_normaliser(size, scale):
     logits = scale * torch.randn(3, size, generator=generator) + 17
     logits[1, : size // 2] = -torch.inf
     exact = logits.double().log_softmax(-1)
-    for rows in (rows_of_logits(logits), torch.stack(separate_rows(logits))):
-        assert rows.dtype == torch.float32
-        assert rows.shape == (3, size + 1)
-        tolerance = 4e-6 * max(1.0, scale)
-        torch.testing.assert_close(rows[:, :-1].double(), exact, rtol=0, atol=tolerance)
-        normaliser = logits.double().logsumexp(-1)
-        torch.testing.assert_close(rows[:, -1].double(), normaliser, rtol=0, atol=tolerance)
-        sums = rows[:, :-1].double().exp().sum(-1).numpy()
-        np.testing.assert_allclose(sums, 1, atol=tolerance)
+    rows = rows_of_logits(logits)
+    logprobs = torch.stack([row.logprobs for row in rows])
+    assert logprobs.dtype == torch.float32
+    assert logprobs.shape == (3, size)
+    tolerance = 4e-6 * max(1.0, scale)
+    torch.testing.assert_close(logprobs.double(), exact, rtol=0, atol=tolerance)
+    normalisers = np.array([row.normaliser for row in rows])
+    np.testing.assert_allclose(normalisers, logits.double().logsumexp(-1), rtol=0, atol=tolerance)
+    np.testing.assert_allclose(logprobs.double().exp().sum(-1).numpy(), 1, atol=tolerance)
 
 
 def test_a_token_that_is_certain_and_a_row_that_is_nothing():
-    certain = torch.tensor([[-torch.inf, 2.0, -torch.inf]])
-    assert rows_of_logits(certain).tolist() == [[-torch.inf, 0.0, -torch.inf, 2.0]]
-    assert rows_of_logits(torch.full((1, 3), -torch.inf)).isnan()[0, :3].all()
-    for wrong in (torch.nan, torch.inf):
-        assert rows_of_logits(torch.tensor([[0.0, wrong]])).isnan().all()
-    assert rows_of_logits(torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)).dtype == torch.float32
+    (certain,) = rows_of_logits(torch.tensor([[-torch.inf, 2.0, -torch.inf]]))
+    assert (certain.logprobs.tolist(), certain.normaliser) == ([-torch.inf, 0.0, -torch.inf], 2.0)
+    for wrong in ([-torch.inf] * 3, [0.0, torch.nan], [0.0, torch.inf]):
+        (row,) = rows_of_logits(torch.tensor([wrong]))
+        assert row.logprobs.isnan().all()
+        assert row.is_nan
+        assert Row(row.logprobs).is_nan
+    assert not certain.is_nan
+    assert not Row(certain.logprobs).is_nan
+    (half,) = rows_of_logits(torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16))
+    assert half.logprobs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("share", [0.0, 1e-6, 0.01, 0.4, 0.6, 0.999999, 1 - 1e-12])
+def test_a_row_without_some_tokens_is_the_row_given_that_none_of_them_comes(share):
+    """However much of the probability they had."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 500, generator=generator).double()
+    ids = torch.tensor([0, 7, 499])
+    rest = [i for i in range(500) if i not in ids]
+    logits[0, ids] -= logits[0, ids].logsumexp(0) - logits[0, rest].logsumexp(0)
+    logits[0, ids] += np.log(share / (1 - share)) if share else -torch.inf
+    (row,) = rows_of_logits(logits.float())
+    found = row.without(ids)
+    exact = logits.float().double().index_fill(1, ids, -torch.inf)
+    atol = 2e-5 if share < 1 - 1e-9 else 2e-4
+    torch.testing.assert_close(found.logprobs.double(), exact.log_softmax(-1)[0], rtol=0, atol=atol)
+    assert float(found.logprobs.double().exp().sum()) == pytest.approx(1, abs=1e-5)
+    assert found.normaliser == pytest.approx(float(exact.logsumexp(-1)), abs=atol)
+    assert Row(row.logprobs).without(ids).normaliser is None
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -82,21 +108,20 @@ def assert_same_logits(found, logits):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_extreme_logits_give_rows_that_sum_to_one_and_are_found_again(dtype):
     logits = extreme_logits(dtype)
-    for rows in (rows_of_logits(logits), torch.stack(separate_rows(logits))):
-        for row, own in zip(rows, logits.float(), strict=True):
-            assert_row_is_of(row[:-1], own)
-            assert_same_logits(row[:-1] + row[-1], own)
+    for row, own in zip(rows_of_logits(logits), logits.float(), strict=True):
+        assert_row_is_of(row.logprobs, own)
+        assert_same_logits(row.own_logits(torch.device("cpu")), own)
 
 
-class ExtremeLM(BatchedLM):
+class ExtremeEvaluator(StatelessEvaluator):
     """A backend of one's own, whose logits are the row of the context's first token."""
 
     def __init__(self, logits):
+        super().__init__(logits.shape[1])
         self.logits = logits
-        super().__init__(word_tokenizer())
 
     def evaluate(self, queries):
-        return separate_rows(self.logits[[query.token_ids[0] for query in queries]])
+        return rows_of_logits(self.logits[[query.token_ids[0] for query in queries]])
 
 
 class ExtremeEngine(FakeEngine):
@@ -108,7 +133,7 @@ class ExtremeEngine(FakeEngine):
 
     def run(self, session_ids, relieve):
         super().run(session_ids, relieve)
-        return [rows_of_logits(self.logits[self.sessions[i][0]]) for i in session_ids]
+        return rows_of_logits(self.logits[[self.sessions[i][0] for i in session_ids]])
 
 
 def extreme_transformer(logits, **options):
@@ -126,7 +151,8 @@ def extreme_transformer(logits, **options):
 async def test_logits_of_every_backend_are_what_the_model_said(dtype):
     """Whatever the first of them is, and however many are the lowest that there is."""
     logits = extreme_logits(dtype)
-    batched = [ExtremeLM(logits), AsyncVirtualLM(ExtremeEngine(logits, None))]
+    own = BatchedLM(word_tokenizer(), ExtremeEvaluator(logits))
+    batched = [own, AsyncVirtualLM(ExtremeEngine(logits, None))]
     for lm in batched:
         with lm:
             asked = [[number, 1] for number in range(len(logits))]
@@ -166,8 +192,17 @@ async def test_logits_beside_ids_that_no_token_has():
             torch.testing.assert_close(row, own.log_softmax(-1), rtol=2e-6, atol=atol)
 
 
-def test_separate_rows_own_their_memory():
-    first, second = separate_rows(torch.randn(2, 96, dtype=torch.float16))
+def test_rows_own_their_memory_and_can_be_copied():
+    first, second = rows_of_logits(torch.randn(2, 96, dtype=torch.float16))
     for row in (first, second):
-        assert row.untyped_storage().nbytes() == row.nbytes == 4 * 97
-    assert separate_rows(torch.empty(0, 5)) == []
+        assert row.logprobs.untyped_storage().nbytes() == row.nbytes == 4 * 96
+    assert rows_of_logits(torch.empty(0, 5)) == []
+    cpu = torch.device("cpu")
+    kept = first.logprobs.clone()
+    for copy_of in (first.own_logprobs(cpu), first.own_logits(cpu)):
+        copy_of.fill_(7)
+    assert torch.equal(first.logprobs, kept)
+    assert first.to(cpu) is first
+    loaded = pickle.loads(pickle.dumps(first))
+    assert torch.equal(loaded.logprobs, first.logprobs)
+    assert loaded.normaliser == first.normaliser

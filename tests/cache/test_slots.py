@@ -1,0 +1,38 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm_backend.cache import PADDING_SLOT, Slots
+from genlm_backend.errors import CacheError, OutOfSlotsError
+
+
+def test_the_padding_slot_is_never_handed_out():
+    slots = Slots(20)
+    assert PADDING_SLOT not in slots.allocate(slots.num_free)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 8)), max_size=40))
+def test_slots_are_handed_out_once(steps):
+    slots = Slots(20)
+    held: list[int] = []
+    for is_allocation, count in steps:
+        if is_allocation and count > slots.num_free:
+            with pytest.raises(OutOfSlotsError):
+                slots.allocate(count)
+        elif is_allocation:
+            taken = slots.allocate(count)
+            assert not set(taken) & set(held)
+            held += taken
+        else:
+            slots.free(held[:count])
+            del held[:count]
+        assert slots.num_used == len(held)
+        assert slots.recycled() | set(held) == set(range(1, slots.num_touched + 1))
+
+
+def test_returning_a_slot_twice_is_noticed():
+    slots = Slots(3)
+    taken = slots.allocate(2)
+    slots.free(taken)
+    with pytest.raises(CacheError):
+        slots.free(taken)
