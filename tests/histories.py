@@ -31,9 +31,9 @@ from genlm_backend import (  # noqa: E402
     TokenCharacterTrie,
 )
 from genlm_backend.errors import ForkedError  # noqa: E402
+from genlm_backend.llm import threads  # noqa: E402
 from genlm_backend.llm.batched import BatchedLM  # noqa: E402
 from genlm_backend.llm.evaluator import StatelessEvaluator  # noqa: E402
-from genlm_backend.llm.hf import threads  # noqa: E402
 from tests.llm import families  # noqa: E402
 from tests.llm.conftest import fresh_row, word_tokenizer  # noqa: E402
 from tests.llm.vllm.fake import FakeEngine  # noqa: E402
@@ -51,7 +51,7 @@ class OfModel:
 
     def __init__(self, name, lm):
         self.name, self.holder, self.close = name, lm, lm.close
-        self.worked_by, self.verb = lm, "evaluate"
+        self.worked_by, self.verb = lm._evaluator, "evaluate"
         self.locks = [lm._batcher._lock, lm._rows._lock]
 
     def ask(self, i):
@@ -106,7 +106,7 @@ class OfEngine:
         self.holder = Engine()
         self.holder.install_model("m", self.lm, warm_up=False)
         self.holder.start_model("m")
-        self.worked_by, self.verb = self.lm, "evaluate"
+        self.worked_by, self.verb = self.lm._evaluator, "evaluate"
         self.locks = [self.holder._lock, self.lm._batcher._lock]
         self.request = None
 
@@ -141,7 +141,7 @@ class OfGLM:
         self.lm = MockAsyncLM(word_tokenizer(), row_cache_bytes=0)
         self.holder = AsyncGLM(self.lm, generation_kwargs={"max_new_tokens": 3, "pad_token_id": 0})
         self.holder.start()
-        self.worked_by, self.verb = self.lm, "evaluate"
+        self.worked_by, self.verb = self.lm._evaluator, "evaluate"
         self.locks = [self.holder._lock, self.lm._batcher._lock]
         self.task = 0
 

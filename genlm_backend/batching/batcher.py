@@ -94,7 +94,11 @@ class Batcher(Generic[Q, R]):
             QueryDroppedError: If ``drop()`` or ``close()`` came first.
             Exception: What ``evaluate`` raised for this query's batch.
         """
-        waiter = self._submit_nowait(query, asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        with self._lock.here:
+            waiter = self._enqueue(query, loop)
+            if waiter.entry.key in self._pending:
+                self._advance(loop)
         try:
             return cast(R, await cast("asyncio.Future[R]", waiter.future))
         except asyncio.CancelledError:
@@ -129,14 +133,6 @@ class Batcher(Generic[Q, R]):
                 waiter.future.cancel()
                 self._forget(waiter)
             raise
-
-    def _submit_nowait(self, query: Q, loop: asyncio.AbstractEventLoop) -> Waiter:
-        """Queue ``query`` for ``loop``, the running one, and return its waiter at once."""
-        with self._lock.here:
-            waiter = self._enqueue(query, loop)
-            if waiter.entry.key in self._pending:
-                self._advance(loop)
-        return waiter
 
     def flush(self) -> None:
         """Let everything that waits go now, or as soon as the worker is free."""
@@ -290,18 +286,21 @@ class Batcher(Generic[Q, R]):
                 ticker = self._tickers[loop] = Ticker()
             if not ticker.is_scheduled:
                 ticker.start(self._num_arrived)
-                ticker.schedule(loop, self._tick)
+                ticker.is_scheduled = True
+                loop.call_soon(self._tick, loop)
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         """One pass of ``loop``, while queries of its own or of others wait."""
         with self._lock.here:
             ticker = self._tickers[loop]
             ticker.is_scheduled = False
-            ticker.tick(self._num_arrived)
-            state = BatchState(len(self._pending), self._is_busy, self._is_urgent)
-            decision = self.policy.decide(ticker.completed(state))
+            state = ticker.tick(
+                self._num_arrived, len(self._pending), self._is_busy, self._is_urgent
+            )
+            decision = self.policy.decide(state)
             if decision is Decision.YIELD:
-                ticker.schedule(loop, self._tick)
+                ticker.is_scheduled = True
+                loop.call_soon(self._tick, loop)
             elif decision is Decision.FIRE:
                 self._fire()
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from typing import final
 
 from genlm_backend.batching.policy import BatchState
 
 
+@final
 class Ticker:
     """The passes of one event loop since queries began to wait.
 
     Attributes:
         is_scheduled: Whether the loop will make another pass for the queue.
-        num_passes: Passes so far.
-        num_quiet_passes: Of these, the latest ones that brought no new query.
     """
 
-    __slots__ = ("_seen", "_since", "is_scheduled", "num_passes", "num_quiet_passes")
+    __slots__ = ("_num_passes", "_num_quiet_passes", "_seen", "_since", "is_scheduled")
 
     def __init__(self) -> None:
         self.is_scheduled = False
@@ -27,29 +24,17 @@ class Ticker:
 
     def start(self, num_arrived: int) -> None:
         """Begin to count, with so many queries there have ever been."""
-        self.num_passes = self.num_quiet_passes = 0
+        self._num_passes = self._num_quiet_passes = 0
         self._seen, self._since = num_arrived, time.monotonic()
 
-    def tick(self, num_arrived: int) -> None:
-        """Count a pass."""
-        self.num_passes += 1
-        self.num_quiet_passes = self.num_quiet_passes + 1 if self._seen == num_arrived else 0
+    def tick(
+        self, num_arrived: int, num_pending: int, is_busy: bool, is_urgent: bool
+    ) -> BatchState:
+        """Count a pass; return the state of the queue with what this loop has seen of it."""
+        self._num_passes += 1
+        self._num_quiet_passes = self._num_quiet_passes + 1 if self._seen == num_arrived else 0
         self._seen = num_arrived
-
-    def schedule(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        tick: Callable[[asyncio.AbstractEventLoop], None],
-    ) -> None:
-        """Have the loop make another pass for the queue."""
-        loop.call_soon(tick, loop)
-        self.is_scheduled = True
-
-    def completed(self, state: BatchState) -> BatchState:
-        """Return a state of the queue with what this loop has seen of it."""
-        return replace(
-            state,
-            num_passes=self.num_passes,
-            num_quiet_passes=self.num_quiet_passes,
-            waited=time.monotonic() - self._since,
+        waited = time.monotonic() - self._since
+        return BatchState(
+            num_pending, is_busy, is_urgent, self._num_passes, self._num_quiet_passes, waited
         )

@@ -41,6 +41,9 @@ class RowCache(Generic[R]):
         max_rows: Rows that may be stored; ``None`` for any number.
         device: Where rows are kept; ``None`` for wherever they are when stored.
 
+    Attributes:
+        generation: Number of times that it has been cleared.
+
     Raises:
         OptionTypeError: (``TypeError``) If a bound is no integer.
         OptionError: (``ValueError``) If one is negative.
@@ -59,7 +62,7 @@ class RowCache(Generic[R]):
         self._lock = ProcessLock()
         self._rows: OrderedDict[Hashable, R] = OrderedDict()
         self._bytes = 0
-        self._generation = 0
+        self.generation = 0
         self._num_hits = 0
         self._num_evicted = 0
 
@@ -84,7 +87,7 @@ class RowCache(Generic[R]):
         if self._device is not None:
             row = row.to(self._device)
         with self._lock.here:
-            if generation is not None and generation != self._generation:
+            if generation is not None and generation != self.generation:
                 return
             old = self._rows.pop(key, None)
             if old is not None:
@@ -103,12 +106,7 @@ class RowCache(Generic[R]):
         with self._lock.here:
             self._rows.clear()
             self._bytes = 0
-            self._generation += 1
-
-    @property
-    def generation(self) -> int:
-        """How often the cache has been cleared."""
-        return self._generation
+            self.generation += 1
 
     @property
     def num_bytes(self) -> int:

@@ -69,12 +69,14 @@ class KVStore:
 
     Attributes:
         layout: As given.
+        bytes_per_slot: Number of bytes of one token's keys and values across all layers.
         keys: Keys by layer: ``[num_slots + 1, num_key_heads * key_dim]``.
         values: Values by layer: ``[num_slots + 1, num_value_heads * value_dim]``.
     """
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
         self.layout = layout
+        self.bytes_per_slot = layout.bytes_per_slot
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         for layer in layout.layers:
@@ -86,11 +88,6 @@ class KVStore:
                 buffer = torch.empty(shape, dtype=layer.dtype, device=layer.device)
                 buffer[PADDING_SLOT] = 0
                 buffers.append(buffer)
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Number of bytes of one token's keys and values across all layers."""
-        return self.layout.bytes_per_slot
 
     def write(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -67,19 +67,17 @@ class Node:
 
 
 @final
+@dataclass(frozen=True, slots=True, eq=False)
 class Match:
     """A locked cached prefix of one context; valid until it is unlocked or inserted below.
 
     Attributes:
-        num_tokens: Number of the context's tokens that need not be computed.
         node: The node at whose end the prefix ends.
+        num_tokens: Number of the context's tokens that need not be computed.
     """
 
-    __slots__ = ("node", "num_tokens")
-
-    def __init__(self, node: Node, num_tokens: int) -> None:
-        self.node = node
-        self.num_tokens = num_tokens
+    node: Node
+    num_tokens: int
 
     def runs(self) -> tuple[Run, ...]:
         """Return the prefix as runs, one for each node from the root on.
@@ -130,7 +128,7 @@ class PrefixTree:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(None, array("q"), array("q"))
-        return self._locked(Match(*self._walk(root, array("q", token_ids))))
+        return self._lock(*self._walk(root, array("q", token_ids)))
 
     def allocate(self, count: int) -> list[int] | None:
         """Take ``count`` slots, evicting what is old and unlocked; ``None`` if there is no room."""
@@ -161,14 +159,20 @@ class PrefixTree:
         self.slots.free(new[:known])
         if known < len(tokens):
             end = self._grow(end, match, tokens[known:], new[known:])
-        longer = self._locked(Match(end, match.num_tokens + len(tokens)))
-        self._unlock(match)
+        longer = self._lock(end, match.num_tokens + len(tokens))
+        self.unlock(match)
         return longer
 
     def unlock(self, match: Match) -> None:
         """Unlock ``match``; again has no effect."""
-        if match in self._live:
-            self._unlock(match)
+        if match not in self._live:
+            return
+        self._live.remove(match)
+        stamp = next(self._clock)
+        for node in match.node.path():
+            node.num_locks -= 1
+            node.last_used = stamp
+        self._offer(match.node)
 
     def free(self, slots: Sequence[int]) -> None:
         """Return slots that were allocated and not inserted."""
@@ -209,7 +213,7 @@ class PrefixTree:
         What another cached context shares with it stays.
         """
         match = self.match(token_ids, namespace)
-        self._unlock(match)
+        self.unlock(match)
         node, end = match.node, match.num_tokens
         while end > keep and self._is_evictable(node):
             parent = node.parent
@@ -345,22 +349,15 @@ class PrefixTree:
 
     # ---------------------------------------------------------------- locks and age
 
-    def _locked(self, match: Match) -> Match:
-        self._count(match, 1)
+    def _lock(self, node: Node, num_tokens: int) -> Match:
+        """Return a match that ends with ``node``, whose path has been used now."""
+        match = Match(node, num_tokens)
         self._live.add(match)
-        return match
-
-    def _unlock(self, match: Match) -> None:
-        self._live.remove(match)
-        self._count(match, -1)
-        self._offer(match.node)
-
-    def _count(self, match: Match, change: int) -> None:
-        """Change the locks on a match's path, which has been used now."""
         stamp = next(self._clock)
-        for node in match.node.path():
-            node.num_locks += change
-            node.last_used = stamp
+        for part in node.path():
+            part.num_locks += 1
+            part.last_used = stamp
+        return match
 
     def _is_evictable(self, node: Node) -> bool:
         return node.parent is not None and not (node.children or node.num_locks)

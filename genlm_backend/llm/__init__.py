@@ -8,8 +8,12 @@ if TYPE_CHECKING:
     from genlm_backend.llm.absent import AsyncMlxLM, AsyncSGLTransformer
     from genlm_backend.llm.base import AsyncLM
     from genlm_backend.llm.batched import BatchedLM
-    from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
-    from genlm_backend.llm.evaluator import StatelessEvaluator
+    from genlm_backend.llm.evaluator import (
+        Evaluator,
+        EvaluatorCounts,
+        EvaluatorInfo,
+        StatelessEvaluator,
+    )
     from genlm_backend.llm.hf.model import AsyncTransformer
     from genlm_backend.llm.mock import MockAsyncLM
     from genlm_backend.llm.query import Adapter, Query

@@ -104,7 +104,7 @@ class BatchedLM(AsyncLM):
         self._batcher: Batcher[Query, Row] = Batcher(self._evaluate, BatchPolicy(timeout=timeout))
         evaluator.check_wanted = self._batcher.check_wanted
         try:
-            self._info = self._batcher.call(evaluator.open)
+            self._info = evaluator.info or self._batcher.call(evaluator.open)
             self._batcher.set_policy(max_batch_size=self._bounded(given["batch_size"]))
             super().__init__(tokenizer, vocab_size=self._info.vocab_size, self_check=self_check)
         except BaseException:
@@ -134,7 +134,8 @@ class BatchedLM(AsyncLM):
     async def _answer(self, query: Query) -> Row:
         row = self._rows.get(query)
         if row is None:
-            self._before_wait()
+            if self._info.uses_openmp:
+                release_idle_threads()
             row = await self._batcher.submit(query)
         return row
 
@@ -164,7 +165,7 @@ class BatchedLM(AsyncLM):
 
     def _query(self, token_ids: TokenIds, lora_name: str | None) -> Query:
         self._batcher.check_open()
-        adapter = self._adapter(lora_name)
+        adapter = None if lora_name is None else self._adapter(lora_name)
         return Query(check_context(token_ids, len(self.byte_vocab), self.max_length), adapter)
 
     def _queries(self, token_ids_list: Sequence[TokenIds], lora_name: str | None) -> list[Query]:
@@ -198,21 +199,21 @@ class BatchedLM(AsyncLM):
     def _evaluate(self, queries: list[Query]) -> Sequence[Row | Exception]:
         generation = self._rows.generation
         answers: dict[Query, Row | Exception] = {
-            query: error for query in queries if (error := self._adapters.error_of(query))
+            query: error
+            for query in queries
+            if query.adapter is not None and (error := self._adapters.error_of(query.adapter))
         }
         known = [query for query in queries if query not in answers] if answers else queries
-        if known:
-            found = self._counted(lambda: self._evaluator.evaluate(known))
-            for query, answer in zip(known, found, strict=True):
-                if isinstance(answer, Row):
-                    answer = self._kept(query, answer, generation)
-                answers[query] = answer
+        try:
+            found = self._evaluator.evaluate(known) if known else ()
+        finally:
+            self._counts = self._evaluator.counts()
+        for query, answer in zip(known, found, strict=True):
+            if isinstance(answer, Row):
+                answer = self._defined(answer) if len(self._undefined) else answer
+                self._rows.put(query, answer, generation)
+            answers[query] = answer
         return [answers[query] for query in queries]
-
-    def _kept(self, query: Query, row: Row, generation: int) -> Row:
-        row = self._defined(row)
-        self._rows.put(query, row, generation)
-        return row
 
     def _defined(self, row: Row) -> Row:
         """Return the row given that some token comes: no id that none has."""
@@ -264,6 +265,11 @@ class BatchedLM(AsyncLM):
         self._batcher.drop("the query was dropped by reset_async_queries()")
 
     # ---------------------------------------------------------------- keys and values
+
+    @property
+    def kv_capacity(self) -> int | None:
+        """Number of tokens whose keys and values fit at once; ``None`` where none are kept."""
+        return self._info.num_slots
 
     async def num_cached_tokens(self, token_ids: TokenIds, lora_name: str | None = None) -> int:
         """Return how many of a context's tokens have their keys and values cached."""

@@ -70,18 +70,20 @@ class Evaluator(abc.ABC):
     that pickle, so that it can live in another process. ``BatchedLM`` makes a model of it.
 
     Attributes:
+        info: What it is able to do, where that is known before ``open()``.
         check_wanted: To be called between two steps of long work. It raises a
             ``QueryDroppedError`` where nobody waits any more for what is being done, which the
             evaluator lets through. Whoever drives the evaluator puts it here.
     """
 
+    info: EvaluatorInfo | None = None
     check_wanted: Callable[[], None] = staticmethod(_always_wanted)
 
     @abc.abstractmethod
     def open(self) -> EvaluatorInfo:
         """Get ready, on the thread that calls everything else; return what it is able to do.
 
-        Called once, before anything else.
+        Called once, before anything else, and not where ``info`` tells it already.
         """
 
     @abc.abstractmethod
@@ -149,7 +151,7 @@ class StatelessEvaluator(Evaluator):
     """
 
     def __init__(self, vocab_size: int | None = None) -> None:
-        self.info = EvaluatorInfo(vocab_size=vocab_size, can_forget=True)
+        self.info: EvaluatorInfo = EvaluatorInfo(vocab_size=vocab_size, can_forget=True)
 
     @final
     def open(self) -> EvaluatorInfo:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import struct
+from array import array
 from collections.abc import Mapping
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Self, final
 
 from genlm_backend.checks import integer, shown
 from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError
@@ -23,43 +25,43 @@ class Adapter(NamedTuple):
 
 
 @final
-class Query:
+class Query(tuple[Adapter | None, bytes]):
     """A context and the adapter to read it with. Equal queries have equal answers.
 
-    Immutable; the hash is computed once, since a context is hashed on every look-up.
+    Immutable. It is a tuple of the adapter and of the context's bytes, whose hash Python keeps,
+    so that looking a query up takes no time that grows with its context.
+
+    Args:
+        token_ids: The whole context.
+        adapter: The adapter, or ``None`` for the base model.
 
     Attributes:
-        token_ids: The whole context.
-        adapter: The adapter, or ``None`` for the base model. Contexts of different adapters share
-            no keys and values.
+        token_ids: As given.
+        tokens: The same ids as an array of 64-bit integers.
     """
 
-    __slots__ = ("_hash", "adapter", "token_ids")
-
     token_ids: tuple[int, ...]
-    adapter: Adapter | None
+    tokens: array[int]
 
-    def __init__(self, token_ids: tuple[int, ...], adapter: Adapter | None = None) -> None:
-        object.__setattr__(self, "token_ids", token_ids)
-        object.__setattr__(self, "adapter", adapter)
-        object.__setattr__(self, "_hash", hash((token_ids, adapter)))
+    def __new__(cls, token_ids: tuple[int, ...], adapter: Adapter | None = None) -> Self:
+        """Make a query; see the class."""
+        packed = struct.pack(f"{len(token_ids)}q", *token_ids)  # faster than an array's own way
+        tokens = array("q")
+        tokens.frombytes(packed)
+        query = super().__new__(cls, (adapter, packed))
+        vars(query).update(token_ids=token_ids, tokens=tokens)
+        return query
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Query cannot be changed")
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Query)
-            and self._hash == other._hash
-            and self.token_ids == other.token_ids
-            and self.adapter == other.adapter
-        )
-
-    def __hash__(self) -> int:
-        return self._hash
-
     def __reduce__(self) -> tuple[type[Query], tuple[tuple[int, ...], Adapter | None]]:
         return Query, (self.token_ids, self.adapter)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter; contexts of different adapters share no keys and values."""
+        return self[0]
 
     @property
     def lora_name(self) -> str | None:

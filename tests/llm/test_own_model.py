@@ -1,12 +1,18 @@
-"""A model of one's own that defines the two methods it has to."""
+"""A model of one's own that defines the two methods it has to, and an evaluator of one's own."""
 
 import asyncio
+import pickle
+import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from genlm_backend import AsyncLM
-from genlm_backend.errors import AdapterError
+from genlm_backend.errors import AdapterError, QueryDroppedError, UnknownAdapterError
+from genlm_backend.llm import Adapter, BatchedLM, Query, StatelessEvaluator, rows_of_logits
+from tests.llm import toy
 from tests.llm.conftest import word_tokenizer
 
 
@@ -37,3 +43,92 @@ async def test_every_other_method_is_there():
             lm.add_new_lora("somewhere")
         lm.clear_cache()
         assert lm.statistics().num_awaits == 0
+
+
+def test_a_complete_backend_is_one_short_file():
+    """The contract tests run on it, as on every other."""
+    assert len(Path(toy.__file__).read_text().splitlines()) < 60
+
+
+async def test_an_evaluator_with_nothing_but_rows_is_a_backend():
+    class Successor(StatelessEvaluator):
+        def evaluate(self, queries):
+            last = torch.tensor([query.token_ids[-1] for query in queries])
+            return rows_of_logits(torch.nn.functional.one_hot((last + 1) % 96, 96) * 50.0)
+
+    async with BatchedLM(word_tokenizer(), Successor(), batch_size=3) as lm:
+        assert await lm.sample([5], 4, [], temperature=0) == [6, 7, 8, 9]
+        assert (await lm.num_cached_tokens([5, 6]), lm.kv_capacity, lm.can_forget) == (
+            0,
+            None,
+            True,
+        )
+        await lm.forget([5, 6])
+        with pytest.raises(AdapterError, match="takes no LoRA adapters"):
+            lm.add_new_lora("somewhere")
+
+
+async def test_an_exception_in_place_of_a_row_is_its_askers():
+    class Picky(StatelessEvaluator):
+        def evaluate(self, queries):
+            rows = rows_of_logits(torch.zeros(len(queries), 96))
+            refused = [query.token_ids == (7,) for query in queries]
+            return [KeyError("seven") if no else row for row, no in zip(rows, refused, strict=True)]
+
+    async with BatchedLM(word_tokenizer(), Picky()) as lm:
+        asked = [lm.next_token_logprobs([i]) for i in (6, 7, 8)]
+        first, error, last = await asyncio.gather(*asked, return_exceptions=True)
+        assert isinstance(error, KeyError)
+        assert torch.equal(first, last)
+        assert lm.statistics().num_batches == 1
+
+
+async def test_ids_that_no_token_has_are_excluded_whatever_the_evaluator_says():
+    class Wide(StatelessEvaluator):
+        def evaluate(self, queries):
+            logits = torch.zeros(len(queries), 100)
+            logits[:, 97] = 5.0
+            return rows_of_logits(logits)
+
+    async with BatchedLM(word_tokenizer(), Wide(vocab_size=100)) as lm:
+        assert lm.undefined_ids == {96, 97, 98, 99}
+        row, logits = await lm.next_token_logprobs([1]), await lm.next_token_logits([1])
+        expected = torch.full((100,), -np.log(96.0))
+        expected[96:] = -torch.inf
+        torch.testing.assert_close(row, expected.float(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(logits[:96], torch.zeros(96), rtol=0, atol=1e-6)
+
+
+def test_an_evaluator_that_cannot_open_is_closed_and_leaves_no_thread():
+    class Unready(toy.ToyEvaluator):
+        info = property(lambda self: None, lambda self, info: None)
+
+        def open(self):
+            raise MemoryError("by the test")
+
+        def close(self):
+            self.is_closed = True
+
+    before, evaluator = set(threading.enumerate()), Unready()
+    with pytest.raises(MemoryError):
+        BatchedLM(word_tokenizer(), evaluator)
+    assert evaluator.is_closed
+    assert set(threading.enumerate()) == before
+    with pytest.raises(TypeError, match="evaluator must be an Evaluator"):
+        BatchedLM(word_tokenizer(), object())
+
+
+def test_everything_that_evaluators_take_and_give_pickles():
+    evaluator = toy.ToyEvaluator()
+    info = evaluator.open()
+    query = Query((1, 2, 3), Adapter("polite", 4))
+    (row,) = evaluator.evaluate([query])
+    values = [info, query, evaluator.counts(), UnknownAdapterError("gone"), QueryDroppedError("x")]
+    for value in values:
+        loaded = pickle.loads(pickle.dumps(value))
+        assert type(loaded) is type(value)
+        assert loaded == value or str(loaded) == str(value)
+    loaded = pickle.loads(pickle.dumps(row))
+    assert torch.equal(loaded.logprobs, row.logprobs)
+    assert loaded.normaliser == row.normaliser
+    assert pickle.loads(pickle.dumps(query)).tokens == query.tokens

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, final
 
 import torch
 
-from genlm_backend.cache import KVStore, PrefixTree, Slots
+from genlm_backend.cache import KVLayout, KVStore, PrefixTree, Slots
 from genlm_backend.errors import OptionError, QueryDroppedError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.llm.hf.attend import Attend, WholeAttend
@@ -73,15 +74,17 @@ class HFEvaluator(Evaluator):
         self.runner = Runner(model)
         self.cost = CostModel.on(self.runner.device.type)
         self.tree = PrefixTree(Slots(0))
-        self.store = KVStore(KVSupport().layout, 0)
+        self.store = KVStore(KVLayout(), 0)
         self._attend: Attend = WholeAttend()
+        self._keeps = False  # keys and values
         self._adapters = Adapters(model)
         self._max_length = longest_context(model) if max_length is None else max_length
         self._wanted_bytes = kv_cache_bytes
         self._budget = 0
         self._num_threads = num_threads
         self._output_device = output_device
-        self._rotary_limit = rotary_limit(model)
+        limit = rotary_limit(model)
+        self._rotary_limit = math.inf if limit is None else limit
         self._tokens_reused = 0
 
     # ---------------------------------------------------------------- getting ready
@@ -123,12 +126,8 @@ class HFEvaluator(Evaluator):
             raise OptionError(f"kv_cache_bytes={budget} do not fit into memory") from error
         self.tree = PrefixTree(Slots(num_slots))
         self._attend = support.attend(self.store)
+        self._keeps = True
         self._budget = budget
-
-    @property
-    def _keeps(self) -> bool:
-        """Whether keys and values are kept."""
-        return bool(self.store.layout.layers)
 
     # ---------------------------------------------------------------- rows
 
@@ -154,19 +153,16 @@ class HFEvaluator(Evaluator):
         return row
 
     def _rows(self, queries: list[Query]) -> list[Row]:
-        rows = {query: self._whole([query])[0] for query in queries if self._is_apart(query)}
+        # Where the model computes other rotary frequencies for long contexts, no key of a shorter
+        # one is theirs: they share no keys, values or pass with others.
+        apart = [query for query in queries if len(query.token_ids) > self._rotary_limit]
+        if not apart:
+            return self._together(queries)
+        rows = {query: self._whole([query])[0] for query in apart}
         others = [query for query in queries if query not in rows]
         if others:
             rows.update(zip(others, self._together(others), strict=True))
         return [rows[query] for query in queries]
-
-    def _is_apart(self, query: Query) -> bool:
-        """Whether a context shares no keys, values or pass with others.
-
-        Where the model computes other rotary frequencies for long contexts, no key of a shorter
-        one is theirs.
-        """
-        return self._rotary_limit is not None and len(query.token_ids) > self._rotary_limit
 
     def _together(self, queries: list[Query]) -> list[Row]:
         """Return one row for each query. Out of memory, the batch is halved and tried again."""
@@ -201,7 +197,7 @@ class HFEvaluator(Evaluator):
             return self._whole(queries)
         # The last token always goes through the model: its logits are the answer.
         jobs = [
-            Job(query.token_ids, self.tree.match(query.token_ids[:-1], query.adapter))
+            Job(query.token_ids, self.tree.match(query.tokens[:-1], query.adapter))
             for query in queries
         ]
         try:
@@ -276,20 +272,20 @@ class HFEvaluator(Evaluator):
 
     def num_cached(self, query: Query) -> int:
         """Return how many of a context's tokens have their keys and values in slots."""
-        if self._is_apart(query):
+        if len(query.token_ids) > self._rotary_limit:
             return 0
         # The last token always goes through the model: its logits are the answer.
-        return self.tree.num_cached(query.token_ids[:-1], query.adapter)
+        return self.tree.num_cached(query.tokens[:-1], query.adapter)
 
     def forget(self, query: Query, keep: int) -> None:
         """Free the slots of a context beyond its first ``keep`` tokens."""
-        self.tree.forget(query.token_ids, query.adapter, keep)
+        self.tree.forget(query.tokens, query.adapter, keep)
 
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
         with self._adapters.in_place(query.adapter):
             self._rows([query])
-        match = self.tree.match(query.token_ids, query.adapter)
+        match = self.tree.match(query.tokens, query.adapter)
         if match.num_tokens < len(query.token_ids):
             self.tree.unlock(match)
             return False
@@ -327,7 +323,7 @@ class HFEvaluator(Evaluator):
     def close(self) -> None:
         """Let go of the model and of the slots."""
         self.tree = PrefixTree(Slots(0))
-        self.store = KVStore(KVSupport().layout, 0)
+        self.store = KVStore(KVLayout(), 0)
         self._attend, self._budget = WholeAttend(), 0
         self.runner.model = None
         self._adapters.close()

@@ -159,11 +159,6 @@ class AsyncTransformer(BatchedLM):
         """Whether keys and values are reused; where not, every context is run whole."""
         return self._info.num_slots is not None
 
-    @property
-    def kv_capacity(self) -> int | None:
-        """Tokens that ``kv_cache_bytes`` hold; ``None`` where every context is run whole."""
-        return self._info.num_slots
-
     def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
         """Compute a prompt now and keep its keys and values until a cache is cleared.
 

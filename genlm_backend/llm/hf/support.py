@@ -7,7 +7,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -42,7 +42,7 @@ class KVSupport:
         reason: Why there is no layer; empty where there are some.
     """
 
-    layout: KVLayout = KVLayout()
+    layout: KVLayout = field(default_factory=KVLayout)
     attend: Callable[[KVStore], Attend] = WAYS[0]
     reason: str = ""
 

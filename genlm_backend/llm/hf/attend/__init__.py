@@ -5,6 +5,6 @@ from genlm_backend.llm.hf.attend.gathered import GatherAttend
 from genlm_backend.llm.hf.attend.whole import WholeAttend
 
 WAYS = (GatherAttend,)
-"""Ways to attend to keys and values in slots, the best first; the first that suits a model is taken."""
+"""Ways to attend to keys and values in slots; the first is taken that suits a model."""
 
 __all__ = ["WAYS", "Attend", "GatherAttend", "WholeAttend"]
