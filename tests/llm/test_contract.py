@@ -248,19 +248,20 @@ async def test_cancelled_and_timed_out_callers_leave_the_others(lm, backend):
 
 
 async def test_an_exception_reaches_its_batch_and_the_next_call_works(lm, backend):
-    evaluate = lm.evaluate
+    evaluator = lm._evaluator
+    evaluate = evaluator.evaluate
 
     def broken(queries):
-        lm.evaluate = evaluate
+        evaluator.evaluate = evaluate
         raise ZeroDivisionError("by the test")
 
-    lm.evaluate = broken
+    evaluator.evaluate = broken
     results = await asyncio.gather(
         *(lm.next_token_logprobs([i]) for i in range(4)), return_exceptions=True
     )
     assert [type(result) for result in results] == [ZeroDivisionError] * 4
     close(await lm.next_token_logprobs([2]), backend.expected([2]))
-    lm.evaluate = broken
+    evaluator.evaluate = broken
     with pytest.raises(ZeroDivisionError):
         lm.next_token_logprobs_sync([9])
     close(lm.next_token_logprobs_sync([9]), backend.expected([9]))
@@ -406,5 +407,5 @@ def test_no_history_of_particles_changes_an_answer(backend, steps):
 
     with backend.make(batch_size=4) as lm:
         asyncio.run(main(lm))
-        if hasattr(lm, "_evaluator"):
-            lm._evaluator.prefixes.check_integrity()
+        if hasattr(lm._evaluator, "tree"):
+            lm._evaluator.tree.check_integrity()
