@@ -55,7 +55,7 @@ def vllm_sis(repeats: int) -> dict[str, Any]:
     from genlm_backend import AsyncVirtualLM
 
     lm = AsyncVirtualLM.from_name("smollm2", engine_opts=ENGINE_OPTIONS, row_cache_bytes=0)
-    engine: Any = lm._engine
+    engine: Any = lm._vllm.engine
     prompt = lm.tokenizer.encode(TEXT)[:PROMPT_TOKENS]
 
     async def particles(seed: int, resample: bool) -> None:

@@ -1,8 +1,8 @@
 """Every name of vLLM that is not its public interface.
 
-``RowCapture`` is loaded by vLLM, which passes it the logits of each step; it keeps the rows of
-the requests that are tagged, by request and not by position. Where the workers are in other
-processes, ``RowExtension`` hands the rows out.
+``RowCapture`` is loaded by vLLM, which passes it the logits of each step; it keeps those of the
+requests that are tagged, by request and not by position. Rows are made of them when they are taken.
+Where the workers are in other processes, ``RowExtension`` hands the rows out.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import time
-from typing import Any
+from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
@@ -22,19 +22,23 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from genlm_backend.errors import EvaluationError
-from genlm_backend.llm.rows import rows_of_logits
+from genlm_backend.llm.row import Row, rows_of_logits
 
 TAG = "genlm_row"
 
-_ROWS: dict[str, torch.Tensor] = {}
-"""Rows of the latest steps by the tags of their requests, in the process of the worker."""
 
-
+@final
 class RowCapture(LogitsProcessor, LogitsProcessorV2):
-    """Keeps the rows of tagged requests, with their normalisers; changes no logit.
+    """A logits processor that keeps the logits of tagged requests; it changes none of them.
 
-    It is what both of vLLM's model runners expect: the first tells of moves within the batch
-    (``update_state``), the second of a fixed slot for each request (``add_request``).
+    The class is what both of vLLM's model runners expect: the first tells of moves within the
+    batch (``update_state``), the second of a fixed slot for each request (``add_request``).
+    """
+
+    logits: ClassVar[dict[str, torch.Tensor]] = {}
+    """Logits of the latest steps by the tags of their requests, in the process of the worker.
+
+    They are the class's because vLLM makes the object and hands it to nobody.
     """
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
@@ -69,40 +73,51 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
         return tag is not None
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """Keep the rows and return ``logits`` as they came."""
+        """Keep the logits of tagged requests and return all as they came."""
         if ctx is None:
             tagged = self._tags
         else:
             slots = enumerate(ctx.idx_mapping_np.tolist())
             tagged = {row: self._tags[slot] for row, slot in slots if slot in self._tags}
-        if logits.device.type == "cpu":
-            for row, tag in tagged.items():
-                _ROWS[tag] = rows_of_logits(logits[row])
-        elif tagged:
-            rows = rows_of_logits(logits[list(tagged)])
-            _ROWS.update(zip(tagged.values(), rows, strict=True))
+        for row, tag in tagged.items():
+            self.logits[tag] = logits[row].clone()  # vLLM may change its own afterwards
         return logits
+
+    @classmethod
+    def take_rows(cls, tags: list[str]) -> list[Row]:
+        """Return the rows of one or more requests, and let go of their logits.
+
+        Rows are made here and not when the logits are kept: vLLM's inference mode is over, whose
+        tensors cannot be modified outside of it, and a CUDA device has not been waited for.
+        """
+        return rows_of_logits(torch.stack([cls.logits.pop(tag) for tag in tags]))
 
 
 class RowExtension:
-    """What vLLM adds to each of its workers, to be called by name from the outside."""
+    """Methods that vLLM adds to each of its workers, to be called by name from another process."""
 
-    def take_genlm_rows(self, tags: list[str]) -> bytes | None:
-        """Return the rows of ``tags`` as float32, one after another, and let go of them.
+    def take_genlm_rows(self, tags: list[str]) -> tuple[bytes, list[float | None]] | None:
+        """Return the rows of one or more requests, as what vLLM sends between its processes.
 
         Only the first worker of a group that has the same rows answers; the others give
-        ``None``.
-        """
-        rows = [_ROWS.pop(tag) for tag in tags if tag in _ROWS]
-        _ROWS.clear()  # nobody asks for what is left: a round's rows are asked for together
-        if len(rows) < len(tags) or get_tensor_model_parallel_rank() != 0:
-            return None
-        return torch.stack(rows).cpu().numpy().tobytes()
+        ``None``. All let go of the logits.
 
-    def forget_genlm_rows(self, tags: list[str]) -> None:
-        """Let go of the rows of requests that have ended."""
+        Returns:
+            The log-probabilities, float32 ``[len(tags), vocab]``, and the normalisers.
+        """
+        kept = RowCapture.logits
+        is_asked = get_tensor_model_parallel_rank() == 0 and kept.keys() >= set(tags)
+        rows = RowCapture.take_rows(tags) if is_asked else None
+        kept.clear()  # nobody asks for what is left: a round's rows are asked for together
+        if rows is None:
+            return None
+        logprobs = torch.stack([row.logprobs for row in rows]).cpu()
+        return logprobs.numpy().tobytes(), [row.normaliser for row in rows]
+
+    def forget_genlm_logits(self, tags: list[str]) -> None:
+        """Let go of the logits of requests that have ended."""
         for tag in tags:
-            _ROWS.pop(tag, None)
+            RowCapture.logits.pop(tag, None)
 
 
 def core_request(
@@ -123,6 +138,7 @@ def core_request(
     )
 
 
+@final
 class Core:
     """The engine core of a ``vllm.LLM``, in this process or in one of its own.
 
@@ -187,26 +203,30 @@ class Core:
             )
         return outputs.outputs
 
-    def take_rows(self, tags: list[str], vocab_size: int) -> list[torch.Tensor]:
-        """Return the latest rows of these requests, float32 ``[vocab]``, and let go of them.
+    def take_rows(self, tags: list[str]) -> list[Row]:
+        """Return the latest rows of one or more requests, and let go of their logits.
 
         They are on the device where they were computed, or on the CPU if that is elsewhere.
         """
         if self.is_local:
-            return [_ROWS.pop(tag) for tag in tags]
+            return RowCapture.take_rows(tags)
         answers = self._client.collective_rpc("take_genlm_rows", args=(tags,))
         found = [answer for answer in answers if answer is not None]
         if len(found) != 1:
             raise EvaluationError(f"{len(found)} of vLLM's workers have the rows, instead of one")
-        rows = np.frombuffer(found[0], np.float32).reshape(len(tags), vocab_size + 1)
-        return [torch.from_numpy(row.copy()) for row in rows]
+        logprobs, normalisers = found[0]
+        table = np.frombuffer(logprobs, np.float32).reshape(len(tags), -1)
+        return [
+            Row(torch.from_numpy(own.copy()), normaliser)
+            for own, normaliser in zip(table, normalisers, strict=True)
+        ]
 
-    def forget_rows(self, tags: list[str]) -> None:
-        """Let go of the rows of requests that have ended."""
+    def forget_logits(self, tags: list[str]) -> None:
+        """Let go of the logits of requests that have ended."""
         if self.is_local:
-            RowExtension.forget_genlm_rows(None, tags)  # pyright: ignore[reportArgumentType]
+            RowExtension.forget_genlm_logits(None, tags)  # pyright: ignore[reportArgumentType]
         else:
-            self._client.collective_rpc("forget_genlm_rows", args=(tags,))
+            self._client.collective_rpc("forget_genlm_logits", args=(tags,))
 
     def add_lora(self, request: Any) -> None:
         """Load an adapter, so that a wrong one is told of now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 from collections.abc import Collection
+from typing import final
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from genlm_backend.llm.query import Query
 _numbers = itertools.count()
 
 
+@final
 class Completion:
     """What is asked of the engine's own sampler, what came so far, and who waits for the end.
 

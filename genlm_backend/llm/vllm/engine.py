@@ -1,16 +1,15 @@
-"""Engine: vLLM's engine as sessions whose rows can be asked for, and completions beside them."""
+"""VLLMEngine: vLLM as sessions whose rows can be asked for, and completions beside them."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -26,10 +25,11 @@ from genlm_backend.errors import (
     EvaluationError,
     UnsupportedModelError,
 )
-from genlm_backend.llm.query import Query
+from genlm_backend.llm.query import Adapter, Query
+from genlm_backend.llm.row import Row
 from genlm_backend.llm.vllm import capture, fork
 from genlm_backend.llm.vllm.completion import Completion
-from genlm_backend.llm.vllm.sessions import Step
+from genlm_backend.llm.vllm.sessions import Placement
 
 _WAIT = 0.1
 """Seconds to wait for the outputs of a core in another process before looking after it."""
@@ -38,8 +38,9 @@ _PATIENCE = 30.0
 """Seconds that a core may take to notice that requests have ended."""
 
 
-class Engine:
-    """Starts, extends and gives up sessions, and steps vLLM until their rows are there.
+@final
+class VLLMEngine:
+    """vLLM's engine: starts, extends and ends sessions, and steps until their rows are there.
 
     Not to be used by two threads at once.
 
@@ -49,7 +50,7 @@ class Engine:
         max_adapters: LoRA adapters that may be loaded; ``None`` for any number.
     """
 
-    _here: Engine | None = None
+    _here: VLLMEngine | None = None
     """The engine whose core is in this process; vLLM can have one."""
 
     def __init__(self, llm: LLM, tokenizer: Any = None, max_adapters: int | None = None) -> None:
@@ -68,14 +69,13 @@ class Engine:
         self._untaken: set[str] = set()
         self._requests: list[Any] = []
         self._num_empty_steps = 0
-        self._adapters: dict[str, LoRARequest] = {}
-        self._adapter_ids = itertools.count(1)  # vLLM knows an adapter by its number
+        self._adapters: dict[Adapter, LoRARequest] = {}
         self._max_adapters = max_adapters
         if self._core.is_local:
-            Engine._here = self
+            VLLMEngine._here = self
 
     @classmethod
-    def load(cls, path: str, options: dict[str, Any], tokenizer: Any = None) -> Engine:
+    def load(cls, path: str, options: dict[str, Any], tokenizer: Any = None) -> VLLMEngine:
         """Load a model with vLLM.
 
         The engine runs in this process, or in one of its own where it has several workers,
@@ -116,7 +116,7 @@ class Engine:
             # (vLLM's issue 48421): there is one more, and it stays empty.
             max_adapters = made.get("max_loras", 1)
             made["max_loras"] = max_adapters + 1
-        is_taken = Engine._here is not None
+        is_taken = VLLMEngine._here is not None
         is_apart = (
             is_taken
             or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "1"
@@ -138,31 +138,32 @@ class Engine:
 
     def num_free_blocks(self) -> int:
         """Return how many blocks of keys and values nobody holds."""
-        self._settle()
+        self._wait_for_ends()
         return self._core.num_free_blocks
 
-    def add(self, step: Step) -> None:
-        """Start or extend the session of ``step``; computed at the next ``run``."""
-        extra: dict[str, Any] = {capture.TAG: step.session}
-        if step.source is not None:
+    def add(self, placement: Placement) -> None:
+        """Start or extend the session of ``placement``, which the next ``run`` computes."""
+        session, query = placement.session, placement.query
+        extra: dict[str, Any] = {capture.TAG: session}
+        if placement.source is not None:
             extra["kv_transfer_params"] = {
-                fork.SOURCE: step.source,
-                fork.NUM_SHARED: step.num_shared,
+                fork.SOURCE: placement.source,
+                fork.NUM_SHARED: placement.num_shared,
             }
         params = SamplingParams(
             max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, extra_args=extra
         )
-        self._sessions.add(step.session)
-        self._untaken.add(step.session)
+        self._sessions.add(session)
+        self._untaken.add(session)
         self._requests.append(
-            self._request(step.session, step.query, step.new_tokens, params, resumable=True)
+            self._request(session, query, placement.new_tokens, params, resumable=True)
         )
 
-    def run(self, session_ids: list[str], relieve: Callable[[], bool]) -> list[torch.Tensor]:
+    def run(self, session_ids: list[str], relieve: Callable[[], bool]) -> list[Row]:
         """Step the engine until each of these sessions has a row; return them in order.
 
         Completions go on meanwhile. ``relieve`` is called where the engine has no room for
-        anything: it gives up something and returns whether there was anything to give up.
+        anything: it ends a session and returns whether there was one to end.
         """
         requests, self._requests = self._requests, []
         self._call(self._core.add, requests)
@@ -178,23 +179,23 @@ class Engine:
                     waiting.discard(output.request_id)
             if waiting and self._is_stuck and not relieve():
                 raise EvaluationError(f"vLLM has no room for {len(waiting)} of its requests")
-        rows = self._call(self._core.take_rows, session_ids, self.vocab_size)
+        rows = self._call(self._core.take_rows, session_ids)
         self._untaken.difference_update(session_ids)
         return rows
 
-    def release(self, session_ids: list[str]) -> None:
-        """Give sessions up; their blocks are free at once."""
+    def end(self, session_ids: list[str]) -> None:
+        """End sessions; their blocks are free at once."""
         if session_ids:
             self._requests = [r for r in self._requests if r.request_id not in session_ids]
             self._sessions.difference_update(session_ids)
             self._call(self._core.abort, session_ids)
             if untaken := self._untaken.intersection(session_ids):
                 self._untaken -= untaken
-                self._call(self._core.forget_rows, list(untaken))
+                self._call(self._core.forget_logits, list(untaken))
 
     def reset(self) -> None:
-        """Forget the rows and blocks of sessions that were given up, so that nothing is reused."""
-        self._settle()
+        """Forget the blocks of sessions that have ended, so that nothing is reused."""
+        self._wait_for_ends()
         if self._core.is_local:
             self._step()  # lets the scheduler see who has gone
         assert self._llm is not None
@@ -232,14 +233,14 @@ class Engine:
             raise EvaluationError(f"vLLM has no room for any of {len(self.completions)} samples")
 
     def stop(self, completions: list[Completion]) -> None:
-        """Give completions up."""
+        """End completions before they are finished; their blocks are free at once."""
         for completion in completions:
             del self.completions[completion.id]
         self._call(self._core.abort, [completion.id for completion in completions])
 
     # ---------------------------------------------------------------- adapters
 
-    def add_adapter(self, name: str, path: str) -> None:
+    def add_adapter(self, adapter: Adapter, path: str) -> None:
         """Load a LoRA adapter.
 
         Raises:
@@ -248,32 +249,34 @@ class Engine:
         if self._max_adapters is not None and len(self._adapters) >= self._max_adapters:
             raise AdapterError(
                 f"vLLM on the CPU holds max_loras={self._max_adapters} adapters; load the model "
-                f"with a larger max_loras to add {name!r}"
+                f"with a larger max_loras to add {adapter.name!r}"
             )
-        request = LoRARequest(name, next(self._adapter_ids), path)
+        request = LoRARequest(adapter.name, adapter.number, path)
         try:
             self._call(self._core.add_lora, request)
         except EngineDiedError:
             raise
         except Exception as error:
-            raise AdapterError(f"vLLM does not load the adapter {name!r}: {error}") from error
-        self._adapters[name] = request
+            raise AdapterError(
+                f"vLLM does not load the adapter {adapter.name!r}: {error}"
+            ) from error
+        self._adapters[adapter] = request
 
-    def remove_adapter(self, name: str) -> None:
+    def remove_adapter(self, adapter: Adapter) -> None:
         """Remove a LoRA adapter that no session and no completion uses."""
-        self._call(self._core.remove_lora, self._adapters.pop(name).lora_int_id)
+        self._call(self._core.remove_lora, self._adapters.pop(adapter).lora_int_id)
 
-    # ---------------------------------------------------------------- ending
+    # ---------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """End the engine and free what it holds."""
+        """Shut vLLM down and free what it holds; again has no effect."""
         if self._llm is None:
             return
         try:
             self._core.shutdown()
         finally:
-            if Engine._here is self:
-                Engine._here = None
+            if VLLMEngine._here is self:
+                VLLMEngine._here = None
             self._llm = None
             del self._core
             gc.collect()
@@ -311,8 +314,8 @@ class Engine:
                     completion.extend(output.new_token_ids, is_finished=reason is not None)
         return outputs
 
-    def _settle(self) -> None:
-        """Wait until a core in another process has noticed what was given up."""
+    def _wait_for_ends(self) -> None:
+        """Wait until a core in another process has noticed which requests have ended."""
         if self._core.is_local:
             return
         deadline = time.monotonic() + _PATIENCE
@@ -325,7 +328,7 @@ class Engine:
     def _request(
         self, name: str, query: Query, token_ids: tuple[int, ...], params: Any, resumable: bool
     ) -> Any:
-        lora = None if query.lora_name is None else self._adapters[query.lora_name]
+        lora = None if query.adapter is None else self._adapters[query.adapter]
         return capture.core_request(name, list(token_ids), params, lora, resumable)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:

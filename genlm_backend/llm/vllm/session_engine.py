@@ -5,14 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
-
+from genlm_backend.llm.query import Adapter
+from genlm_backend.llm.row import Row
 from genlm_backend.llm.vllm.completion import Completion
-from genlm_backend.llm.vllm.sessions import Step
+from genlm_backend.llm.vllm.sessions import Placement
 
 
 class SessionEngine(Protocol):
-    """What is needed of an engine; ``engine.Engine`` is it over vLLM."""
+    """An engine whose requests stay after their rows, as sessions; ``VLLMEngine`` is one.
+
+    Attributes:
+        tokenizer: What decodes the model's token ids.
+        vocab_size: Width of the model's rows.
+        max_length: Longest context that it takes, in tokens.
+        max_sessions: Number of sessions and completions that it can hold together.
+        block_size: Number of tokens whose keys and values a block holds.
+        num_blocks: Number of blocks.
+        num_steps: Number of steps that have computed something.
+        completions: The completions that have not ended, by their ids.
+    """
 
     tokenizer: Any
     vocab_size: int
@@ -27,24 +38,27 @@ class SessionEngine(Protocol):
         """Return how many blocks of keys and values nobody holds."""
         ...
 
-    def add(self, step: Step) -> None:
-        """Start or extend a session."""
+    def add(self, placement: Placement) -> None:
+        """Start or extend the session of ``placement``, which the next ``run`` computes."""
         ...
 
-    def run(self, session_ids: list[str], relieve: Callable[[], bool]) -> list[torch.Tensor]:
-        """Compute the rows of these sessions; ``relieve`` makes room where there is none."""
+    def run(self, session_ids: list[str], relieve: Callable[[], bool]) -> list[Row]:
+        """Compute the rows of these sessions; ``relieve`` makes room where there is none.
+
+        The rows own their memory, on whatever device.
+        """
         ...
 
-    def release(self, session_ids: list[str]) -> None:
-        """Give sessions up."""
+    def end(self, session_ids: list[str]) -> None:
+        """End sessions, whether or not they have been computed."""
         ...
 
     def reset(self) -> None:
-        """Forget the blocks of sessions that were given up."""
+        """Forget the blocks of sessions that have ended."""
         ...
 
     def start(self, completion: Completion, forbidden: frozenset[int]) -> None:
-        """Begin a completion."""
+        """Begin a completion that samples none of the ids in ``forbidden``."""
         ...
 
     def step(self, relieve: Callable[[], bool]) -> None:
@@ -52,17 +66,17 @@ class SessionEngine(Protocol):
         ...
 
     def stop(self, completions: list[Completion]) -> None:
-        """Give completions up."""
+        """End completions before they are finished; their futures stay as they are."""
         ...
 
-    def add_adapter(self, name: str, path: str) -> None:
+    def add_adapter(self, adapter: Adapter, path: str) -> None:
         """Load a LoRA adapter."""
         ...
 
-    def remove_adapter(self, name: str) -> None:
+    def remove_adapter(self, adapter: Adapter) -> None:
         """Remove a LoRA adapter that no session and no completion uses."""
         ...
 
     def close(self) -> None:
-        """End the engine."""
+        """Free what the engine holds; again has no effect."""
         ...

@@ -8,17 +8,18 @@ Decides only, and knows no engine.
 from __future__ import annotations
 
 import itertools
+from array import array
 from dataclasses import dataclass
+from typing import final
 
-import numpy as np
-from numpy.typing import NDArray
-
+from genlm_backend.common_prefix import common_length
 from genlm_backend.llm.query import Query
 
 
+@final
 @dataclass(frozen=True, slots=True)
-class Step:
-    """What one query asks of the engine.
+class Placement:
+    """The session that one query is computed in, and what is there of its context.
 
     Attributes:
         query: The query.
@@ -41,8 +42,9 @@ class Step:
         return ids if self.is_new else ids[self.num_shared :]
 
 
+@final
 class _Session:
-    __slots__ = ("array", "context", "id", "used")
+    __slots__ = ("context", "id", "token_ids", "used")
 
     def __init__(self, session_id: str, context: Query, used: int) -> None:
         self.id = session_id
@@ -51,18 +53,19 @@ class _Session:
 
     def hold(self, context: Query) -> None:
         self.context = context
-        self.array: NDArray[np.int64] = np.array(context.token_ids, np.int64)
+        self.token_ids = array("q", context.token_ids)  # compared without a loop in Python
 
 
+@final
 class SessionTable:
-    """Live sessions by their contexts, the ones unused for longest given up first.
+    """Live sessions by their contexts, the ones unused for longest ended first.
 
-    ``step`` is asked for each query of a round; what it hands out is not seen by the queries
+    ``place`` is called for each query of a round; what it hands out is not seen by the queries
     after it until ``commit``, because the engine has not computed it yet.
 
     Args:
-        max_sessions: Sessions that the engine can hold, at least 1.
-        prefix: Of session ids.
+        max_sessions: Number of sessions that the engine can hold, at least 1.
+        prefix: What the ids of sessions begin with.
     """
 
     def __init__(self, max_sessions: int, prefix: str = "session") -> None:
@@ -73,19 +76,14 @@ class SessionTable:
         self._clock = itertools.count()
         self._sessions: dict[str, _Session] = {}
         self._by_context: dict[Query, _Session] = {}
-        self._round: list[Step] = []
+        self._round: list[Placement] = []
         self._held: set[str] = set()
         self._extended: set[str] = set()
 
     def __len__(self) -> int:
-        return len(self._sessions) + sum(step.is_new for step in self._round)
+        return len(self._sessions) + sum(placement.is_new for placement in self._round)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether a new session needs another to be given up."""
-        return len(self) >= self.max_sessions
-
-    def step(self, query: Query) -> Step:
+    def place(self, query: Query) -> Placement:
         """Choose where the row of ``query`` is computed, from the most tokens already there.
 
         The session it uses, or copies from, is held until ``commit``. A session is extended by
@@ -93,61 +91,61 @@ class SessionTable:
         """
         best, num_shared = self._longest_prefix(query)
         if best is None:
-            step = Step(query, next(self._ids), is_new=True)
-        elif num_shared == len(best.array) and best.id not in self._extended:
-            step = Step(query, best.id, is_new=False, num_shared=num_shared)
+            placement = Placement(query, next(self._ids), is_new=True)
+        elif num_shared == len(best.token_ids) and best.id not in self._extended:
+            placement = Placement(query, best.id, is_new=False, num_shared=num_shared)
             self._extended.add(best.id)
         else:
-            step = Step(query, next(self._ids), True, num_shared, best.id)
+            placement = Placement(query, next(self._ids), True, num_shared, best.id)
         if best is not None:
             self._held.add(best.id)
-        self._round.append(step)
-        return step
+        self._round.append(placement)
+        return placement
 
     def num_shared(self, query: Query) -> int:
-        """Return how many of a context's tokens ``step`` would find."""
+        """Return how many of a context's tokens ``place`` would find."""
         return self._longest_prefix(query)[1]
 
-    def withdraw(self, step: Step) -> None:
-        """Take back the step chosen last; what it held stays held until ``commit``."""
-        assert self._round[-1] is step
+    def withdraw(self, placement: Placement) -> None:
+        """Take back the latest placement; what it held stays held until ``commit``."""
+        assert self._round[-1] is placement
         self._round.pop()
-        if not step.is_new:
-            self._extended.discard(step.session)
+        if not placement.is_new:
+            self._extended.discard(placement.session)
 
     def oldest(self) -> str | None:
-        """Return the session unused for longest that no step of the round needs, if any."""
+        """Return the session unused for longest that no placement of the round needs, if any."""
         idle = (s for s in self._sessions.values() if s.id not in self._held)
         found = min(idle, key=lambda session: session.used, default=None)
         return None if found is None else found.id
 
-    def forget(self, session_id: str) -> int:
-        """Forget a session that the engine has given up; return how many tokens it held."""
+    def remove(self, session_id: str) -> int:
+        """Remove a session that the engine has ended; return how many tokens it held."""
         session = self._sessions.pop(session_id)
         if self._by_context.get(session.context) is session:
             del self._by_context[session.context]
-        return len(session.array)
+        return len(session.token_ids)
 
     def commit(self) -> None:
-        """Record that the engine has computed every step of the round; begin the next."""
-        for step in self._round:
-            if step.is_new:
-                session = _Session(step.session, step.query, next(self._clock))
-                self._sessions[step.session] = session
+        """Record that the engine has computed every placement of the round; begin the next."""
+        for placement in self._round:
+            if placement.is_new:
+                session = _Session(placement.session, placement.query, next(self._clock))
+                self._sessions[placement.session] = session
             else:
-                session = self._sessions[step.session]
+                session = self._sessions[placement.session]
                 if self._by_context.get(session.context) is session:
                     del self._by_context[session.context]
-                session.hold(step.query)
+                session.hold(placement.query)
                 session.used = next(self._clock)
-            self._by_context[step.query] = session
+            self._by_context[placement.query] = session
         for session_id in self._held & self._sessions.keys():
             self._sessions[session_id].used = next(self._clock)
         self._end_round()
 
     def clear(self) -> list[str]:
-        """Forget every session, those of an uncommitted round too; return their ids."""
-        ids = [*self._sessions, *(step.session for step in self._round if step.is_new)]
+        """Remove every session, those of an uncommitted round too; return their ids."""
+        ids = [*self._sessions, *(p.session for p in self._round if p.is_new)]
         self._sessions.clear()
         self._by_context.clear()
         self._end_round()
@@ -167,17 +165,15 @@ class SessionTable:
         parent = self._by_context.get(query.prefix(len(ids) - 1)) if ids[:-1] else None
         if parent is not None:
             return parent, len(ids) - 1
-        wanted = np.array(ids[:-1], np.int64)
+        wanted = array("q", ids[:-1])
         best, best_key = None, (0, False)
         for session in self._sessions.values():
-            if session.context.namespace != query.namespace:
+            if session.context.adapter != query.adapter:
                 continue
-            size = min(len(wanted), len(session.array))
-            if size < best_key[0]:
+            if min(len(wanted), len(session.token_ids)) < best_key[0]:
                 continue
-            differs = session.array[:size] != wanted[:size]
-            shared = int(differs.argmax()) if differs.any() else size
-            key = (shared, shared == len(session.array) and session.id not in self._extended)
+            shared = common_length(session.token_ids, wanted)
+            key = (shared, shared == len(session.token_ids) and session.id not in self._extended)
             if key > best_key:
                 best, best_key = session, key
         return best, best_key[0]

@@ -2,12 +2,11 @@
 
 import threading
 
-import torch
-
-from genlm_backend import MockAsyncLM
 from genlm_backend.errors import AdapterError
+from genlm_backend.llm.mock import MockEvaluator
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.sampling import Sampler
+from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 
 
@@ -28,7 +27,7 @@ class FakeEngine:
         self.failures = []
         self.may_sample = threading.Event()
         self.may_sample.set()
-        self._mock = MockAsyncLM(self.tokenizer, row_cache_bytes=0)
+        self._mock = MockEvaluator(families.VOCAB)
 
     def num_free_blocks(self):
         """Full blocks are shared by whoever has the same prefix; a partial one is its own."""
@@ -40,21 +39,22 @@ class FakeEngine:
         num_partial = sum(len(ids) % self.block_size > 0 for ids in self.sessions.values())
         return self.num_blocks - len(shared) - num_partial
 
-    def add(self, step):
+    def add(self, placement):
         assert not self.is_closed
-        ids = step.query.token_ids
-        assert 0 <= step.num_shared < len(ids)
-        if step.is_new:
-            assert step.session not in self.sessions
-            assert (step.source is None) == (step.num_shared == 0)
-            if step.source is not None:
-                assert self.sessions[step.source][: step.num_shared] == ids[: step.num_shared]
-            assert step.new_tokens == ids
+        ids, session = placement.query.token_ids, placement.session
+        shared = ids[: placement.num_shared]
+        assert len(shared) == placement.num_shared < len(ids)
+        if placement.is_new:
+            assert session not in self.sessions
+            assert (placement.source is None) == (not shared)
+            if placement.source is not None:
+                assert self.sessions[placement.source][: len(shared)] == shared
+            assert placement.new_tokens == ids
         else:
-            assert step.session not in self.added
-            assert self.sessions[step.session] == ids[: step.num_shared]
-            assert self.sessions[step.session] + step.new_tokens == ids
-        self.added[step.session] = ids
+            assert session not in self.added
+            assert self.sessions[session] == shared
+            assert self.sessions[session] + placement.new_tokens == ids
+        self.added[session] = ids
 
     def run(self, session_ids, relieve):
         assert set(session_ids) == set(self.added)
@@ -66,8 +66,10 @@ class FakeEngine:
         assert len(self.sessions) <= self.max_sessions
         assert self.num_free_blocks() >= 0
         self._sample()
-        queries = [Query(self.sessions[session_id]) for session_id in session_ids]
-        return [torch.cat([row, row.new_zeros(1)]) for row in self._mock.evaluate(queries)]
+        return self._rows_of([self.sessions[session_id] for session_id in session_ids])
+
+    def _rows_of(self, contexts):
+        return self._mock.evaluate([Query(context) for context in contexts])
 
     def start(self, completion, forbidden):
         assert not self.is_closed
@@ -92,7 +94,8 @@ class FakeEngine:
             sampled = completion.token_ids
             sampler = Sampler(completion.temperature, completion.seed, len(sampled))
             context = completion.prompt.token_ids + tuple(sampled)
-            token_id = sampler.draw(self._mock.evaluate([Query(context)])[0])
+            (row,) = self._rows_of([context])
+            token_id = sampler.draw(row.logprobs)
             is_last = len(sampled) + 1 == completion.num_possible
             is_finished = is_last or token_id in completion.eos_token_ids
             if is_finished:
@@ -103,18 +106,18 @@ class FakeEngine:
         for completion in completions:
             del self.completions[completion.id]
 
-    def add_adapter(self, name, path):
+    def add_adapter(self, adapter, path):
         if path.startswith("/nowhere"):
-            raise AdapterError(f"no adapter {name!r} at {path}")
-        assert name not in self.adapters
-        self.adapters[name] = path
+            raise AdapterError(f"no adapter {adapter.name!r} at {path}")
+        assert adapter.name not in {loaded.name for loaded in self.adapters}
+        self.adapters[adapter] = path
 
-    def remove_adapter(self, name):
+    def remove_adapter(self, adapter):
         assert not self.sessions
-        assert all(c.prompt.lora_name != name for c in self.completions.values())
-        del self.adapters[name]
+        assert all(c.prompt.adapter != adapter for c in self.completions.values())
+        del self.adapters[adapter]
 
-    def release(self, session_ids):
+    def end(self, session_ids):
         for session_id in session_ids:
             self.sessions.pop(session_id, None)
             self.added.pop(session_id, None)

@@ -43,10 +43,10 @@ TINY_OPTIONS = {
 
 def load_tiny(**options):
     """Load ``tiny_model`` into an engine of its own."""
-    from genlm_backend.llm.vllm.engine import Engine
+    from genlm_backend.llm.vllm.engine import VLLMEngine
     from tests.llm.conftest import word_tokenizer
 
-    return Engine.load(tiny_folder(), {**TINY_OPTIONS, **options}, word_tokenizer())
+    return VLLMEngine.load(tiny_folder(), {**TINY_OPTIONS, **options}, word_tokenizer())
 
 
 @cache
@@ -64,13 +64,13 @@ def small_smollm2():
 @cache
 def small_smollm2_engine():
     """The engine of ``small_smollm2``."""
-    from genlm_backend.llm.vllm.engine import Engine
+    from genlm_backend.llm.vllm.engine import VLLMEngine
     from tests.llm.conftest import word_tokenizer
 
     folder = tempfile.mkdtemp()
     small_smollm2().save_pretrained(folder)
     options = {**TINY_OPTIONS, "kv_cache_memory_bytes": 128 << 20}
-    return Engine.load(folder, options, word_tokenizer())
+    return VLLMEngine.load(folder, options, word_tokenizer())
 
 
 _tiny = None
@@ -107,11 +107,11 @@ class SharedEngine:
     def num_steps(self):
         return self._engine.num_steps - self._steps
 
-    def add(self, step):
-        self._ids.add(step.session)
-        self._engine.add(step)
+    def add(self, placement):
+        self._ids.add(placement.session)
+        self._engine.add(placement)
 
     def close(self):
         self._engine.stop(list(self.completions.values()))
-        self._engine.release(list(self._ids))
+        self._engine.end(list(self._ids))
         self._engine.reset()

@@ -25,13 +25,16 @@ def params(tag):
 def taken(tags):
     from genlm_backend.llm.vllm import capture
 
-    found = capture.RowExtension.take_genlm_rows(None, tags)
-    return torch.from_numpy(np.frombuffer(found, np.float32).reshape(len(tags), -1).copy())
+    logprobs, normalisers = capture.RowExtension.take_genlm_rows(None, tags)
+    assert capture.RowCapture.logits == {}
+    table = torch.from_numpy(np.frombuffer(logprobs, np.float32).reshape(len(tags), -1).copy())
+    return table, torch.tensor(normalisers)
 
 
 def check(rows, logits):
-    torch.testing.assert_close(rows[:, :-1], logits.float().log_softmax(-1))
-    torch.testing.assert_close(rows[:, :-1] + rows[:, -1:], logits.float())
+    logprobs, normalisers = rows
+    torch.testing.assert_close(logprobs, logits.float().log_softmax(-1))
+    torch.testing.assert_close(logprobs + normalisers[:, None], logits.float())
 
 
 @pytest.fixture(autouse=True)
@@ -77,13 +80,14 @@ def test_the_first_runner_moves_requests_about(seed):
         before = logits.clone()
         assert processor.apply(logits) is logits
         assert torch.equal(logits, before)
+        logits.zero_()  # as the sampler may
         for index, tag in enumerate(batch):
             if tag is not None:
                 assert processor._tags[index] == tag
         tags = [tag for tag in batch if tag is not None]
         rows = [index for index, tag in enumerate(batch) if tag is not None]
         if tags:
-            check(taken(tags), logits[rows])
+            check(taken(tags), before[rows])
 
 
 def test_the_second_runner_gives_each_request_a_place_and_mixes_the_rows():
@@ -104,7 +108,7 @@ def test_the_second_runner_gives_each_request_a_place_and_mixes_the_rows():
     check(taken(["a", "b"]), logits[[2, 1]])
     assert not processor.add_request(4, params(None))  # the place has another request now
     processor.apply(logits, context)
-    assert taken(["b"]).shape == (1, 8)  # and the normaliser
+    check(taken(["b"]), logits[[1]])
 
 
 def test_rows_that_are_not_all_here_are_left_to_another_worker():
@@ -114,3 +118,15 @@ def test_rows_that_are_not_all_here_are_left_to_another_worker():
     processor.add_request(0, params("a"))
     processor.apply(torch.randn(1, 7))
     assert RowExtension.take_genlm_rows(None, ["a", "b"]) is None
+
+
+def test_rows_made_of_what_inference_mode_has_left_can_be_modified():
+    from genlm_backend.llm.vllm.capture import RowCapture
+
+    processor, logits = RowCapture(None, None), torch.randn(1, 7)
+    processor.add_request(0, params("a"))
+    with torch.inference_mode():
+        processor.apply(logits * 2)
+    (row,) = RowCapture.take_rows(["a"])
+    assert not row.logprobs.is_inference()
+    check((row.logprobs[None], torch.tensor([row.normaliser])), logits * 2)

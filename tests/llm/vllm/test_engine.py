@@ -116,7 +116,7 @@ def test_clearing_changes_no_answer(lm, smollm2):
     context = lm.tokenizer.encode(TEXT)
     lm.next_token_logprobs_sync(context)
     lm.clear_cache()
-    assert len(lm._rounds.table) == 0
+    assert len(lm._evaluator.rounds.table) == 0
     check(lm.next_token_logprobs_sync([*context, 5]), smollm2, [*context, 5])
 
 
@@ -144,7 +144,7 @@ async def test_samples_beside_rows_change_neither(lm, smollm2):
     for task in tasks:
         task.cancel()
     check(await lm.next_token_logprobs(context), smollm2, context)
-    assert lm._engine.completions == {}
+    assert lm._evaluator.engine.completions == {}
 
 
 async def test_a_sample_that_outgrows_the_model_is_told(lm):

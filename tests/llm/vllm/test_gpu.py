@@ -99,4 +99,4 @@ def test_rows_may_stay_on_the_device_and_be_kept_in_main_memory():
             assert row.device == torch.device("cuda:0")
             assert float(row.exp().sum()) == pytest.approx(1, abs=1e-4)
         assert lm.statistics().row_cache_hits == 1
-        assert next(iter(lm._rows._rows.values())).device.type == "cpu"
+        assert next(iter(lm._rows._rows.values())).logprobs.device.type == "cpu"

@@ -9,6 +9,7 @@ import torch
 
 from genlm_backend import AsyncVirtualLM
 from genlm_backend.errors import AdapterError, UnknownAdapterError
+from genlm_backend.llm.query import Adapter
 from tests.llm.conftest import fresh_row
 from tests.llm.families import VOCAB
 from tests.llm.vllm import adapters, real
@@ -79,7 +80,7 @@ async def test_names_are_checked_before_anything_is_queued():
             lm.next_token_logprobs_sync([1], "poet")
         lm.add_new_lora("somewhere", "poet")
         lm.next_token_logprobs_sync([1], "poet")
-        assert engine.adapters == {"poet": "somewhere"}
+        assert engine.adapters == {Adapter("poet", 1): "somewhere"}
         with pytest.raises(AdapterError, match="named 'poet' already"):
             lm.add_new_lora("elsewhere", "poet")
         with pytest.raises(ValueError, match=r"'cook' is loaded \('poet'\)"):
@@ -136,7 +137,7 @@ async def test_removing_an_adapter_fails_what_waits_for_it_and_nobody_else():
             await rows["poet"]
         with pytest.raises(UnknownAdapterError, match="'poet'"):
             lm.remove_lora("poet")
-        assert engine.adapters == {"cook": "somewhere"}
+        assert engine.adapters == {Adapter("cook", 2): "somewhere"}
 
 
 async def test_samples_of_an_adapter_removed_before_they_begin_fail_alone():
@@ -208,4 +209,4 @@ def test_adapters_added_and_removed_by_many_threads_are_what_the_engine_has():
         for thread in threads:
             thread.join()
         assert found == []
-        assert set(lm._adapters) == set(engine.adapters)
+        assert set(lm._adapters._loaded.values()) == set(engine.adapters)

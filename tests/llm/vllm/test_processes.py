@@ -106,7 +106,7 @@ def test_a_second_model_beside_one_in_this_process_and_a_dead_engine(monkeypatch
     engine = real.load_tiny()
     second = AsyncVirtualLM(engine, row_cache_bytes=0)
     new = set(psutil.Process().children(recursive=True)) - children
-    assert (first._engine._core.is_local, engine._core.is_local) == (True, False)
+    assert (first._evaluator.engine._core.is_local, engine._core.is_local) == (True, False)
     for context in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 9]):
         check(first.next_token_logprobs_sync(context), context)
         check(second.next_token_logprobs_sync(context), context)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import AsyncVirtualLM, MockAsyncLM
-from genlm_backend.llm.query import Query
+from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.vllm.sessions import SessionTable
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine
@@ -30,7 +30,7 @@ def test_whatever_is_asked_in_whatever_order_the_rows_are_right(rounds, max_sess
             for asked in rounds:
                 rows = lm.batch_next_token_logprobs_sync(asked)
                 assert torch.equal(rows, other.batch_next_token_logprobs_sync(asked))
-                assert set(engine.sessions) == set(lm._rounds.table._sessions)
+                assert set(engine.sessions) == set(lm._evaluator.rounds.table._sessions)
         counts = lm.statistics()
         assert counts.tokens_computed + counts.tokens_reused == sum(
             len(context) for asked in rounds for context in asked
@@ -53,39 +53,39 @@ def test_a_particle_computes_one_token_a_step_and_copies_compute_nothing():
 def test_a_session_is_extended_by_one_query_of_a_round():
     table = SessionTable(8)
     parent = Query((1, 2, 3))
-    first = table.step(parent)
+    first = table.place(parent)
     table.commit()
-    child, sibling = table.step(Query((1, 2, 3, 4))), table.step(Query((1, 2, 3, 5)))
+    child, sibling = table.place(Query((1, 2, 3, 4))), table.place(Query((1, 2, 3, 5)))
     assert (child.is_new, child.session, child.num_shared) == (False, first.session, 3)
     assert child.new_tokens == (4,)
     assert (sibling.is_new, sibling.source, sibling.num_shared) == (True, first.session, 3)
     assert table.oldest() is None
     table.commit()
-    again = table.step(Query((1, 2, 3, 4)))  # its last token has to be computed once more
+    again = table.place(Query((1, 2, 3, 4)))  # its last token has to be computed once more
     assert (again.is_new, again.num_shared) == (True, 3)
 
 
 def test_adapters_share_nothing():
     table = SessionTable(8)
-    table.step(Query((1, 2, 3)))
+    table.place(Query((1, 2, 3)))
     table.commit()
-    step = table.step(Query((1, 2, 3, 4), "poet"))
-    assert step.is_new
-    assert step.num_shared == 0
+    placement = table.place(Query((1, 2, 3, 4), Adapter("poet", 1)))
+    assert placement.is_new
+    assert placement.num_shared == 0
 
 
 def test_the_oldest_session_goes_first():
     table = SessionTable(3)
     ids = []
     for context in ((1,), (2,), (3,)):
-        ids.append(table.step(Query(context)).session)
+        ids.append(table.place(Query(context)).session)
         table.commit()
-    table.step(Query((1, 5)))
+    table.place(Query((1, 5)))
     table.commit()
-    assert table.is_full
+    assert len(table) == 3
     assert table.oldest() == ids[1]
-    assert table.forget(ids[1]) == 1
-    assert not table.is_full
+    assert table.remove(ids[1]) == 1
+    assert len(table) == 2
 
 
 async def test_two_thousand_abandoned_contexts_hold_no_more_than_the_engine_can():
@@ -163,4 +163,4 @@ async def test_a_batch_that_nobody_waits_for_ends_between_two_rounds(monkeypatch
         assert torch.equal(row, await other.next_token_logprobs([50]))
         assert engine.num_steps == 2
         assert lm.statistics().batch_sizes == {9: 1, 1: 1}
-        assert set(engine.sessions) == set(lm._rounds.table._sessions)
+        assert set(engine.sessions) == set(lm._evaluator.rounds.table._sessions)
