@@ -47,7 +47,8 @@ async def test_every_other_method_is_there():
 
 def test_a_complete_backend_is_one_short_file():
     """The contract tests run on it, as on every other."""
-    assert len(Path(toy.__file__).read_text().splitlines()) < 60
+    lines = Path(toy.__file__).read_text().splitlines()
+    assert sum(bool(line.strip()) for line in lines) < 60
 
 
 async def test_an_evaluator_with_nothing_but_rows_is_a_backend():

@@ -24,16 +24,15 @@ class ToyEvaluator(Evaluator):
 
     def evaluate(self, queries):
         self.check_wanted()
-        states = [torch.from_numpy(WEIGHTS[2] @ self.state(query.token_ids)) for query in queries]
-        return rows_of_logits(torch.stack(states))
+        logits = [WEIGHTS[2] @ self.state(query.token_ids) for query in queries]
+        return rows_of_logits(torch.from_numpy(np.stack(logits)))
 
     def state(self, ids):
-        known = self.states.get(ids)
-        if known is None:
+        if ids not in self.states:
             self.computed += 1
-            known = state_after(self.state(ids[:-1]) if ids[1:] else np.zeros(16), ids[-1])
-            self.states[ids] = known
-        return known
+            before = self.state(ids[:-1]) if ids[1:] else np.zeros(16)
+            self.states[ids] = state_after(before, ids[-1])
+        return self.states[ids]
 
     def num_cached(self, query):
         ids = query.token_ids
@@ -51,14 +50,13 @@ class ToyEvaluator(Evaluator):
     def clear(self):
         self.states.clear()
 
+    close = clear
+
     def add_adapter(self, adapter, path):
         raise AdapterError(f"no adapters here: {adapter.name!r} is refused")
 
     def remove_adapter(self, adapter):
-        pass  # there is none
+        self.clear()
 
     def counts(self):
         return EvaluatorCounts(tokens_computed=self.computed)
-
-    def close(self):
-        self.states.clear()
