@@ -260,7 +260,8 @@ class Batcher(Generic[Q, R]):
     # ---------------------------------------------------------------- under the lock
 
     def _enqueue(self, query: Q, loop: asyncio.AbstractEventLoop | None) -> Waiter:
-        self.check_open()
+        if self._is_ending():
+            self.check_open()
         key = cast(Hashable, query) if self._key is None else self._key(query)
         entry = self._pending.get(key) or self._in_flight.get(key)
         if entry is None:
@@ -311,6 +312,7 @@ class Batcher(Generic[Q, R]):
         and one too many finds nothing to do.
         """
         try:
+            self._lock.claim()  # for the thread is here
             self._worker.put(self._run)
         except RuntimeError as error:  # there is no thread any more, or none to be had
             entries = list(self._pending.values())

@@ -19,10 +19,15 @@ class Slots:
 
     Args:
         num_slots: Number of slots that can be handed out.
+
+    Attributes:
+        num_slots: As given.
+        num_used: Number of slots handed out and not returned.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.num_used = 0
         # Slots never used yet are handed out in order behind a high-water mark, so that a large
         # store costs no list of a million integers, and no memory before it is needed.
         self._free: list[int] = []
@@ -31,12 +36,7 @@ class Slots:
     @property
     def num_free(self) -> int:
         """Number of slots that ``allocate`` could hand out now."""
-        return len(self._free) + self.num_slots + 1 - self._next_unused
-
-    @property
-    def num_used(self) -> int:
-        """Number of slots handed out and not returned."""
-        return self.num_slots - self.num_free
+        return self.num_slots - self.num_used
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` slots.
@@ -44,8 +44,9 @@ class Slots:
         Raises:
             OutOfSlotsError: If fewer are free; none is taken then.
         """
-        if count > self.num_free:
+        if count > self.num_slots - self.num_used:
             raise OutOfSlotsError(f"{count} slots asked for, {self.num_free} free")
+        self.num_used += count
         num_recycled = min(count, len(self._free))
         slots = self._free[len(self._free) - num_recycled :]
         del self._free[len(self._free) - num_recycled :]
@@ -57,7 +58,8 @@ class Slots:
     def free(self, slots: Sequence[int]) -> None:
         """Return slots that ``allocate`` handed out."""
         self._free.extend(slots)
-        if self.num_free > self.num_slots:
+        self.num_used -= len(slots)
+        if self.num_used < 0:
             raise CacheError(f"more slots were returned than exist: {self.num_free}")
 
     @property

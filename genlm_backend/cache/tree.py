@@ -85,8 +85,12 @@ class Match:
         They hold until the tree is changed. Matches that go through one node have equal owners
         there if the runs of all are asked for after the last of them was made.
         """
-        path = [node for node in self.node.path() if node.parent is not None]
-        return tuple(Run(node, node.slots, len(node.slots)) for node in reversed(path))
+        runs: list[Run] = []
+        node = self.node
+        while node.parent is not None:
+            runs.append(Run(node, node.slots, len(node.slots)))
+            node = node.parent
+        return tuple(reversed(runs))
 
 
 @final
@@ -132,7 +136,7 @@ class PrefixTree:
 
     def allocate(self, count: int) -> list[int] | None:
         """Take ``count`` slots, evicting what is old and unlocked; ``None`` if there is no room."""
-        missing = count - self.slots.num_free
+        missing = count - (self.slots.num_slots - self.slots.num_used)
         if missing > 0:
             # Evicting in vain would cost others their prefixes for nothing.
             if missing > self._num_unlocked_slots(missing):
@@ -168,10 +172,7 @@ class PrefixTree:
         if match not in self._live:
             return
         self._live.remove(match)
-        stamp = next(self._clock)
-        for node in match.node.path():
-            node.num_locks -= 1
-            node.last_used = stamp
+        self._touch(match.node, -1)
         self._offer(match.node)
 
     def free(self, slots: Sequence[int]) -> None:
@@ -270,6 +271,9 @@ class PrefixTree:
         owned.update(self.slots.recycled())
         if wrong := [slot for slot, count in owned.items() if count != 1]:
             raise CacheError(f"slots with more than one owner: {wrong[:10]}")
+        num_used = sum(len(node.slots) for node in nodes) + len(held)
+        if num_used != self.slots.num_used:
+            raise CacheError(f"{num_used} slots are used, and not {self.slots.num_used}")
         num_touched = self.slots.num_touched
         if len(owned) != num_touched or (owned and not 1 <= min(owned) <= num_touched):
             raise CacheError(f"{len(owned)} slots have an owner, {num_touched} are in use")
@@ -353,11 +357,16 @@ class PrefixTree:
         """Return a match that ends with ``node``, whose path has been used now."""
         match = Match(node, num_tokens)
         self._live.add(match)
-        stamp = next(self._clock)
-        for part in node.path():
-            part.num_locks += 1
-            part.last_used = stamp
+        self._touch(node, 1)
         return match
+
+    def _touch(self, node: Node, num_locks: int) -> None:
+        """Add locks to a node and all above it, which have been used now."""
+        stamp, part = next(self._clock), node
+        while part is not None:
+            part.num_locks += num_locks
+            part.last_used = stamp
+            part = part.parent
 
     def _is_evictable(self, node: Node) -> bool:
         return node.parent is not None and not (node.children or node.num_locks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -22,7 +23,7 @@ from genlm_backend.checks import (
     optional,
 )
 from genlm_backend.checks import device as check_device
-from genlm_backend.errors import AdapterError, UnknownAdapterError
+from genlm_backend.errors import AdapterError, BatcherClosedError, UnknownAdapterError
 from genlm_backend.llm.adapters import AdapterNames
 from genlm_backend.llm.base import ADAPTER_CHECKS, AsyncLM, TokenIds, check_adapter_name
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts
@@ -362,7 +363,7 @@ class BatchedLM(AsyncLM):
         self._clear_kept()
 
     def _clear_kept(self) -> None:
-        if not self._batcher.is_closed:
+        with contextlib.suppress(BatcherClosedError):  # what was kept has gone with the thread
             self._call(self._evaluator.clear)
 
     def statistics(self) -> LMStatistics:

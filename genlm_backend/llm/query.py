@@ -37,10 +37,12 @@ class Query(tuple[Adapter | None, bytes]):
 
     Attributes:
         token_ids: As given.
-        tokens: The same ids as an array of 64-bit integers.
+        adapter: As given; contexts of different adapters share no keys and values.
+        tokens: The ids as an array of 64-bit integers.
     """
 
     token_ids: tuple[int, ...]
+    adapter: Adapter | None
     tokens: array[int]
 
     def __new__(cls, token_ids: tuple[int, ...], adapter: Adapter | None = None) -> Self:
@@ -49,7 +51,7 @@ class Query(tuple[Adapter | None, bytes]):
         tokens = array("q")
         tokens.frombytes(packed)
         query = super().__new__(cls, (adapter, packed))
-        vars(query).update(token_ids=token_ids, tokens=tokens)
+        vars(query).update(token_ids=token_ids, adapter=adapter, tokens=tokens)
         return query
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -57,11 +59,6 @@ class Query(tuple[Adapter | None, bytes]):
 
     def __reduce__(self) -> tuple[type[Query], tuple[tuple[int, ...], Adapter | None]]:
         return Query, (self.token_ids, self.adapter)
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """The adapter; contexts of different adapters share no keys and values."""
-        return self[0]
 
     @property
     def lora_name(self) -> str | None:

@@ -67,7 +67,9 @@ def test_an_interrupt_at_any_line_leaves_the_batcher_answering(is_started, how):
             elif how == "call":
                 interrupted = partial(asked.call, int)
             else:
-                waiting = asked._submit_nowait(1, loop)
+                with asked._lock.here:
+                    waiting = asked._enqueue(1, loop)
+                    asked._advance(loop)
                 interrupted = asked.flush
             is_whole = interrupted_at(number, interrupted)
             assert answers(asked, pool) == [[-1], [-2]], number

@@ -271,9 +271,14 @@ def test_integrity_really_counts():
     match.node.num_locks -= 1
     lost = match.node.slots.pop()
     match.node.tokens.pop()
+    with pytest.raises(CacheError, match="2 slots are used, and not 3"):
+        cache.check_integrity()
+    cache.slots.num_used -= 1
     with pytest.raises(CacheError, match="have an owner"):
         cache.check_integrity()
+    cache.slots.num_used += 1
     cache.check_integrity([lost])
+    cache.slots.num_used += 1
     with pytest.raises(CacheError, match="more than one owner"):
         cache.check_integrity([lost, match.node.slots[0]])
 

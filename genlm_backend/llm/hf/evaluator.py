@@ -315,7 +315,7 @@ class HFEvaluator(Evaluator):
             num_forwards=self.runner.num_forwards,
             tokens_computed=self.runner.tokens_computed,
             tokens_reused=self._tokens_reused,
-            kv_bytes_used=self.tree.num_used * self.store.bytes_per_slot,
+            kv_bytes_used=self.tree.slots.num_used * self.store.bytes_per_slot,
             kv_bytes_budget=self._budget,
             num_evicted_tokens=self.tree.num_evicted,
         )

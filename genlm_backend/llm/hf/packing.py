@@ -7,7 +7,7 @@ its row. What a row's tokens attend to before them is up to an ``Attend``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
@@ -26,22 +26,20 @@ class Span:
         past: The slots of the tokens before them, as runs that other spans may share.
         slots: Slots that receive the new tokens' keys and values; empty to keep none.
         outputs: Indices into ``token_ids`` after which the row of logits is wanted.
+        num_new: Number of new tokens.
+        num_past: Number of tokens before them.
     """
 
     token_ids: Sequence[int]
     past: tuple[Run, ...] = ()
     slots: Sequence[int] = ()
     outputs: Sequence[int] = ()
+    num_new: int = field(init=False)
+    num_past: int = field(init=False)
 
-    @property
-    def num_new(self) -> int:
-        """Number of new tokens."""
-        return len(self.token_ids)
-
-    @property
-    def num_past(self) -> int:
-        """Number of tokens before them."""
-        return sum(run.num_tokens for run in self.past)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_new", len(self.token_ids))
+        object.__setattr__(self, "num_past", sum(run.num_tokens for run in self.past))
 
 
 @final

@@ -67,7 +67,8 @@ class Runner:
         Raises:
             ModelStateError: (``RuntimeError``) If the model has been converted or moved.
         """
-        self._check_placement()
+        if Placement.of(self.model) != self._placement:
+            raise self._moved()
         batch = pack(spans)
         inputs: dict[str, Any] = {
             "input_ids": batch.input_ids,
@@ -84,13 +85,12 @@ class Runner:
         self.tokens_computed += batch.num_new_tokens
         return logits
 
-    def _check_placement(self) -> None:
-        now = Placement.of(self.model)
-        if now != self._placement:
-            raise ModelStateError(
-                f"the model was {self._placement} when it was wrapped and is {now} now, which its "
-                "keys and values are not: put it back, or wrap it again"
-            )
+    def _moved(self) -> ModelStateError:
+        return ModelStateError(
+            f"the model was {self._placement} when it was wrapped and is "
+            f"{Placement.of(self.model)} now, which its keys and values are not: put it back, or "
+            "wrap it again"
+        )
 
     def _select(self, batch: PackedBatch, inputs: dict[str, Any]) -> torch.Tensor:
         """Run the model, projecting onto the vocabulary only where an output is wanted.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -72,11 +72,15 @@ class GatherAttend(Attend):
     def inputs(self, batch: PackedBatch) -> dict[str, Any]:
         """Return the mask of the left padding, and a cache of transformers over the slots."""
         gathered = gather(batch.spans)
-        indices = _Indices(batch, gathered)
-        layers: list[Any] = [
-            _GatheredLayer(self._store, layer, indices, gathered.num_past)
-            for layer in range(len(self._store.layout.layers))
-        ]
+        tensors = (gathered.slots, batch.new_slots, batch.new_columns)
+        on: dict[torch.device, _Indices] = {}  # moved once to each device that has a layer
+        layers: list[Any] = []
+        for number, layer in enumerate(self._store.layout.layers):
+            if layer.device not in on:
+                on[layer.device] = _Indices(
+                    *(None if tensor is None else tensor.to(layer.device) for tensor in tensors)
+                )
+            layers.append(_GatheredLayer(self._store, number, on[layer.device], gathered.num_past))
         return {
             "attention_mask": gathered.mask,
             "past_key_values": Cache(layers=layers),
@@ -84,20 +88,12 @@ class GatherAttend(Attend):
         }
 
 
-class _Indices:
-    """The index tensors of one batch, moved once to each device that has a layer."""
+class _Indices(NamedTuple):
+    """The index tensors of one batch, on one device; see ``Gathered`` and ``PackedBatch``."""
 
-    def __init__(self, batch: PackedBatch, gathered: Gathered) -> None:
-        self._tensors = (gathered.slots, batch.new_slots, batch.new_columns)
-        self._by_device: dict[torch.device, tuple[Any, ...]] = {}
-
-    def on(self, device: torch.device) -> tuple[Any, ...]:
-        """Return ``(slots, new_slots, new_columns)`` on ``device``."""
-        if device not in self._by_device:
-            self._by_device[device] = tuple(
-                None if tensor is None else tensor.to(device) for tensor in self._tensors
-            )
-        return self._by_device[device]
+    slots: torch.Tensor
+    new_slots: torch.Tensor
+    new_columns: torch.Tensor | None
 
 
 class _GatheredLayer(CacheLayerMixin):
@@ -112,18 +108,16 @@ class _GatheredLayer(CacheLayerMixin):
     def __init__(self, store: KVStore, layer: int, indices: _Indices, num_past: int) -> None:
         super().__init__()
         self._store, self._layer, self._indices, self._num_past = store, layer, indices, num_past
-        self._layout = store.layout.layers[layer]
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store ``[B, heads, Q, dim]`` and return ``[B, heads, P + Q, dim]``, keys and values."""
-        slots, new_slots, new_columns = self._indices.on(self._layout.device)
-        states = (key_states, value_states)
-        new = [_by_token(of_heads, new_columns) for of_heads in states]
-        self._store.write(self._layer, new_slots, *new)
-        kept = self._store.read(self._layer, slots)
+        indices, states = self._indices, (key_states, value_states)
+        new = [_by_token(of_heads, indices.new_columns) for of_heads in states]
+        self._store.write(self._layer, indices.new_slots, *new)
+        kept = self._store.read(self._layer, indices.slots)
         keys, values = (
             flat.view(len(of_heads), -1, of_heads.shape[1], of_heads.shape[3]).transpose(1, 2)
             for flat, of_heads in zip(kept, states, strict=True)
