@@ -185,6 +185,7 @@ ARROWS = {
     "checks": ({"errors"}, {"numpy", "transformers"}),  # of torch, one function asks for devices
     "lazy": (set(), {"torch", "numpy", "transformers"}),
     "closing": (set(), {"torch", "numpy", "transformers"}),
+    "common_prefix": (set(), {"torch", "numpy", "transformers"}),
     "readable": (set(), {"torch", "numpy", "transformers"}),
     "process_lock": ({"errors"}, {"torch", "numpy", "transformers"}),
     "info": ({"llm", "errors"}, {"transformers"}),
@@ -193,7 +194,10 @@ ARROWS = {
         {"checks", "readable", "process_lock", "errors"},
         {"torch", "numpy", "transformers"},
     ),
-    "cache": ({"checks", "process_lock", "errors"}, {"asyncio", "transformers"}),
+    "cache": (
+        {"checks", "common_prefix", "process_lock", "errors"},
+        {"asyncio", "transformers"},
+    ),
     "tokenization": ({"checks", "errors"}, {"torch"}),
     "trie": (
         {"checks", "readable", "process_lock", "tokenization", "batching", "errors", "lazy"},
@@ -204,11 +208,14 @@ ARROWS = {
         set(),
     ),
     "generation": (
-        {"checks", "readable", "closing", "process_lock", "llm", "errors", "lazy"},
+        {"checks", "common_prefix", "readable", "closing", "process_lock", "llm", "errors", "lazy"},
         {"vllm"},
     ),
-    "llm.hf": ({"checks", "llm", "cache", "errors", "lazy"}, {"vllm"}),
-    "llm.vllm": ({"checks", "llm", "cache", "errors", "lazy"}, {"transformers"}),
+    "llm.hf": ({"checks", "common_prefix", "llm", "cache", "errors", "lazy"}, {"vllm"}),
+    "llm.vllm": (
+        {"checks", "common_prefix", "llm", "cache", "errors", "lazy"},
+        {"transformers"},
+    ),
 }
 # The registry knows backends by name only; loading looks tokenizers up inside its functions, and
 # the bars of loading are transformers' own.

@@ -1,0 +1,25 @@
+"""The longest common prefix of two sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the length of the longest common prefix of two sequences of the same type.
+
+    The sequences are tuples, lists, arrays of the module ``array``, strings or bytes: whatever has
+    slices that ``==`` compares as a whole, which a NumPy array's are not.
+
+    A bisection over slices, which takes time linear in the shorter length; elements are compared
+    without a loop in Python.
+    """
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

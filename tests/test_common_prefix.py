@@ -1,0 +1,42 @@
+"""The longest common prefix, compared with a loop."""
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm_backend.common_prefix import common_length
+
+few_letters = st.lists(st.integers(0, 2), max_size=40)
+kinds = st.sampled_from([tuple, list, bytes, lambda ids: array("q", ids)])
+
+
+def by_a_loop(first, second):
+    length = 0
+    for a, b in zip(first, second, strict=False):
+        if a != b:
+            break
+        length += 1
+    return length
+
+
+@given(shared=few_letters, first=few_letters, second=few_letters, kind=kinds)
+def test_it_is_what_a_loop_finds(shared, first, second, kind):
+    one, other = kind(shared + first), kind(shared + second)
+    assert common_length(one, other) == by_a_loop(one, other)
+    assert common_length(other, one) == by_a_loop(one, other)
+    assert common_length(one, one) == len(one)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 1000, 1001])
+def test_one_difference_is_found_wherever_it_is(length):
+    ids = list(range(length))
+    for place in {0, length // 2, length - 1} & set(range(length)):
+        other = [*ids[:place], -1, *ids[place + 1 :]]
+        assert common_length(ids, other) == place
+
+
+def test_equal_elements_need_not_be_the_same_objects():
+    ids = tuple(range(1000, 2000))
+    assert common_length(ids, tuple(int(str(token_id)) for token_id in ids)) == 1000
