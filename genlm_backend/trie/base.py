@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from genlm_backend.checks import listed, shown
 from genlm_backend.errors import OptionTypeError, VocabularyTypeError
-from genlm_backend.trie.layout import build_layout, check_unique, keys_of
+from genlm_backend.trie.construction import build_layout
+from genlm_backend.trie.entries import check_unique, keys_of
 from genlm_backend.trie.operation import Operation, Weights, check_batch, check_weights
 from genlm_backend.trie.views import Children, Jump, Prefixes
 
