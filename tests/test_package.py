@@ -219,7 +219,7 @@ ARROWS = {
 }
 # The registry knows backends by name only; loading looks tokenizers up inside its functions, and
 # the bars of loading are transformers' own.
-MAY_NAME_TRANSFORMERS = {"llm/loading.py", "llm/bundled.py", "llm/bars.py"}
+MAY_NAME_TRANSFORMERS = {"llm/loading.py", "llm/bundled.py", "llm/watching.py"}
 
 
 def imports_of(path):

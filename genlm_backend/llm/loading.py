@@ -9,9 +9,9 @@ from typing import Any
 
 from genlm_backend.checks import near_names, text
 from genlm_backend.errors import ModelNotFoundError
-from genlm_backend.llm.bars import bars_where_seen
 from genlm_backend.llm.bundled import BUNDLED, bundled_directory, is_bundled
 from genlm_backend.llm.hub import cached_models, hub_answers
+from genlm_backend.llm.watching import bars_where_seen
 
 
 def resolve_name(name: str) -> str:
