@@ -15,6 +15,7 @@ from genlm_backend.errors import OptionTypeError, VocabularyTypeError
 from genlm_backend.trie.construction import build_layout
 from genlm_backend.trie.entries import check_unique, keys_of
 from genlm_backend.trie.operation import Operation, Weights, check_batch, check_weights
+from genlm_backend.trie.selection import Selector
 from genlm_backend.trie.views import Children, Jump, Prefixes
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class VocabularyTrie(abc.ABC):
     Attributes:
         decode: The vocabulary, as a list.
         layout: The trie as flat arrays.
+        selector: Which elements of a model's rows are the weights of ``decode``.
     """
 
     def __init__(self, decode: Iterable[Any]) -> None:
@@ -56,6 +58,7 @@ class VocabularyTrie(abc.ABC):
             raise VocabularyTypeError(f"decode is a list of tokens, not {shown(decode)}") from None
         self.layout = build_layout(self.decode)
         check_unique(self.decode)
+        self.selector = Selector(self.decode)
 
     # ---------------------------------------------------------------- the tree
 

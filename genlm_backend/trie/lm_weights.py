@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import numpy as np
 
 from genlm_backend.checks import instance, one_of, shown
-from genlm_backend.errors import OptionTypeError, VocabularyError
+from genlm_backend.errors import OptionTypeError
 from genlm_backend.tokenization import Token
 from genlm_backend.trie.async_trie import AsyncTokenCharacterTrie
 from genlm_backend.trie.base import VocabularyTrie
@@ -66,7 +65,7 @@ async def lm_trie_weights(
     if not (hasattr(lm, "byte_vocab") and hasattr(lm, "next_token_logprobs")):
         raise OptionTypeError(f"lm must be a model such as an AsyncLM, got {shown(lm)}")
     plain = trie.trie if isinstance(trie, AsyncTokenCharacterTrie) else trie
-    selection = _selection(lm, plain)
+    selection = plain.selector.selection(lm.byte_vocab)
     row = await lm.next_token_logprobs(token_ids, lora_name=lora_name)
     # NumPy on the CPU: torch would wake a team of threads here, on the caller's thread, which
     # then competes with the one that the model computes with.
@@ -87,52 +86,3 @@ _TRIE = instance((AsyncTokenCharacterTrie, VocabularyTrie), "a trie")
 
 async def _maybe_awaited(result: Any) -> Any:
     return await result if hasattr(result, "__await__") else result
-
-
-class _Selection:
-    """The ids of a trie's entries, on every device where they have been needed."""
-
-    def __init__(self, ids: list[int]) -> None:
-        self._ids = np.array(ids)
-        self._tensors: dict[Any, Tensor] = {}
-
-    def apply(self, row: Any) -> Any:
-        """Return the entries' weights, in the trie's order."""
-        if isinstance(row, np.ndarray):
-            return row[self._ids]
-        index = self._tensors.get(row.device)
-        if index is None:
-            import torch
-
-            index = self._tensors[row.device] = torch.from_numpy(self._ids).to(row.device)
-        return row.index_select(0, index)
-
-
-_SELECTIONS: weakref.WeakKeyDictionary[VocabularyTrie, tuple[list[Token], _Selection | None]] = (
-    weakref.WeakKeyDictionary()
-)
-"""For each trie the vocabulary it was last compared with, and what to select of its rows."""
-
-
-def _selection(lm: NextTokenModel, trie: VocabularyTrie) -> _Selection | None:
-    """Return what to select of a row, or ``None`` where the trie has all tokens in order."""
-    known = _SELECTIONS.get(trie)
-    if known is not None and known[0] is lm.byte_vocab:
-        return known[1]
-    ids = []
-    for position, item in enumerate(trie.decode):
-        token_id = item.token_id if isinstance(item, Token) else None
-        if token_id is None or not 0 <= token_id < len(lm.byte_vocab):
-            raise VocabularyError(
-                f"decode[{position}] of the trie is {item!r}, which is not a token of the model; "
-                f"build the trie over tokens of lm.byte_vocab"
-            )
-        if bytes(lm.byte_vocab[token_id]) != bytes(item):
-            raise VocabularyError(
-                f"decode[{position}] of the trie is {item!r}, but the model's token "
-                f"{token_id} is {lm.byte_vocab[token_id]!r}"
-            )
-        ids.append(token_id)
-    selection = None if ids == list(range(len(lm.byte_vocab))) else _Selection(ids)
-    _SELECTIONS[trie] = (lm.byte_vocab, selection)
-    return selection

@@ -135,9 +135,7 @@ def test_loading_is_quiet_where_nobody_watches_and_leaves_the_setting(capfd):
 
 @pytest.mark.parametrize("is_seen", [True, False])
 @pytest.mark.parametrize("is_wanted", [True, False])
-def test_bars_are_drawn_where_somebody_sees_and_wants_them(
-    capsys, monkeypatch, is_seen, is_wanted
-):
+def test_bars_are_drawn_where_somebody_sees_and_wants_them(capsys, monkeypatch, is_seen, is_wanted):
     from transformers.utils import logging
 
     monkeypatch.setattr("genlm_backend.llm.watching.is_watched", lambda: is_seen)
