@@ -1,4 +1,4 @@
-"""ProcessLock: a lock that nobody waits for in a fork of its process."""
+"""ProcessLock: a lock that raises in a fork of its process, where it might never be free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from genlm_backend.errors import ForkedError
 
 
 class ProcessLock:
-    """A lock of the process that first asks for it; in a fork of that process it raises instead.
+    """A lock that belongs to the process that first asks for it, and raises in a fork of that one.
 
     A fork has a copy of every object and none of the threads: a lock that one of them held stays
     locked, and what was queued for one of them stays in the queue. So what is guarded by such a
@@ -19,7 +19,7 @@ class ProcessLock:
         is_reentrant: Whether the thread that holds it may take it again.
 
     Attributes:
-        native: The lock itself, whatever the process.
+        native: Lock of ``threading``, which is not told of processes.
     """
 
     def __init__(self, is_reentrant: bool = False) -> None:
@@ -28,7 +28,7 @@ class ProcessLock:
 
     @property
     def here(self) -> threading.Lock | threading.RLock:
-        """The lock, after ``claim()``.
+        """The lock, of which this process is the owner; see ``claim()``.
 
         A ``with`` statement takes a lock of Python's own and an interrupt comes before or after
         that; one that came within an ``__enter__`` written here would leave it locked.
@@ -55,5 +55,5 @@ class ProcessLock:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it is owned by a process that this one has been forked from."""
+        """Whether the owner is a process that this one has been forked from."""
         return self._owner not in (None, os.getpid())

@@ -1,4 +1,4 @@
-"""Readable: numbers that read well in a terminal, in a notebook and as a dictionary."""
+"""Readable: statistics that read well in a terminal, in a notebook and as a dictionary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 
 class Readable:
-    """What statistics have in common. A subclass is a dataclass made with ``repr=False``."""
+    """Base of statistics; a subclass is a dataclass made with ``repr=False``."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Machinery of genlm-backend 0.3.1 that a program can import by name and that is not needed here.
+"""Public names of genlm-backend 0.3.1 whose machinery is not needed here.
 
 The package ``genlm.backend`` hands these out, so that a program which imports one still starts
 and is told on use what takes its place.

@@ -1,4 +1,4 @@
-"""Backends that the library does not have: importable everywhere, loadable nowhere."""
+"""Models of backends that this library does not have, which say so when they are used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Absent:
 
     @classmethod
     def from_name(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise an ``ImportError``: there is nothing to load with."""
+        """Raise an ``ImportError``: the backend is not available."""
         cls._refuse()
 
     @classmethod

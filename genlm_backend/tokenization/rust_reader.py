@@ -27,7 +27,7 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
     """Read the bytes of every id out of ``rust``, which ``tokenizer`` is or wraps.
 
     Raises:
-        TokenizerDecodeError: If they cannot be known.
+        TokenizerDecodeError: If the bytes of an id cannot be known.
     """
     spellings = _spellings(rust)
 

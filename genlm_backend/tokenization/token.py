@@ -37,7 +37,7 @@ class Token(bytes):
     contributes in the middle of a text, which may be empty; other types are a ``TypeError``.
 
     Attributes:
-        token_id: The id.
+        token_id: Id of the token in its vocabulary.
     """
 
     token_id: int

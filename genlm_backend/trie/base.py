@@ -1,4 +1,4 @@
-"""VocabularyTrie: what every trie over a vocabulary offers."""
+"""VocabularyTrie: the interface of every trie over a vocabulary."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class VocabularyTrie(abc.ABC):
     Attributes:
         decode: The vocabulary, as a list.
         layout: The trie as flat arrays.
-        selector: Which elements of a model's rows are the weights of ``decode``.
+        selector: Comparison of ``decode`` with a model's vocabulary, for ``lm_trie_weights``.
     """
 
     def __init__(self, decode: Iterable[Any]) -> None:
@@ -64,7 +64,7 @@ class VocabularyTrie(abc.ABC):
 
     @property
     def num_nodes(self) -> int:
-        """Of the trie: prefixes, the root among them, and a leaf for each token."""
+        """Number of nodes: prefixes, the root among them, and a leaf for each token."""
         return self.layout.num_nodes
 
     @property
@@ -93,7 +93,7 @@ class VocabularyTrie(abc.ABC):
 
     @cached_property
     def leaf2word(self) -> dict[int, Hashable]:
-        """The reverse of ``word2leaf``."""
+        """The token of each leaf, as ``word2leaf`` keys it."""
         return {leaf: word for word, leaf in self.word2leaf.items()}
 
     @cached_property
@@ -129,29 +129,29 @@ class VocabularyTrie(abc.ABC):
 
     @abc.abstractmethod
     def evaluate_batch(self, operation: Operation, batch: Weights) -> Any:
-        """Return ``operation`` under each node: ``[len(batch), num_nodes]``.
+        """Return the result of ``operation`` at each node: ``[len(batch), num_nodes]``.
 
         Args:
-            operation: Which.
-            batch: What ``check_batch`` has returned.
+            operation: How the weights of the tokens below a node are combined.
+            batch: Weights as ``check_batch`` has returned them.
         """
 
     @abc.abstractmethod
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Any]:
-        """Return what ``evaluate_batch`` does, as rows that own their memory.
+        """Return the rows of ``evaluate_batch``, each of which owns its memory.
 
-        So that a row somebody keeps does not keep the batch.
+        A row that is kept does not keep the memory of the batch.
         """
 
     def prepare(self) -> None:
-        """Do once what the first call of each operation would spend time on."""
+        """Evaluate each operation once, so that first calls do not wait for compilation."""
         for operation in get_args(Operation):
             for dtype in (np.float32, np.float64):
                 self.evaluate_rows(operation, [np.zeros(len(self.decode), dtype)])
         self.release()
 
     def release(self) -> None:  # noqa: B027  (most tries keep nothing)
-        """Give memory that is kept for results to come back to the system."""
+        """Free the memory that is kept for later results."""
 
     # ---------------------------------------------------------------- prefix weights
 

@@ -12,9 +12,13 @@ from genlm_backend.tokenization import Token
 
 
 def spell(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
-    """Spell each entry in four-byte codes, whose order as bytes is that of the codes.
+    """Return each entry as bytes, four for the code of each letter, and the letter of each code.
 
-    Letters are numbered as they come, after the bytes, so that a byte is its own code.
+    The order of the bytes is that of the codes. Letters are numbered as they come, after the
+    bytes, so that a byte is its own code.
+
+    Raises:
+        VocabularyTypeError: (``TypeError``) If an entry is no iterable of hashable letters.
     """
     code_of: dict[Hashable, int] = {letter: letter for letter in range(256)}
     words = []
@@ -31,7 +35,7 @@ def spell(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
 
 
 def keys_of(decode: Iterable[Any]) -> list[Hashable]:
-    """Return what each entry is known by: ``(bytes, token_id)``, or the entry itself."""
+    """Return the key of each entry: ``(bytes, token_id)``, or the entry itself."""
     return [
         (item.byte_string, item.token_id) if isinstance(item, Token) else item for item in decode
     ]

@@ -43,10 +43,10 @@ class TrieLayout:
         run_children: First child run of each run, and the end; int32 ``[num_runs + 1]``.
         sorted_tokens: Positions in the vocabulary in alphabetical order, int32 ``[num_tokens]``.
         leaf_tokens: Positions in the vocabulary by their leaf's number, int32 ``[num_tokens]``.
-        leaf_runs: The runs of these leaves, ascending, int32 ``[num_tokens]``.
-        leaf_parents: The branches that these leaves hang at, int32 ``[num_tokens]``.
-        branch_runs: The run of each branch, ascending, int32 ``[num_branches]``.
-        branch_parents: The branch that each branch hangs at, int32 ``[num_branches]``; larger
+        leaf_runs: Run of each leaf, ascending, int32 ``[num_tokens]``.
+        leaf_parents: Branch that each leaf hangs at, int32 ``[num_tokens]``.
+        branch_runs: Run of each branch, ascending, int32 ``[num_branches]``.
+        branch_parents: Branch that each branch hangs at, int32 ``[num_branches]``; larger
             than its own number. ``num_branches`` where there is none, as for leaves.
         node_sources: For each node the leaf (by its place in ``leaf_tokens``) whose run it is
             in, or ``num_tokens`` plus the branch; int32 ``[num_nodes]``.
@@ -67,24 +67,24 @@ class TrieLayout:
 
     @property
     def num_nodes(self) -> int:
-        """Of the trie: prefixes, the root among them, and a leaf for each token."""
+        """Number of nodes: prefixes, the root among them, and a leaf for each token."""
         return len(self.node_sources)
 
     @property
     def num_tokens(self) -> int:
-        """Of the vocabulary."""
+        """Number of the vocabulary's tokens."""
         return len(self.leaf_tokens)
 
     @property
     def num_branches(self) -> int:
-        """Of runs that end in a branching node; the others end in a leaf."""
+        """Number of branches: runs that end in a branching node; the others end in a leaf."""
         return len(self.branch_runs)
 
     @property
     def sweep_arrays(self) -> tuple[NDArray[np.uint32], ...]:
-        """What the functions of ``sweep.py`` take after weights, results and scratch.
+        """Arrays that the functions of ``sweep.py`` take last, in their order; uint32.
 
-        Unsigned, because compiled code then has no negative index to think of.
+        They are unsigned because compiled code then has no negative index to handle.
         """
         arrays = (self.leaf_tokens, self.leaf_parents, self.branch_parents, self.node_sources)
         return tuple(array.view(np.uint32) for array in arrays)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NextTokenModel(Protocol):
-    """What is needed of a model; every ``AsyncLM`` has it."""
+    """A model as ``lm_trie_weights`` needs it; every ``AsyncLM`` is one."""
 
     byte_vocab: list[Token]
 
@@ -38,25 +38,26 @@ async def lm_trie_weights(
     *,
     lora_name: str | None = None,
 ) -> Any:
-    """Return how much of the model's next token lies below each node: ``[trie.num_nodes]``.
+    """Return the weight of the model's next token below each node: ``[trie.num_nodes]``.
 
     Concurrent calls share the model's forward passes and the trie's batches. Where the model
     returns its rows on a GPU (``output_device``) and the trie is a
     ``ParallelTokenCharacterTrie(…, device=…, as_tensor=True)`` there, nothing leaves it.
 
     Args:
-        lm: The model.
+        lm: The model that computes the log-probabilities.
         trie: A trie over the tokens of ``lm.byte_vocab``, all or some of them, in any order. One
             that is not asynchronous is evaluated at once, on the calling thread.
-        token_ids: The context.
-        operation: "sum": the probability that the next token begins with the node's prefix.
+        token_ids: Token ids of the context.
+        operation: How the tokens below a node are combined. "sum": the probability that the next
+            token begins with the node's prefix.
             "log_sum": the logarithm of it, exact also where the probability underflows.
             "max": the largest log-probability of a token below the node.
-        lora_name: The adapter to read the context with.
+        lora_name: Name of the adapter to evaluate the context with, if any.
 
     Raises:
         VocabularyError: If the trie has entries that are not tokens of ``lm``.
-        OptionError: (``ValueError``) If ``operation`` is none of the three.
+        OptionError: (``ValueError``) If there is no such ``operation``.
         OptionTypeError: (``TypeError``) If ``lm`` is no model or ``trie`` no trie.
         Exception: What the model raises for the context.
     """

@@ -1,4 +1,4 @@
-"""What walking code reads of a trie, made from the layout when it is asked for."""
+"""Children and prefixes of a trie's nodes, made from its layout when they are asked for."""
 
 from __future__ import annotations
 

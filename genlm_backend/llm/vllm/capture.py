@@ -31,10 +31,11 @@ _ROWS: dict[str, torch.Tensor] = {}
 
 
 class RowCapture(LogitsProcessor, LogitsProcessorV2):
-    """Keeps the rows of tagged requests, with their normalisers; changes no logit.
+    """A logits processor that keeps the rows of tagged requests; it changes no logit.
 
-    It is what both of vLLM's model runners expect: the first tells of moves within the batch
-    (``update_state``), the second of a fixed slot for each request (``add_request``).
+    A row is kept with its normaliser. The class is what both of vLLM's model runners expect: the
+    first tells of moves within the batch (``update_state``), the second of a fixed slot for each
+    request (``add_request``).
     """
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
@@ -85,7 +86,7 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
 
 
 class RowExtension:
-    """What vLLM adds to each of its workers, to be called by name from the outside."""
+    """Methods that vLLM adds to each of its workers, to be called by name from another process."""
 
     def take_genlm_rows(self, tags: list[str]) -> bytes | None:
         """Return the rows of ``tags`` as float32, one after another, and let go of them.
@@ -128,10 +129,10 @@ class Core:
 
     Attributes:
         is_local: Whether the core is in this process, and its one worker with it.
-        num_blocks: Blocks of keys and values.
-        num_free_blocks: How many of them nobody held after the latest step.
-        num_requests: Requests that were there after the latest step, idle ones included.
-        num_running: Of these, the ones that were being computed.
+        num_blocks: Number of blocks of keys and values.
+        num_free_blocks: Number of blocks that were free after the latest step.
+        num_requests: Number of requests after the latest step, idle ones included.
+        num_running: Number of requests that the latest step computed.
         is_fresh: Whether the latest step has told these numbers.
     """
 

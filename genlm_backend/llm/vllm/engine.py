@@ -32,21 +32,21 @@ from genlm_backend.llm.vllm.completion import Completion
 from genlm_backend.llm.vllm.sessions import Step
 
 _WAIT = 0.1
-"""Seconds to wait for the outputs of a core in another process before looking after it."""
+"""Seconds to wait for the outputs of a core in another process at each step."""
 
 _PATIENCE = 30.0
 """Seconds that a core may take to notice that requests have ended."""
 
 
 class Engine:
-    """Starts, extends and gives up sessions, and steps vLLM until their rows are there.
+    """vLLM's engine: starts, extends and ends sessions, and steps until their rows are there.
 
     Not to be used by two threads at once.
 
     Args:
         llm: A ``vllm.LLM`` that ``load`` has made.
-        tokenizer: In place of the model's own.
-        max_adapters: LoRA adapters that may be loaded; ``None`` for any number.
+        tokenizer: Tokenizer to use in place of the model's own.
+        max_adapters: Number of LoRA adapters that may be loaded; ``None`` for any number.
     """
 
     _here: Engine | None = None
@@ -85,9 +85,9 @@ class Engine:
         have been compared on). The global random generators, which vLLM seeds, are put back.
 
         Args:
-            path: A directory or a repository.
-            options: For ``vllm.LLM``.
-            tokenizer: In place of the model's own.
+            path: Directory or repository of the model.
+            options: Arguments of ``vllm.LLM``.
+            tokenizer: Tokenizer to use in place of the model's own.
 
         Raises:
             UnsupportedModelError: If an option is one that forks or rows do not go with.
@@ -137,12 +137,12 @@ class Engine:
     # ---------------------------------------------------------------- sessions
 
     def num_free_blocks(self) -> int:
-        """Return how many blocks of keys and values nobody holds."""
+        """Return the number of free blocks of keys and values."""
         self._settle()
         return self._core.num_free_blocks
 
     def add(self, step: Step) -> None:
-        """Start or extend the session of ``step``; computed at the next ``run``."""
+        """Start or extend the session of ``step``, which the next ``run`` computes."""
         extra: dict[str, Any] = {capture.TAG: step.session}
         if step.source is not None:
             extra["kv_transfer_params"] = {
@@ -183,7 +183,7 @@ class Engine:
         return rows
 
     def release(self, session_ids: list[str]) -> None:
-        """Give sessions up; their blocks are free at once."""
+        """End sessions; their blocks are free at once."""
         if session_ids:
             self._requests = [r for r in self._requests if r.request_id not in session_ids]
             self._sessions.difference_update(session_ids)
@@ -206,8 +206,8 @@ class Engine:
         """Begin a completion, which goes on at every step from now on.
 
         Args:
-            completion: What to sample.
-            forbidden: Ids never to be sampled.
+            completion: Prompt and settings of the sample.
+            forbidden: Token ids that are never sampled.
         """
         params = SamplingParams(
             max_tokens=completion.num_possible,
@@ -232,7 +232,7 @@ class Engine:
             raise EvaluationError(f"vLLM has no room for any of {len(self.completions)} samples")
 
     def stop(self, completions: list[Completion]) -> None:
-        """Give completions up."""
+        """End completions before they are finished; their blocks are free at once."""
         for completion in completions:
             del self.completions[completion.id]
         self._call(self._core.abort, [completion.id for completion in completions])

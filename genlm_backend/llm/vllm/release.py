@@ -1,4 +1,4 @@
-"""Which releases of vLLM are known to work; needs no vLLM to be asked."""
+"""The releases of vLLM that are known to work, read without importing vLLM."""
 
 from __future__ import annotations
 
