@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import final
 
 from genlm_backend.errors import ForkedError
 
 
+@final
 class ProcessLock:
     """A lock that belongs to the process that first asks for it, and raises in a fork of that one.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import html
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 
-class Readable:
+class Readable(abc.ABC):  # noqa: B024  (what it lacks is being a dataclass)
     """Base of statistics; a subclass is a dataclass made with ``repr=False``."""
 
     __slots__ = ()

@@ -48,8 +48,6 @@ NO_SUBJECT = ("Of", "As for", "As of", "That of", "Those of", "Likewise", "Which
 BEGINNING = re.compile(rf"(?:{'|'.join(NO_SUBJECT)})\b")
 ENTRY = re.compile(r"\s+\*{0,2}\w+(?: \([^)]*\))?: (.*)")
 
-Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
 
 def public_parts(node, name):
     """The public definitions in a module, with their names; what is in functions is private."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import abc
+from typing import Any, ClassVar, NoReturn, final
 
 from genlm_backend.errors import MissingExtraError
 
 
-class _Absent:
-    library = ""
-    when = ""
+class _Absent(abc.ABC):
+    library: ClassVar[str]
+    when: ClassVar[str] = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._refuse()
@@ -27,6 +28,7 @@ class _Absent:
         )
 
 
+@final
 class AsyncMlxLM(_Absent):
     """A model evaluated by MLX. Not yet available; using it raises an ``ImportError``."""
 
@@ -34,6 +36,7 @@ class AsyncMlxLM(_Absent):
     when = "yet "
 
 
+@final
 class AsyncSGLTransformer(_Absent):
     """A model evaluated by SGLang. Not available; using it raises an ``ImportError``."""
 

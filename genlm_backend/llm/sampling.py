@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from genlm_backend.checks import checked, integer, number, optional, sequence, s
 from genlm_backend.errors import EvaluationError
 
 
+@final
 class Sampler:
     """Draws from log-probability rows by inverting their cumulative distribution.
 

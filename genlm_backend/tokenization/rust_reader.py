@@ -6,7 +6,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, final
 
 from genlm_backend.errors import TokenizerDecodeError
 from genlm_backend.tokenization.byte_vocab import ByteVocab, Stretch
@@ -170,6 +170,7 @@ def _state(part: Any) -> dict[str, Any]:
         raise UnknownDecoderError(f"its {kind} cannot be serialised: {error}") from error
 
 
+@final
 class _Texts:
     """What a tokenizer makes of texts before its model sees them, and what is to come back."""
 

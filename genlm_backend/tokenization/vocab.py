@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal, final, get_args
 
 from genlm_backend.checks import one_of, switch
 from genlm_backend.tokenization.byte_vocab import ByteVocab
@@ -16,6 +16,7 @@ from genlm_backend.tokenization.token import Token, make_tokens
 Fallback = Literal["tokenizer", "latin1", "replace"]
 
 
+@final
 class Vocabulary(tuple[list[Token], list[str]]):
     """The pair ``(byte_vocab, str_vocab)``, with what else is known of the ids.
 

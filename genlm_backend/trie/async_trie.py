@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, final, get_args
 
 from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.checks import checked, instance, integer, number, shown
@@ -36,6 +36,7 @@ class TrieStatistics(Readable):
     log_sum: BatcherStatistics
 
 
+@final
 class AsyncTokenCharacterTrie:
     """A trie whose prefix weights can be awaited, by many coroutines at once.
 
@@ -217,6 +218,7 @@ _TRIE = instance(
 )
 
 
+@final
 class _Request:
     """Weights of one caller; no two requests are the same one, whatever their weights."""
 

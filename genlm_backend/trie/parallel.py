@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ MAX_ELEMENTS = 1 << 26
 """Largest number of elements of an intermediate tensor; larger batches are evaluated in parts."""
 
 
+@final
 class ParallelTokenCharacterTrie(VocabularyTrie):
     """A trie that sums and maximises by a sparse reachability matrix in torch.
 

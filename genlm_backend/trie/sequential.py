@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ NODES_PER_THREAD = 1_000_000
 than it saves."""
 
 
+@final
 class TokenCharacterTrie(VocabularyTrie):
     """A trie that sums and maximises on the CPU, by one compiled pass per row of weights.
 

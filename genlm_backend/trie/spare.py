@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 Shape = tuple[int, ...]
 
 
+@final
 class SpareMemory:
     """Makes arrays, and keeps the memory of those that are no longer referenced for later ones.
 
@@ -92,6 +93,7 @@ class SpareMemory:
         return memory
 
 
+@final
 class _Lease:
     """The base of an array, which gives the memory back when the array is gone."""
 

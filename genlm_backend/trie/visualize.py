@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from genlm_backend.trie.base import VocabularyTrie
 
 
+@final
 class TrieDrawing(graphviz.Digraph):
     """A ``graphviz.Digraph`` that renders SVG with or without Graphviz's own programs.
 

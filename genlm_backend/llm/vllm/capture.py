@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 import time
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ _ROWS: dict[str, torch.Tensor] = {}
 """Rows of the latest steps by the tags of their requests, in the process of the worker."""
 
 
+@final
 class RowCapture(LogitsProcessor, LogitsProcessorV2):
     """A logits processor that keeps the rows of tagged requests; it changes no logit.
 
@@ -124,6 +125,7 @@ def core_request(
     )
 
 
+@final
 class Core:
     """The engine core of a ``vllm.LLM``, in this process or in one of its own.
 

@@ -10,7 +10,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ _PATIENCE = 30.0
 """Seconds that a core may take to notice that requests have ended."""
 
 
+@final
 class Engine:
     """vLLM's engine: starts, extends and ends sessions, and steps until their rows are there.
 

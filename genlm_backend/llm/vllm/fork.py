@@ -9,7 +9,7 @@ Everything is decided in the scheduler: nothing is done in a worker.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -22,6 +22,7 @@ from genlm_backend.errors import UnsupportedModelError
 SOURCE, NUM_SHARED = "genlm_source", "genlm_num_shared"
 
 
+@final
 class ForkConnector(KVConnectorBase_V1):
     """A KV connector that plans the copies of blocks which new sessions begin with."""
 
