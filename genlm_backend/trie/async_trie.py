@@ -42,18 +42,18 @@ class AsyncTokenCharacterTrie:
 
     All concurrent awaits of an operation are evaluated as one batch on a worker thread, so that
     the event loop stays free. Any number of event loops and threads may use one trie, at the
-    same time or one after another. Weights are checked before they are queued: a request that is
+    same time or one after another. Weights are checked before they are queued: a query that is
     wrong fails alone. Cancelling one caller does not affect the others. Each answer owns its
     memory.
 
-    Nothing has to be started: the first request does. ``cleanup()`` ends the worker threads;
-    a request after it starts new ones.
+    Nothing has to be started: the first query does. ``cleanup()`` ends the worker threads;
+    a query after it starts new ones.
 
     Args:
         trie: The trie that evaluates the batches.
-        batch_size: Number of requests in a batch, at most.
-        timeout: Seconds that the first request of a batch may wait for others. It waits less as a
-            rule, since a batch is evaluated as soon as the event loop brings no new request.
+        batch_size: Number of queries in a batch, at most.
+        timeout: Seconds that the first query of a batch may wait for others. It waits less as a
+            rule, since a batch is evaluated as soon as the event loop brings no new query.
 
     Attributes:
         trie: The trie as given; it has ``children``, ``word2leaf`` and what else is not awaited.
@@ -70,7 +70,7 @@ class AsyncTokenCharacterTrie:
         self.trie = _TRIE("trie", trie)
         self._policy = BatchPolicy(max_batch_size=options["batch_size"], timeout=timeout)
         self._lock = ProcessLock()
-        self._batchers: dict[Operation, Batcher[_Request, Any]] = {}
+        self._batchers: dict[Operation, Batcher[_Query, Any]] = {}
 
     @classmethod
     def from_vocab(
@@ -90,8 +90,8 @@ class AsyncTokenCharacterTrie:
                 (``TokenCharacterTrie``), or ``None``: the parallel one where there is a CUDA
                 device, or where ``device`` or ``as_tensor`` is given; the sequential one, which
                 is the faster on a CPU, elsewhere.
-            batch_size: Number of requests in a batch, at most.
-            timeout: Seconds that the first request of a batch may wait for others.
+            batch_size: Number of queries in a batch, at most.
+            timeout: Seconds that the first query of a batch may wait for others.
             **kwargs: Options of the trie's constructor, such as ``device="cuda"`` and
                 ``as_tensor=True``.
 
@@ -145,12 +145,12 @@ class AsyncTokenCharacterTrie:
         return await self._submit("sum", ws)
 
     async def _submit(self, operation: Operation, ws: Weights) -> Any:
-        request = _Request(check_weights(ws, len(self.trie.decode)))
+        query = _Query(check_weights(ws, len(self.trie.decode)))
         self._lock.claim()
         while True:
             batcher = self._batchers.get(operation) or self._started()[operation]
             try:
-                return await batcher.submit(request)
+                return await batcher.submit(query)
             except BatcherClosedError:
                 if self._batchers.get(operation) is batcher:  # the interpreter exits
                     raise
@@ -166,9 +166,9 @@ class AsyncTokenCharacterTrie:
         )
 
     def start(self) -> None:
-        """Do nothing, for programs that call it: the first request starts the worker threads."""
+        """Do nothing, for programs that call it: the first query starts the worker threads."""
 
-    def _started(self) -> dict[Operation, Batcher[_Request, Any]]:
+    def _started(self) -> dict[Operation, Batcher[_Query, Any]]:
         with self._lock.here:
             if not self._batchers:
                 for operation in get_args(Operation):
@@ -183,7 +183,7 @@ class AsyncTokenCharacterTrie:
         """End the worker threads, after the batches that are being evaluated.
 
         Callers that still wait get a ``QueryDroppedError``. A second call has no effect, and a
-        later request starts new threads. In a fork of the process that first asked, nothing is
+        later query starts new threads. In a fork of the process that first asked, nothing is
         done.
         """
         if self._lock.is_foreign:
@@ -219,8 +219,8 @@ _TRIE = instance(
 
 
 @final
-class _Request:
-    """Weights of one caller; no two requests are the same one, whatever their weights."""
+class _Query:
+    """Weights of one caller; no two queries are the same one, whatever their weights."""
 
     __slots__ = ("weights",)
 
@@ -228,5 +228,5 @@ class _Request:
         self.weights = weights
 
 
-def _evaluate(trie: VocabularyTrie, operation: Operation, requests: list[_Request]) -> Any:
-    return trie.evaluate_rows(operation, [request.weights for request in requests])
+def _evaluate(trie: VocabularyTrie, operation: Operation, queries: list[_Query]) -> Any:
+    return trie.evaluate_rows(operation, [query.weights for query in queries])
