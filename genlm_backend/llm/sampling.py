@@ -18,7 +18,7 @@ class Sampler:
     """Draws from log-probability rows by inverting their cumulative distribution.
 
     A draw uses one random number, whatever else is drawn elsewhere, so that equal seeds give equal
-    continuations in any company.
+    continuations whatever else is sampled.
 
     Args:
         temperature: Divisor of the log-probabilities; 0 takes the largest, and infinity draws

@@ -1,8 +1,10 @@
-"""Every name of vLLM that is not its public interface.
+"""The rows of vLLM's requests, and the engine core that computes them.
 
-``RowCapture`` is loaded by vLLM, which passes it the logits of each step; it keeps the rows of
-the requests that are tagged, by request and not by position. Where the workers are in other
-processes, ``RowExtension`` hands the rows out.
+This file and ``fork``, the KV connector, hold every name of vLLM that is not its public
+interface. ``RowCapture`` is loaded by vLLM, which passes it the logits of each step; it keeps the
+rows of the requests that are tagged, by request and not by position. Where the workers are in
+other processes, ``RowExtension`` hands the rows out. ``Core`` adds requests, makes steps and takes
+the rows.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import queue
 import time
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from vllm import envs
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
@@ -25,9 +28,7 @@ from genlm_backend.errors import EvaluationError
 from genlm_backend.llm.rows import rows_of_logits
 
 TAG = "genlm_row"
-
-_ROWS: dict[str, torch.Tensor] = {}
-"""Rows of the latest steps by the tags of their requests, in the process of the worker."""
+"""Key of a request's tag among its extra arguments."""
 
 
 @final
@@ -37,6 +38,12 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
     A row is kept with its normaliser. The class is what both of vLLM's model runners expect: the
     first tells of moves within the batch (``update_state``), the second of a fixed slot for each
     request (``add_request``).
+    """
+
+    rows: ClassVar[dict[str, torch.Tensor]] = {}
+    """Rows of the latest steps by the tags of their requests, in the process of the worker.
+
+    They are the class's because vLLM makes the object and hands it to nobody.
     """
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
@@ -79,10 +86,10 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
             tagged = {row: self._tags[slot] for row, slot in slots if slot in self._tags}
         if logits.device.type == "cpu":
             for row, tag in tagged.items():
-                _ROWS[tag] = rows_of_logits(logits[row])
+                self.rows[tag] = rows_of_logits(logits[row])
         elif tagged:
             rows = rows_of_logits(logits[list(tagged)])
-            _ROWS.update(zip(tagged.values(), rows, strict=True))
+            self.rows.update(zip(tagged.values(), rows, strict=True))
         return logits
 
 
@@ -95,8 +102,9 @@ class RowExtension:
         Only the first worker of a group that has the same rows answers; the others give
         ``None``.
         """
-        rows = [_ROWS.pop(tag) for tag in tags if tag in _ROWS]
-        _ROWS.clear()  # nobody asks for what is left: a round's rows are asked for together
+        kept = RowCapture.rows
+        rows = [kept.pop(tag) for tag in tags if tag in kept]
+        kept.clear()  # nobody asks for what is left: a round's rows are asked for together
         if len(rows) < len(tags) or get_tensor_model_parallel_rank() != 0:
             return None
         return torch.stack(rows).cpu().numpy().tobytes()
@@ -104,7 +112,7 @@ class RowExtension:
     def forget_genlm_rows(self, tags: list[str]) -> None:
         """Let go of the rows of requests that have ended."""
         for tag in tags:
-            _ROWS.pop(tag, None)
+            RowCapture.rows.pop(tag, None)
 
 
 def core_request(
@@ -131,6 +139,10 @@ class Core:
 
     Attributes:
         is_local: Whether the core is in this process, and its one worker with it.
+        vocab_size: Number of elements of a row.
+        max_model_len: Largest number of tokens of a context with its next token.
+        max_num_seqs: Largest number of requests in a step.
+        block_size: Number of tokens in a block of keys and values.
         num_blocks: Number of blocks of keys and values.
         num_free_blocks: Number of blocks that were free after the latest step.
         num_requests: Number of requests after the latest step, idle ones included.
@@ -141,7 +153,12 @@ class Core:
     def __init__(self, llm: Any) -> None:
         self._client = llm.llm_engine.engine_core
         self.is_local = isinstance(self._client, InprocClient)
-        self.num_blocks: int = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+        config = llm.llm_engine.vllm_config
+        self.vocab_size: int = config.model_config.get_vocab_size()
+        self.max_model_len: int = config.model_config.max_model_len
+        self.max_num_seqs: int = config.scheduler_config.max_num_seqs
+        self.block_size: int = config.cache_config.block_size
+        self.num_blocks: int = config.cache_config.num_gpu_blocks
         self.num_free_blocks = self.num_blocks - 1
         self.num_requests = self.num_running = 0
         self.is_fresh = False
@@ -196,7 +213,7 @@ class Core:
         They are on the device where they were computed, or on the CPU if that is elsewhere.
         """
         if self.is_local:
-            return [_ROWS.pop(tag) for tag in tags]
+            return [RowCapture.rows.pop(tag) for tag in tags]
         answers = self._client.collective_rpc("take_genlm_rows", args=(tags,))
         found = [answer for answer in answers if answer is not None]
         if len(found) != 1:

@@ -18,7 +18,6 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from genlm_backend.errors import (
     AdapterError,
@@ -56,12 +55,11 @@ class Engine:
     def __init__(self, llm: LLM, tokenizer: Any = None, max_adapters: int | None = None) -> None:
         self._llm: LLM | None = llm
         self._core = capture.Core(llm)
-        config = llm.llm_engine.vllm_config
         self.tokenizer: Any = llm.get_tokenizer() if tokenizer is None else tokenizer
-        self.vocab_size: int = config.model_config.get_vocab_size()
-        self.max_length: int = config.model_config.max_model_len - 1
-        self.max_sessions: int = config.scheduler_config.max_num_seqs
-        self.block_size: int = config.cache_config.block_size
+        self.vocab_size: int = self._core.vocab_size
+        self.max_length: int = self._core.max_model_len - 1
+        self.max_sessions: int = self._core.max_num_seqs
+        self.block_size: int = self._core.block_size
         self.num_blocks: int = self._core.num_blocks - 1  # one is vLLM's own
         self.num_steps = 0
         self.completions: dict[str, Completion] = {}
@@ -332,7 +330,7 @@ class Engine:
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except EngineDeadError as error:
+        except capture.EngineDeadError as error:
             raise EngineDiedError(
                 "vLLM's engine has ended, and what it printed says why; close this model and "
                 "load it again"

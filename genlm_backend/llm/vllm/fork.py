@@ -20,6 +20,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from genlm_backend.errors import UnsupportedModelError
 
 SOURCE, NUM_SHARED = "genlm_source", "genlm_num_shared"
+"""Keys of a request's transfer parameters: whose tokens it begins with, and how many."""
 
 
 @final
