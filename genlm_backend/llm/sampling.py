@@ -17,8 +17,8 @@ from genlm_backend.errors import EvaluationError
 class Sampler:
     """Draws from log-probability rows by inverting their cumulative distribution.
 
-    A draw uses one random number, whatever else is drawn elsewhere, so that equal seeds give equal
-    continuations whatever else is sampled.
+    A draw uses one random number of the sampler's own, so that equal seeds give equal
+    continuations, whatever else is sampled meanwhile.
 
     Args:
         temperature: Divisor of the log-probabilities; 0 takes the largest, and infinity draws
