@@ -16,7 +16,6 @@ FILES = sorted(ROOT.rglob("*.py"))
 TO_DO = {
     "batching/batcher.py",
     "batching/call.py",
-    "batching/policy.py",
     "batching/statistics.py",
     "batching/ticker.py",
     "batching/waiter.py",
@@ -37,7 +36,6 @@ TO_DO = {
     "generation/sample.py",
     "generation/served_model.py",
     "generation/signal.py",
-    "generation/status.py",
     "generation/text.py",
     "llm/adapters.py",
     "llm/hf/evaluator.py",
@@ -129,10 +127,11 @@ class Class:
 
     @property
     def is_value(self):
-        """Whether it is an exception, a dataclass or something else that only holds values."""
+        """Whether it is an exception, a dataclass, an enumeration or a named tuple."""
         bases = set().union(*(each.foreign for each in [self, *self.ancestors]))
         is_error = any(base.endswith(("Error", "Exception")) for base in bases)
-        return is_error or "dataclass" in self.decorators or "NamedTuple" in bases
+        is_constant = bool({"NamedTuple", "Enum", "StrEnum"} & bases)
+        return is_error or is_constant or "dataclass" in self.decorators
 
 
 def decorators(node):
