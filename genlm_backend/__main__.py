@@ -44,7 +44,7 @@ def run_demo(arguments: list[str]) -> None:
 
 
 def print_whole(text: str) -> None:
-    """Print a text; whoever reads it may stop before its end, as ``head`` does."""
+    """Print a text to a reader that may stop before its end, as ``head`` does."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""Checks of arguments: each returns the value as it is meant, or says what is wrong with it.
+"""Checks of arguments: each returns the value as it is meant, or raises an error that tells why.
 
 A check is a function of an argument's name and value, so that a table of them can stand for the
 options of a constructor::
@@ -34,9 +34,9 @@ def checked(
     """Return values by their names, each as its check returns it.
 
     Args:
-        checks: Check by name; a value without one is returned as it is.
-        values: Value by name.
-        error: What to raise in place of an ``OptionError`` or ``OptionTypeError``.
+        checks: Check of each name; a value without one is returned as it is.
+        values: Value of each name.
+        error: Type of the error to raise in place of an ``OptionError`` or ``OptionTypeError``.
     """
     try:
         return {n: checks[n](n, value) if n in checks else value for n, value in values.items()}
@@ -55,10 +55,10 @@ def check_names(
     """Raise an error with near names unless every name is known.
 
     Args:
-        given: The names.
-        known: Those that there are.
-        of: What has them, for the message.
-        error: What to raise.
+        given: Names to check.
+        known: Names that there are.
+        of: What the message calls a name that there is.
+        error: Type of the error to raise.
     """
     for name in given:
         if name not in known:
@@ -123,9 +123,9 @@ def number(
     """Return a check for a real number within bounds, which is never a NaN.
 
     Args:
-        low: The least it may be.
-        high: The most it may be.
-        is_open: Whether it must be above ``low``.
+        low: Smallest number allowed.
+        high: Largest number allowed.
+        is_open: Whether ``low`` itself is refused.
         is_finite: Whether infinity is refused.
     """
     wanted = "a number"
@@ -190,7 +190,7 @@ def mapping(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def function(name: str, value: Any) -> Callable[..., Any]:
-    """Return what can be called, and refuse everything else."""
+    """Return a value that can be called, and refuse everything else."""
     if not callable(value):
         raise OptionTypeError(f"{name} must be a function, got {shown(value)}")
     return value
@@ -200,7 +200,7 @@ def instance(kind: type[T] | tuple[type[Any], ...], wanted: str) -> Check[T]:
     """Return a check for an object of a class.
 
     Args:
-        kind: The class, or several.
+        kind: Class of the object, or several classes.
         wanted: What the message calls it.
     """
 
@@ -213,7 +213,7 @@ def instance(kind: type[T] | tuple[type[Any], ...], wanted: str) -> Check[T]:
 
 
 def listed(name: str, value: Any) -> list[Any]:
-    """Return an iterable as a list; a text is none."""
+    """Return an iterable as a list, and refuse a text and everything else."""
     is_list = hasattr(value, "__iter__") and getattr(value, "ndim", 1) > 0
     if not is_list or isinstance(value, (str, bytes, bytearray)):
         raise OptionTypeError(f"{name} must be a list, got {shown(value)}")
@@ -221,10 +221,10 @@ def listed(name: str, value: Any) -> list[Any]:
 
 
 def sequence(check: Check[T], wanted: str) -> Check[tuple[T, ...]]:
-    """Return a check for an iterable, each element of which has a check; a text is none.
+    """Return a check for an iterable other than a text, which checks each element.
 
     Args:
-        check: Of an element; what it says is replaced by what the whole must be.
+        check: Check of an element; its message is replaced by one about the whole.
         wanted: What the message calls the whole.
     """
 
@@ -246,7 +246,8 @@ def known_device(name: str, value: Any) -> Any:
     """Return a device, or its name, as it is, if torch knows it, here or elsewhere.
 
     Raises:
-        DeviceError: (``ValueError``) Otherwise, and for "meta", which computes nothing.
+        DeviceError: (``ValueError``) If torch does not know it, or it is "meta", which computes
+            nothing.
     """
     import torch
 
@@ -266,7 +267,7 @@ def device(name: str, value: Any) -> Any:
     """Return the ``torch.device`` of a name that torch knows and that is on this machine.
 
     Raises:
-        DeviceError: (``ValueError``) Otherwise.
+        DeviceError: (``ValueError``) If there is no such device on this machine.
     """
     import torch
 
@@ -282,13 +283,13 @@ def device(name: str, value: Any) -> Any:
 # -------------------------------------------------------------------- bounds that recur
 
 MAX_BYTES = (1 << 63) - 1
-"""More bytes than this cannot be counted in 64 bits."""
+"""Largest number of bytes: more cannot be counted in 64 bits."""
 
 MAX_THREADS = 4096
-"""OpenMP ends the process that asks for more threads than the system gives."""
+"""Largest number of threads: OpenMP ends the process that asks for more than the system gives."""
 
 MAX_VOCAB = 1 << 24
-"""More ids than any vocabulary has; each costs an object."""
+"""Largest number of token ids: more than any vocabulary has, and each costs an object."""
 
 byte_count = integer(0, MAX_BYTES)
 """Check of a number of bytes."""

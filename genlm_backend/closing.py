@@ -1,4 +1,4 @@
-"""Closing: what is closed at the end of a ``with`` or ``async with`` statement."""
+"""Closing: the base of objects that a ``with`` or ``async with`` statement closes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Self
 
 
 class Closing(abc.ABC):
-    """An object with a ``close()`` that blocks."""
+    """An object with a ``close()`` that blocks, as a context manager of both kinds."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End it; again has no effect."""
+        """Close the object and free what it holds; a second call has no effect."""
 
     async def aclose(self) -> None:
-        """Do as ``close()``, leaving the event loop free meanwhile."""
+        """Close the object like ``close()``, without blocking the event loop."""
         await asyncio.to_thread(self.close)
 
     def __enter__(self) -> Self:

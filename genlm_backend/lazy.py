@@ -13,9 +13,9 @@ def lazy_names(
     """Return the ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
-        namespace: Its ``globals()``, where a name is kept once it has been asked for.
-        names: Public name → module that defines it, or the module and the name that it has there,
-            ``"module:name"``.
+        namespace: The package's ``globals()``, where a name is kept once it has been asked for.
+        names: Module that defines each public name, or the module and the name that it has
+            there, ``"module:name"``.
         submodules: Modules of the package that are attributes of it without being imported.
     """
 

@@ -1,4 +1,4 @@
-"""ProcessLock: a lock that nobody waits for in a fork of its process."""
+"""ProcessLock: a lock that raises in a fork of its process, where it might never be free."""
 
 from __future__ import annotations
 

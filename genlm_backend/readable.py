@@ -1,15 +1,16 @@
-"""Readable: numbers that read well in a terminal, in a notebook and as a dictionary."""
+"""Readable: statistics that read well in a terminal, in a notebook and as a dictionary."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import html
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 
-class Readable:
-    """What statistics have in common. A subclass is a dataclass made with ``repr=False``."""
+class Readable(abc.ABC):  # noqa: B024  (what it lacks is being a dataclass)
+    """Base of statistics; a subclass is a dataclass made with ``repr=False``."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Machinery of genlm-backend 0.3.1 that a program can import by name and that is not needed here.
+"""Public names of genlm-backend 0.3.1 whose machinery is not needed here.
 
 The package ``genlm.backend`` hands these out, so that a program which imports one still starts
 and is told on use what takes its place.
@@ -6,7 +6,8 @@ and is told on use what takes its place.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import abc
+from typing import Any, ClassVar, NoReturn, final
 
 from genlm_backend.errors import ReplacedNameError
 from genlm_backend.llm.vllm.release import installed_release, is_supported
@@ -22,19 +23,21 @@ HAS_SGL = False
 """Whether ``AsyncSGLTransformer`` can load a model."""
 
 
-class _Replaced:
-    instead = ""
+class _Replaced(abc.ABC):
+    instead: ClassVar[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse(type(self).__name__, self.instead)
 
 
+@final
 class Query(_Replaced):
     """An entry of the queue of genlm-backend 0.3.1. Using it raises a ``ReplacedNameError``."""
 
     instead = "`await lm.next_token_logprobs(token_ids)` queues, batches and answers"
 
 
+@final
 class TokenTrie(_Replaced):
     """The cache of genlm-backend 0.3.1. Using it raises a ``ReplacedNameError``."""
 
@@ -44,6 +47,7 @@ class TokenTrie(_Replaced):
     )
 
 
+@final
 class BackendScheduler(_Replaced):
     """The scheduler of genlm-backend 0.3.1. Using it raises a ``ReplacedNameError``."""
 

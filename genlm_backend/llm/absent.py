@@ -1,22 +1,23 @@
-"""Backends that the library does not have: importable everywhere, loadable nowhere."""
+"""Models of backends that this library does not have, which say so when they are used."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import abc
+from typing import Any, ClassVar, NoReturn, final
 
 from genlm_backend.errors import MissingExtraError
 
 
-class _Absent:
-    library = ""
-    when = ""
+class _Absent(abc.ABC):
+    library: ClassVar[str]
+    when: ClassVar[str] = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._refuse()
 
     @classmethod
     def from_name(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raise an ``ImportError``: there is nothing to load with."""
+        """Raise an ``ImportError``: the backend is not available."""
         cls._refuse()
 
     @classmethod
@@ -27,6 +28,7 @@ class _Absent:
         )
 
 
+@final
 class AsyncMlxLM(_Absent):
     """A model evaluated by MLX. Not yet available; using it raises an ``ImportError``."""
 
@@ -34,6 +36,7 @@ class AsyncMlxLM(_Absent):
     when = "yet "
 
 
+@final
 class AsyncSGLTransformer(_Absent):
     """A model evaluated by SGLang. Not available; using it raises an ``ImportError``."""
 

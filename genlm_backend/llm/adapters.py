@@ -8,7 +8,7 @@ from typing import final
 
 from genlm_backend.errors import AdapterError, UnknownAdapterError
 from genlm_backend.llm.base import UNKNOWN_ADAPTER
-from genlm_backend.llm.query import Adapter
+from genlm_backend.llm.query import Adapter, Query
 
 
 @final
@@ -55,9 +55,10 @@ class AdapterNames:
             )
         return loaded[name]
 
-    def error_of(self, adapter: Adapter) -> UnknownAdapterError | None:
-        """Return the error of who asked with an adapter that has gone since, or ``None``."""
-        if self._loaded.get(adapter.name) == adapter:
+    def error_of(self, query: Query) -> UnknownAdapterError | None:
+        """Return the error of a query whose adapter has gone since it was asked, or ``None``."""
+        adapter = query.adapter
+        if adapter is None or self._loaded.get(adapter.name) == adapter:
             return None
         return UnknownAdapterError(
             f"the LoRA adapter {adapter.name!r} has been removed since it was asked for"

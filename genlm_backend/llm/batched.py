@@ -202,7 +202,7 @@ class BatchedLM(AsyncLM):
         answers: dict[Query, Row | Exception] = {
             query: error
             for query in queries
-            if query.adapter is not None and (error := self._adapters.error_of(query.adapter))
+            if query.adapter is not None and (error := self._adapters.error_of(query))
         }
         known = [query for query in queries if query not in answers] if answers else queries
         try:

@@ -16,8 +16,7 @@ from typing import Any, Final
 import platformdirs
 
 from genlm_backend.errors import MissingExtraError
-from genlm_backend.llm.bars import bars_where_seen, gguf_bar_where_seen
-from genlm_backend.llm.watching import is_watched
+from genlm_backend.llm.watching import bars_where_seen, is_watched
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +92,7 @@ def _convert(source: Path, filename: str, folder: Path) -> None:
     if hasattr(transformers, "GgufConfig"):  # newer releases keep the blocks packed where they can
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     AutoTokenizer.from_pretrained(source, gguf_file=filename).save_pretrained(folder)
-    with gguf_bar_where_seen():
-        unpacked = AutoModelForCausalLM.from_pretrained(source, **options)
+    unpacked = AutoModelForCausalLM.from_pretrained(source, **options)
     # A model that came out of a GGUF file cannot be saved as it is: it counts as quantised.
     config = unpacked.config
     if hasattr(config, "quantization_config"):

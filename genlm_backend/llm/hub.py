@@ -1,4 +1,4 @@
-"""The Hugging Face hub: whether it answers, and which of its models are here already."""
+"""The Hugging Face hub: whether it answers, and which of its models are in the local cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _SECONDS = 5.0
-"""What a hub that answers at all needs less than; without a network the attempt fails at once."""
+"""Seconds to wait for the hub to answer; without a network the attempt fails at once."""
 
 
 def hub_answers() -> bool:
-    """Ask the hub once, with its own client, where it would be asked again and again otherwise."""
+    """Return whether the hub answers a request of its own client.
+
+    It is not asked, and does not answer, where ``HF_HUB_OFFLINE`` is set.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.utils import get_session

@@ -1,4 +1,4 @@
-"""From a model's name to what can be loaded, with errors that say what was looked for."""
+"""Names of models: where they lead, and errors that say what was looked for."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from genlm_backend.checks import near_names, text
 from genlm_backend.errors import ModelNotFoundError
-from genlm_backend.llm.bars import bars_where_seen
 from genlm_backend.llm.bundled import BUNDLED, bundled_directory, is_bundled
 from genlm_backend.llm.hub import cached_models, hub_answers
+from genlm_backend.llm.watching import bars_where_seen
 
 
 def resolve_name(name: str) -> str:
@@ -33,17 +33,19 @@ def check_name(name: Any) -> str:
     """Return a model's name as a string.
 
     Raises:
-        OptionTypeError: (``TypeError``) If it is no string or path.
-        OptionError: (``ValueError``) If it is empty.
+        OptionTypeError: (``TypeError``) If the name is no string or path.
+        OptionError: (``ValueError``) If the name is empty.
     """
     return text("name", str(name) if isinstance(name, Path) else name)
 
 
 def hub_options(path: str) -> dict[str, Any]:
-    """Return what keeps a loader from asking a hub again and again that does not answer.
+    """Return options for a loader: ``local_files_only`` where the hub does not answer.
+
+    Without it, a loader asks the hub again for each file.
 
     Args:
-        path: What ``resolve_name`` has returned.
+        path: Local path or repository that ``resolve_name`` has returned.
     """
     return {} if Path(path).is_dir() or hub_answers() else {"local_files_only": True}
 
@@ -52,17 +54,19 @@ def check_holds_model(path: str) -> None:
     """Raise an ``OSError`` if a local directory has no configuration of a model.
 
     Args:
-        path: What ``resolve_name`` has returned.
+        path: Local path or repository that ``resolve_name`` has returned.
     """
     if Path(path).is_dir() and not Path(path, "config.json").exists():
         raise OSError("there is such a directory, without a config.json")
 
 
 def check_reachable(path: str) -> None:
-    """Raise an ``OSError`` if a model is neither here nor to be had, for loaders without options.
+    """Raise an ``OSError`` if a model is in no local cache and the hub does not answer.
+
+    It is for loaders that take no ``hub_options``.
 
     Args:
-        path: What ``resolve_name`` has returned.
+        path: Local path or repository that ``resolve_name`` has returned.
     """
     if hub_options(path) and path not in cached_models():
         raise OSError("the hub does not answer, and its local cache has no such model")
@@ -89,7 +93,7 @@ def explained(name: str) -> Iterator[None]:
 
 
 def load_tokenizer(name: str, **options: Any) -> Any:
-    """Load the tokenizer of the model of that name."""
+    """Return the tokenizer of the model of that name."""
     from transformers import AutoTokenizer
 
     path = resolve_name(name)

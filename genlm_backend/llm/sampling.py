@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -13,21 +13,23 @@ from genlm_backend.checks import checked, integer, number, optional, sequence, s
 from genlm_backend.errors import EvaluationError
 
 
+@final
 class Sampler:
     """Draws from log-probability rows by inverting their cumulative distribution.
 
-    A draw uses one random number, whatever else is drawn elsewhere, so that equal seeds give equal
-    continuations in any company.
+    A draw uses one random number of the sampler's own, so that equal seeds give equal
+    continuations, whatever else is sampled meanwhile.
 
     Args:
-        temperature: Divides the log-probabilities; 0 takes the largest, and infinity draws from
-            all that are possible alike.
-        seed: Equal seeds and streams give equal draws from equal rows; ``None`` draws afresh.
-        stream: Which of the independent streams of ``seed``.
+        temperature: Divisor of the log-probabilities; 0 takes the largest, and infinity draws
+            from all possible tokens alike.
+        seed: Seed of the random numbers; equal seeds and streams give equal draws from equal
+            rows. ``None`` draws afresh.
+        stream: Number of the stream among the independent ones of ``seed``.
 
     Raises:
-        OptionTypeError: (``TypeError``) If one of them is of another type.
-        OptionError: (``ValueError``) If one of them is negative, or ``temperature`` is NaN.
+        OptionTypeError: (``TypeError``) If an argument is of another type.
+        OptionError: (``ValueError``) If an argument is negative, or ``temperature`` is NaN.
     """
 
     def __init__(self, temperature: float = 1.0, seed: int | None = None, stream: int = 0) -> None:
@@ -85,8 +87,8 @@ def check_sampling(**options: Any) -> dict[str, Any]:
     """Return options of ``sample`` and ``batch_sample`` as they are meant.
 
     Raises:
-        OptionTypeError: (``TypeError``) If one of them is of another type.
-        OptionError: (``ValueError``) If one of them is out of its bounds.
+        OptionTypeError: (``TypeError``) If an option is of another type.
+        OptionError: (``ValueError``) If an option is out of its bounds.
     """
     return checked(CHECKS, options)
 
@@ -101,8 +103,8 @@ def invert(weights: NDArray[np.float32], point: float) -> int:
     vocabulary takes several times as long as a plain one.
 
     Args:
-        weights: Zero or more each, not all zero, ``[n]``.
-        point: From 0 up to, and not including, 1.
+        weights: Weights, each zero or more and not all zero, ``[n]``.
+        point: Share of the whole sum, from 0 up to, and not including, 1.
     """
     size = len(weights) // _NUM_BLOCKS
     if size < 2:

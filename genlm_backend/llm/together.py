@@ -1,4 +1,4 @@
-"""together: awaitables at the same time, all of them or none."""
+"""together: the results of awaitables that run at the same time, or the first error."""
 
 from __future__ import annotations
 

@@ -1,10 +1,31 @@
-"""Whether somebody sees what is written to standard error."""
+"""Progress, which is drawn on standard error only where somebody sees it."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 
 
 def is_watched() -> bool:
     """Whether standard error is a terminal, or a notebook's."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+@contextlib.contextmanager
+def bars_where_seen() -> Iterator[None]:
+    """Turn the progress bars of transformers and of the hub off where nobody sees them.
+
+    By their own switch, which is put back at the end. The bar of reading a GGUF file is drawn
+    always, because no switch of transformers reaches it.
+    """
+    from transformers.utils import logging
+
+    if is_watched() or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

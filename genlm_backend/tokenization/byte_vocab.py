@@ -1,4 +1,4 @@
-"""ByteVocab: what is known of a tokenizer's ids, and what they are to be checked with."""
+"""ByteVocab: the bytes of a tokenizer's ids, with what they are to be checked by."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 
 class Stretch(NamedTuple):
-    """Bytes and the ids that are to spell them: exactly, or up to a space at either end."""
+    """A part of a text as bytes, and the ids that are to spell it.
+
+    Attributes:
+        expected: Bytes of the part.
+        ids: Token ids of the part.
+        is_exact: Whether the ids spell these very bytes; otherwise up to a space at either end.
+    """
 
     expected: bytes
     ids: Sequence[int]
@@ -21,19 +27,20 @@ def _as_it_is(text: str, ids: list[int]) -> Iterator[list[Stretch]]:
 
 @dataclass(frozen=True)
 class ByteVocab:
-    """What a tokenizer says of each of its ids.
+    """The bytes of each id of a tokenizer, and what the tokenizer says of the ids.
 
     Attributes:
         name: The tokenizer's class, for messages.
-        byte_strings: By id; empty for ids that the tokenizer does not have.
-        spellings: By id, as the tokenizer's own files write them; ``None`` for absent ids.
+        byte_strings: Bytes of each id; empty for ids that the tokenizer does not have.
+        spellings: Text of each id, as the tokenizer's own files write it; ``None`` for absent ids.
         special_ids: Ids of special tokens.
         undefined_ids: Ids below the largest that the tokenizer does not have.
         unknown_ids: Ids that stand for "not in the vocabulary".
         keeps_spaces: Whether white space survives encoding.
-        encode: Text to ids without special tokens (``None`` for a text that it refuses), or
-            ``None`` if the object cannot encode.
-        readings: What a text's ids are to spell, in stretches: a text that the tokenizer
+        encode: Function from a text to its ids without special tokens (``None`` for a text that
+            it refuses), or ``None`` if the tokenizer cannot encode.
+        readings: Function from a text and its ids to what the ids are to spell, in stretches, and
+            in several ways: a text that the tokenizer
             rewrites, or cuts at an added token, may be read in several ways.
         added_texts: Texts that come out as added tokens which are not special, some of each
             kind.

@@ -69,10 +69,10 @@ def to_utf8(piece: Piece) -> bytes:
 
 @dataclass(frozen=True)
 class CompiledDecoder:
-    """What a declared decoder does to one token in the middle of a text.
+    """A decoder as a function of one token in the middle of a text.
 
     Attributes:
-        stages: Applied in order to the token's string.
+        stages: Functions that are applied to the token's string, in this order.
         is_byte_level: Whether the only stage is byte-level, which has a fast way.
         keeps_spaces: Whether the joined tokens can give back a text's white space. WordPiece
             and word-end-marker vocabularies cannot: they never saw it.
@@ -139,9 +139,9 @@ def infer_decoder(
     """Compile the decoder that a tokenizer without one would have to declare.
 
     Args:
-        pre_tokenizer: Its serialised state, if it has one.
-        normalizer: Likewise.
-        model: ``type`` and the few settings that say how the model marks words.
+        pre_tokenizer: Serialised state of the pre-tokenizer, if there is one.
+        normalizer: Serialised state of the normalizer, if there is one.
+        model: Type of the model (``type``) and the few settings that say how the model marks words.
 
     Raises:
         UnknownDecoderError: If what becomes of white space cannot be known.

@@ -16,7 +16,7 @@ def read_byte_vocab(tokenizer: Any) -> ByteVocab:
     """Read the bytes of every id out of ``tokenizer``, whatever its kind.
 
     Raises:
-        TokenizerDecodeError: If they cannot be known.
+        TokenizerDecodeError: If the bytes of an id cannot be known.
     """
     name = type(tokenizer).__name__
     rust = getattr(tokenizer, "backend_tokenizer", None)

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, final
 
 from genlm_backend.errors import TokenizerDecodeError
 from genlm_backend.tokenization.byte_vocab import ByteVocab, Stretch
@@ -27,7 +27,7 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
     """Read the bytes of every id out of ``rust``, which ``tokenizer`` is or wraps.
 
     Raises:
-        TokenizerDecodeError: If they cannot be known.
+        TokenizerDecodeError: If the bytes of an id cannot be known.
     """
     spellings = _spellings(rust)
 
@@ -170,6 +170,7 @@ def _state(part: Any) -> dict[str, Any]:
         raise UnknownDecoderError(f"its {kind} cannot be serialised: {error}") from error
 
 
+@final
 class _Texts:
     """What a tokenizer makes of texts before its model sees them, and what is to come back."""
 

@@ -1,4 +1,4 @@
-"""Does a byte vocabulary give back the texts that its tokenizer encodes?"""
+"""The check that a byte vocabulary gives back the texts that its tokenizer encodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROBES: Final = (
 
 
 def check_byte_vocab(vocab: ByteVocab) -> None:
-    """Encode a few probe texts and compare the joined bytes with the text.
+    """Encode a few probe texts and compare each with the joined bytes of its tokens.
 
     The texts reach tokens of every class: words in several scripts, runs of white space,
     bytes, and each added token that is not special. Equal means equal up to a space at either
@@ -35,7 +35,7 @@ def check_byte_vocab(vocab: ByteVocab) -> None:
     says nothing and is passed over.
 
     Raises:
-        TokenizerDecodeError: Naming the first token at fault.
+        TokenizerDecodeError: If a text does not come back; it names the first token at fault.
     """
     for text in PROBES:
         _check(vocab, text)

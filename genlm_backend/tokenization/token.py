@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import TypeGuard
+from typing import TypeGuard, final
 
 from genlm_backend.checks import instance, integer
 
@@ -19,6 +19,7 @@ def _by_id(compare: Callable[[int, int], bool]) -> Callable[[Token, object], boo
     return method
 
 
+@final
 class Token(bytes):
     """One entry of a vocabulary: a ``bytes`` that knows its ``token_id``.
 
@@ -37,7 +38,7 @@ class Token(bytes):
     contributes in the middle of a text, which may be empty; other types are a ``TypeError``.
 
     Attributes:
-        token_id: The id.
+        token_id: Id of the token in its vocabulary.
     """
 
     token_id: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator
-from typing import Any, Literal, get_args
+from typing import Any, Literal, final, get_args
 
 from genlm_backend.checks import one_of, switch
 from genlm_backend.tokenization.byte_vocab import ByteVocab
@@ -16,6 +16,7 @@ from genlm_backend.tokenization.token import Token, make_tokens
 Fallback = Literal["tokenizer", "latin1", "replace"]
 
 
+@final
 class Vocabulary(tuple[list[Token], list[str]]):
     """The pair ``(byte_vocab, str_vocab)``, with what else is known of the ids.
 
@@ -82,14 +83,14 @@ def decode_vocab(
     tokens spell their names; added tokens that are not special, their content.
 
     Args:
-        tokenizer: A Hugging Face tokenizer (Rust, slow or mistral-common's), a bare
+        tokenizer: The tokenizer: a Hugging Face tokenizer (Rust, slow or mistral-common's), a bare
             ``tokenizers.Tokenizer``, a SentencePiece processor, a tiktoken encoding, or an
             object that holds one of these.
         byte2str_fallback: The text of a token whose bytes are not valid UTF-8: its spelling in
             the tokenizer's files ("tokenizer"), one character a byte ("latin1"), or with
             U+FFFD in place of what is invalid ("replace").
-        self_check: Compare probe texts, which reach tokens of every class, with the bytes of
-            their tokens. Takes a millisecond or two, also for 262,000 tokens.
+        self_check: Whether probe texts, which reach tokens of every class, are compared with the
+            bytes of their tokens. It takes a millisecond or two, also for 262,000 tokens.
 
     Returns:
         The pair ``(byte_vocab, str_vocab)``, lists indexed by token id, which also has

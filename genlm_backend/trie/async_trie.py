@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, final, get_args
 
 from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.checks import checked, instance, integer, number, shown
@@ -23,12 +23,12 @@ Backend = Literal["parallel", "sequential"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrieStatistics(Readable):
-    """What the batching of each operation has done since the trie was made or cleaned up.
+    """Counts of the batches of each operation since the trie was made or cleaned up.
 
     Attributes:
-        sum: Of ``weight_sum`` and ``mass_sum``.
-        max: Of ``weight_max``.
-        log_sum: Of ``log_weight_sum``.
+        sum: Batches of ``weight_sum`` and ``mass_sum``.
+        max: Batches of ``weight_max``.
+        log_sum: Batches of ``log_weight_sum``.
     """
 
     sum: BatcherStatistics
@@ -36,29 +36,31 @@ class TrieStatistics(Readable):
     log_sum: BatcherStatistics
 
 
+@final
 class AsyncTokenCharacterTrie:
     """A trie whose prefix weights can be awaited, by many coroutines at once.
 
     All concurrent awaits of an operation are evaluated as one batch on a worker thread, so that
     the event loop stays free. Any number of event loops and threads may use one trie, at the
-    same time or one after another. Weights are checked before they are queued: a request that is
-    wrong fails alone. A cancelled caller disturbs nobody. Each answer owns its memory.
+    same time or one after another. Weights are checked before they are queued: a query that is
+    wrong fails alone. Cancelling one caller does not affect the others. Each answer owns its
+    memory.
 
-    Nothing has to be started: the first request does. ``cleanup()`` ends the worker threads;
-    a request after it starts new ones.
+    Nothing has to be started: the first query does. ``cleanup()`` ends the worker threads;
+    a query after it starts new ones.
 
     Args:
-        trie: What evaluates the batches.
-        batch_size: Requests in a batch, at most.
-        timeout: Seconds that the first request of a batch may wait for company; an upper bound
-            that hardly anybody meets, since a batch goes as soon as the loop has gone quiet.
+        trie: The trie that evaluates the batches.
+        batch_size: Number of queries in a batch, at most.
+        timeout: Seconds that the first query of a batch may wait for others. It waits less as a
+            rule, since a batch is evaluated as soon as the event loop brings no new query.
 
     Attributes:
-        trie: As given; for ``children``, ``word2leaf`` and what else is not awaited.
+        trie: The trie as given; it has ``children``, ``word2leaf`` and what else is not awaited.
 
     Raises:
-        OptionTypeError: (``TypeError``) If one of them is of another type.
-        OptionError: (``ValueError``) If a bound is too small.
+        OptionTypeError: (``TypeError``) If an argument is of another type.
+        OptionError: (``ValueError``) If ``batch_size`` or ``timeout`` is too small.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class AsyncTokenCharacterTrie:
         self.trie = _TRIE("trie", trie)
         self._policy = BatchPolicy(max_batch_size=options["batch_size"], timeout=timeout)
         self._lock = ProcessLock()
-        self._batchers: dict[Operation, Batcher[_Request, Any]] = {}
+        self._batchers: dict[Operation, Batcher[_Query, Any]] = {}
 
     @classmethod
     def from_vocab(
@@ -83,17 +85,18 @@ class AsyncTokenCharacterTrie:
         """Build a trie over ``vocab`` and make it awaitable.
 
         Args:
-            vocab: See ``TokenCharacterTrie``.
-            backend: "parallel" (``ParallelTokenCharacterTrie``), "sequential"
+            vocab: The vocabulary; see ``VocabularyTrie``.
+            backend: Kind of the trie: "parallel" (``ParallelTokenCharacterTrie``), "sequential"
                 (``TokenCharacterTrie``), or ``None``: the parallel one where there is a CUDA
                 device, or where ``device`` or ``as_tensor`` is given; the sequential one, which
                 is the faster on a CPU, elsewhere.
-            batch_size: As of the class.
-            timeout: As of the class.
-            **kwargs: For the trie's constructor, such as ``device="cuda"``, ``as_tensor=True``.
+            batch_size: Number of queries in a batch, at most.
+            timeout: Seconds that the first query of a batch may wait for others.
+            **kwargs: Options of the trie's constructor, such as ``device="cuda"`` and
+                ``as_tensor=True``.
 
         Raises:
-            UnknownBackendError: If ``backend`` is none of these.
+            UnknownBackendError: If there is no such ``backend``.
             Exception: What the trie's constructor raises.
         """
         checked(_CHECKS, {"batch_size": batch_size, "timeout": timeout})
@@ -142,12 +145,12 @@ class AsyncTokenCharacterTrie:
         return await self._submit("sum", ws)
 
     async def _submit(self, operation: Operation, ws: Weights) -> Any:
-        request = _Request(check_weights(ws, len(self.trie.decode)))
+        query = _Query(check_weights(ws, len(self.trie.decode)))
         self._lock.claim()
         while True:
             batcher = self._batchers.get(operation) or self._started()[operation]
             try:
-                return await batcher.submit(request)
+                return await batcher.submit(query)
             except BatcherClosedError:
                 if self._batchers.get(operation) is batcher:  # the interpreter exits
                     raise
@@ -156,16 +159,16 @@ class AsyncTokenCharacterTrie:
     # ---------------------------------------------------------------- keeping house
 
     def statistics(self) -> TrieStatistics:
-        """Return what batching has done for each operation."""
+        """Return counts of the batches of each operation."""
         batchers = self._started()
         return TrieStatistics(
             **{operation: batcher.statistics() for operation, batcher in batchers.items()}
         )
 
     def start(self) -> None:
-        """Do nothing: the first request starts what it needs. For programs that call it."""
+        """Do nothing, for programs that call it: the first query starts the worker threads."""
 
-    def _started(self) -> dict[Operation, Batcher[_Request, Any]]:
+    def _started(self) -> dict[Operation, Batcher[_Query, Any]]:
         with self._lock.here:
             if not self._batchers:
                 for operation in get_args(Operation):
@@ -177,10 +180,11 @@ class AsyncTokenCharacterTrie:
             return dict(self._batchers)
 
     def shutdown(self) -> None:
-        """End the worker threads, after the batches in hand; every waiter is settled.
+        """End the worker threads, after the batches that are being evaluated.
 
-        Whoever still waits gets a ``QueryDroppedError``. Again has no effect; a later request
-        starts anew. In a fork of the process that first asked, nothing is done.
+        Callers that still wait get a ``QueryDroppedError``. A second call has no effect, and a
+        later query starts new threads. In a fork of the process that first asked, nothing is
+        done.
         """
         if self._lock.is_foreign:
             return
@@ -191,7 +195,7 @@ class AsyncTokenCharacterTrie:
         self.trie.release()
 
     async def cleanup(self) -> None:
-        """Do as ``shutdown()``, leaving the event loop free while a last batch ends."""
+        """End the worker threads like ``shutdown()``, without blocking the event loop."""
         await asyncio.to_thread(self.shutdown)
 
     async def __aenter__(self) -> Self:
@@ -214,8 +218,9 @@ _TRIE = instance(
 )
 
 
-class _Request:
-    """Weights of one caller; no two requests are the same one, whatever their weights."""
+@final
+class _Query:
+    """Weights of one caller; no two queries are the same one, whatever their weights."""
 
     __slots__ = ("weights",)
 
@@ -223,5 +228,5 @@ class _Request:
         self.weights = weights
 
 
-def _evaluate(trie: VocabularyTrie, operation: Operation, requests: list[_Request]) -> Any:
-    return trie.evaluate_rows(operation, [request.weights for request in requests])
+def _evaluate(trie: VocabularyTrie, operation: Operation, queries: list[_Query]) -> Any:
+    return trie.evaluate_rows(operation, [query.weights for query in queries])

@@ -1,4 +1,4 @@
-"""VocabularyTrie: what every trie over a vocabulary offers."""
+"""VocabularyTrie: the interface of every trie over a vocabulary."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from numpy.typing import NDArray
 
 from genlm_backend.checks import listed, shown
 from genlm_backend.errors import OptionTypeError, VocabularyTypeError
-from genlm_backend.trie.layout import build_layout, check_unique, keys_of
+from genlm_backend.trie.construction import build_layout
+from genlm_backend.trie.entries import check_unique, keys_of
 from genlm_backend.trie.operation import Operation, Weights, check_batch, check_weights
+from genlm_backend.trie.selection import Selector
 from genlm_backend.trie.views import Children, Jump, Prefixes
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class VocabularyTrie(abc.ABC):
     Attributes:
         decode: The vocabulary, as a list.
         layout: The trie as flat arrays.
+        selector: Comparison of ``decode`` with a model's vocabulary, for ``lm_trie_weights``.
     """
 
     def __init__(self, decode: Iterable[Any]) -> None:
@@ -55,12 +58,13 @@ class VocabularyTrie(abc.ABC):
             raise VocabularyTypeError(f"decode is a list of tokens, not {shown(decode)}") from None
         self.layout = build_layout(self.decode)
         check_unique(self.decode)
+        self.selector = Selector(self.decode)
 
     # ---------------------------------------------------------------- the tree
 
     @property
     def num_nodes(self) -> int:
-        """Of the trie: prefixes, the root among them, and a leaf for each token."""
+        """Number of nodes: prefixes, the root among them, and a leaf for each token."""
         return self.layout.num_nodes
 
     @property
@@ -89,7 +93,7 @@ class VocabularyTrie(abc.ABC):
 
     @cached_property
     def leaf2word(self) -> dict[int, Hashable]:
-        """The reverse of ``word2leaf``."""
+        """The token of each leaf, as ``word2leaf`` keys it."""
         return {leaf: word for word, leaf in self.word2leaf.items()}
 
     @cached_property
@@ -125,29 +129,29 @@ class VocabularyTrie(abc.ABC):
 
     @abc.abstractmethod
     def evaluate_batch(self, operation: Operation, batch: Weights) -> Any:
-        """Return ``operation`` under each node: ``[len(batch), num_nodes]``.
+        """Return the result of ``operation`` at each node: ``[len(batch), num_nodes]``.
 
         Args:
-            operation: Which.
-            batch: What ``check_batch`` has returned.
+            operation: How the weights of the tokens below a node are combined.
+            batch: Weights as ``check_batch`` has returned them.
         """
 
     @abc.abstractmethod
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Any]:
-        """Return what ``evaluate_batch`` does, as rows that own their memory.
+        """Return the rows of ``evaluate_batch``, each of which owns its memory.
 
-        So that a row somebody keeps does not keep the batch.
+        A row that is kept does not keep the memory of the batch.
         """
 
     def prepare(self) -> None:
-        """Do once what the first call of each operation would spend time on."""
+        """Evaluate each operation once, so that first calls do not wait for compilation."""
         for operation in get_args(Operation):
             for dtype in (np.float32, np.float64):
                 self.evaluate_rows(operation, [np.zeros(len(self.decode), dtype)])
         self.release()
 
     def release(self) -> None:  # noqa: B027  (most tries keep nothing)
-        """Give memory that is kept for results to come back to the system."""
+        """Free the memory that is kept for later results."""
 
     # ---------------------------------------------------------------- prefix weights
 

@@ -1,4 +1,4 @@
-"""What can be asked of a trie, and the checks that every weight passes."""
+"""The operations of a trie, and the checks of weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Weights = Any
 
 
 def is_tensor(weights: Weights) -> bool:
-    """Whether ``weights`` is a tensor, without importing torch where nobody has."""
+    """Whether ``weights`` is a tensor; torch is not imported to find out."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(weights, torch.Tensor)
 
@@ -86,13 +86,13 @@ def to_numpy(weights: Weights) -> NDArray[np.floating]:
 
 
 def numpy_dtype(dtype: np.dtype) -> type[np.floating]:
-    """Return what weights of ``dtype`` are computed in."""
+    """Return the dtype that weights of ``dtype`` are computed in."""
     is_single = dtype.kind == "b" or (dtype.kind == "f" and dtype.itemsize <= 4)
     return np.float32 if is_single else np.float64
 
 
 def torch_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what weights of ``dtype`` are computed in."""
+    """Return the dtype that weights of ``dtype`` are computed in."""
     import torch
 
     is_single = dtype == torch.bool or (dtype.is_floating_point and dtype.itemsize <= 4)
@@ -103,7 +103,7 @@ def as_array(weights: Weights) -> Any:
     """Return ``weights`` as an array or a tensor whose elements every trie can compute with.
 
     Raises:
-        WeightsTypeError: If its elements are not real numbers, or not to be had.
+        WeightsTypeError: If the elements are not real numbers, or cannot be read.
     """
     if is_tensor(weights):
         is_dense = weights.layout == _torch().strided and not weights.is_nested

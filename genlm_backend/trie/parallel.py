@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -17,9 +17,10 @@ from genlm_backend.trie.operation import Operation, Weights, is_tensor, to_numpy
 from genlm_backend.trie.reachability import RADIX, build_reachability
 
 MAX_ELEMENTS = 1 << 26
-"""Of an intermediate tensor; larger batches are evaluated in parts."""
+"""Largest number of elements of an intermediate tensor; larger batches are evaluated in parts."""
 
 
+@final
 class ParallelTokenCharacterTrie(VocabularyTrie):
     """A trie that sums and maximises by a sparse reachability matrix in torch.
 
@@ -28,9 +29,10 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
 
     Args:
         decode: The vocabulary.
-        device: "cuda", "cuda:1", "mps", "cpu", …; "cuda" where there is one, else "cpu".
-        as_tensor: Return tensors on ``device`` instead of NumPy arrays. Weights that are there
-            already never leave it.
+        device: Device of the matrix: "cuda", "cuda:1", "mps", "cpu", …; by default "cuda" where
+            there is one, else "cpu".
+        as_tensor: Whether results are tensors on ``device`` instead of NumPy arrays. Weights that
+            are there already never leave it.
 
     Raises:
         DeviceError: If torch does not know ``device``, or it is not on this machine.
@@ -64,12 +66,12 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         self._matrices: dict[torch.dtype, Tensor] = {}
 
     def evaluate_batch(self, operation: Operation, batch: Weights) -> Any:
-        """Return ``operation`` under each node for checked weights: ``[len(batch), num_nodes]``."""
+        """Return the result of ``operation`` at each node: ``[len(batch), num_nodes]``."""
         result = self._evaluate(operation, batch)
         return result if self.as_tensor else result.cpu().numpy()
 
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Any]:
-        """Return what ``evaluate_batch`` does, as rows that own their memory."""
+        """Return the rows of ``evaluate_batch``, each of which owns its memory."""
         tensors = [self._to_device(weights) for weights in batch]
         rows: list[Any] = [None] * len(batch)
         for dtype in {tensor.dtype for tensor in tensors}:  # each row in its own precision
@@ -82,7 +84,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
 
     @property
     def size_of_product(self) -> tuple[int, int, int]:
-        """Rows, columns and stored ones of the reachability matrix."""
+        """Number of rows, of columns and of stored ones of the reachability matrix."""
         return *self._shape, len(self._columns)
 
     # ---------------------------------------------------------------- on the device

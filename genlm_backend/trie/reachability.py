@@ -1,4 +1,4 @@
-"""Which tokens lie below which run, as few stored ones: intervals covered by blocks.
+"""Reachability: which tokens lie below which branch, as a sparse matrix with short rows.
 
 In alphabetical order the tokens below a node are consecutive. A column of the matrix is a token
 in that order, or a *block*: ``RADIX`` consecutive tokens, or ``RADIX`` consecutive blocks of the
@@ -19,6 +19,7 @@ from genlm_backend.trie.layout import TrieLayout
 from genlm_backend.trie.sweep import sweep_max
 
 RADIX = 16
+"""Number of tokens in a block, and of blocks in a block of the next level."""
 
 Int64 = NDArray[np.int64]
 
@@ -28,7 +29,7 @@ class Reachability:
     """A boolean matrix, branches × (tokens and blocks of tokens), in CSR.
 
     Attributes:
-        level_sizes: Columns of each level, the tokens first.
+        level_sizes: Number of columns of each level, the tokens first.
         row_starts: First stored one of each row, and the end: int64 ``[num_rows + 1]``.
         columns: Column of each stored one, ascending within a row: int64 ``[num_stored]``.
         node_sources: For each node where its weight is found: a token's column, or
@@ -42,16 +43,16 @@ class Reachability:
 
     @property
     def num_rows(self) -> int:
-        """Of branches."""
+        """Number of rows: one for each branch."""
         return len(self.row_starts) - 1
 
     @property
     def num_columns(self) -> int:
-        """Of tokens and blocks."""
+        """Number of columns: tokens and blocks of tokens."""
         return sum(self.level_sizes)
 
     def rows(self) -> Int64:
-        """Return the row of each stored one."""
+        """Return the row of each stored one, int64 ``[num_stored]``."""
         return np.repeat(np.arange(self.num_rows), np.diff(self.row_starts))
 
 

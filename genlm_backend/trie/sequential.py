@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +20,14 @@ from genlm_backend.trie.sweep import SWEEPS
 Row = NDArray[np.floating]
 
 DEFAULT_SPARE_BYTES = 256 << 20
+"""Bytes of results no longer in use that a trie keeps by default, for later results."""
 
 NODES_PER_THREAD = 1_000_000
-"""Below twice as many nodes a second thread costs more than it saves."""
+"""Number of results that are worth a thread: below twice as many, a second one costs more time
+than it saves."""
 
 
+@final
 class TokenCharacterTrie(VocabularyTrie):
     """A trie that sums and maximises on the CPU, by one compiled pass per row of weights.
 
@@ -35,14 +38,16 @@ class TokenCharacterTrie(VocabularyTrie):
 
     Args:
         decode: The vocabulary.
-        num_threads: Threads for a batch, at most; as many as there are processors by default.
-        spare_bytes: Bytes of results that are no longer in use to keep for those to come;
-            0 keeps none. ``release()`` gives them back.
+        num_threads: Number of threads for a batch, at most; as many as there are processors by
+            default.
+        spare_bytes: Bytes of results no longer in use that are kept for later results; 0 keeps
+            none. ``release()`` frees them.
 
     Raises:
-        OptionTypeError: (``TypeError``) If one of the last two is no integer.
-        OptionError: (``ValueError``) If one of them is too small.
-        VocabularyError: (``ValueError``) See ``VocabularyTrie``, as for ``VocabularyTypeError``.
+        OptionTypeError: (``TypeError``) If ``num_threads`` or ``spare_bytes`` is no integer.
+        OptionError: (``ValueError``) If ``num_threads`` or ``spare_bytes`` is too small.
+        VocabularyError: (``ValueError``) If no trie can be built over ``decode``; see
+            ``VocabularyTrie``, which also raises a ``VocabularyTypeError``.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class TokenCharacterTrie(VocabularyTrie):
         self._spare = SpareMemory(spare_bytes)
 
     def evaluate_batch(self, operation: Operation, batch: Weights) -> NDArray[np.floating]:
-        """Return ``operation`` under each node for checked weights: ``[len(batch), num_nodes]``."""
+        """Return the result of ``operation`` at each node: ``[len(batch), num_nodes]``."""
         rows = rows_of(batch)
         dtype = widest(rows)
         if isinstance(rows, list):
@@ -69,14 +74,14 @@ class TokenCharacterTrie(VocabularyTrie):
         return out
 
     def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Row]:
-        """Return what ``evaluate_batch`` does, as rows that own their memory."""
+        """Return the rows of ``evaluate_batch``, each of which owns its memory."""
         rows = rows_of(batch)
         out = [self._spare.take((self.num_nodes,), row.dtype.type) for row in rows]
         self._sweep(operation, rows, out)
         return out
 
     def release(self) -> None:
-        """Give memory that is kept for results to come back to the system."""
+        """Free the memory that is kept for later results."""
         self._spare.clear()
 
     def _sweep(self, operation: Operation, rows: Any, out: Any) -> None:
@@ -102,7 +107,7 @@ class TokenCharacterTrie(VocabularyTrie):
 def in_threads(run: Any, count: int, num_threads: int) -> None:
     """Call ``run`` with consecutive slices of ``range(count)``, one in each of the threads.
 
-    The threads last as long as the call: nothing is left behind that a fork could lose.
+    The threads end with the call, so that a fork of the process misses none of them.
     """
     bounds = [count * i // num_threads for i in range(num_threads + 1)]
     parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]

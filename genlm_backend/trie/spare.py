@@ -1,10 +1,10 @@
-"""SpareMemory: memory of results that nobody holds any more, for the results to come."""
+"""SpareMemory: memory of results that are no longer referenced, kept for later results."""
 
 from __future__ import annotations
 
 import math
 import threading
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 Shape = tuple[int, ...]
 
 
+@final
 class SpareMemory:
-    """Hands out arrays whose memory comes back when the last reference to them is gone.
+    """Makes arrays, and keeps the memory of those that are no longer referenced for later ones.
 
     Fresh memory costs more than what is computed into it: the system clears every page when it
     is first touched, and takes large blocks back as soon as they are freed. A program that asks
@@ -24,6 +25,9 @@ class SpareMemory:
     Args:
         max_bytes: Bytes of unused memory to keep, at most. The shapes that have been
             there longest go first.
+
+    Attributes:
+        num_bytes: Bytes of unused memory that are kept.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -33,10 +37,13 @@ class SpareMemory:
         self._lock = threading.Lock()
 
     def take(self, shape: Shape, dtype: type[np.generic]) -> NDArray[Any]:
-        """Return an array that nobody else sees; its contents are arbitrary."""
+        """Return an array with arbitrary contents.
+
+        It uses memory that is kept where there is some of this shape and dtype.
+        """
         key = (shape, np.dtype(dtype))
         memory = None
-        # It never waits either: in a fork, the lock may be held by a thread that is not there.
+        # Waiting could be for ever: in a fork, the lock may be held by a thread that is not there.
         if self._lock.acquire(blocking=False):
             try:
                 if key in self._unused:
@@ -49,9 +56,9 @@ class SpareMemory:
         return np.asarray(_Lease(memory, self)) if math.prod(shape) else memory
 
     def give(self, memory: NDArray[Any]) -> None:
-        """Keep ``memory`` for later, or let it go.
+        """Keep ``memory`` for later arrays, or free it.
 
-        Called by the garbage collector, perhaps from within ``take``: it never waits.
+        The garbage collector calls it, perhaps from within ``take``: it never waits.
         """
         if not self._lock.acquire(blocking=False):
             return
@@ -64,7 +71,7 @@ class SpareMemory:
             self._lock.release()
 
     def clear(self) -> None:
-        """Give unused memory back to the system."""
+        """Free the memory that is kept."""
         if self._lock.acquire(timeout=1.0):  # in a fork it may never be free
             try:
                 self._drop_until(0)
@@ -86,8 +93,9 @@ class SpareMemory:
         return memory
 
 
+@final
 class _Lease:
-    """What an array handed out is a view of; gives its memory back when the array is gone."""
+    """The base of an array, which gives the memory back when the array is gone."""
 
     __slots__ = ("__weakref__", "_memory", "_spare")
 

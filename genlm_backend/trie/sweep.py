@@ -1,6 +1,6 @@
 """The bottom-up sweeps: from one row of weights to the weight of every node.
 
-All have the same three passes, straight through memory and without a branch to predict:
+Each makes three passes, straight through memory and without a branch to predict:
 
 1. the weight of each token goes to its leaf, and is combined into the branch the leaf hangs at;
 2. each branch, complete because children have smaller numbers, is combined into its parent;
@@ -8,7 +8,7 @@ All have the same three passes, straight through memory and without a branch to 
 
 ``values`` is scratch for the values of leaves and branches, ``[num_tokens + num_branches]``, in
 the dtype of the result; ``totals`` is where they are combined, ``[num_branches + 1]``, in the
-dtype of the arithmetic. Its last element is the parent of what has none.
+dtype of the arithmetic. Its last element stands in for the parent of what has none.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What walking code reads of a trie, made from the layout when it is asked for."""
+"""Children and prefixes of a trie's nodes, made from its layout when they are asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from genlm_backend.trie.layout import TrieLayout
 
 
+@final
 class Children(Sequence[dict[Any, int]]):
     """For each node its children: letter → node, made when first asked for and kept.
 
@@ -51,6 +52,7 @@ class Children(Sequence[dict[Any, int]]):
         return f"<children of {len(self)} nodes>"
 
 
+@final
 class Jump(Sequence[NDArray[np.int32]]):
     """For each node its children in ascending order, int32 ``[num_children]``; none at a leaf."""
 
@@ -73,6 +75,7 @@ class Jump(Sequence[NDArray[np.int32]]):
         return f"<children of {len(self)} nodes>"
 
 
+@final
 class Prefixes(Mapping[int, list[Any]]):
     """For each node the letters from the root to it, as a list; a leaf has those of its token."""
 

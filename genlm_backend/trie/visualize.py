@@ -1,11 +1,11 @@
-"""The drawing of a trie. Imports graphviz, so that nobody imports this who does not draw."""
+"""TrieDrawing: a trie drawn by graphviz, which is needed to import this module."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from genlm_backend.trie.base import VocabularyTrie
 
 
+@final
 class TrieDrawing(graphviz.Digraph):
     """A ``graphviz.Digraph`` that renders SVG with or without Graphviz's own programs.
 
@@ -73,7 +74,7 @@ class TrieDrawing(graphviz.Digraph):
 def draw(
     trie: VocabularyTrie, ws: Weights | None, *, max_depth: int | None, max_nodes: int
 ) -> TrieDrawing:
-    """Return the drawing; see ``VocabularyTrie.visualize``."""
+    """Return the drawing of ``trie``; see ``VocabularyTrie.visualize``."""
     max_nodes = integer(1)("max_nodes", max_nodes)
     max_depth = optional(integer(0))("max_depth", max_depth)
     weights = None if ws is None else _node_weights(trie, ws)

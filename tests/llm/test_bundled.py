@@ -1,5 +1,6 @@
 """The real model that ships as a package."""
 
+import contextlib
 import importlib.util
 import random
 
@@ -9,7 +10,7 @@ import torch
 from genlm_backend import AsyncTransformer, load_model_by_name
 from genlm_backend.errors import MissingExtraError
 from genlm_backend.llm import bundled
-from genlm_backend.llm.bars import gguf_bar_where_seen
+from genlm_backend.llm.watching import bars_where_seen
 
 pytestmark = pytest.mark.real
 
@@ -133,12 +134,19 @@ def test_loading_is_quiet_where_nobody_watches_and_leaves_the_setting(capfd):
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
-def test_reading_a_gguf_file_draws_its_bar_where_somebody_sees_it(capsys, monkeypatch, is_seen):
-    from transformers import modeling_gguf_pytorch_utils as module
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_bars_are_drawn_where_somebody_sees_and_wants_them(capsys, monkeypatch, is_seen, is_wanted):
+    from transformers.utils import logging
 
-    monkeypatch.setattr("genlm_backend.llm.bars.is_watched", lambda: is_seen)
-    before = module.tqdm
-    with gguf_bar_where_seen():
-        assert list(module.tqdm(range(3), desc="reading")) == [0, 1, 2]
-    assert module.tqdm is before
-    assert ("reading" in capsys.readouterr().err) is is_seen
+    monkeypatch.setattr("genlm_backend.llm.watching.is_watched", lambda: is_seen)
+    before = logging.is_progress_bar_enabled()
+    switch = {True: logging.enable_progress_bar, False: logging.disable_progress_bar}
+    switch[is_wanted]()
+    try:
+        with contextlib.suppress(KeyError), bars_where_seen():
+            list(logging.tqdm(range(3), desc="reading"))
+            raise KeyError
+        assert logging.is_progress_bar_enabled() is is_wanted
+    finally:
+        switch[before]()
+    assert ("reading" in capsys.readouterr().err) is (is_seen and is_wanted)

@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 
 from genlm_backend import Token
-from genlm_backend.trie.layout import build_layout
+from genlm_backend.trie.construction import build_layout
 from genlm_backend.trie.reachability import RADIX, build_reachability
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -63,6 +64,15 @@ async def test_a_trie_serves_one_model_after_another():
             np.testing.assert_allclose(
                 found[trie.leaves], model.next_token_logprobs_sync([1]).exp(), rtol=1e-6
             )
+
+
+async def test_a_trie_travels_without_the_model_it_was_compared_with(lm):
+    trie = TokenCharacterTrie(lm.byte_vocab[3:])
+    alone = len(pickle.dumps(trie))
+    await weights_of(lm, trie, [1])
+    assert len(pickle.dumps(trie)) == alone
+    copy = pickle.loads(pickle.dumps(trie))
+    np.testing.assert_array_equal(await weights_of(lm, copy, [1]), await weights_of(lm, trie, [1]))
 
 
 async def test_a_trie_is_compared_with_each_model(lm):

@@ -1,8 +1,10 @@
-"""Every name of vLLM that is not its public interface.
+"""The rows of vLLM's requests, and the engine core that computes them.
 
-``RowCapture`` is loaded by vLLM, which passes it the logits of each step; it keeps those of the
-requests that are tagged, by request and not by position. Rows are made of them when they are taken.
-Where the workers are in other processes, ``RowExtension`` hands the rows out.
+This file and ``fork``, the KV connector, hold every name of vLLM that is not its public
+interface. ``RowCapture`` is loaded by vLLM, which passes it the logits of each step; it keeps those
+of the requests that are tagged, by request and not by position. Rows are made of them when they
+are taken. Where the workers are in other processes, ``RowExtension`` hands the rows out. ``Core``
+adds requests, makes steps and takes the rows.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -18,6 +20,7 @@ from vllm import envs
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
@@ -25,6 +28,7 @@ from genlm_backend.errors import EvaluationError
 from genlm_backend.llm.row import Row, rows_of_logits
 
 TAG = "genlm_row"
+"""Key of a request's tag among its extra arguments."""
 
 
 @final
@@ -144,17 +148,26 @@ class Core:
 
     Attributes:
         is_local: Whether the core is in this process, and its one worker with it.
-        num_blocks: Blocks of keys and values.
-        num_free_blocks: How many of them nobody held after the latest step.
-        num_requests: Requests that were there after the latest step, idle ones included.
-        num_running: Of these, the ones that were being computed.
+        vocab_size: Number of elements of a row.
+        max_model_len: Largest number of tokens of a context with its next token.
+        max_num_seqs: Largest number of requests in a step.
+        block_size: Number of tokens in a block of keys and values.
+        num_blocks: Number of blocks of keys and values.
+        num_free_blocks: Number of blocks that were free after the latest step.
+        num_requests: Number of requests after the latest step, idle ones included.
+        num_running: Number of requests that the latest step computed.
         is_fresh: Whether the latest step has told these numbers.
     """
 
     def __init__(self, llm: Any) -> None:
         self._client = llm.llm_engine.engine_core
         self.is_local = isinstance(self._client, InprocClient)
-        self.num_blocks: int = llm.llm_engine.vllm_config.cache_config.num_gpu_blocks
+        config = llm.llm_engine.vllm_config
+        self.vocab_size: int = config.model_config.get_vocab_size()
+        self.max_model_len: int = config.model_config.max_model_len
+        self.max_num_seqs: int = config.scheduler_config.max_num_seqs
+        self.block_size: int = config.cache_config.block_size
+        self.num_blocks: int = config.cache_config.num_gpu_blocks
         self.num_free_blocks = self.num_blocks - 1
         self.num_requests = self.num_running = 0
         self.is_fresh = False

@@ -17,7 +17,6 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from genlm_backend.errors import (
     AdapterError,
@@ -32,7 +31,7 @@ from genlm_backend.llm.vllm.completion import Completion
 from genlm_backend.llm.vllm.sessions import Placement
 
 _WAIT = 0.1
-"""Seconds to wait for the outputs of a core in another process before looking after it."""
+"""Seconds to wait for the outputs of a core in another process at each step."""
 
 _PATIENCE = 30.0
 """Seconds that a core may take to notice that requests have ended."""
@@ -46,8 +45,8 @@ class VLLMEngine:
 
     Args:
         llm: A ``vllm.LLM`` that ``load`` has made.
-        tokenizer: In place of the model's own.
-        max_adapters: LoRA adapters that may be loaded; ``None`` for any number.
+        tokenizer: Tokenizer to use in place of the model's own.
+        max_adapters: Number of LoRA adapters that may be loaded; ``None`` for any number.
     """
 
     _here: VLLMEngine | None = None
@@ -56,12 +55,11 @@ class VLLMEngine:
     def __init__(self, llm: LLM, tokenizer: Any = None, max_adapters: int | None = None) -> None:
         self._llm: LLM | None = llm
         self._core = capture.Core(llm)
-        config = llm.llm_engine.vllm_config
         self.tokenizer: Any = llm.get_tokenizer() if tokenizer is None else tokenizer
-        self.vocab_size: int = config.model_config.get_vocab_size()
-        self.max_length: int = config.model_config.max_model_len - 1
-        self.max_sessions: int = config.scheduler_config.max_num_seqs
-        self.block_size: int = config.cache_config.block_size
+        self.vocab_size: int = self._core.vocab_size
+        self.max_length: int = self._core.max_model_len - 1
+        self.max_sessions: int = self._core.max_num_seqs
+        self.block_size: int = self._core.block_size
         self.num_blocks: int = self._core.num_blocks - 1  # one is vLLM's own
         self.num_steps = 0
         self.completions: dict[str, Completion] = {}
@@ -85,9 +83,9 @@ class VLLMEngine:
         have been compared on). The global random generators, which vLLM seeds, are put back.
 
         Args:
-            path: A directory or a repository.
-            options: For ``vllm.LLM``.
-            tokenizer: In place of the model's own.
+            path: Directory or repository of the model.
+            options: Arguments of ``vllm.LLM``.
+            tokenizer: Tokenizer to use in place of the model's own.
 
         Raises:
             UnsupportedModelError: If an option is one that forks or rows do not go with.
@@ -207,8 +205,8 @@ class VLLMEngine:
         """Begin a completion, which goes on at every step from now on.
 
         Args:
-            completion: What to sample.
-            forbidden: Ids never to be sampled.
+            completion: Prompt and settings of the sample.
+            forbidden: Token ids that are never sampled.
         """
         params = SamplingParams(
             max_tokens=completion.num_possible,
@@ -334,7 +332,7 @@ class VLLMEngine:
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except EngineDeadError as error:
+        except capture.EngineDeadError as error:
             raise EngineDiedError(
                 "vLLM's engine has ended, and what it printed says why; close this model and "
                 "load it again"

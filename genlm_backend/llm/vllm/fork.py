@@ -3,7 +3,7 @@
 vLLM loads it as a KV connector and asks it, for each new request, how many of its tokens need not
 be computed. Full blocks are shared by vLLM's own prefix caching; what is left, as a rule one
 partial block, is put among the copies that vLLM's workers make on the device before the step.
-Everything is decided in the scheduler: a worker has nothing to know.
+Everything is decided in the scheduler: nothing is done in a worker.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -20,11 +20,12 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy
 from genlm_backend.errors import UnsupportedModelError
 
 SOURCE, NUM_SHARED = "genlm_source", "genlm_num_shared"
+"""Keys of a request's transfer parameters: whose tokens it begins with, and how many."""
 
 
 @final
 class ForkConnector(KVConnectorBase_V1):
-    """Plans the copies."""
+    """A KV connector that plans the copies of blocks which new sessions begin with."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -39,13 +40,13 @@ class ForkConnector(KVConnectorBase_V1):
         self._copies: list[KVCacheBlockCopy] = []
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Remember who knows the blocks of each request."""
+        """Keep vLLM's manager, which knows the blocks of each request."""
         self._manager = kv_cache_manager
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how many tokens beyond ``num_computed_tokens`` its source has."""
+        """Return how many tokens beyond ``num_computed_tokens`` the request's source has."""
         params = request.kv_transfer_params or {}
         num_shared = params.get(NUM_SHARED, 0)
         if num_shared <= num_computed_tokens or not self._blocks(params[SOURCE]):
@@ -94,7 +95,7 @@ class ForkConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Do nothing: what is live stays where it is."""
+        """Do nothing: keys and values stay where they are."""
 
     def wait_for_save(self) -> None:
-        """Do nothing."""
+        """Do nothing: nothing is being saved."""

@@ -1,4 +1,4 @@
-"""Which releases of vLLM are known to work; needs no vLLM to be asked."""
+"""The releases of vLLM that are known to work, read without importing vLLM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from genlm_backend.errors import MissingExtraError
 
 SUPPORTED = ((0, 32), (0, 33))
-"""Releases of vLLM, major and minor, whose private names ``capture`` was checked with."""
+"""Releases of vLLM, major and minor, whose private names were compared with those used here."""
 
 
 def installed_release() -> str | None:

@@ -72,13 +72,15 @@ class GatherAttend(Attend):
     def inputs(self, batch: PackedBatch) -> dict[str, Any]:
         """Return the mask of the left padding, and a cache of transformers over the slots."""
         gathered = gather(batch.spans)
-        tensors = (gathered.slots, batch.new_slots, batch.new_columns)
         on: dict[torch.device, _Indices] = {}  # moved once to each device that has a layer
         layers: list[Any] = []
         for number, layer in enumerate(self._store.layout.layers):
             if layer.device not in on:
+                columns = batch.new_columns
                 on[layer.device] = _Indices(
-                    *(None if tensor is None else tensor.to(layer.device) for tensor in tensors)
+                    gathered.slots.to(layer.device),
+                    batch.new_slots.to(layer.device),
+                    None if columns is None else columns.to(layer.device),
                 )
             layers.append(_GatheredLayer(self._store, number, on[layer.device], gathered.num_past))
         return {

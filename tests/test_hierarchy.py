@@ -1,0 +1,206 @@
+"""Classes are abstract or final, and a method that has a body is not overridden."""
+
+import ast
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+import genlm_backend
+
+ROOT = Path(genlm_backend.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# Files whose classes are not held to this yet.
+TO_DO = {
+    "batching/batcher.py",
+    "batching/call.py",
+    "batching/statistics.py",
+    "batching/ticker.py",
+    "batching/waiter.py",
+    "batching/worker.py",
+    "cache/pool.py",
+    "cache/prefix.py",
+    "cache/radix.py",
+    "cache/rows.py",
+    "generation/async_glm.py",
+    "generation/background_loop.py",
+    "generation/beam_search.py",
+    "generation/constraint.py",
+    "generation/engine.py",
+    "generation/installed_model.py",
+    "generation/processors.py",
+    "generation/request.py",
+    "generation/result_queue.py",
+    "generation/sample.py",
+    "generation/served_model.py",
+    "generation/signal.py",
+    "generation/text.py",
+    "llm/adapters.py",
+    "llm/hf/evaluator.py",
+    "llm/hf/kv.py",
+    "llm/hf/lora.py",
+    "llm/hf/model.py",
+    "llm/hf/runner.py",
+    "llm/hf/threads.py",
+    "llm/mock.py",
+    "llm/query.py",
+    "llm/vllm/completion.py",
+    "llm/vllm/model.py",
+    "llm/vllm/rounds.py",
+    "llm/vllm/sessions.py",
+}
+
+# Optional capabilities: what a class can do without has a default, and may be overridden.
+DEFAULTS = {
+    "AsyncLM": {
+        "add_new_lora",
+        "batch_next_token_logprobs",
+        "batch_next_token_logprobs_sync",
+        "batch_sample",
+        "check_adapter",
+        "clear_cache",
+        "close",
+        "forget",
+        "kv_capacity",
+        "next_token_logits",
+        "num_cached_tokens",
+        "remove_lora",
+        "sample",
+        "statistics",
+    },
+    "VocabularyTrie": {"release"},
+}
+
+# What a library adds to the bases of its own classes.
+MIXINS = {"RowExtension"}
+
+
+@dataclass(eq=False)
+class Class:
+    """A class of the package as its source defines it."""
+
+    path: Path
+    node: ast.ClassDef
+    foreign: set[str] = field(default_factory=set)
+    parents: "list[Class]" = field(default_factory=list)
+    children: "list[Class]" = field(default_factory=list)
+
+    @property
+    def name(self):
+        return self.node.name
+
+    @property
+    def place(self):
+        return f"{self.path.relative_to(ROOT.parent)}:{self.node.lineno}: {self.name}"
+
+    @cached_property
+    def methods(self):
+        return {
+            part.name: decorators(part)
+            for part in self.node.body
+            if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+
+    @property
+    def decorators(self):
+        return decorators(self.node)
+
+    @cached_property
+    def ancestors(self):
+        found = list(self.parents)
+        for parent in self.parents:
+            found += parent.ancestors
+        return found
+
+    @property
+    def unimplemented(self):
+        """Abstract methods of the class and its ancestors that nothing implements."""
+        found = set().union(*(parent.unimplemented for parent in self.parents))
+        found -= {name for name in self.methods if not is_abstract(self.methods[name])}
+        return found | {name for name in self.methods if is_abstract(self.methods[name])}
+
+    @property
+    def is_abstract(self):
+        return bool({"ABC", "Protocol"} & self.foreign or self.unimplemented)
+
+    @property
+    def is_value(self):
+        """Whether it is an exception, a dataclass, an enumeration or a named tuple."""
+        bases = set().union(*(each.foreign for each in [self, *self.ancestors]))
+        is_error = any(base.endswith(("Error", "Exception")) for base in bases)
+        is_constant = bool({"NamedTuple", "Enum", "StrEnum"} & bases)
+        return is_error or is_constant or "dataclass" in self.decorators
+
+
+def decorators(node):
+    calls = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
+    return {ast.unparse(call).rpartition(".")[2] for call in calls}
+
+
+def is_abstract(names):
+    return "abstractmethod" in names
+
+
+def read_classes():
+    found, imports = {}, {}
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        module = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found[module, node.name] = Class(path, node)
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    imports[module, alias.asname or alias.name] = (node.module, alias.name)
+    for (module, _), each in found.items():
+        for base in each.node.bases:
+            base = base.value if isinstance(base, ast.Subscript) else base
+            name = ast.unparse(base).rpartition(".")[2]
+            key = imports.get((module, name), (module, name))
+            if key in found:
+                each.parents.append(found[key])
+                found[key].children.append(each)
+            else:
+                each.foreign.add(name)
+    return list(found.values())
+
+
+CLASSES = read_classes()
+
+
+def faults(each):
+    """What is wrong with a class, and with what its ancestors leave to it."""
+    if each.children and not each.is_abstract and not each.is_value:
+        yield "has subclasses and is not abstract"
+    is_leaf = not (each.children or each.is_abstract or each.is_value or each.name in MIXINS)
+    if is_leaf and "final" not in each.decorators:
+        yield "is neither abstract nor final"
+    for name in each.methods:
+        if name.startswith("__") and name.endswith("__"):
+            continue
+        for other in each.ancestors:
+            is_default = name in DEFAULTS.get(other.name, ())
+            if name in other.methods and not is_abstract(other.methods[name]) and not is_default:
+                yield f"overrides {other.name}.{name}, which has a body"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if path.relative_to(ROOT).as_posix() not in TO_DO],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
+def test_classes_are_abstract_or_final(path):
+    found = [each for each in CLASSES if each.path == path]
+    assert not [f"{each.place} {fault}" for each in found for fault in faults(each)]
+
+
+def test_every_default_is_one():
+    """Defaults are methods with a body, and some class overrides each of them."""
+    for owner, names in DEFAULTS.items():
+        (owned,) = [each for each in CLASSES if each.name == owner]
+        for name in names:
+            assert not is_abstract(owned.methods[name])
+            heirs = [each for each in CLASSES if owned in each.ancestors]
+            assert any(name in each.methods for each in heirs), f"{owner}.{name}"
