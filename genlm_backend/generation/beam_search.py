@@ -103,7 +103,7 @@ class BeamSearch(Draft):
         best = sorted(found, key=lambda beam: -beam.score)[: self._config.n]
         return self._texts(best)
 
-    def rest(self) -> list[tuple[int, str]]:
+    def held_back(self) -> list[tuple[int, str]]:
         """Return nothing for each text: ``unwritten`` has the last of its characters."""
         return [] if self.is_finished else [(number, "") for number in range(self._config.n)]
 

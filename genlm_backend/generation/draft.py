@@ -57,7 +57,7 @@ class Draft(abc.ABC):
         return []
 
     @abc.abstractmethod
-    def rest(self) -> list[tuple[int, str]]:
+    def held_back(self) -> list[tuple[int, str]]:
         """Return, for each text that is not to go on, the characters held back at its end."""
 
     def scores(self) -> dict[int, float]:

@@ -198,7 +198,7 @@ class Engine(Closing):
         timeout = check_timeout("timeout", timeout)
         check_is_ids(input_ids)
         request, drafts = self._prepare(model_name, input_ids, config, fields)
-        request.model.submit(request, drafts, timeout)
+        request.model.submit({request: drafts}, timeout)
         return request
 
     @overload
@@ -252,7 +252,7 @@ class Engine(Closing):
         requests: list[GenerationRequest] = []
         try:
             for request, drafts in prepared:
-                request.model.submit(request, drafts, timeout)
+                request.model.submit({request: drafts}, timeout)
                 requests.append(request)
         except BaseException:  # nobody would have their handles
             for request in requests:
@@ -335,7 +335,7 @@ class Engine(Closing):
         """
         timeout = check_timeout("timeout", timeout)
         request, drafts = self._prepare(model_name, prompt, config, fields)
-        await request.model.asubmit(request, drafts, timeout)
+        await request.model.asubmit({request: drafts}, timeout)
         try:
             return await request
         except GeneratorExit:  # of the garbage collector, maybe where its thread holds a lock
@@ -363,7 +363,7 @@ class Engine(Closing):
         check_streamable(make_config(config, fields))
         timeout = check_timeout("timeout", timeout)
         request, drafts = self._prepare(model_name, prompt, config, fields)
-        await request.model.asubmit(request, drafts, timeout)
+        await request.model.asubmit({request: drafts}, timeout)
         try:
             async for elements in request.queue:
                 yield elements

@@ -113,7 +113,7 @@ class InstalledModel:
         served, self._served = self._served, None
         source, self._source = self._source, None
         if served is not None:
-            served.release(is_own=served.lm is not source)
+            served.hand_back(is_own=served.lm is not source)
 
     def check_state(self, *allowed: ModelState, to: str) -> None:
         """Raise a ``ModelStateError`` unless it is in one of some states."""

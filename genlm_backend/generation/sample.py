@@ -78,7 +78,7 @@ class Sample(Draft):
         logprob, top = self._logprobs(row, token_id)
         return [(self._number, GeneratedToken(token_id, new, logprob, top, reason))]
 
-    def rest(self) -> list[tuple[int, str]]:
+    def held_back(self) -> list[tuple[int, str]]:
         """Return the characters that were held back."""
         return [] if self.is_finished else [(self._number, self._text.end())]
 

@@ -1,0 +1,420 @@
+"""Roster: which texts are worked at, and what is to be done when that changes. Decides only."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar, final
+
+import numpy as np
+
+from genlm_backend.generation.status import GenerationStatus
+
+HEADROOM = 16
+"""Tokens that must be free beyond its context for a text to begin, or to go on after a rest.
+
+Or one that was preempted would be preempted again at its next token.
+"""
+
+
+class Work(Protocol):
+    """What makes a text, as far as the roster looks at it."""
+
+    @property
+    def contexts(self) -> Sequence[list[int]]:
+        """Token ids of the contexts that have to be in memory."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Number of places of a batch that it takes."""
+        ...
+
+    @property
+    def lora_name(self) -> str | None:
+        """Name of the adapter; contexts of different adapters share nothing."""
+        ...
+
+
+R = TypeVar("R", bound=Hashable)
+D = TypeVar("D", bound=Work)
+
+
+class Phase(enum.Enum):
+    """How far a text has come; it is in exactly one phase."""
+
+    WAITING = "waiting"
+    """The text has had no place so far, and no task."""
+    RUNNING = "running"
+    """The text has a place."""
+    RESTING = "resting"
+    """The text has lost its place between two tokens, and goes on when there is one again."""
+    LEAVING = "leaving"
+    """The text is complete and takes no place; its task is still forgetting what it asked for."""
+    CANCELLED = "cancelled"
+    """The request has been settled with what the text had; its task has yet to notice that."""
+    GONE = "gone"
+    """The roster has nothing more to do with the text."""
+
+
+@final
+@dataclass(eq=False, slots=True)
+class Text(Generic[R, D]):
+    """A text of a request.
+
+    Attributes:
+        request: The request that the text belongs to.
+        draft: What makes the text.
+        arrival: Number of the submission that it came with.
+        phase: How far the text has come.
+        asked: The contexts that the model was asked for last; empty until the first.
+    """
+
+    request: R
+    draft: D
+    arrival: int = 0
+    phase: Phase = Phase.WAITING
+    asked: Sequence[list[int]] = ()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the text has a place or is to get one."""
+        return self.phase in (Phase.WAITING, Phase.RUNNING, Phase.RESTING)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Settlement(Generic[R, D]):
+    """A request that is to be settled.
+
+    Attributes:
+        request: The request.
+        texts: Every text of the request.
+        status: The final status of the request.
+        error: The exception that the request failed with, if it did.
+    """
+
+    request: R
+    texts: tuple[Text[R, D], ...]
+    status: GenerationStatus
+    error: Exception | None = None
+
+
+@final
+@dataclass(slots=True)
+class Decision(Generic[R, D]):
+    """What is to be done; a text is in one of the lists at most.
+
+    Attributes:
+        start: Texts whose tasks begin.
+        go_on: Texts that go on after a rest.
+        rest: Texts that rest from their next token on.
+        cancel: Texts whose tasks are cancelled, unless they notice their end themselves.
+        settle: Requests that have ended.
+    """
+
+    start: list[Text[R, D]] = field(default_factory=list)
+    go_on: list[Text[R, D]] = field(default_factory=list)
+    rest: list[Text[R, D]] = field(default_factory=list)
+    cancel: list[Text[R, D]] = field(default_factory=list)
+    settle: list[Settlement[R, D]] = field(default_factory=list)
+
+
+@final
+class Roster(Generic[R, D]):
+    """The texts that are wanted, each in one phase: the oldest run whose contexts fit.
+
+    Its methods change phases and return what is to be done about it, in a ``Decision``; ``None``
+    is returned where everybody goes on as before. There is no event loop, no lock and no model
+    in it.
+
+    Args:
+        max_batch: Places of a batch.
+        max_waiting: Submissions that may wait to begin; ``None`` for no bound.
+        capacity: Tokens that fit into memory; ``None`` for no bound.
+        keeps_contexts: Whether what was asked for stays in memory for others.
+
+    Attributes:
+        max_batch: As given.
+        capacity: As given; it can be set, for the decisions to come.
+        is_open: Whether requests are let in.
+    """
+
+    def __init__(
+        self,
+        max_batch: int,
+        max_waiting: int | None,
+        capacity: int | None,
+        keeps_contexts: bool = True,
+    ) -> None:
+        self.max_batch, self.capacity = max_batch, capacity
+        self.is_open = False
+        self._max_waiting = max_waiting
+        self._keeps_contexts = keeps_contexts
+        self._requests: dict[R, tuple[Text[R, D], ...]] = {}  # in the order of arrival
+        self._num_arrivals = 0
+        self._num_tokens = 0  # no fewer than the distinct ones of those that run
+
+    # ---------------------------------------------------------------- what there is
+
+    @property
+    def texts(self) -> list[Text[R, D]]:
+        """Texts of the requests that are not settled, in the order of arrival."""
+        return list(itertools.chain.from_iterable(self._requests.values()))
+
+    @property
+    def num_running(self) -> int:
+        """Number of texts that have a place."""
+        return sum(text.phase is Phase.RUNNING for text in self.texts)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of submissions of which nothing has begun."""
+        texts = self.texts
+        begun = {text.arrival for text in texts if text.phase is not Phase.WAITING}
+        return len({text.arrival for text in texts} - begun)
+
+    def _wanted(self) -> Iterator[Text[R, D]]:
+        texts = itertools.chain.from_iterable(self._requests.values())
+        return (text for text in texts if text.is_wanted)
+
+    # ---------------------------------------------------------------- admission
+
+    def open(self) -> None:
+        """Let requests in."""
+        self.is_open = True
+
+    def shut(self) -> None:
+        """Let no more requests in."""
+        self.is_open = False
+
+    def submit(self, requests: Mapping[R, Sequence[D]]) -> Decision[R, D] | None:
+        """Take requests, all with one submission, unless as many wait as may.
+
+        A submission whose first text would have a place at once does not wait.
+
+        Args:
+            requests: What makes the texts of each request.
+
+        Returns:
+            The decision, or ``None`` where there is no room: nothing has changed then.
+        """
+        assert self.is_open
+        arrival = self._num_arrivals
+        taken = {
+            request: tuple(Text(request, draft, arrival) for draft in drafts)
+            for request, drafts in requests.items()
+        }
+        limit = self._max_waiting
+        if limit is not None and self.num_waiting >= limit:
+            first = next(itertools.chain.from_iterable(taken.values()))
+            plan = make_plan([*self._wanted(), first], self.max_batch, self.capacity)
+            if first not in plan.running:
+                return None
+        self._num_arrivals += 1
+        self._requests.update(taken)
+        return self._rescheduled(Decision())
+
+    # ---------------------------------------------------------------- texts under way
+
+    def asks(self, text: Text[R, D]) -> None:
+        """Note that the model is asked for the contexts of a text."""
+        text.asked = text.draft.contexts
+
+    def grew(self, text: Text[R, D]) -> Decision[R, D] | None:
+        """Note that a text has been written one step further and goes on."""
+        self._num_tokens += text.draft.width
+        if self.capacity is None or self._num_tokens <= self.capacity:
+            return None
+        return self._rescheduled(Decision())
+
+    def finished(self, text: Text[R, D]) -> None:
+        """Note that a text is complete, before it has left."""
+        text.phase = Phase.LEAVING
+
+    def noticed(self, text: Text[R, D]) -> None:
+        """Note that a text's task asks for nothing more, so that nobody has to cancel it."""
+        if text.phase is Phase.CANCELLED:
+            text.phase = Phase.GONE
+
+    def left(self, text: Text[R, D]) -> Decision[R, D] | None:
+        """Note that a text's task has nothing more to do; the last one finishes its request."""
+        if text.phase is not Phase.LEAVING:
+            return None
+        text.phase = Phase.GONE
+        decision, texts = Decision[R, D](), self._requests[text.request]
+        if all(other.phase is Phase.GONE for other in texts):
+            del self._requests[text.request]
+            decision.settle.append(Settlement(text.request, texts, GenerationStatus.FINISHED))
+        return self._rescheduled(decision)
+
+    # ---------------------------------------------------------------- ending
+
+    def ended(
+        self, request: R, status: GenerationStatus, error: Exception | None = None
+    ) -> Decision[R, D] | None:
+        """End a request; one whose texts are all complete, or that has ended, stays as it is."""
+        decision = Decision[R, D]()
+        self._take_off(decision, request, status, error)
+        return self._rescheduled(decision) if decision.settle else None
+
+    def close(self) -> Decision[R, D]:
+        """Let no more requests in and interrupt those that there are; nobody gets a place."""
+        self.shut()
+        decision = Decision[R, D]()
+        for request in list(self._requests):
+            self._take_off(decision, request, GenerationStatus.INTERRUPTED)
+        return decision
+
+    def _take_off(
+        self,
+        decision: Decision[R, D],
+        request: R,
+        status: GenerationStatus,
+        error: Exception | None = None,
+    ) -> None:
+        texts = self._requests.get(request, ())
+        if all(text.phase in (Phase.LEAVING, Phase.GONE) for text in texts):
+            return
+        del self._requests[request]
+        decision.settle.append(Settlement(request, texts, status, error))
+        for text in texts:
+            if text.phase in (Phase.RUNNING, Phase.RESTING):
+                text.phase = Phase.CANCELLED
+                decision.cancel.append(text)
+            else:  # without a task, or with one that is to forget what it asked for
+                text.phase = Phase.GONE
+
+    # ---------------------------------------------------------------- who runs
+
+    def _rescheduled(self, decision: Decision[R, D]) -> Decision[R, D]:
+        """Let whoever may run go on and the others rest, and end whoever never may."""
+        while (plan := self._plan()).hopeless:
+            for request in dict.fromkeys(text.request for text in plan.hopeless):
+                self._take_off(decision, request, GenerationStatus.INTERRUPTED)
+        self._num_tokens = plan.num_tokens
+        # Those that ran follow one another, from the oldest on: nobody has overtaken.
+        for text in itertools.islice(self._wanted(), len(plan.running), None):
+            if text.phase is not Phase.RUNNING:
+                break
+            text.phase = Phase.RESTING
+            decision.rest.append(text)
+        for text in plan.running:
+            if text.phase is Phase.WAITING:
+                decision.start.append(text)
+            elif text.phase is Phase.RESTING:
+                decision.go_on.append(text)
+            text.phase = Phase.RUNNING
+        return decision
+
+    def _plan(self) -> Plan[R, D]:
+        return make_plan(self._wanted(), self.max_batch, self.capacity)
+
+    # ---------------------------------------------------------------- without a prefix cache
+
+    def left_behind(self, text: Text[R, D]) -> list[list[int]]:
+        """Return the contexts of a text that are not to stay in memory for itself.
+
+        Of a text that goes on, these are contexts that it asked for and has given up; of another,
+        all of them.
+        """
+        if self._keeps_contexts:
+            return []
+        contexts = text.draft.contexts
+        if not text.is_wanted:
+            return [*text.asked, *contexts]
+        if text.draft.width == 1:  # what was asked for has only become longer
+            return []
+        return [context for context in text.asked if context not in contexts]
+
+    def num_needed(self, context: Sequence[int], lora_name: str | None) -> int:
+        """Return how many leading tokens of a context stay, as texts that go on need them."""
+        return max(
+            (
+                num_shared(context, needed)
+                for text in self._wanted()
+                if text.asked and text.draft.lora_name == lora_name
+                for needed in text.draft.contexts
+            ),
+            default=0,
+        )
+
+
+@final
+@dataclass(slots=True)
+class Plan(Generic[R, D]):
+    """Who runs and who never can; everybody else waits.
+
+    Attributes:
+        running: Texts that may run, in order.
+        hopeless: Texts that do not fit alone.
+        num_tokens: A bound of the number of distinct tokens of the running ones' contexts.
+    """
+
+    running: list[Text[R, D]] = field(default_factory=list)
+    hopeless: list[Text[R, D]] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+def make_plan(texts: Iterable[Text[R, D]], max_batch: int, capacity: int | None) -> Plan[R, D]:
+    """Choose from the beginning of ``texts``, oldest first, whoever fits into batch and memory.
+
+    Nobody overtakes: the first one that does not fit ends the choice. So the youngest of the
+    running ones is the first to rest when memory is short, and the first to go on afterwards.
+
+    Args:
+        texts: Texts in the order of arrival.
+        max_batch: Places of a batch.
+        capacity: Tokens that fit into memory; ``None`` for no bound.
+    """
+    plan = Plan[R, D]()
+    num_places = 0
+    for text in texts:
+        draft = text.draft
+        if num_places + draft.width > max_batch:
+            break
+        num_own = sum(map(len, draft.contexts))
+        num_tokens = plan.num_tokens + num_own
+        if capacity is not None:
+            if num_own > capacity and _num_distinct([text]) > capacity:
+                plan.hopeless.append(text)
+                continue
+            needs_room = bool(plan.running) and text.phase is not Phase.RUNNING
+            headroom = HEADROOM * draft.width if needs_room else 0
+            if num_tokens + headroom > capacity:  # what they share may make the difference
+                num_tokens = _num_distinct([*plan.running, text])
+            if num_tokens + headroom > capacity:
+                break
+        plan.running.append(text)
+        plan.num_tokens = num_tokens
+        num_places += draft.width
+    return plan
+
+
+def _num_distinct(texts: Iterable[Text[R, D]]) -> int:
+    """Count the tokens of all contexts, those of a shared beginning once."""
+    by_adapter: dict[str | None, list[list[int]]] = defaultdict(list)
+    for text in texts:
+        by_adapter[text.draft.lora_name].extend(text.draft.contexts)
+    return sum(map(num_distinct_tokens, by_adapter.values()))
+
+
+def num_distinct_tokens(contexts: Iterable[list[int]]) -> int:
+    """Return how many nodes a tree of the contexts has.
+
+    In alphabetical order, each context adds what it does not share with the one before it.
+    """
+    ordered = sorted(contexts)
+    shared = sum(map(num_shared, ordered, itertools.islice(ordered, 1, None)))
+    return sum(map(len, ordered)) - shared
+
+
+def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return how many leading tokens two contexts share."""
+    size = min(len(first), len(second))
+    if first[:size] == second[:size]:
+        return size
+    return int((np.array(first[:size]) != np.array(second[:size])).argmax())
