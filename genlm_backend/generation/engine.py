@@ -34,6 +34,7 @@ from genlm_backend.generation.prompt import (
 )
 from genlm_backend.generation.request import GenerationRequest
 from genlm_backend.generation.runtime_config import RuntimeConfig
+from genlm_backend.generation.served_model import ServedModel
 from genlm_backend.generation.status import GeneratedElements, GenerationStatus
 from genlm_backend.llm.base import AsyncLM, TokenIds
 from genlm_backend.process_lock import ProcessLock
@@ -149,11 +150,20 @@ class Engine(Closing):
 
     def num_running(self, name: str) -> int:
         """Return how many texts of a model are under way."""
-        return self._model(name).served.num_running
+        return self.served(name).num_running
 
     def num_waiting(self, name: str) -> int:
         """Return how many requests for a model wait to begin."""
-        return self._model(name).served.num_waiting
+        return self.served(name).num_waiting
+
+    def served(self, name: str) -> ServedModel:
+        """Return what works at a model's requests.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) Unless the model is running.
+            UnknownModelError: (``KeyError``) If there is no such name.
+        """
+        return self._model(name).served
 
     def _model(self, name: str) -> InstalledModel:
         with self._lock.here:
@@ -298,7 +308,7 @@ class Engine(Closing):
         fields: dict[str, Any],
     ) -> tuple[GenerationRequest, list[Draft]]:
         """Check everything about a request, and start nothing."""
-        served = self._model(model_name).served
+        served = self.served(model_name)
         config = make_config(config, fields)
         if isinstance(prompt, str):
             ids: Any = encode(served.lm, prompt)

@@ -82,6 +82,12 @@ class ServedModel:
         with self._lock.here:
             self._roster.open()
 
+    def shut(self) -> None:
+        """Let no more requests in, and tell whoever waits for room; the others go on."""
+        with self._lock.here:
+            self._roster.shut()
+            self._room.notify()
+
     def submit(
         self, requests: Mapping[GenerationRequest, list[Draft]], timeout: float | None
     ) -> None:

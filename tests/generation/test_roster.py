@@ -178,7 +178,7 @@ class Histories(RuleBasedStateMachine):
     @initialize(
         max_batch=st.integers(1, 6),
         max_waiting=st.sampled_from([None, 0, 1, 3]),
-        capacity=st.integers(10, 90),
+        capacity=st.integers(10, 70),
         keeps_contexts=st.booleans(),
     )
     def begin(self, max_batch, max_waiting, capacity, keeps_contexts):
@@ -263,7 +263,7 @@ class Histories(RuleBasedStateMachine):
             min_size=1,
             max_size=2,
         ),
-        is_endless=st.integers(0, 8),
+        is_endless=st.integers(0, 12),
     )
     def submit(self, found, is_endless):
         requests = {}
@@ -300,17 +300,24 @@ class Histories(RuleBasedStateMachine):
         self.ask_for(data.draw(st.sampled_from(self.may_ask())))
 
     @precondition(lambda self: self.may_write())
-    @rule(data=st.data(), token=st.integers(0, 1))
-    def write(self, data, token):
-        """A task writes one step; one that rests does so too, where it had asked already."""
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 5), min_size=1, max_size=20))
+    def write(self, data, tokens):
+        """A task writes some steps, and no further than one where it is to rest."""
         text = data.draw(st.sampled_from(self.may_write()))
+        for token in tokens:
+            self.write_one(text, token)
+            if text not in self.may_ask():
+                break
+            self.ask_for(text)
+
+    def write_one(self, text, token):
         self.reading.remove(text)
         draft = text.draft
         if draft.width == 1:
             draft.contexts[0].append(token)
         else:
             old = draft.contexts
-            draft.contexts = [[*old[i % len(old)], (token + i) % 2] for i in range(draft.width)]
+            draft.contexts = [[*old[i % len(old)], token + i // 2] for i in range(draft.width)]
         decision = self.roster.grew(text)
         self.carry_out(decision)
         if decision is not None:
@@ -388,7 +395,7 @@ class Histories(RuleBasedStateMachine):
     def close(self):
         """Stopping interrupts everybody who is not about to finish, and gives nobody a place."""
         decision = self.roster.close()
-        assert not (decision.start or decision.go_on or decision.rest)
+        assert decision.start == decision.go_on == decision.rest == []
         self.carry_out(decision)
         for request in {t.request for t in self.rules.texts if not t.is_complete}:
             self.expected[request] = GenerationStatus.INTERRUPTED
