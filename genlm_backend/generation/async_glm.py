@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -18,46 +16,20 @@ from genlm_backend.errors import (
     GenerationConfigError,
     ModelStateError,
     OptionTypeError,
-    OutOfSlotsError,
     RequestQueueFullError,
     UnknownTaskError,
 )
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.engine import Engine
-from genlm_backend.generation.generated import Generation
-from genlm_backend.generation.generation import make_drafts
+from genlm_backend.generation.hf_config import own_config
 from genlm_backend.generation.hf_inputs import config_of_kwargs, rows_of
 from genlm_backend.generation.prompt import Prompt
-from genlm_backend.generation.request import GenerationRequest
 from genlm_backend.generation.served_model import ServedModel
-from genlm_backend.generation.status import GenerationStatus
+from genlm_backend.generation.task import Task
 from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.together import together
 from genlm_backend.process_lock import ProcessLock
 
 _NAME = "model"
-
-
-@final
-@dataclass(eq=False)
-class _Task:
-    """Rows of token ids, and a request of the engine for each.
-
-    Attributes:
-        rows: The token ids as they were given, ``[batch, length]``.
-        prompts: The prompt of each row.
-        configs: The configuration of each row.
-        pad_token_id: The token behind shorter texts.
-        requests: The request of each row; none before the start.
-        result: What is waited for.
-    """
-
-    rows: torch.Tensor
-    prompts: list[Prompt]
-    configs: list[GenerationConfig]
-    pad_token_id: int
-    requests: list[GenerationRequest] = field(default_factory=list)
-    result: Future[torch.Tensor] = field(default_factory=Future)
 
 
 @final
@@ -111,7 +83,7 @@ class AsyncGLM:
         self._max_queue_size: int = given["max_queue_size"]
         self._max_running: int = given["max_running"] or self._lm.batch_size
         self._lock = ProcessLock()
-        self._tasks: dict[int, _Task] = {}  # whose results have not been collected
+        self._tasks: dict[int, Task] = {}  # whose results have not been collected
         self._next_id = 0
         self._engine: Engine | None = None
         self._served: ServedModel | None = None
@@ -131,9 +103,9 @@ class AsyncGLM:
                 self._engine, self._served = self._start_engine()
                 for task in self._tasks.values():
                     try:
-                        self._hand_over(task, self._served, timeout=0)
+                        task.submit(self._served, timeout=0)
                     except Exception as error:  # a future is settled
-                        _fail(task, error)
+                        task.fail(error)
 
     def _start_engine(self) -> tuple[Engine, ServedModel]:
         engine = Engine()
@@ -193,9 +165,9 @@ class AsyncGLM:
                 raise GenerationConfigError(
                     f"num_beams={config.num_beams} is more than max_running={self._max_running}"
                 )
-        return self._submit(_Task(rows, prompts, configs, self._pad(kwargs, configs[0])), timeout)
+        return self._submit(Task(rows, prompts, configs, self._pad(kwargs, configs[0])), timeout)
 
-    def _submit(self, task: _Task, timeout: float | None) -> int:
+    def _submit(self, task: Task, timeout: float | None) -> int:
         with self._lock.here:
             self._check_open()
             served = self._served
@@ -206,20 +178,20 @@ class AsyncGLM:
                     self._check_started("the queue is full")
                 return self._add(task)
         try:
-            self._hand_over(task, served, timeout)
+            task.submit(served, timeout)
             with self._lock.here:
                 self._check_open()
                 return self._add(task)
         except RequestQueueFullError:
             raise _full(served.num_waiting) from None
         except BaseException as error:  # nobody would have its id
-            _interrupt(task, served)
+            task.interrupt()
             if isinstance(error, ModelStateError):
                 with self._lock.here:
                     self._check_open()
             raise
 
-    def _add(self, task: _Task) -> int:
+    def _add(self, task: Task) -> int:
         """Keep a task, and return its id; under the lock."""
         task_id, self._next_id = self._next_id, self._next_id + 1
         self._tasks[task_id] = task
@@ -255,7 +227,7 @@ class AsyncGLM:
             if self._tasks.pop(task_id, None) is None:
                 raise UnknownTaskError(f"the result of task {task_id} has been collected")
 
-    def _task(self, task_id: int) -> _Task:
+    def _task(self, task_id: int) -> Task:
         """Return a task whose result has not been collected; under the lock."""
         task = self._tasks.get(_CHECKS["task_id"]("task_id", task_id))
         if task is None:
@@ -306,7 +278,7 @@ class AsyncGLM:
         with self._lock.here:
             engine, self._engine, self._served = self._engine, None, None
             for task in self._tasks.values():
-                _fail(task, CancelledError("the task was cancelled by shutdown()"))
+                task.cancel()
         if engine is not None:
             engine.close()
         self._close_model()
@@ -338,38 +310,6 @@ class AsyncGLM:
                 f"with statement"
             )
 
-    # ---------------------------------------------------------------- working
-
-    def _hand_over(self, task: _Task, served: ServedModel, timeout: float | None) -> None:
-        """Start a task's requests, all with one submission, blocking until there is room."""
-        started = {
-            GenerationRequest(served, prompt.token_ids, config): make_drafts(
-                self._lm, prompt, config
-            )
-            for prompt, config in zip(task.prompts, task.configs, strict=True)
-        }
-        task.requests = list(started)
-        served.submit(started, timeout)
-        served.loop.submit(self._complete(task, served))
-
-    async def _complete(self, task: _Task, served: ServedModel) -> None:
-        """Settle a task when its requests have ended; on the engine's loop."""
-        try:
-            found = await together(map(_texts, task.requests))
-            result = _joined(task, found)
-        except BaseException as error:  # a future is settled, and what is left of it given up
-            _interrupt(task, served)
-            is_own = isinstance(error, Exception)
-            cancelled = CancelledError("the task was cancelled by shutdown()")
-            with self._lock.here:
-                _fail(task, error if is_own else cancelled)
-            if not is_own:
-                raise
-        else:
-            with self._lock.here:
-                if not task.result.done():
-                    task.result.set_result(result)
-
     # ---------------------------------------------------------------- what is asked for
 
     def _pad(self, kwargs: Mapping[str, Any], config: GenerationConfig) -> int:
@@ -380,51 +320,13 @@ class AsyncGLM:
         return next((token_id for token_id in found if token_id is not None), 0)
 
 
-async def _texts(request: GenerationRequest) -> list[Generation]:
-    return await request
-
-
-def _interrupt(task: _Task, served: ServedModel) -> None:
-    for request in task.requests:
-        served.end(request, GenerationStatus.INTERRUPTED)
-
-
-def _fail(task: _Task, error: BaseException) -> None:
-    """Settle a task that is not complete; under the lock."""
-    if not task.result.done():
-        task.result.set_exception(error)
-
-
-def _joined(task: _Task, found: list[list[Generation]]) -> torch.Tensor:
-    """Return each row of a task with its continuations, padded.
-
-    Raises:
-        OutOfSlotsError: If a text was interrupted, which only the lack of memory does to it.
-    """
-    if any(text.finish_reason == "interrupted" for texts in found for text in texts):
-        raise OutOfSlotsError("the task's keys and values do not fit into the model's memory")
-    texts = [
-        (row, generation.token_ids)
-        for row, generations in zip(task.rows, found, strict=True)
-        for generation in generations
-    ]
-    longest = max(len(token_ids) for _, token_ids in texts)
-    return torch.stack(
-        [
-            torch.cat([row, torch.tensor(ids + [task.pad_token_id] * (longest - len(ids)))])
-            for row, ids in texts
-        ]
-    )
-
-
 def _full(num_waiting: int) -> RequestQueueFullError:
     return RequestQueueFullError(f"{num_waiting} tasks are waiting already")
 
 
 def _defaults_of(lm: AsyncLM) -> Any:
     """The model's own ``transformers.GenerationConfig``, or what its tokenizer says."""
-    config = getattr(getattr(lm, "model", None), "generation_config", None)
-    return config or transformers.GenerationConfig(
+    return own_config(lm) or transformers.GenerationConfig(
         eos_token_id=getattr(lm.tokenizer, "eos_token_id", None),
         pad_token_id=getattr(lm.tokenizer, "pad_token_id", None),
     )

@@ -154,9 +154,11 @@ class BeamSearch(Draft):
 
     def _texts(self, best: list[_Beam]) -> list[tuple[int, GeneratedToken]]:
         numbered = enumerate(best)
-        return [(number, token) for number, beam in numbered for token in self._tokens(beam)]
+        return [
+            (number, token) for number, beam in numbered for token in self._tokens(number, beam)
+        ]
 
-    def _tokens(self, beam: _Beam) -> list[GeneratedToken]:
+    def _tokens(self, number: int, beam: _Beam) -> list[GeneratedToken]:
         text, tokens = Text(self._config.stop or ()), []
         generated = beam.context[len(self._prompt.token_ids) :]
         reason = self._finish_reason(beam.context)
@@ -165,5 +167,6 @@ class BeamSearch(Draft):
             is_last = place == len(generated) - 1
             if is_last and not text.is_stopped:
                 new += text.end()
-            tokens.append(GeneratedToken(token_id, new, *own, reason if is_last else None))
+            ends = reason if is_last else None
+            tokens.append(GeneratedToken(token_id, new, *own, ends, number))
         return tokens

@@ -20,7 +20,7 @@ from genlm_backend.checks import (
 )
 from genlm_backend.errors import GenerationConfigError, OptionError
 from genlm_backend.generation.fields import replaced
-from genlm_backend.generation.hf_config import fields_of_hf
+from genlm_backend.generation.hf_config import fields_of_hf, own_config
 from genlm_backend.llm.base import AsyncLM
 
 
@@ -173,8 +173,7 @@ class GenerationConfig:
     @classmethod
     def from_model(cls, lm: AsyncLM) -> Self:
         """Make one of the model's own defaults, where it has any."""
-        model = getattr(_MODEL("lm", lm), "model", None)
-        config = getattr(model, "generation_config", None)
+        config = own_config(_MODEL("lm", lm))
         return cls() if config is None else cls.from_hf(config)
 
 

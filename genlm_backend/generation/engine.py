@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterable
-from typing import Any, cast, overload
+from typing import Any, overload
 
 from genlm_backend.checks import checked, instance, listed, near_names, optional, shown, text
 from genlm_backend.checks import timeout as check_timeout
@@ -23,15 +23,7 @@ from genlm_backend.generation.draft import Draft
 from genlm_backend.generation.generated import Generation
 from genlm_backend.generation.generation import check_streamable, make_config, make_drafts
 from genlm_backend.generation.installed_model import InstalledModel, ModelState
-from genlm_backend.generation.prompt import (
-    Chat,
-    Prompt,
-    check_is_ids,
-    encode,
-    encode_chat,
-    ids_of,
-    is_chat,
-)
+from genlm_backend.generation.prompt import Chat, Prompt, check_is_ids, ids_of, is_chat
 from genlm_backend.generation.request import GenerationRequest
 from genlm_backend.generation.runtime_config import RuntimeConfig
 from genlm_backend.generation.served_model import ServedModel
@@ -310,11 +302,7 @@ class Engine(Closing):
         """Check everything about a request, and start nothing."""
         served = self.served(model_name)
         config = make_config(config, fields)
-        if isinstance(prompt, str):
-            ids: Any = encode(served.lm, prompt)
-        else:
-            ids = encode_chat(served.lm, cast(Chat, prompt)) if is_chat(prompt) else ids_of(prompt)
-        checked = Prompt.check(served.lm, ids, config, served.config.max_length)
+        checked = Prompt.check(served.lm, ids_of(prompt), config, served.config.max_length)
         drafts = make_drafts(served.lm, checked, config)
         if drafts[0].width > served.max_batch:
             raise GenerationConfigError(

@@ -145,7 +145,7 @@ class InstalledModel:
 
 def _warm_up(lm: AsyncLM, max_batch: int, max_length: int | None) -> None:
     """Ask for the longest context and the largest batch there can be."""
-    bounds = [None if max_length is None else max_length - 1, getattr(lm, "max_length", None)]
+    bounds = [None if max_length is None else max_length - 1, lm.max_length]
     known = [bound for bound in bounds if bound is not None]
     usable = [i for i in range(len(lm.byte_vocab)) if i not in lm.undefined_ids]
     generator = random.Random(0)

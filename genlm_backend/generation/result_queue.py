@@ -164,6 +164,7 @@ class ResultQueue:
             index=index,
             finish_reason=reason,
             num_cached_tokens=self._num_cached_tokens,
+            tokens=tokens,
         )
 
     # ---------------------------------------------------------------- for the request

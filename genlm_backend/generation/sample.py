@@ -76,7 +76,7 @@ class Sample(Draft):
             self.is_finished = True
             new += "" if self._text.is_stopped else self._text.end()
         logprob, top = self._logprobs(row, token_id)
-        return [(self._number, GeneratedToken(token_id, new, logprob, top, reason))]
+        return [(self._number, GeneratedToken(token_id, new, logprob, top, reason, self._number))]
 
     def held_back(self) -> list[tuple[int, str]]:
         """Return the characters that were held back."""

@@ -13,9 +13,10 @@ from typing import TypeAlias, final
 from genlm_backend.errors import BatcherClosedError, ModelStateError, RequestQueueFullError
 from genlm_backend.generation.background_loop import BackgroundLoop
 from genlm_backend.generation.draft import Draft
+from genlm_backend.generation.places import Phase, Text
 from genlm_backend.generation.request import GenerationRequest
 from genlm_backend.generation.result_queue import wait_until
-from genlm_backend.generation.roster import Decision, Phase, Roster, Settlement, Text
+from genlm_backend.generation.roster import Decision, Roster, Settlement
 from genlm_backend.generation.runtime_config import RuntimeConfig
 from genlm_backend.generation.signal import Signal
 from genlm_backend.generation.status import GenerationStatus

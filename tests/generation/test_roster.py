@@ -8,19 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from genlm_backend.generation.roster import (
+from genlm_backend.generation.places import (
     HEADROOM,
     Phase,
-    Roster,
     Text,
     make_plan,
     num_distinct_tokens,
     num_shared,
 )
+from genlm_backend.generation.roster import Roster
 from genlm_backend.generation.status import GenerationStatus
 
 contexts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
-adapters = st.sampled_from([None, "a"])
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=3)
+adapters = st.sampled_from([None, None, None, "a"])
 
 
 @dataclass(eq=False)
@@ -178,13 +179,13 @@ class Histories(RuleBasedStateMachine):
     @initialize(
         max_batch=st.integers(1, 6),
         max_waiting=st.sampled_from([None, 0, 1, 3]),
-        capacity=st.integers(10, 70),
+        capacity=st.sampled_from([12, 30, 40, 60]),
         keeps_contexts=st.booleans(),
     )
     def begin(self, max_batch, max_waiting, capacity, keeps_contexts):
         self.roster = Roster(max_batch, max_waiting, capacity, keeps_contexts)
         self.roster.open()
-        self.rules = Rules(max_batch, max_waiting, capacity)
+        self.plain = Rules(max_batch, max_waiting, capacity)
         self.keeps_contexts = keeps_contexts
         self.num_submitted = 0
         self.of_text = {}  # the rules' text of each of the roster's
@@ -259,7 +260,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.roster.is_open)
     @rule(
         found=st.lists(
-            st.lists(st.tuples(contexts, st.integers(1, 3), adapters), min_size=1, max_size=3),
+            st.lists(st.tuples(prompts, st.integers(1, 3), adapters), min_size=1, max_size=3),
             min_size=1,
             max_size=2,
         ),
@@ -271,14 +272,14 @@ class Histories(RuleBasedStateMachine):
             request = 10 * self.num_submitted + number
             requests[request] = [
                 Draft(
-                    [(context * 99)[:100] if is_endless == 0 else list(context)], lora_name, width
+                    [(context * 99)[:100] if is_endless == 12 else list(context)], lora_name, width
                 )
                 for context, width, lora_name in drafts
                 if width <= self.roster.max_batch
             ] or [Draft([[0]])]
         self.num_submitted += 1
         texts = [Wanted(r, draft) for r, drafts in requests.items() for draft in drafts]
-        has_room = self.rules.submit(texts)
+        has_room = self.plain.submit(texts)
         before = self.roster.texts
         decision = self.roster.submit(requests)
         assert (decision is not None) == has_room
@@ -292,7 +293,7 @@ class Histories(RuleBasedStateMachine):
             if text.draft in by_draft:
                 self.of_text[text] = by_draft[text.draft]
         self.expected.update(dict.fromkeys(requests))
-        self.rules.settle()
+        self.plain.settle()
 
     @precondition(lambda self: self.may_ask())
     @rule(data=st.data())
@@ -300,11 +301,11 @@ class Histories(RuleBasedStateMachine):
         self.ask_for(data.draw(st.sampled_from(self.may_ask())))
 
     @precondition(lambda self: self.may_write())
-    @rule(data=st.data(), tokens=st.lists(st.integers(0, 5), min_size=1, max_size=20))
-    def write(self, data, tokens):
+    @rule(data=st.data(), token=st.integers(0, 2), num_steps=st.sampled_from([1, 2, 12, 25]))
+    def write(self, data, token, num_steps):
         """A task writes some steps, and no further than one where it is to rest."""
         text = data.draw(st.sampled_from(self.may_write()))
-        for token in tokens:
+        for _ in range(num_steps):
             self.write_one(text, token)
             if text not in self.may_ask():
                 break
@@ -321,7 +322,7 @@ class Histories(RuleBasedStateMachine):
         decision = self.roster.grew(text)
         self.carry_out(decision)
         if decision is not None:
-            self.rules.settle()
+            self.plain.settle()
         self.forget(text)
 
     @precondition(lambda self: self.may_write())
@@ -352,13 +353,13 @@ class Histories(RuleBasedStateMachine):
             assert decision is None
             return
         mine = self.of_text[text]
-        self.rules.texts.remove(mine)
-        is_last = all(t.request != text.request for t in self.rules.texts)
+        self.plain.texts.remove(mine)
+        is_last = all(t.request != text.request for t in self.plain.texts)
         self.carry_out(decision)
         assert (self.settled.get(text.request) is GenerationStatus.FINISHED) == is_last
         if is_last:
             self.expected[text.request] = GenerationStatus.FINISHED
-        self.rules.settle()
+        self.plain.settle()
 
     @precondition(lambda self: self.of(Phase.CANCELLED, Phase.GONE))
     @rule(data=st.data())
@@ -373,14 +374,14 @@ class Histories(RuleBasedStateMachine):
         assert self.roster.left(text) is None
         self.at_work.remove(text)
 
-    @precondition(lambda self: self.expected)
+    @precondition(lambda self: self.expected and self.num_submitted > 3)
     @rule(
         data=st.data(),
         status=st.sampled_from([GenerationStatus.INTERRUPTED, GenerationStatus.FAILED]),
     )
     def end(self, data, status):
         request = data.draw(st.sampled_from(sorted(self.expected)))
-        is_open = any(t.request == request and not t.is_complete for t in self.rules.texts)
+        is_open = any(t.request == request and not t.is_complete for t in self.plain.texts)
         error = ValueError() if status is GenerationStatus.FAILED else None
         decision = self.roster.ended(request, status, error)
         assert (decision is not None) == is_open
@@ -388,18 +389,19 @@ class Histories(RuleBasedStateMachine):
         if is_open:
             assert decision.settle[0].error is error
             self.expected[request] = status
-            self.rules.take_off(request)
-            self.rules.settle()
+            self.plain.take_off(request)
+            self.plain.settle()
 
+    @precondition(lambda self: self.num_submitted > 8)
     @rule()
     def close(self):
         """Stopping interrupts everybody who is not about to finish, and gives nobody a place."""
         decision = self.roster.close()
         assert decision.start == decision.go_on == decision.rest == []
         self.carry_out(decision)
-        for request in {t.request for t in self.rules.texts if not t.is_complete}:
+        for request in {t.request for t in self.plain.texts if not t.is_complete}:
             self.expected[request] = GenerationStatus.INTERRUPTED
-            self.rules.take_off(request)
+            self.plain.take_off(request)
         assert not self.roster.is_open
 
     @precondition(lambda self: not self.roster.is_open)
@@ -412,12 +414,12 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def everybody_is_where_the_rules_have_them(self):
         roster = self.roster
-        for request in self.rules.hopeless:
+        for request in self.plain.hopeless:
             self.expected[request] = GenerationStatus.INTERRUPTED
         assert self.settled == {r: status for r, status in self.expected.items() if status}
         mine = {text: self.of_text[text] for text in roster.texts}
         gone = {text for text in mine if text.phase is Phase.GONE}
-        assert [mine[text] for text in roster.texts if text not in gone] == self.rules.texts
+        assert [mine[text] for text in roster.texts if text not in gone] == self.plain.texts
         for text in mine.keys() - gone:
             rule_text = mine[text]
             expected = Phase.LEAVING if rule_text.is_complete else None
@@ -431,7 +433,7 @@ class Histories(RuleBasedStateMachine):
         assert roster.num_running == len(running)
         assert sum(draft.width for draft in running) <= roster.max_batch
         assert need(running) <= roster.capacity
-        assert roster.num_waiting == len(self.rules.waiting())
+        assert roster.num_waiting == len(self.plain.waiting())
         wanted = [text for text in roster.texts if text.is_wanted]
         if wanted and not self.of(Phase.LEAVING):  # the oldest goes on
             assert wanted[0].phase is Phase.RUNNING
@@ -461,7 +463,7 @@ class Histories(RuleBasedStateMachine):
         assert self.keeps_contexts or not self.memory
 
 
-Histories.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+Histories.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 TestHistories = Histories.TestCase
 
 
