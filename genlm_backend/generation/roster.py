@@ -82,6 +82,7 @@ class Roster(Generic[R, D]):
         self._keeps_contexts = keeps_contexts
         self._requests: dict[R, tuple[Text[R, D], ...]] = {}  # in the order of arrival
         self._num_arrivals = 0
+        self._last_begun = -1
         self._num_tokens = 0  # no fewer than the distinct ones of those that run
 
     # ---------------------------------------------------------------- what there is
@@ -99,9 +100,8 @@ class Roster(Generic[R, D]):
     @property
     def num_waiting(self) -> int:
         """Number of submissions of which nothing has begun."""
-        texts = self.texts
-        begun = {text.arrival for text in texts if text.phase is not Phase.WAITING}
-        return len({text.arrival for text in texts} - begun)
+        # They begin in the order of arrival: whatever came after the last one to begin is waiting.
+        return len({text.arrival for text in self.texts if text.arrival > self._last_begun})
 
     def _wanted(self) -> Iterator[Text[R, D]]:
         texts = itertools.chain.from_iterable(self._requests.values())
@@ -231,6 +231,7 @@ class Roster(Generic[R, D]):
         for text in plan.running:
             if text.phase is Phase.WAITING:
                 decision.start.append(text)
+                self._last_begun = text.arrival
             elif text.phase is Phase.RESTING:
                 decision.go_on.append(text)
             text.phase = Phase.RUNNING

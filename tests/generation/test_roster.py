@@ -125,11 +125,11 @@ class Rules:
     def __init__(self, max_batch, max_waiting, capacity):
         self.max_batch, self.max_waiting, self.capacity = max_batch, max_waiting, capacity
         self.texts = []
+        self.begun = set()
         self.hopeless = []
 
     def waiting(self):
-        submissions = {text.request // 10 for text in self.texts}
-        return submissions - {text.request // 10 for text in self.texts if text.has_begun}
+        return {text.request // 10 for text in self.texts} - self.begun
 
     def wanted(self):
         return [text for text in self.texts if not text.is_complete]
@@ -171,6 +171,7 @@ class Rules:
         for text in self.texts:
             text.is_running = text in found[0]
             text.has_begun |= text.is_running
+        self.begun |= {text.request // 10 for text in self.texts if text.has_begun}
 
 
 class Histories(RuleBasedStateMachine):
@@ -300,11 +301,14 @@ class Histories(RuleBasedStateMachine):
     def ask(self, data):
         self.ask_for(data.draw(st.sampled_from(self.may_ask())))
 
-    @precondition(lambda self: self.may_write())
-    @rule(data=st.data(), token=st.integers(0, 2), num_steps=st.sampled_from([1, 2, 12, 25]))
-    def write(self, data, token, num_steps):
+    @precondition(lambda self: self.may_ask() or self.may_write())
+    @rule(data=st.data(), is_own=st.booleans(), num_steps=st.sampled_from([1, 2, 12, 25]))
+    def write(self, data, is_own, num_steps):
         """A task writes some steps, and no further than one where it is to rest."""
-        text = data.draw(st.sampled_from(self.may_write()))
+        text = data.draw(st.sampled_from([*self.may_ask(), *self.may_write()]))
+        token = text.request if is_own else 0
+        if text not in self.reading:
+            self.ask_for(text)
         for _ in range(num_steps):
             self.write_one(text, token)
             if text not in self.may_ask():
@@ -463,7 +467,7 @@ class Histories(RuleBasedStateMachine):
         assert self.keeps_contexts or not self.memory
 
 
-Histories.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 TestHistories = Histories.TestCase
 
 
