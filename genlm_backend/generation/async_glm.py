@@ -46,7 +46,7 @@ class AsyncGLM:
             ``shutdown``.
         tokenizer: The model's; tasks are token ids, so that it may be left out.
         max_queue_size: Tasks that may wait for others to end, at least 1.
-        generation_kwargs: For every task that does not say otherwise; see ``hf_inputs.HONOURED``.
+        generation_kwargs: Options of every task that has no others; see ``hf_inputs.HONOURED``.
         max_running: Tasks, and texts of them, under way at once; by default as many as the model
             takes in a batch.
 
@@ -135,7 +135,7 @@ class AsyncGLM:
             inputs: Token ids ``[length]`` or ``[batch, length]``, or a mapping with ``input_ids``
                 and an ``attention_mask`` that is 0 where a row is padded, on either side
                 (``token_type_ids`` and ``labels`` of a collator are left aside).
-            generation_kwargs: In place of the constructor's.
+            generation_kwargs: Options that go before the constructor's.
             timeout: Seconds to wait where the queue is full; ``None`` waits as long as it takes.
 
         Raises:

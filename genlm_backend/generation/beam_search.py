@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import final
 
 import torch
 
@@ -22,6 +23,7 @@ _NEVER = -1.0e9
 LogProbs = tuple[float | None, tuple[tuple[int, float], ...]]
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class _Beam:
     """A text of the search: its context, the sum of its log-probabilities, and each token's own."""
@@ -31,6 +33,7 @@ class _Beam:
     logprobs: tuple[LogProbs, ...] = ()
 
 
+@final
 class BeamSearch(Draft):
     """``num_beams`` texts at once, of which the ``n`` with the best scores are returned.
 
@@ -57,7 +60,7 @@ class BeamSearch(Draft):
 
     @property
     def width(self) -> int:
-        """As many contexts as beams."""
+        """Number of contexts asked at once: the number of beams."""
         return self._config.num_beams
 
     async def read(self) -> None:
@@ -144,6 +147,9 @@ class BeamSearch(Draft):
         if self._ends_with_stop_word(context) or self._is_stopped(context):
             return "stop"
         return "length" if len(context) >= self._prompt.max_length else None
+
+    def _is_end(self, token_id: int) -> bool:
+        return token_id in self._prompt.eos_token_ids
 
     def _is_stopped(self, context: list[int]) -> bool:
         if not self._config.stop:

@@ -37,7 +37,7 @@ class GenerationConfig:
         top_k: Only so many of the most probable tokens; 0 for all.
         top_p: Only the most probable tokens that together have this probability, above 0 to 1.
         min_p: Only tokens that have this share of the most probable one's probability, 0 to 1.
-        seed: Of the random stream; equal seeds give equal texts. ``None`` draws one afresh.
+        seed: Seed of the random stream; equal seeds give equal texts. ``None`` draws one afresh.
         n: Texts to generate of one prompt, each with a stream of its own.
         max_new_tokens: Tokens to generate, at most; ``None`` for as many as the model takes.
         max_length: Tokens of prompt and text together, at most.

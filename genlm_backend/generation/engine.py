@@ -46,7 +46,7 @@ class Engine(Closing):
     that made it: a fork of that process gets a ``ForkedError``.
 
     Attributes:
-        loop: Where requests live.
+        loop: The event loop that requests live on.
     """
 
     def __init__(self) -> None:
@@ -69,11 +69,11 @@ class Engine(Closing):
         """Make a model known; nothing is loaded yet.
 
         Args:
-            name: For requests.
+            name: Name of the model in requests.
             model: What ``load_model_by_name`` takes, or a model that is loaded: such a one stays
                 its owner's, who closes it.
-            runtime_config: How it is run.
-            **fields: Of the configuration, in place of its own.
+            runtime_config: How the model is run.
+            **fields: Fields of the configuration, in place of its own.
 
         Raises:
             ModelStateError: (``RuntimeError``) If the name is in use.
@@ -182,11 +182,11 @@ class Engine(Closing):
         room; a coroutine gives ``timeout=0``, or uses ``generate`` and ``stream``.
 
         Args:
-            model_name: Of a running model.
+            model_name: Name of a running model.
             input_ids: A list, or an array or tensor ``[length]`` or ``[1, length]``.
             config: How; by default greedily, to the model's limit.
             timeout: Seconds to wait for room, at most; 0 refuses at once.
-            **fields: Of the configuration, in place of its own.
+            **fields: Fields of the configuration, in place of its own.
 
         Raises:
             UnknownModelError: (``KeyError``) If there is no such name.
@@ -237,11 +237,11 @@ class Engine(Closing):
         """Start a request for texts after a text or a chat; of several, one request each.
 
         Args:
-            model_name: Of a running model.
+            model_name: Name of a running model.
             text: A text; a chat's messages, ``[{"role": …, "content": …}, …]``, which the model's
                 chat template puts together; or several of either. All are checked before any is
                 started.
-            config: As for ``start_request_ids``, as are ``timeout``, of each, and ``fields``.
+            config: How, as for ``start_request_ids``; so are ``timeout``, of each, and ``fields``.
 
         Raises:
             ContextError: (``ValueError``) If the model's tokenizer does not encode text, or has no

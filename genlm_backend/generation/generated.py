@@ -70,8 +70,9 @@ class GeneratedToken:
         text: The characters that are certain with it; those of several tokens may come together.
         logprob: The logarithm of the model's probability of it, if asked for.
         top_logprobs: The most probable tokens at its place and theirs, if asked for.
-        finish_reason: With the last token: ``"eos"``, ``"stop"`` (a stop string or list of ids, or
-            a ``response_format`` that is complete), or ``"length"``; else ``None``.
+        finish_reason: Why the text ends, with its last token: ``"eos"``, ``"stop"`` (a stop string
+            or list of ids, or a ``response_format`` that is complete), or ``"length"``; else
+            ``None``.
         index: The number of its text among the ``n`` of its prompt.
     """
 
@@ -113,8 +114,8 @@ class Generation:
         text: Its characters: without special tokens, cut off where a stop string begins.
         finish_reason: ``"eos"``, ``"stop"``, ``"length"``, or ``"interrupted"`` by an engine.
         tokens: Each token with what was asked for of it.
-        score: Of a beam: its log-probability, divided by its length to the power of
-            ``length_penalty``; else ``None``.
+        score: The log-probability of a beam, divided by its length to the power of
+            ``length_penalty``; ``None`` where it is none.
     """
 
     token_ids: list[int]

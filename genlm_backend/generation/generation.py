@@ -31,7 +31,7 @@ async def generate(
         prompt: A text; a chat's messages, ``[{"role": …, "content": …}, …]``, which the model's
             chat template puts together; or token ids.
         config: How; by default greedily, to the model's limit.
-        **fields: Of the configuration, in place of its own.
+        **fields: Fields of the configuration, in place of its own.
 
     Raises:
         ContextError: (``ValueError``) If the prompt is empty, leaves no room for a token, or

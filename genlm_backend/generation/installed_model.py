@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import random
 import threading
+from typing import final
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, RuntimeConfigError
@@ -28,6 +29,7 @@ class ModelState(enum.Enum):
     """Its memory has been returned; the name is free."""
 
 
+@final
 class InstalledModel:
     """A name, what is behind it, and the only ways from one state to another.
 
@@ -36,8 +38,8 @@ class InstalledModel:
     Args:
         name: The engine's.
         source: A model, or the name of one.
-        config: How it is run.
-        loop: Where its requests live.
+        config: How the model is run.
+        loop: The event loop that its requests live on.
 
     Raises:
         RuntimeConfigError: If the configuration does not go with the model.

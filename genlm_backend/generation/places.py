@@ -60,8 +60,8 @@ class Phase(enum.Enum):
 
 @final
 @dataclass(eq=False, slots=True)
-class Text(Generic[R, D]):
-    """A text of a request.
+class Entry(Generic[R, D]):
+    """A text of a request, as it stands on the roster.
 
     Attributes:
         request: The request that the text belongs to.
@@ -94,12 +94,12 @@ class Plan(Generic[R, D]):
         num_tokens: A bound of the number of distinct tokens of the running ones' contexts.
     """
 
-    running: list[Text[R, D]] = field(default_factory=list)
-    hopeless: list[Text[R, D]] = field(default_factory=list)
+    running: list[Entry[R, D]] = field(default_factory=list)
+    hopeless: list[Entry[R, D]] = field(default_factory=list)
     num_tokens: int = 0
 
 
-def make_plan(texts: Iterable[Text[R, D]], max_batch: int, capacity: int | None) -> Plan[R, D]:
+def make_plan(texts: Iterable[Entry[R, D]], max_batch: int, capacity: int | None) -> Plan[R, D]:
     """Choose from the beginning of ``texts``, oldest first, whoever fits into batch and memory.
 
     Nobody overtakes: the first one that does not fit ends the choice. So the youngest of the
@@ -134,7 +134,7 @@ def make_plan(texts: Iterable[Text[R, D]], max_batch: int, capacity: int | None)
     return plan
 
 
-def _num_distinct(texts: Iterable[Text[R, D]]) -> int:
+def _num_distinct(texts: Iterable[Entry[R, D]]) -> int:
     """Count the tokens of all contexts, those of a shared beginning once."""
     by_adapter: dict[str | None, list[list[int]]] = defaultdict(list)
     for text in texts:

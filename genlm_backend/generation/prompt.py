@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard, cast, final
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import ContextError, ContextTypeError, GenerationConfigError
@@ -17,12 +17,13 @@ Chat = Sequence[Mapping[str, Any]]
 """A chat's messages, each with its ``role`` and ``content``."""
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt that goes with its model and configuration.
 
     Attributes:
-        token_ids: Of the prompt.
+        token_ids: Token ids of the prompt.
         eos_token_ids: The tokens that end a text.
         max_length: Tokens of prompt and text together, at most.
         constraint: At the beginning of a text, for each text to fork; or ``None``.

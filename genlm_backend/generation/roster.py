@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, final
 
-from genlm_backend.generation.places import D, Phase, Plan, R, Text, make_plan, num_shared
+from genlm_backend.generation.places import D, Entry, Phase, Plan, R, make_plan, num_shared
 from genlm_backend.generation.status import GenerationStatus
 
 
@@ -24,7 +24,7 @@ class Settlement(Generic[R, D]):
     """
 
     request: R
-    texts: tuple[Text[R, D], ...]
+    texts: tuple[Entry[R, D], ...]
     status: GenerationStatus
     error: Exception | None = None
 
@@ -42,10 +42,10 @@ class Decision(Generic[R, D]):
         settle: Requests that have ended.
     """
 
-    start: list[Text[R, D]] = field(default_factory=list)
-    go_on: list[Text[R, D]] = field(default_factory=list)
-    rest: list[Text[R, D]] = field(default_factory=list)
-    cancel: list[Text[R, D]] = field(default_factory=list)
+    start: list[Entry[R, D]] = field(default_factory=list)
+    go_on: list[Entry[R, D]] = field(default_factory=list)
+    rest: list[Entry[R, D]] = field(default_factory=list)
+    cancel: list[Entry[R, D]] = field(default_factory=list)
     settle: list[Settlement[R, D]] = field(default_factory=list)
 
 
@@ -64,8 +64,8 @@ class Roster(Generic[R, D]):
         keeps_contexts: Whether what was asked for stays in memory for others.
 
     Attributes:
-        max_batch: As given.
-        capacity: As given; it can be set, for the decisions to come.
+        max_batch: Places of a batch.
+        capacity: Tokens that fit into memory; it can be set, for the decisions to come.
         is_open: Whether requests are let in.
     """
 
@@ -80,7 +80,7 @@ class Roster(Generic[R, D]):
         self.is_open = False
         self._max_waiting = max_waiting
         self._keeps_contexts = keeps_contexts
-        self._requests: dict[R, tuple[Text[R, D], ...]] = {}  # in the order of arrival
+        self._requests: dict[R, tuple[Entry[R, D], ...]] = {}  # in the order of arrival
         self._num_arrivals = 0
         self._last_begun = -1
         self._num_tokens = 0  # no fewer than the distinct ones of those that run
@@ -88,7 +88,7 @@ class Roster(Generic[R, D]):
     # ---------------------------------------------------------------- what there is
 
     @property
-    def texts(self) -> list[Text[R, D]]:
+    def texts(self) -> list[Entry[R, D]]:
         """Texts of the requests that are not settled, in the order of arrival."""
         return list(itertools.chain.from_iterable(self._requests.values()))
 
@@ -103,7 +103,7 @@ class Roster(Generic[R, D]):
         # They begin in the order of arrival: whatever came after the last one to begin is waiting.
         return len({text.arrival for text in self.texts if text.arrival > self._last_begun})
 
-    def _wanted(self) -> Iterator[Text[R, D]]:
+    def _wanted(self) -> Iterator[Entry[R, D]]:
         texts = itertools.chain.from_iterable(self._requests.values())
         return (text for text in texts if text.is_wanted)
 
@@ -131,7 +131,7 @@ class Roster(Generic[R, D]):
         assert self.is_open
         arrival = self._num_arrivals
         taken = {
-            request: tuple(Text(request, draft, arrival) for draft in drafts)
+            request: tuple(Entry(request, draft, arrival) for draft in drafts)
             for request, drafts in requests.items()
         }
         limit = self._max_waiting
@@ -146,27 +146,27 @@ class Roster(Generic[R, D]):
 
     # ---------------------------------------------------------------- texts under way
 
-    def asks(self, text: Text[R, D]) -> None:
+    def asks(self, text: Entry[R, D]) -> None:
         """Note that the model is asked for the contexts of a text."""
         text.asked = text.draft.contexts
 
-    def grew(self, text: Text[R, D]) -> Decision[R, D] | None:
+    def grew(self, text: Entry[R, D]) -> Decision[R, D] | None:
         """Note that a text has been written one step further and goes on."""
         self._num_tokens += text.draft.width
         if self.capacity is None or self._num_tokens <= self.capacity:
             return None
         return self._rescheduled(Decision())
 
-    def finished(self, text: Text[R, D]) -> None:
+    def finished(self, text: Entry[R, D]) -> None:
         """Note that a text is complete, before it has left."""
         text.phase = Phase.LEAVING
 
-    def noticed(self, text: Text[R, D]) -> None:
+    def noticed(self, text: Entry[R, D]) -> None:
         """Note that a text's task asks for nothing more, so that nobody has to cancel it."""
         if text.phase is Phase.CANCELLED:
             text.phase = Phase.GONE
 
-    def left(self, text: Text[R, D]) -> Decision[R, D] | None:
+    def left(self, text: Entry[R, D]) -> Decision[R, D] | None:
         """Note that a text's task has nothing more to do; the last one finishes its request."""
         if text.phase is not Phase.LEAVING:
             return None
@@ -242,7 +242,7 @@ class Roster(Generic[R, D]):
 
     # ---------------------------------------------------------------- without a prefix cache
 
-    def left_behind(self, text: Text[R, D]) -> list[list[int]]:
+    def left_behind(self, text: Entry[R, D]) -> list[list[int]]:
         """Return the contexts of a text that are not to stay in memory for itself.
 
         Of a text that goes on, these are contexts that it asked for and has given up; of another,

@@ -44,7 +44,7 @@ class RuntimeConfig:
         kv_cache_bytes: Bytes of keys and values, at most.
         warm_up: Whether starting the model asks for a context of the maximum length and for a
             batch of the maximum size, so that what does not fit fails then.
-        backend: As for ``load_model_by_name``, where the model is given by name.
+        backend: Name of the backend for ``load_model_by_name``, where the model is given by name.
         llm_opts: More options for loading it.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import TypeAlias, final
 from genlm_backend.errors import BatcherClosedError, ModelStateError, RequestQueueFullError
 from genlm_backend.generation.background_loop import BackgroundLoop
 from genlm_backend.generation.draft import Draft
-from genlm_backend.generation.places import Phase, Text
+from genlm_backend.generation.places import Entry, Phase
 from genlm_backend.generation.request import GenerationRequest
 from genlm_backend.generation.result_queue import wait_until
 from genlm_backend.generation.roster import Decision, Roster, Settlement
@@ -23,7 +23,7 @@ from genlm_backend.generation.status import GenerationStatus
 from genlm_backend.llm.base import AsyncLM
 from genlm_backend.process_lock import ProcessLock
 
-_Text: TypeAlias = Text[GenerationRequest, Draft]
+_Entry: TypeAlias = Entry[GenerationRequest, Draft]
 _Decision: TypeAlias = Decision[GenerationRequest, Draft]
 
 
@@ -52,7 +52,7 @@ class ServedModel:
         name: The engine's name of the model.
         lm: The model.
         config: How the model is run.
-        loop: Where its requests live.
+        loop: The event loop that its requests live on.
     """
 
     def __init__(self, name: str, lm: AsyncLM, config: RuntimeConfig, loop: BackgroundLoop) -> None:
@@ -66,7 +66,7 @@ class ServedModel:
             lm.kv_capacity,
             keeps_contexts=config.prefix_cache,
         )
-        self._workers: dict[_Text, _Worker] = {}  # on the loop
+        self._workers: dict[_Entry, _Worker] = {}  # on the loop
         self._room = Signal()
 
     @property
@@ -172,7 +172,7 @@ class ServedModel:
                 self.loop.call_soon(self._let_go_on, text)
             self._room.notify()
 
-    def _start(self, text: _Text) -> None:
+    def _start(self, text: _Entry) -> None:
         """Give a text its task; on the loop, as are the next three."""
         if text.is_wanted:
             may_go = asyncio.Event()
@@ -181,22 +181,22 @@ class ServedModel:
             self._workers[text] = _Worker(task, may_go)
             task.add_done_callback(lambda _: self._workers.pop(text))
 
-    def _let_rest(self, text: _Text) -> None:
+    def _let_rest(self, text: _Entry) -> None:
         if text in self._workers:
             self._workers[text].may_go.clear()
 
-    def _let_go_on(self, text: _Text) -> None:
+    def _let_go_on(self, text: _Entry) -> None:
         if text in self._workers:
             self._workers[text].may_go.set()
 
-    def _cancel(self, text: _Text) -> None:
+    def _cancel(self, text: _Entry) -> None:
         # One that has noticed is not cancelled, or what it forgets last would stay.
         if text in self._workers and text.phase is Phase.CANCELLED:
             self._workers[text].task.cancel()
 
     # ---------------------------------------------------------------- working at a text
 
-    async def _work(self, text: _Text, may_go: asyncio.Event) -> None:
+    async def _work(self, text: _Entry, may_go: asyncio.Event) -> None:
         try:
             await self._write(text, may_go)
         except asyncio.CancelledError:
@@ -206,7 +206,7 @@ class ServedModel:
         finally:
             await self._leave(text)
 
-    async def _write(self, text: _Text, may_go: asyncio.Event) -> None:
+    async def _write(self, text: _Entry, may_go: asyncio.Event) -> None:
         """Write a text to its end, or until its request has ended."""
         queue, draft = text.request.queue, text.draft
         queue.begin()
@@ -225,19 +225,19 @@ class ServedModel:
             await may_go.wait()
             await self._read(text)
 
-    async def _read_first(self, text: _Text) -> None:
+    async def _read_first(self, text: _Entry) -> None:
         draft = text.draft
         # Both are queued at once: what is counted is what the reading finds.
         count = self.lm.num_cached_tokens(draft.contexts[0], draft.lora_name)
         num_cached, _ = await asyncio.gather(count, self._read(text))
         text.request.queue.finish_context(num_cached)
 
-    async def _read(self, text: _Text) -> None:
+    async def _read(self, text: _Entry) -> None:
         with self._lock.here:
             self._roster.asks(text)
         await text.draft.read()
 
-    async def _leave(self, text: _Text) -> None:
+    async def _leave(self, text: _Entry) -> None:
         with self._lock.here:
             self._roster.noticed(text)
         try:
@@ -246,7 +246,7 @@ class ServedModel:
             with self._lock.here:
                 self._carry_out(self._roster.left(text))
 
-    async def _forget(self, text: _Text) -> None:
+    async def _forget(self, text: _Entry) -> None:
         """Forget what a text has left behind and nobody else is at."""
         lora_name = text.draft.lora_name
         with self._lock.here:

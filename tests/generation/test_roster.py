@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from genlm_backend.generation.places import (
     HEADROOM,
+    Entry,
     Phase,
-    Text,
     make_plan,
     num_distinct_tokens,
     num_shared,
@@ -64,7 +64,7 @@ def test_shared_tokens(first, second):
     st.integers(1, 70),
 )
 def test_a_plan_fits_and_is_the_longest_that_does(found, data, max_batch, capacity):
-    texts = [Text("request", Draft(c, lora_name, len(c))) for c, lora_name in found]
+    texts = [Entry("request", Draft(c, lora_name, len(c))) for c, lora_name in found]
     for text in texts:
         text.phase = data.draw(st.sampled_from([Phase.WAITING, Phase.RUNNING, Phase.RESTING]))
 
@@ -90,12 +90,12 @@ def test_a_plan_fits_and_is_the_longest_that_does(found, data, max_batch, capaci
 
 
 def test_without_a_bound_only_the_batch_counts():
-    texts = [Text("request", Draft([[1] * 1000])) for _ in range(5)]
+    texts = [Entry("request", Draft([[1] * 1000])) for _ in range(5)]
     assert make_plan(texts, 3, None).running == texts[:3]
 
 
 def test_the_oldest_runs_alone_rather_than_nobody():
-    old, young = (Text("request", Draft([[i] * 30])) for i in (1, 2))
+    old, young = (Entry("request", Draft([[i] * 30])) for i in (1, 2))
     plan = make_plan([old, young], 4, 40)
     assert (plan.running, plan.hopeless) == ([old], [])
 
