@@ -7,11 +7,8 @@ from genlm_backend import AsyncLM, GenerationConfig, load_model_by_name, stream
 
 
 async def answer(lm: AsyncLM, messages: list[dict[str, str]], config: GenerationConfig) -> str:
-    prompt = lm.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False
-    )
     text = ""
-    async for token in stream(lm, prompt, config):
+    async for token in stream(lm, messages, config):
         print(token.text, end="", flush=True)
         text += token.text
     print()

@@ -31,7 +31,8 @@ TESTS = {
     "trie": ("tests/trie",),
     "llm/hf/schedule.py": ("tests/llm/hf/test_schedule.py", "tests/llm/hf/test_evaluator.py"),
     "llm/hf/packing.py": ("tests/llm/hf/test_packing.py", "tests/llm/hf/test_evaluator.py"),
-    "generation/schedule.py": ("tests/generation/test_schedule.py", "tests/generation"),
+    "generation/places.py": ("tests/generation/test_roster.py", "tests/generation"),
+    "generation/roster.py": ("tests/generation/test_roster.py", "tests/generation"),
     "llm/vllm/sessions.py": ("tests/llm/vllm/test_sessions.py", "tests/llm/vllm"),
 }
 """Files without a model → the tests that are to notice a change, the likeliest first."""

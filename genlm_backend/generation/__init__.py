@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from genlm_backend.generation.config import GenerationConfig
     from genlm_backend.generation.constraint import Constraint
     from genlm_backend.generation.engine import Engine
-    from genlm_backend.generation.generated import GeneratedToken, Generation
+    from genlm_backend.generation.generated import GeneratedToken, Generation, Piece
     from genlm_backend.generation.generation import generate, stream
     from genlm_backend.generation.installed_model import ModelState
     from genlm_backend.generation.request import GenerationRequest
@@ -32,6 +32,7 @@ __all__ = [
     "GenerationRequest",
     "GenerationStatus",
     "ModelState",
+    "Piece",
     "RequestStatistics",
     "ResultQueue",
     "RuntimeConfig",
@@ -52,6 +53,7 @@ __getattr__, __dir__ = lazy_names(
         "GenerationRequest": "genlm_backend.generation.request",
         "GenerationStatus": "genlm_backend.generation.status",
         "ModelState": "genlm_backend.generation.installed_model",
+        "Piece": "genlm_backend.generation.generated",
         "RequestStatistics": "genlm_backend.generation.status",
         "ResultQueue": "genlm_backend.generation.result_queue",
         "RuntimeConfig": "genlm_backend.generation.runtime_config",

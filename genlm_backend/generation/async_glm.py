@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
+import concurrent.futures
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, final
 
 import torch
 import transformers
@@ -20,44 +16,37 @@ from genlm_backend.errors import (
     GenerationConfigError,
     ModelStateError,
     OptionTypeError,
-    OutOfSlotsError,
     RequestQueueFullError,
     UnknownTaskError,
 )
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.engine import Engine
+from genlm_backend.generation.hf_config import own_config
 from genlm_backend.generation.hf_inputs import config_of_kwargs, rows_of
 from genlm_backend.generation.prompt import Prompt
+from genlm_backend.generation.served_model import ServedModel
+from genlm_backend.generation.task import Task
 from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.together import together
 from genlm_backend.process_lock import ProcessLock
 
 _NAME = "model"
 
 
-@dataclass
-class _Task:
-    id: int
-    rows: torch.Tensor
-    prompts: list[list[int]]
-    configs: list[GenerationConfig]
-    pad_token_id: int
-    future: Future[torch.Tensor]
-
-
+@final
 class AsyncGLM:
     """Generates for many threads at once: ``submit`` a task, ``get_result`` later.
 
     What ``model.generate`` does for one caller at a time, this does for as many as come: tasks
-    that are under way at the same time share forward passes, on an ``Engine`` of its own. Any
-    method may be called from any thread. Tasks that are submitted before ``start()`` wait for it.
+    that are under way at the same time share forward passes, on an ``Engine`` of its own. Each row
+    of a task is a request of that engine, which decides who waits. Any method may be called from
+    any thread. Tasks that are submitted before ``start()`` wait for it.
 
     Args:
         model: A causal language model of transformers, or an ``AsyncLM``, which is not closed at
             ``shutdown``.
         tokenizer: The model's; tasks are token ids, so that it may be left out.
         max_queue_size: Tasks that may wait for others to end, at least 1.
-        generation_kwargs: For every task that does not say otherwise; see ``hf_inputs.HONOURED``.
+        generation_kwargs: Options of every task that has no others; see ``hf_inputs.HONOURED``.
         max_running: Tasks, and texts of them, under way at once; by default as many as the model
             takes in a batch.
 
@@ -92,14 +81,12 @@ class AsyncGLM:
             self._close_model()
             raise
         self._max_queue_size: int = given["max_queue_size"]
-        self._max_running: int = given["max_running"] or getattr(self._lm, "batch_size", 20)
+        self._max_running: int = given["max_running"] or self._lm.batch_size
         self._lock = ProcessLock()
-        self._changed = threading.Condition(self._lock.native)
-        self._waiting: deque[_Task] = deque()
-        self._tasks: dict[int, _Task] = {}
-        self._num_running = 0
+        self._tasks: dict[int, Task] = {}  # whose results have not been collected
         self._next_id = 0
         self._engine: Engine | None = None
+        self._served: ServedModel | None = None
         self._is_shut_down = False
 
     # ---------------------------------------------------------------- tasks
@@ -113,12 +100,28 @@ class AsyncGLM:
         with self._lock.here:
             self._check_open()
             if self._engine is None:
-                self._engine = Engine()
-                self._engine.install_model(
-                    _NAME, self._lm, max_batch=self._max_running, warm_up=False
-                )
-                self._engine.start_model(_NAME)
-            self._advance()
+                self._engine, self._served = self._start_engine()
+                for task in self._tasks.values():
+                    try:
+                        task.submit(self._served, timeout=0)
+                    except Exception as error:  # a future is settled
+                        task.fail(error)
+
+    def _start_engine(self) -> tuple[Engine, ServedModel]:
+        engine = Engine()
+        try:
+            engine.install_model(
+                _NAME,
+                self._lm,
+                max_batch=self._max_running,
+                max_queue_size=self._max_queue_size,
+                warm_up=False,
+            )
+            engine.start_model(_NAME)
+            return engine, engine.served(_NAME)
+        except BaseException:
+            engine.close()
+            raise
 
     def submit(
         self,
@@ -132,7 +135,7 @@ class AsyncGLM:
             inputs: Token ids ``[length]`` or ``[batch, length]``, or a mapping with ``input_ids``
                 and an ``attention_mask`` that is 0 where a row is padded, on either side
                 (``token_type_ids`` and ``labels`` of a collator are left aside).
-            generation_kwargs: In place of the constructor's.
+            generation_kwargs: Options that go before the constructor's.
             timeout: Seconds to wait where the queue is full; ``None`` waits as long as it takes.
 
         Raises:
@@ -153,31 +156,46 @@ class AsyncGLM:
             if whole in own and new not in own:
                 kwargs.pop(new, None)  # or the constructor's would go before it
         rows, mask = rows_of(inputs)
-        prompts = [row[keep].tolist() for row, keep in zip(rows, mask, strict=True)]
         width = rows.shape[1]
-        configs = [config_of_kwargs(self._base, kwargs, row, width) for row in range(len(prompts))]
-        for prompt, config in zip(prompts, configs, strict=True):
-            Prompt.check(self._lm, prompt, config)
+        configs = [config_of_kwargs(self._base, kwargs, row, width) for row in range(len(rows))]
+        prompts: list[Prompt] = []
+        for row, keep, config in zip(rows, mask, configs, strict=True):
+            prompts.append(Prompt.check(self._lm, row[keep].tolist(), config))
             if config.num_beams > self._max_running:
                 raise GenerationConfigError(
                     f"num_beams={config.num_beams} is more than max_running={self._max_running}"
                 )
-        deadline = None if timeout is None else time.monotonic() + timeout
+        return self._submit(Task(rows, prompts, configs, self._pad(kwargs, configs[0])), timeout)
+
+    def _submit(self, task: Task, timeout: float | None) -> int:
         with self._lock.here:
-            while not self._is_shut_down and len(self._waiting) >= self._max_queue_size:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    raise RequestQueueFullError(f"{len(self._waiting)} tasks are waiting already")
-                self._check_started("the queue is full")
-                self._changed.wait(left)
             self._check_open()
-            pad = self._pad(kwargs, configs[0])
-            task = _Task(self._next_id, rows, prompts, configs, pad, Future())
-            self._next_id += 1
-            self._tasks[task.id] = task
-            self._waiting.append(task)
-            self._advance()
-        return task.id
+            served = self._served
+            if served is None:  # it waits for the start, if there is room
+                if (num_waiting := self._num_waiting()) >= self._max_queue_size:
+                    if timeout == 0:
+                        raise _full(num_waiting)
+                    self._check_started("the queue is full")
+                return self._add(task)
+        try:
+            task.submit(served, timeout)
+            with self._lock.here:
+                self._check_open()
+                return self._add(task)
+        except RequestQueueFullError:
+            raise _full(served.num_waiting) from None
+        except BaseException as error:  # nobody would have its id
+            task.interrupt()
+            if isinstance(error, ModelStateError):
+                with self._lock.here:
+                    self._check_open()
+            raise
+
+    def _add(self, task: Task) -> int:
+        """Keep a task, and return its id; under the lock."""
+        task_id, self._next_id = self._next_id, self._next_id + 1
+        self._tasks[task_id] = task
+        return task_id
 
     def get_result(self, task_id: int, timeout: float | None = None) -> torch.Tensor:
         """Wait for a task and return its result, once.
@@ -198,24 +216,18 @@ class AsyncGLM:
         timeout = check_timeout("timeout", timeout)
         with self._lock.here:
             task = self._task(task_id)
-            if not (task.future.done() or self._is_shut_down):
+            if not (task.result.done() or self._is_shut_down):
                 self._check_started(f"task {task_id} has not begun")
-        try:
-            error = task.future.exception(timeout)
-        except CancelledError:
-            self._collect(task_id)
-            raise
+        task.result.exception(timeout)  # waits
         self._collect(task_id)
-        if error is not None:
-            raise error
-        return task.future.result()
+        return task.result.result()
 
     def _collect(self, task_id: int) -> None:
         with self._lock.here:
             if self._tasks.pop(task_id, None) is None:
                 raise UnknownTaskError(f"the result of task {task_id} has been collected")
 
-    def _task(self, task_id: int) -> _Task:
+    def _task(self, task_id: int) -> Task:
         """Return a task whose result has not been collected; under the lock."""
         task = self._tasks.get(_CHECKS["task_id"]("task_id", task_id))
         if task is None:
@@ -229,12 +241,17 @@ class AsyncGLM:
             UnknownTaskError: (``KeyError``) As there.
         """
         with self._lock.here:
-            return self._task(task_id).future.done()
+            return self._task(task_id).result.done()
 
     def queue_size(self) -> int:
         """Return how many tasks wait to be begun."""
         with self._lock.here:
-            return len(self._waiting)
+            return self._num_waiting()
+
+    def _num_waiting(self) -> int:
+        if self._served is not None:
+            return self._served.num_waiting
+        return sum(not task.result.done() for task in self._tasks.values())
 
     # ---------------------------------------------------------------- ending
 
@@ -251,20 +268,17 @@ class AsyncGLM:
         timeout = check_timeout("timeout", timeout)
         if self._lock.is_foreign:
             return
-        deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock.here:
             self._is_shut_down = True
-            self._changed.notify_all()
-            while wait and self._engine is not None and (self._waiting or self._num_running):
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
-                    break
-                self._changed.wait(left)
-            unfinished = list(self._tasks.values())
-            self._waiting.clear()
-            engine, self._engine = self._engine, None
-        for task in unfinished:
-            task.future.cancel()
+            tasks, served = list(self._tasks.values()), self._served
+        if served is not None:
+            served.shut()  # whoever waits for room is told
+            if wait:
+                concurrent.futures.wait([task.result for task in tasks], timeout)
+        with self._lock.here:
+            engine, self._engine, self._served = self._engine, None, None
+            for task in self._tasks.values():
+                task.cancel()
         if engine is not None:
             engine.close()
         self._close_model()
@@ -296,58 +310,6 @@ class AsyncGLM:
                 f"with statement"
             )
 
-    # ---------------------------------------------------------------- working
-
-    def _advance(self) -> None:
-        """Begin what there is room for; under the lock."""
-        if self._engine is None:
-            return
-        while self._waiting and self._num_running < self._max_running:
-            task = self._waiting.popleft()
-            self._num_running += 1
-            self._engine.loop.submit(self._run(task, self._engine))
-        self._changed.notify_all()
-
-    async def _run(self, task: _Task, engine: Engine) -> None:
-        result: torch.Tensor | None = None
-        error: BaseException | None = None
-        try:
-            if task.future.set_running_or_notify_cancel():
-                result = await self._generate(task, engine)
-        except BaseException as raised:  # a future is settled
-            error = raised
-            if not isinstance(raised, Exception):
-                error = CancelledError("the task was cancelled by shutdown()")
-        finally:
-            if task.future.running():
-                if error is None and result is not None:
-                    task.future.set_result(result)
-                else:
-                    task.future.set_exception(error)
-            with self._lock.here:
-                self._num_running -= 1
-                self._advance()
-
-    async def _generate(self, task: _Task, engine: Engine) -> torch.Tensor:
-        pairs = zip(task.prompts, task.configs, strict=True)
-        found = await together(engine.generate(_NAME, prompt, config) for prompt, config in pairs)
-        if any(text.finish_reason == "interrupted" for texts in found for text in texts):
-            if self._is_shut_down:
-                raise CancelledError("the task was cancelled by shutdown()")
-            raise OutOfSlotsError("the task's keys and values do not fit into the model's memory")
-        texts = [
-            (row, generation.token_ids)
-            for row, generations in zip(task.rows, found, strict=True)
-            for generation in generations
-        ]
-        longest = max(len(token_ids) for _, token_ids in texts)
-        return torch.stack(
-            [
-                torch.cat([row, torch.tensor(ids + [task.pad_token_id] * (longest - len(ids)))])
-                for row, ids in texts
-            ]
-        )
-
     # ---------------------------------------------------------------- what is asked for
 
     def _pad(self, kwargs: Mapping[str, Any], config: GenerationConfig) -> int:
@@ -358,10 +320,13 @@ class AsyncGLM:
         return next((token_id for token_id in found if token_id is not None), 0)
 
 
+def _full(num_waiting: int) -> RequestQueueFullError:
+    return RequestQueueFullError(f"{num_waiting} tasks are waiting already")
+
+
 def _defaults_of(lm: AsyncLM) -> Any:
     """The model's own ``transformers.GenerationConfig``, or what its tokenizer says."""
-    config = getattr(getattr(lm, "model", None), "generation_config", None)
-    return config or transformers.GenerationConfig(
+    return own_config(lm) or transformers.GenerationConfig(
         eos_token_id=getattr(lm.tokenizer, "eos_token_id", None),
         pad_token_id=getattr(lm.tokenizer, "pad_token_id", None),
     )

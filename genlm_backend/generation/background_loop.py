@@ -10,11 +10,12 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, final
 
 T = TypeVar("T")
 
 
+@final
 class BackgroundLoop:
     """An event loop that runs on a daemon thread, from construction to ``close()``.
 
@@ -23,7 +24,7 @@ class BackgroundLoop:
     loop and nothing else.
 
     Args:
-        name: Of the thread, for debuggers.
+        name: Name of the thread, for debuggers.
     """
 
     def __init__(self, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import final
 
 import torch
 
@@ -22,6 +23,7 @@ _NEVER = -1.0e9
 LogProbs = tuple[float | None, tuple[tuple[int, float], ...]]
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class _Beam:
     """A text of the search: its context, the sum of its log-probabilities, and each token's own."""
@@ -31,6 +33,7 @@ class _Beam:
     logprobs: tuple[LogProbs, ...] = ()
 
 
+@final
 class BeamSearch(Draft):
     """``num_beams`` texts at once, of which the ``n`` with the best scores are returned.
 
@@ -57,7 +60,7 @@ class BeamSearch(Draft):
 
     @property
     def width(self) -> int:
-        """As many contexts as beams."""
+        """Number of contexts asked at once: the number of beams."""
         return self._config.num_beams
 
     async def read(self) -> None:
@@ -103,7 +106,7 @@ class BeamSearch(Draft):
         best = sorted(found, key=lambda beam: -beam.score)[: self._config.n]
         return self._texts(best)
 
-    def rest(self) -> list[tuple[int, str]]:
+    def held_back(self) -> list[tuple[int, str]]:
         """Return nothing for each text: ``unwritten`` has the last of its characters."""
         return [] if self.is_finished else [(number, "") for number in range(self._config.n)]
 
@@ -145,6 +148,9 @@ class BeamSearch(Draft):
             return "stop"
         return "length" if len(context) >= self._prompt.max_length else None
 
+    def _is_end(self, token_id: int) -> bool:
+        return token_id in self._prompt.eos_token_ids
+
     def _is_stopped(self, context: list[int]) -> bool:
         if not self._config.stop:
             return False
@@ -154,9 +160,11 @@ class BeamSearch(Draft):
 
     def _texts(self, best: list[_Beam]) -> list[tuple[int, GeneratedToken]]:
         numbered = enumerate(best)
-        return [(number, token) for number, beam in numbered for token in self._tokens(beam)]
+        return [
+            (number, token) for number, beam in numbered for token in self._tokens(number, beam)
+        ]
 
-    def _tokens(self, beam: _Beam) -> list[GeneratedToken]:
+    def _tokens(self, number: int, beam: _Beam) -> list[GeneratedToken]:
         text, tokens = Text(self._config.stop or ()), []
         generated = beam.context[len(self._prompt.token_ids) :]
         reason = self._finish_reason(beam.context)
@@ -165,5 +173,6 @@ class BeamSearch(Draft):
             is_last = place == len(generated) - 1
             if is_last and not text.is_stopped:
                 new += text.end()
-            tokens.append(GeneratedToken(token_id, new, *own, reason if is_last else None))
+            ends = reason if is_last else None
+            tokens.append(GeneratedToken(token_id, new, *own, ends, number))
         return tokens

@@ -20,7 +20,7 @@ from genlm_backend.checks import (
 )
 from genlm_backend.errors import GenerationConfigError, OptionError
 from genlm_backend.generation.fields import replaced
-from genlm_backend.generation.hf_config import fields_of_hf
+from genlm_backend.generation.hf_config import fields_of_hf, own_config
 from genlm_backend.llm.base import AsyncLM
 
 
@@ -37,7 +37,7 @@ class GenerationConfig:
         top_k: Only so many of the most probable tokens; 0 for all.
         top_p: Only the most probable tokens that together have this probability, above 0 to 1.
         min_p: Only tokens that have this share of the most probable one's probability, 0 to 1.
-        seed: Of the random stream; equal seeds give equal texts. ``None`` draws one afresh.
+        seed: Seed of the random stream; equal seeds give equal texts. ``None`` draws one afresh.
         n: Texts to generate of one prompt, each with a stream of its own.
         max_new_tokens: Tokens to generate, at most; ``None`` for as many as the model takes.
         max_length: Tokens of prompt and text together, at most.
@@ -173,8 +173,7 @@ class GenerationConfig:
     @classmethod
     def from_model(cls, lm: AsyncLM) -> Self:
         """Make one of the model's own defaults, where it has any."""
-        model = getattr(_MODEL("lm", lm), "model", None)
-        config = getattr(model, "generation_config", None)
+        config = own_config(_MODEL("lm", lm))
         return cls() if config is None else cls.from_hf(config)
 
 

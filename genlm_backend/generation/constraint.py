@@ -7,9 +7,8 @@ model's ``byte_vocab``.
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -19,13 +18,10 @@ from genlm_backend.errors import (
     ConstraintError,
     ConstraintTypeError,
     ConstraintViolation,
-    MissingExtraError,
 )
+from genlm_backend.generation.grammar_vocabulary import GrammarVocabularies, load_library
 from genlm_backend.generation.json_schema import check_schema, unwrapped
 from genlm_backend.llm.base import AsyncLM
-
-_tokenizers: weakref.WeakKeyDictionary[AsyncLM, Any] = weakref.WeakKeyDictionary()
-"""llguidance's own form of each model's vocabulary, which takes a tenth of a second to make."""
 
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """Or only one way to divide a text into tokens would be allowed where it is forced."""
@@ -46,8 +42,10 @@ class Constraint:
     A constraint is not to be used by two threads at once.
 
     Attributes:
-        token_ids: What it has been advanced by.
+        token_ids: The tokens that it has been advanced by.
     """
+
+    _vocabularies: ClassVar[GrammarVocabularies] = GrammarVocabularies()
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._matcher = matcher
@@ -70,7 +68,7 @@ class Constraint:
         """Constrain to the JSON values that a schema describes.
 
         Args:
-            lm: Whose tokens.
+            lm: The model whose tokens the texts are made of.
             schema: A JSON schema, or the JSON text of one.
             whitespace: A pattern of what may stand between the parts of a value; ``""`` for
                 nothing.
@@ -101,15 +99,16 @@ class Constraint:
         """Constrain to the texts that a regular expression matches whole.
 
         Args:
-            lm: Whose tokens.
-            pattern: In the syntax of Rust's ``regex``: no look-around, no back-references.
+            lm: The model whose tokens the texts are made of.
+            pattern: A pattern in the syntax of Rust's ``regex``: no look-around and no
+                back-references.
             eos_token_ids: The tokens that end a text; by default the tokenizer's own.
 
         Raises:
             ConstraintError: If it is no such expression.
         """
         _checked(pattern=pattern)
-        grammar = json.loads(_library().LLMatcher.grammar_from_regex(pattern))
+        grammar = json.loads(load_library().LLMatcher.grammar_from_regex(pattern))
         return cls._make(lm, grammar["grammars"][0]["lark_grammar"], eos_token_ids)
 
     @classmethod
@@ -138,8 +137,9 @@ class Constraint:
         """Constrain to the texts of a context-free grammar.
 
         Args:
-            lm: Whose tokens.
-            grammar: In Lark's syntax, as llguidance reads it, beginning at the rule ``start``.
+            lm: The model whose tokens the texts are made of.
+            grammar: A grammar in Lark's syntax, as llguidance reads it, beginning at the rule
+                ``start``.
             eos_token_ids: The tokens that end a text; by default the tokenizer's own.
 
         Raises:
@@ -161,7 +161,7 @@ class Constraint:
         """Constrain as a ``response_format`` says.
 
         Args:
-            lm: Whose tokens.
+            lm: The model whose tokens the texts are made of.
             response_format: ``type`` is ``"json_schema"``, ``"json_object"``, ``"regex"``,
                 ``"choice"`` or ``"grammar"``; all but the second have an entry of that name with
                 what the method of that name takes. A JSON schema may be in that of OpenAI's API:
@@ -200,11 +200,13 @@ class Constraint:
         eos_token_ids: Collection[int] | None,
         options: str = _OPTIONS,
     ) -> Self:
-        library = _library()
+        library = load_library()
         _checked(lm=lm)
         eos = _eos_of(lm, eos_token_ids)
         matcher = library.LLMatcher(
-            _tokenizer_of(lm), library.LLMatcher.grammar_from_lark(options + grammar), log_level=0
+            cls._vocabularies.of(lm),
+            library.LLMatcher.grammar_from_lark(options + grammar),
+            log_level=0,
         )
         if matcher.is_error():
             raise ConstraintError(f"no such constraint: {matcher.get_error()}")
@@ -237,7 +239,7 @@ class Constraint:
 
         Args:
             row: Log-probabilities ``[vocab]``; not modified.
-            mask: Of this place, where it has been computed already, as while a model computed
+            mask: The mask of this place, where it has been computed, as while a model computed
                 the row: ``asyncio.to_thread(constraint.mask)``.
 
         Returns:
@@ -322,16 +324,6 @@ def _checked(**arguments: Any) -> dict[str, Any]:
     return checked(_CHECKS, arguments, ConstraintError)
 
 
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise MissingExtraError(
-            "constraints need llguidance: pip install 'genlm-backend[grammar]'"
-        ) from error
-    return llguidance
-
-
 def _eos_of(lm: AsyncLM, given: Collection[int] | None) -> frozenset[int]:
     eos = getattr(lm.tokenizer, "eos_token_id", None) if given is None else given
     listed_eos = [eos] if isinstance(eos, int) else () if eos is None else eos
@@ -342,43 +334,3 @@ def _eos_of(lm: AsyncLM, given: Collection[int] | None) -> frozenset[int]:
     if wrong:
         raise ConstraintError(f"eos_token_ids has {wrong[0]}, which is outside the vocabulary")
     return ids
-
-
-def _tokenizer_of(lm: AsyncLM) -> Any:
-    if lm not in _tokenizers:
-        library, vocabulary = _library(), _Vocabulary(lm)
-        _tokenizers[lm] = library.LLTokenizer(
-            library.TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens)
-        )
-    return _tokenizers[lm]
-
-
-class _Vocabulary:
-    """A model's tokens in the form that llguidance asks for, and one more, which ends a text.
-
-    None of the model's own ends a text for llguidance, so that it says of each whether the grammar
-    goes on with it.
-    """
-
-    bos_token_id = None
-
-    def __init__(self, lm: AsyncLM) -> None:
-        self.eos_token_id = len(lm.byte_vocab)
-        self.special_token_ids = [*sorted(lm.special_ids | lm.undefined_ids), self.eos_token_id]
-        self.tokens = [*(token.byte_string for token in lm.byte_vocab), b"<|end of text|>"]
-        special = set(self.special_token_ids)
-        self._ids = {token: i for i, token in enumerate(self.tokens) if i not in special}
-        self._longest = max(map(len, self._ids), default=1)
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        """Divide a text greedily; which of the possible divisions it is does not matter."""
-        rest = text.encode() if isinstance(text, str) else text
-        found = []
-        while rest:
-            sizes = range(min(self._longest, len(rest)), 0, -1)
-            size = next((n for n in sizes if rest[:n] in self._ids), None)
-            if size is None:
-                return found
-            found.append(self._ids[rest[:size]])
-            rest = rest[size:]
-        return found

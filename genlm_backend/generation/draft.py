@@ -35,13 +35,13 @@ class Draft(abc.ABC):
         self.is_finished = False
 
     @property
+    @abc.abstractmethod
     def width(self) -> int:
-        """Contexts asked at once, at most."""
-        return 1
+        """Number of contexts asked at once, at most."""
 
     @property
     def lora_name(self) -> str | None:
-        """The adapter that the contexts are read with."""
+        """Name of the adapter that the contexts are read with."""
         return self._config.lora_name
 
     @abc.abstractmethod
@@ -52,17 +52,17 @@ class Draft(abc.ABC):
     def write(self) -> list[tuple[int, GeneratedToken]]:
         """Choose the next token of each text; return the certain ones with their text's number."""
 
+    @abc.abstractmethod
     def unwritten(self) -> list[tuple[int, GeneratedToken]]:
         """Return the tokens that ``write`` has not returned of texts that are not to go on."""
-        return []
 
     @abc.abstractmethod
-    def rest(self) -> list[tuple[int, str]]:
+    def held_back(self) -> list[tuple[int, str]]:
         """Return, for each text that is not to go on, the characters held back at its end."""
 
+    @abc.abstractmethod
     def scores(self) -> dict[int, float]:
         """Return the score of each text that has one, by its number."""
-        return {}
 
     # ---------------------------------------------------------------- for the kinds of draft
 
@@ -71,9 +71,9 @@ class Draft(abc.ABC):
         words = self._config.stop_words_ids or ()
         return any(tuple(generated[-len(word) :]) == tuple(word) for word in words)
 
+    @abc.abstractmethod
     def _is_end(self, token_id: int) -> bool:
         """Whether a token that has been written ends the text, and is none of it."""
-        return token_id in self._prompt.eos_token_ids
 
     def _bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text: none where it is special."""

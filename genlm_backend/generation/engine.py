@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterable
-from typing import Any, cast, overload
+from typing import Any, overload
 
 from genlm_backend.checks import checked, instance, listed, near_names, optional, shown, text
 from genlm_backend.checks import timeout as check_timeout
@@ -23,17 +23,10 @@ from genlm_backend.generation.draft import Draft
 from genlm_backend.generation.generated import Generation
 from genlm_backend.generation.generation import check_streamable, make_config, make_drafts
 from genlm_backend.generation.installed_model import InstalledModel, ModelState
-from genlm_backend.generation.prompt import (
-    Chat,
-    Prompt,
-    check_is_ids,
-    encode,
-    encode_chat,
-    ids_of,
-    is_chat,
-)
+from genlm_backend.generation.prompt import Chat, Prompt, check_is_ids, ids_of, is_chat
 from genlm_backend.generation.request import GenerationRequest
 from genlm_backend.generation.runtime_config import RuntimeConfig
+from genlm_backend.generation.served_model import ServedModel
 from genlm_backend.generation.status import GeneratedElements, GenerationStatus
 from genlm_backend.llm.base import AsyncLM, TokenIds
 from genlm_backend.process_lock import ProcessLock
@@ -53,7 +46,7 @@ class Engine(Closing):
     that made it: a fork of that process gets a ``ForkedError``.
 
     Attributes:
-        loop: Where requests live.
+        loop: The event loop that requests live on.
     """
 
     def __init__(self) -> None:
@@ -76,11 +69,11 @@ class Engine(Closing):
         """Make a model known; nothing is loaded yet.
 
         Args:
-            name: For requests.
+            name: Name of the model in requests.
             model: What ``load_model_by_name`` takes, or a model that is loaded: such a one stays
                 its owner's, who closes it.
-            runtime_config: How it is run.
-            **fields: Of the configuration, in place of its own.
+            runtime_config: How the model is run.
+            **fields: Fields of the configuration, in place of its own.
 
         Raises:
             ModelStateError: (``RuntimeError``) If the name is in use.
@@ -149,11 +142,20 @@ class Engine(Closing):
 
     def num_running(self, name: str) -> int:
         """Return how many texts of a model are under way."""
-        return self._model(name).served.num_running
+        return self.served(name).num_running
 
     def num_waiting(self, name: str) -> int:
         """Return how many requests for a model wait to begin."""
-        return self._model(name).served.num_waiting
+        return self.served(name).num_waiting
+
+    def served(self, name: str) -> ServedModel:
+        """Return what works at a model's requests.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) Unless the model is running.
+            UnknownModelError: (``KeyError``) If there is no such name.
+        """
+        return self._model(name).served
 
     def _model(self, name: str) -> InstalledModel:
         with self._lock.here:
@@ -180,11 +182,11 @@ class Engine(Closing):
         room; a coroutine gives ``timeout=0``, or uses ``generate`` and ``stream``.
 
         Args:
-            model_name: Of a running model.
+            model_name: Name of a running model.
             input_ids: A list, or an array or tensor ``[length]`` or ``[1, length]``.
             config: How; by default greedily, to the model's limit.
             timeout: Seconds to wait for room, at most; 0 refuses at once.
-            **fields: Of the configuration, in place of its own.
+            **fields: Fields of the configuration, in place of its own.
 
         Raises:
             UnknownModelError: (``KeyError``) If there is no such name.
@@ -198,7 +200,7 @@ class Engine(Closing):
         timeout = check_timeout("timeout", timeout)
         check_is_ids(input_ids)
         request, drafts = self._prepare(model_name, input_ids, config, fields)
-        request.model.submit(request, drafts, timeout)
+        request.model.submit({request: drafts}, timeout)
         return request
 
     @overload
@@ -235,11 +237,11 @@ class Engine(Closing):
         """Start a request for texts after a text or a chat; of several, one request each.
 
         Args:
-            model_name: Of a running model.
+            model_name: Name of a running model.
             text: A text; a chat's messages, ``[{"role": …, "content": …}, …]``, which the model's
                 chat template puts together; or several of either. All are checked before any is
                 started.
-            config: As for ``start_request_ids``, as are ``timeout``, of each, and ``fields``.
+            config: How, as for ``start_request_ids``; so are ``timeout``, of each, and ``fields``.
 
         Raises:
             ContextError: (``ValueError``) If the model's tokenizer does not encode text, or has no
@@ -252,7 +254,7 @@ class Engine(Closing):
         requests: list[GenerationRequest] = []
         try:
             for request, drafts in prepared:
-                request.model.submit(request, drafts, timeout)
+                request.model.submit({request: drafts}, timeout)
                 requests.append(request)
         except BaseException:  # nobody would have their handles
             for request in requests:
@@ -298,13 +300,9 @@ class Engine(Closing):
         fields: dict[str, Any],
     ) -> tuple[GenerationRequest, list[Draft]]:
         """Check everything about a request, and start nothing."""
-        served = self._model(model_name).served
+        served = self.served(model_name)
         config = make_config(config, fields)
-        if isinstance(prompt, str):
-            ids: Any = encode(served.lm, prompt)
-        else:
-            ids = encode_chat(served.lm, cast(Chat, prompt)) if is_chat(prompt) else ids_of(prompt)
-        checked = Prompt.check(served.lm, ids, config, served.config.max_length)
+        checked = Prompt.check(served.lm, ids_of(prompt), config, served.config.max_length)
         drafts = make_drafts(served.lm, checked, config)
         if drafts[0].width > served.max_batch:
             raise GenerationConfigError(
@@ -335,7 +333,7 @@ class Engine(Closing):
         """
         timeout = check_timeout("timeout", timeout)
         request, drafts = self._prepare(model_name, prompt, config, fields)
-        await request.model.asubmit(request, drafts, timeout)
+        await request.model.asubmit({request: drafts}, timeout)
         try:
             return await request
         except GeneratorExit:  # of the garbage collector, maybe where its thread holds a lock
@@ -363,7 +361,7 @@ class Engine(Closing):
         check_streamable(make_config(config, fields))
         timeout = check_timeout("timeout", timeout)
         request, drafts = self._prepare(model_name, prompt, config, fields)
-        await request.model.asubmit(request, drafts, timeout)
+        await request.model.asubmit({request: drafts}, timeout)
         try:
             async for elements in request.queue:
                 yield elements

@@ -12,25 +12,30 @@ from genlm_backend.generation.beam_search import BeamSearch
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.draft import Draft
 from genlm_backend.generation.generated import GeneratedToken, Generation
-from genlm_backend.generation.prompt import Prompt
+from genlm_backend.generation.prompt import Chat, Prompt
 from genlm_backend.generation.sample import Sample
 from genlm_backend.llm.base import AsyncLM, TokenIds
 from genlm_backend.llm.together import together
 
 
 async def generate(
-    lm: AsyncLM, prompt: str | TokenIds, config: GenerationConfig | None = None, **fields: Any
+    lm: AsyncLM,
+    prompt: str | Chat | TokenIds,
+    config: GenerationConfig | None = None,
+    **fields: Any,
 ) -> list[Generation]:
     """Generate ``config.n`` texts after a prompt, all at the same time.
 
     Args:
         lm: The model; what else it is asked meanwhile shares its batches.
-        prompt: A text, or token ids.
+        prompt: A text; a chat's messages, ``[{"role": …, "content": …}, …]``, which the model's
+            chat template puts together; or token ids.
         config: How; by default greedily, to the model's limit.
-        **fields: Of the configuration, in place of its own.
+        **fields: Fields of the configuration, in place of its own.
 
     Raises:
-        ContextError: (``ValueError``) If the prompt is empty, or leaves no room for a token.
+        ContextError: (``ValueError``) If the prompt is empty, leaves no room for a token, or
+            cannot be encoded: the model's tokenizer takes no text, or has no chat template.
         ContextTypeError: (``TypeError``) If its ids are not integers.
         GenerationConfigError: (``ValueError``) If the configuration does not go with the model.
     """
@@ -54,7 +59,10 @@ async def generate(
 
 
 async def stream(
-    lm: AsyncLM, prompt: str | TokenIds, config: GenerationConfig | None = None, **fields: Any
+    lm: AsyncLM,
+    prompt: str | Chat | TokenIds,
+    config: GenerationConfig | None = None,
+    **fields: Any,
 ) -> AsyncIterator[GeneratedToken]:
     """Generate one text after a prompt, and yield its tokens as they come.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from genlm_backend.errors import GenerationConfigError
+from genlm_backend.llm.base import AsyncLM
 
 SHARED_FIELDS = (
     "do_sample",
@@ -87,6 +88,14 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "watermarking_config": _never,
 }
 """Keys of transformers that are not done here → whether a value of theirs changes no text."""
+
+
+def own_config(lm: AsyncLM) -> Any:
+    """Return a model's own ``transformers.GenerationConfig``, or ``None`` where it has none.
+
+    Only models of transformers have one; no attribute of every ``AsyncLM`` tells.
+    """
+    return getattr(getattr(lm, "model", None), "generation_config", None)
 
 
 def fields_of_hf(config: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def config_of_kwargs(
 
     Args:
         defaults: The model's own ``transformers.GenerationConfig``.
-        kwargs: As for ``model.generate``, and ``seed``.
+        kwargs: Options of ``model.generate``, and ``seed``.
         row: Which row.
         width: Tokens of the row, its padding among them.
 

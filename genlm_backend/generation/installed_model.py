@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import random
 import threading
+from typing import final
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, RuntimeConfigError
@@ -28,6 +29,7 @@ class ModelState(enum.Enum):
     """Its memory has been returned; the name is free."""
 
 
+@final
 class InstalledModel:
     """A name, what is behind it, and the only ways from one state to another.
 
@@ -36,8 +38,8 @@ class InstalledModel:
     Args:
         name: The engine's.
         source: A model, or the name of one.
-        config: How it is run.
-        loop: Where its requests live.
+        config: How the model is run.
+        loop: The event loop that its requests live on.
 
     Raises:
         RuntimeConfigError: If the configuration does not go with the model.
@@ -113,7 +115,7 @@ class InstalledModel:
         served, self._served = self._served, None
         source, self._source = self._source, None
         if served is not None:
-            served.release(is_own=served.lm is not source)
+            served.hand_back(is_own=served.lm is not source)
 
     def check_state(self, *allowed: ModelState, to: str) -> None:
         """Raise a ``ModelStateError`` unless it is in one of some states."""
@@ -145,7 +147,7 @@ class InstalledModel:
 
 def _warm_up(lm: AsyncLM, max_batch: int, max_length: int | None) -> None:
     """Ask for the longest context and the largest batch there can be."""
-    bounds = [None if max_length is None else max_length - 1, getattr(lm, "max_length", None)]
+    bounds = [None if max_length is None else max_length - 1, lm.max_length]
     known = [bound for bound in bounds if bound is not None]
     usable = [i for i in range(len(lm.byte_vocab)) if i not in lm.undefined_ids]
     generator = random.Random(0)

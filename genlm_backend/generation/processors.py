@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import final
+
 import torch
 from transformers import (
     LogitsProcessor,
@@ -64,6 +66,7 @@ def make_warpers(config: GenerationConfig) -> LogitsProcessorList:
     return made
 
 
+@final
 class Temperature(LogitsProcessor):
     """Divides logits, less their largest, by a temperature, however large or small it is.
 
@@ -81,6 +84,7 @@ class Temperature(LogitsProcessor):
         return divided.masked_fill_(shifted == -torch.inf, -torch.inf)  # pyright: ignore
 
 
+@final
 class OfGenerated(LogitsProcessor):
     """A processor that is shown the generated tokens only, and nothing while there are none."""
 
@@ -94,6 +98,7 @@ class OfGenerated(LogitsProcessor):
         return self._processor(generated, scores) if generated.shape[1] else scores  # pyright: ignore
 
 
+@final
 class CountPenalty(LogitsProcessor):
     """Takes from a logit once for being there before, and once for each time.
 

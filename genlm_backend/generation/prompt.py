@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard, cast, final
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import ContextError, ContextTypeError, GenerationConfigError
@@ -17,12 +17,13 @@ Chat = Sequence[Mapping[str, Any]]
 """A chat's messages, each with its ``role`` and ``content``."""
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt that goes with its model and configuration.
 
     Attributes:
-        token_ids: Of the prompt.
+        token_ids: Token ids of the prompt.
         eos_token_ids: The tokens that end a text.
         max_length: Tokens of prompt and text together, at most.
         constraint: At the beginning of a text, for each text to fork; or ``None``.
@@ -37,7 +38,7 @@ class Prompt:
     def check(
         cls,
         lm: AsyncLM,
-        prompt: str | TokenIds,
+        prompt: str | Chat | TokenIds,
         config: GenerationConfig,
         max_length: int | None = None,
     ) -> Prompt:
@@ -45,22 +46,17 @@ class Prompt:
 
         Args:
             lm: The model.
-            prompt: A text, or token ids.
+            prompt: A text, a chat's messages, or token ids.
             config: The configuration.
             max_length: Tokens of prompt and text together, where others set a bound too.
 
         Raises:
-            ContextError: (``ValueError``) If the prompt is empty, or leaves no room for a token.
+            ContextError: (``ValueError``) If the prompt is empty, leaves no room for a token, or
+                cannot be encoded by the model's tokenizer.
             ContextTypeError: (``TypeError``) If its ids are not integers.
             GenerationConfigError: (``ValueError``) If the configuration does not go with the model.
         """
-        if is_chat(prompt):
-            raise ContextTypeError(
-                "prompt is a chat's messages, which an Engine takes; for others they have to be "
-                "encoded, as by lm.tokenizer.apply_chat_template"
-            )
-        ids = encode(lm, prompt) if isinstance(prompt, str) else prompt
-        token_ids = check_context(ids, len(lm.byte_vocab))
+        token_ids = check_context(_encoded(lm, prompt), len(lm.byte_vocab))
         lm.check_adapter(config.lora_name)
         for name in ("stop_words_ids", "bad_words_ids"):
             for word in getattr(config, name):
@@ -79,7 +75,13 @@ class Prompt:
         )
 
 
-def encode(lm: AsyncLM, text: str) -> list[int]:
+def _encoded(lm: AsyncLM, prompt: str | Chat | TokenIds) -> TokenIds:
+    if isinstance(prompt, str):
+        return _encode(lm, prompt)
+    return _encode_chat(lm, prompt) if is_chat(prompt) else cast(TokenIds, prompt)
+
+
+def _encode(lm: AsyncLM, text: str) -> list[int]:
     """Return the token ids of a text.
 
     Raises:
@@ -95,7 +97,7 @@ def encode(lm: AsyncLM, text: str) -> list[int]:
     return ids
 
 
-def encode_chat(lm: AsyncLM, messages: Chat) -> list[int]:
+def _encode_chat(lm: AsyncLM, messages: Chat) -> list[int]:
     """Return the token ids of a chat, up to where the answer begins, by the model's template.
 
     Raises:
@@ -117,7 +119,7 @@ def encode_chat(lm: AsyncLM, messages: Chat) -> list[int]:
     return list(template(list(messages), add_generation_prompt=True, return_dict=False))
 
 
-def is_chat(text: object) -> bool:
+def is_chat(text: object) -> TypeGuard[Chat]:
     """Whether ``text`` is a chat's messages, and not a text or a list of texts."""
     return isinstance(text, (list, tuple)) and bool(text) and isinstance(text[0], Mapping)
 
@@ -141,12 +143,11 @@ def check_is_ids(input_ids: Any) -> None:
 def _max_length(
     lm: AsyncLM, prompt_length: int, config: GenerationConfig, max_length: int | None
 ) -> int:
-    longest = getattr(lm, "max_length", None)
     limits = [
         None if config.max_new_tokens is None else prompt_length + config.max_new_tokens,
         config.max_length,
         max_length,
-        None if longest is None else longest + 1,  # the last token is never a context
+        None if lm.max_length is None else lm.max_length + 1,  # the last token is never a context
     ]
     known = [limit for limit in limits if limit is not None]
     if not known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 from genlm_backend.checks import timeout as check_timeout
 from genlm_backend.generation.config import GenerationConfig
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _ids = itertools.count()
 
 
+@final
 class GenerationRequest:
     """A request of an engine. Made by its ``start_request_…`` methods.
 
@@ -25,10 +26,11 @@ class GenerationRequest:
     come.
 
     Attributes:
-        id: Different for each request of a process.
-        prompt_token_ids: Of the prompt.
-        config: As given.
-        queue: The results.
+        id: Number of the request, different for each of a process.
+        prompt_token_ids: Token ids of the prompt.
+        config: How its texts are generated.
+        queue: The results as they come.
+        model: What works at the request.
     """
 
     def __init__(

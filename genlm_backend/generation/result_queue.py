@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
-from typing import cast
+from typing import cast, final
 
 from genlm_backend.checks import timeout as check_timeout
 from genlm_backend.generation.generated import GeneratedToken, Generation
@@ -19,6 +19,7 @@ from genlm_backend.generation.status import (
 from genlm_backend.process_lock import ProcessLock
 
 
+@final
 class _Written:
     """One text as it was written, and how far it has been read."""
 
@@ -33,6 +34,7 @@ class _Written:
         return self.num_read < len(self.tokens) or (self.is_cut and not self.is_end_read)
 
 
+@final
 class ResultQueue:
     """The results of one request. Any method may be called from any thread.
 
@@ -164,6 +166,7 @@ class ResultQueue:
             index=index,
             finish_reason=reason,
             num_cached_tokens=self._num_cached_tokens,
+            tokens=tokens,
         )
 
     # ---------------------------------------------------------------- for the request
@@ -245,8 +248,8 @@ class ResultQueue:
         Args:
             status: A final one.
             rests: The characters that are left of texts that were cut off.
-            scores: Of texts that have one.
-            error: What it failed with.
+            scores: Scores of the texts that have one, by their number.
+            error: The exception that it failed with.
         """
         with self._lock.here:
             if self._status.is_final:

@@ -23,6 +23,7 @@ from genlm_backend.checks import (
 from genlm_backend.errors import DeviceError, OptionError, RuntimeConfigError
 from genlm_backend.generation.fields import replaced
 from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.wishes import Wishes, wished_options
 
 _FUTURE_MODES = ("int8", "uint4")
 
@@ -43,7 +44,7 @@ class RuntimeConfig:
         kv_cache_bytes: Bytes of keys and values, at most.
         warm_up: Whether starting the model asks for a context of the maximum length and for a
             batch of the maximum size, so that what does not fit fails then.
-        backend: As for ``load_model_by_name``, where the model is given by name.
+        backend: Name of the backend for ``load_model_by_name``, where the model is given by name.
         llm_opts: More options for loading it.
 
     Raises:
@@ -84,9 +85,9 @@ class RuntimeConfig:
     def from_model(cls, lm: AsyncLM) -> Self:
         """Make one of what a loaded model has."""
         return cls(
-            device=_device_of(lm),
-            max_batch=getattr(lm, "batch_size", None),
-            max_length=getattr(lm, "max_length", None),
+            device=str(lm.device),
+            max_batch=lm.batch_size,
+            max_length=lm.max_length,
             kv_cache_bytes=lm.statistics().kv_bytes_budget or None,
         )
 
@@ -98,26 +99,17 @@ class RuntimeConfig:
         Raises:
             RuntimeConfigError: If the backend has no such option.
         """
-        asked: dict[str, Any] = {
-            "batch_size": self.max_batch,
-            "row_cache_bytes": None if self.prefix_cache else 0,
-        }
-        if backend == "hf":
-            asked["num_threads"] = self.threads
-            asked["kv_cache_bytes"] = self.kv_cache_bytes
-            asked["hf_opts"] = None if self.device is None else {"device_map": self.device}
-        else:
-            known = {"vllm": ("kv_cache_bytes",)}.get(backend, ())
-            for name in ("device", "threads", "kv_cache_bytes"):
-                if name not in known and getattr(self, name) is not None:
-                    raise RuntimeConfigError(f"{name} cannot be chosen for backend {backend!r}")
-            if self.kv_cache_bytes is not None:
-                asked["engine_opts"] = {"kv_cache_memory_bytes": self.kv_cache_bytes}
-        options = {name: value for name, value in asked.items() if value is not None}
-        for name, value in self.llm_opts.items():
-            is_both = isinstance(value, Mapping) and isinstance(options.get(name), Mapping)
-            options[name] = {**options[name], **value} if is_both else value
-        return options
+        wishes = Wishes(
+            batch_size=self.max_batch,
+            row_cache_bytes=None if self.prefix_cache else 0,
+            device=self.device,
+            threads=self.threads,
+            kv_cache_bytes=self.kv_cache_bytes,
+        )
+        try:
+            return wished_options(backend, wishes, self.llm_opts)
+        except OptionError as error:
+            raise RuntimeConfigError(str(error)) from error
 
     def check_model(self, lm: AsyncLM) -> None:
         """Check against a model that is loaded.
@@ -126,7 +118,7 @@ class RuntimeConfig:
             RuntimeConfigError: If it asks for something else than the model has.
         """
         own = type(self).from_model(lm)
-        is_there = self.device is None or _is_on(own.device, self.device)
+        is_there = self.device is None or _is_on(lm.device, self.device)
         is_budget = self.kv_cache_bytes in (None, own.kv_cache_bytes)
         for name, is_right in (("device", is_there), ("kv_cache_bytes", is_budget)):
             if not is_right:
@@ -146,10 +138,10 @@ class RuntimeConfig:
         Raises:
             RuntimeConfigError: If the model has less than this asks for.
         """
-        longest = getattr(lm, "max_length", None)
-        if None not in (self.max_length, longest) and self.max_length > longest + 1:  # pyright: ignore
+        longest = None if lm.max_length is None else lm.max_length + 1
+        if self.max_length is not None and longest is not None and self.max_length > longest:
             raise RuntimeConfigError(
-                f"max_length={self.max_length} is more than the model's {longest + 1}"  # pyright: ignore
+                f"max_length={self.max_length} is more than the model's {longest}"
             )
         if not self.prefix_cache and not lm.can_forget:
             raise RuntimeConfigError(f"prefix_cache=False: {type(lm).__name__} cannot forget")
@@ -177,13 +169,6 @@ _CHECKS = {
 """Checks of the fields by name; what they return is what the field becomes."""
 
 
-def _device_of(lm: AsyncLM) -> str | None:
-    device = getattr(getattr(lm, "model", None), "device", None)
-    return None if device is None else str(device)
-
-
-def _is_on(there: str | None, asked: str) -> bool:
-    if there is None:
-        return False
-    here, wanted = torch.device(there), torch.device(asked)
-    return here.type == wanted.type and wanted.index in (None, here.index or 0)
+def _is_on(device: torch.device, asked: str) -> bool:
+    wanted = torch.device(asked)
+    return device.type == wanted.type and wanted.index in (None, device.index or 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -18,6 +18,7 @@ from genlm_backend.llm.base import AsyncLM
 from genlm_backend.llm.sampling import Sampler
 
 
+@final
 class Sample(Draft):
     """One text: awaits logits, processes them, chooses a token, and knows which is the last.
 
@@ -25,7 +26,7 @@ class Sample(Draft):
         lm: The model.
         prompt: Checked.
         config: How.
-        number: Of the text among those of the prompt, and of its random stream.
+        number: Number of the text among those of the prompt, and of its random stream.
     """
 
     def __init__(
@@ -44,6 +45,11 @@ class Sample(Draft):
         self._constraint = None if prompt.constraint is None else prompt.constraint.fork()
         self._logits: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None
+
+    @property
+    def width(self) -> int:
+        """Number of contexts asked at once: one."""
+        return 1
 
     async def read(self) -> None:
         """Await the logits, and what the constraint allows meanwhile."""
@@ -76,11 +82,19 @@ class Sample(Draft):
             self.is_finished = True
             new += "" if self._text.is_stopped else self._text.end()
         logprob, top = self._logprobs(row, token_id)
-        return [(self._number, GeneratedToken(token_id, new, logprob, top, reason))]
+        return [(self._number, GeneratedToken(token_id, new, logprob, top, reason, self._number))]
 
-    def rest(self) -> list[tuple[int, str]]:
+    def unwritten(self) -> list[tuple[int, GeneratedToken]]:
+        """Return nothing: ``write`` has returned every token."""
+        return []
+
+    def held_back(self) -> list[tuple[int, str]]:
         """Return the characters that were held back."""
         return [] if self.is_finished else [(self._number, self._text.end())]
+
+    def scores(self) -> dict[int, float]:
+        """Return nothing: a text that was drawn has no score."""
+        return {}
 
     def _apply(self, processors: Any, logits: torch.Tensor) -> torch.Tensor:
         if not processors:
@@ -91,7 +105,7 @@ class Sample(Draft):
     def _is_end(self, token_id: int) -> bool:
         if self._constraint is not None:
             return self._constraint.is_ended
-        return super()._is_end(token_id)
+        return token_id in self._prompt.eos_token_ids
 
     def _finish_reason(self, token_id: int) -> str | None:
         if token_id in self._prompt.eos_token_ids and self._is_end(token_id):

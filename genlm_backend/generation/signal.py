@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from typing import final
 
 
+@final
 class Signal:
     """Wakes everybody who waits for a change of something that a lock guards.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import final
 
+from genlm_backend.generation.generated import GeneratedToken
 from genlm_backend.readable import Readable
 
 
@@ -30,19 +32,21 @@ class GenerationStatus(enum.Enum):
         return self in (type(self).FINISHED, type(self).INTERRUPTED, type(self).FAILED)
 
 
+@final
 @dataclass(frozen=True, slots=True)
 class GeneratedElements:
-    """What was generated of one text since it was last asked for.
+    """What was generated of one text since it was last asked for. Can be read as every ``Piece``.
 
     Attributes:
         token_ids: The new tokens.
         text: The characters that are certain with them, never half of one.
         logprobs: The logarithms of the tokens' probabilities, if asked for.
         top_logprobs: The most probable tokens at each place and theirs, if asked for.
-        index: Of the text among the ``n`` of the request.
+        index: The number of the text among the ``n`` of the request.
         finish_reason: ``"eos"``, ``"stop"``, ``"length"`` or ``"interrupted"`` where the text ends
             with these; else ``None``.
         num_cached_tokens: Tokens of the prompt that were found in the prefix cache.
+        tokens: Each new token with what was asked for of it.
     """
 
     token_ids: list[int]
@@ -52,8 +56,20 @@ class GeneratedElements:
     index: int = 0
     finish_reason: str | None = None
     num_cached_tokens: int = 0
+    tokens: list[GeneratedToken] = field(default_factory=list, repr=False)
+
+    @property
+    def token_id(self) -> int | None:
+        """The last new token; ``None`` where there are only characters."""
+        return self.token_ids[-1] if self.token_ids else None
+
+    @property
+    def logprob(self) -> float | None:
+        """The logarithm of the last new token's probability, if asked for."""
+        return self.logprobs[-1] if self.logprobs else None
 
 
+@final
 @dataclass(frozen=True, slots=True, repr=False)
 class RequestStatistics(Readable):
     """Times and counts of a request. Times are in seconds, and ``None`` before their event.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import final
 
 
+@final
 class Text:
     """Bytes in, characters out: never half of one, and none that a stop string may still take back.
 

@@ -341,6 +341,65 @@ def test_waiting_for_a_task_that_was_never_begun_is_told_by_shutdown(mock):
         glm.get_result(task)
 
 
+def test_a_task_waits_as_one_however_many_rows_it_has():
+    lm = SlowLM()
+    kwargs = {"max_new_tokens": 2}
+    with AsyncGLM(lm, max_queue_size=2, generation_kwargs=kwargs, max_running=2) as glm:
+        ids = [glm.submit([[i], [i + 1], [i + 2]]) for i in (20, 30, 40)]
+        assert glm.queue_size() == 2
+        with pytest.raises(queue.Full, match="2 tasks are waiting already"):
+            glm.submit([[1], [2], [3]], timeout=0)
+        assert glm.queue_size() == 2
+        lm.gate.set()
+        for first, task_id in zip((20, 30, 40), ids, strict=True):
+            assert glm.get_result(task_id, 60)[:, 0].tolist() == [first, first + 1, first + 2]
+    lm.close()
+
+
+def test_a_row_that_fails_ends_the_others_of_its_task():
+    class Failing(SlowLM):
+        def evaluate(self, queries):
+            if any(query.token_ids[0] == 7 for query in queries):
+                raise ZeroDivisionError("seven")
+            return super().evaluate(queries)
+
+    lm = Failing()
+    with AsyncGLM(lm, generation_kwargs={"max_new_tokens": 2}, max_running=1) as glm:
+        first = glm.submit([1])
+        bad = glm.submit([[7], [8]])
+        assert (glm.queue_size(), glm.is_ready(bad)) == (1, False)
+        lm.gate.set()
+        with pytest.raises(ZeroDivisionError, match="seven"):
+            glm.get_result(bad, 60)
+        assert glm.get_result(first, 60).shape == (1, 3)
+        assert glm.queue_size() == 0
+    lm.close()
+
+
+def test_whoever_waits_for_room_is_told_by_shutdown_and_the_others_are_completed():
+    lm = SlowLM()
+    glm = AsyncGLM(lm, max_queue_size=1, generation_kwargs={"max_new_tokens": 2}, max_running=1)
+    ids, told = [], threading.Event()
+
+    def submit():
+        with pytest.raises(ModelStateError, match="has been shut down"):
+            glm.submit([5])
+        told.set()
+        lm.gate.set()
+
+    glm.start()
+    ids = [glm.submit([i]) for i in (1, 2)]
+    blocked = threading.Thread(target=submit)
+    blocked.start()
+    while not glm._served._room._waiters:
+        time.sleep(0.001)
+    glm.shutdown()  # which waits for those that wait for the gate
+    assert told.is_set()
+    blocked.join(30)
+    assert [glm.get_result(task_id)[0, 0].item() for task_id in ids] == [1, 2]
+    lm.close()
+
+
 def test_shutdown_without_waiting_cancels_what_is_not_complete():
     lm = SlowLM()
     glm = AsyncGLM(lm, generation_kwargs={"max_new_tokens": 2}, max_running=1)

@@ -18,7 +18,9 @@ from genlm_backend.generation import (
     Engine,
     GenerationConfig,
     GenerationStatus,
+    Piece,
     generate,
+    stream,
 )
 from tests.generation.serving import COLD, alone, same, serve
 from tests.llm.conftest import word_tokenizer
@@ -161,6 +163,44 @@ def test_from_coroutines(engine, lm):
 
     asyncio.run(main())
     asyncio.run(main())  # another loop
+
+
+async def test_pieces_of_an_engine_and_of_a_stream_read_alike(engine, lm):
+    serve(engine, lm)
+    fields = {"max_new_tokens": 6, "logprobs": True, "top_logprobs": 2}
+
+    def read(pieces: list[Piece]):
+        assert all(piece.token_id == piece.token_ids[-1] for piece in pieces)
+        assert all(piece.logprob == piece.logprobs[-1] for piece in pieces)
+        assert [piece.finish_reason for piece in pieces][-1] == "length"
+        assert {(piece.index, piece.num_cached_tokens) for piece in pieces} == {(0, 0)}
+        return (
+            [token for piece in pieces for token in piece.tokens],
+            [token_id for piece in pieces for token_id in piece.token_ids],
+            [logprob for piece in pieces for logprob in piece.logprobs],
+            "".join(piece.text for piece in pieces),
+        )
+
+    (text,) = await generate(lm, [1, 2], **fields)
+    streamed = [token async for token in stream(lm, [1, 2], **fields)]
+    pieces = [piece async for piece in engine.stream("m", [1, 2], **fields)]
+    assert read(streamed) == read(pieces)
+    assert read(pieces)[0] == text.tokens
+    assert [token.top_logprobs for token in streamed] == [
+        top for piece in pieces for top in piece.top_logprobs
+    ]
+
+
+async def test_the_texts_of_a_prompt_have_their_numbers(engine, lm):
+    serve(engine, lm)
+    kinds = [{"do_sample": True, "seed": 1}, {"num_beams": 3}]
+    for fields in kinds:
+        for texts in (
+            await generate(lm, [1], n=2, max_new_tokens=3, **fields),
+            await engine.generate("m", [1], n=2, max_new_tokens=3, **fields),
+        ):
+            numbers = [{token.index for token in text.tokens} for text in texts]
+            assert numbers == [{0}, {1}]
 
 
 async def test_the_event_loop_is_free_while_requests_are_under_way(engine, gated):

@@ -158,6 +158,8 @@ async def test_stop_words_of_ids_and_the_end_of_a_text(lm, model):
         ([1], {"stop_words_ids": [[3], [96]]}, GenerationConfigError, "stop_words_ids has 96"),
         ([1], {"eos_token_id": 96}, GenerationConfigError, "eos_token_id has 96"),
         ([1], {"lora_name": "poet"}, ValueError, "poet"),
+        ([{"role": "user", "content": "hello"}], {}, ContextError, "has no chat template"),
+        ([{"role": "user", "content": [{}]}], {}, ContextError, "images, sounds and other parts"),
         ([1], {"response_format": {"type": "xml"}}, ValueError, "response_format"),
     ],
 )
@@ -191,6 +193,11 @@ async def test_streams_are_texts_in_pieces(smollm2):
     pieces = [token.text async for token in stream(smollm2, prompt, config)]
     (whole,) = await generate(smollm2, prompt, config)
     assert "".join(pieces) == whole.text
+    chat = [{"role": "user", "content": "Name one colour."}]
+    ids = smollm2.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    (answer,) = await generate(smollm2, chat, max_new_tokens=5)
+    assert answer == (await generate(smollm2, ids, max_new_tokens=5))[0]
+    assert [token async for token in stream(smollm2, chat, max_new_tokens=5)] == answer.tokens
     ids = [i for i in whole.token_ids if i not in smollm2.special_ids]
     expected = b"".join(smollm2.byte_vocab[i].byte_string for i in ids).decode(errors="replace")
     assert whole.text == expected

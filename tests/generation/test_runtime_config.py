@@ -3,9 +3,11 @@
 import pytest
 
 from genlm_backend import AsyncTransformer
+from genlm_backend.errors import OptionError
 from genlm_backend.generation import (
     RuntimeConfig,
 )
+from genlm_backend.llm.wishes import Wishes, wished_options
 from tests.generation.serving import COLD
 from tests.llm.conftest import word_tokenizer
 
@@ -79,3 +81,29 @@ def test_what_a_runtime_configuration_asks_of_each_backend():
     }
     with pytest.raises(ValueError, match="device cannot be chosen for backend 'vllm'"):
         config.loading_options("vllm")
+
+
+@pytest.mark.parametrize(
+    ("backend", "wishes"),
+    [
+        ("mock", {"device": "cpu"}),
+        ("mock", {"kv_cache_bytes": 9}),
+        ("vllm", {"threads": 2}),
+        ("none", {"threads": 2}),
+    ],
+)
+def test_a_backend_without_an_option_for_a_wish_says_so(backend, wishes):
+    (name,) = wishes
+    with pytest.raises(OptionError, match=f"{name} cannot be chosen for backend '{backend}'"):
+        wished_options(backend, Wishes(**wishes, batch_size=3))
+    assert wished_options(backend, Wishes(batch_size=3)) == {"batch_size": 3}
+
+
+def test_wishes_stand_beside_options_in_the_backends_own_words():
+    wishes = Wishes(device="cpu", threads=2)
+    more = {"hf_opts": {"dtype": "float32"}, "num_threads": 3}
+    assert wished_options("hf", wishes, more) == {
+        "hf_opts": {"device_map": "cpu", "dtype": "float32"},
+        "num_threads": 3,
+    }
+    assert wished_options("hf", Wishes()) == {}

@@ -1,0 +1,80 @@
+"""The vocabulary of a model as llguidance takes it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, final
+
+from genlm_backend.errors import MissingExtraError
+from genlm_backend.llm.base import AsyncLM
+
+
+@final
+class GrammarVocabularies:
+    """The vocabulary of each model that is constrained, in llguidance's own form.
+
+    It takes a tenth of a second to make one, which is kept as long as its model is there.
+    """
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakKeyDictionary[AsyncLM, Any] = weakref.WeakKeyDictionary()
+
+    def of(self, lm: AsyncLM) -> Any:
+        """Return the ``LLTokenizer`` of a model's vocabulary.
+
+        Raises:
+            MissingExtraError: (``ImportError``) If llguidance is not installed.
+        """
+        if lm not in self._made:
+            library, vocabulary = load_library(), _Vocabulary(lm)
+            self._made[lm] = library.LLTokenizer(
+                library.TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens)
+            )
+        return self._made[lm]
+
+
+def load_library() -> Any:
+    """Return llguidance.
+
+    Raises:
+        MissingExtraError: (``ImportError``) If it is not installed.
+    """
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingExtraError(
+            "constraints need llguidance: pip install 'genlm-backend[grammar]'"
+        ) from error
+    return llguidance
+
+
+@final
+class _Vocabulary:
+    """A model's tokens in the form that llguidance asks for, and one more, which ends a text.
+
+    None of the model's own ends a text for llguidance, so that it says of each whether the grammar
+    goes on with it.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, lm: AsyncLM) -> None:
+        self.eos_token_id = len(lm.byte_vocab)
+        self.special_token_ids = [*sorted(lm.special_ids | lm.undefined_ids), self.eos_token_id]
+        self.tokens = [*(token.byte_string for token in lm.byte_vocab), b"<|end of text|>"]
+        special = set(self.special_token_ids)
+        self._ids = {token: i for i, token in enumerate(self.tokens) if i not in special}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Divide a text greedily; which of the possible divisions it is does not matter."""
+        rest = text.encode() if isinstance(text, str) else text
+        found = []
+        while rest:
+            sizes = range(min(self._longest, len(rest)), 0, -1)
+            size = next((n for n in sizes if rest[:n] in self._ids), None)
+            if size is None:
+                return found
+            found.append(self._ids[rest[:size]])
+            rest = rest[size:]
+        return found

@@ -1,0 +1,486 @@
+"""Who runs, against counting every prefix; nobody overtakes, and everybody is told in the end."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from genlm_backend.generation.places import (
+    HEADROOM,
+    Entry,
+    Phase,
+    make_plan,
+    num_distinct_tokens,
+    num_shared,
+)
+from genlm_backend.generation.roster import Roster
+from genlm_backend.generation.status import GenerationStatus
+
+contexts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=3)
+adapters = st.sampled_from([None, None, None, "a"])
+
+
+@dataclass(eq=False)
+class Draft:
+    """A text that grows as it is told to, and forks into as many contexts as it is wide."""
+
+    contexts: list = field(default_factory=list)
+    lora_name: str | None = None
+    width: int = 1
+
+
+def all_prefixes(contexts):
+    return {tuple(context[: n + 1]) for context in contexts for n in range(len(context))}
+
+
+def need(drafts):
+    """Distinct tokens of drafts: distinct prefixes, counted for each adapter."""
+    return len({(d.lora_name, prefix) for d in drafts for prefix in all_prefixes(d.contexts)})
+
+
+# -------------------------------------------------------------------- a plan
+
+
+@given(st.lists(contexts, max_size=6))
+def test_distinct_tokens_are_the_distinct_prefixes(found):
+    assert num_distinct_tokens(found) == len(all_prefixes(found))
+
+
+@given(contexts, contexts)
+def test_shared_tokens(first, second):
+    shared = num_shared(first, second)
+    assert first[:shared] == second[:shared]
+    assert shared in (len(first), len(second)) or first[shared] != second[shared]
+
+
+@given(
+    st.lists(st.tuples(st.lists(contexts, min_size=1, max_size=3), adapters), max_size=6),
+    st.data(),
+    st.integers(1, 8),
+    st.integers(1, 70),
+)
+def test_a_plan_fits_and_is_the_longest_that_does(found, data, max_batch, capacity):
+    texts = [Entry("request", Draft(c, lora_name, len(c))) for c, lora_name in found]
+    for text in texts:
+        text.phase = data.draw(st.sampled_from([Phase.WAITING, Phase.RUNNING, Phase.RESTING]))
+
+    def needed(chosen):
+        return need([text.draft for text in chosen])
+
+    plan = make_plan(texts, max_batch, capacity)
+    assert needed(plan.running) <= plan.num_tokens <= max(capacity, 0)
+    assert sum(text.draft.width for text in plan.running) <= max_batch
+    assert all(needed([text]) > capacity for text in plan.hopeless)
+    for place, text in enumerate(plan.running):
+        if place and text.phase is not Phase.RUNNING:
+            room = capacity - needed(plan.running[: place + 1])
+            assert room >= HEADROOM * text.draft.width
+    decided = len(plan.running) + len(plan.hopeless)
+    assert set(texts[:decided]) == {*plan.running, *plan.hopeless}  # nobody overtakes
+    if decided < len(texts):
+        text = texts[decided]
+        is_running = text.phase is Phase.RUNNING
+        headroom = 0 if is_running or not plan.running else HEADROOM * text.draft.width
+        too_wide = sum(t.draft.width for t in plan.running) + text.draft.width > max_batch
+        assert too_wide or needed([*plan.running, text]) + headroom > capacity
+
+
+def test_without_a_bound_only_the_batch_counts():
+    texts = [Entry("request", Draft([[1] * 1000])) for _ in range(5)]
+    assert make_plan(texts, 3, None).running == texts[:3]
+
+
+def test_the_oldest_runs_alone_rather_than_nobody():
+    old, young = (Entry("request", Draft([[i] * 30])) for i in (1, 2))
+    plan = make_plan([old, young], 4, 40)
+    assert (plan.running, plan.hopeless) == ([old], [])
+
+
+# -------------------------------------------------------------------- long histories
+
+
+@dataclass(eq=False)
+class Wanted:
+    """A text as the rules see it."""
+
+    request: int
+    draft: Draft
+    has_begun: bool = False
+    is_running: bool = False
+    is_complete: bool = False
+
+
+class Rules:
+    """The rules in plain words: a list of texts in the order of arrival, and every prefix counted.
+
+    The oldest texts run as long as they fit into the batch and into memory; one that does not run
+    yet needs some room to grow, unless it is alone. Nobody overtakes. A text that does not fit
+    alone ends its request when it is its turn.
+    """
+
+    def __init__(self, max_batch, max_waiting, capacity):
+        self.max_batch, self.max_waiting, self.capacity = max_batch, max_waiting, capacity
+        self.texts = []
+        self.begun = set()
+        self.hopeless = []
+
+    def waiting(self):
+        return {text.request // 10 for text in self.texts} - self.begun
+
+    def wanted(self):
+        return [text for text in self.texts if not text.is_complete]
+
+    def choose(self, texts):
+        """Return who may run, and the first whose time has come and that never can."""
+        chosen = []
+        for text in texts:
+            together = [*chosen, text]
+            if sum(t.draft.width for t in together) > self.max_batch:
+                break
+            if need([text.draft]) > self.capacity:
+                return chosen, text
+            room = HEADROOM * text.draft.width if chosen and not text.is_running else 0
+            if need([t.draft for t in together]) + room > self.capacity:
+                break
+            chosen.append(text)
+        return chosen, None
+
+    def submit(self, texts):
+        """Return whether there is room for a submission."""
+        if self.max_waiting is not None and len(self.waiting()) >= self.max_waiting:
+            candidates = [*self.wanted(), texts[0]]
+            while (found := self.choose(candidates))[1] not in (None, texts[0]):
+                candidates.remove(found[1])
+            if found[1] is not None or texts[0] not in found[0]:
+                return False
+        self.texts += texts
+        return True
+
+    def take_off(self, request):
+        self.texts = [text for text in self.texts if text.request != request]
+
+    def settle(self):
+        """Let whoever may run, and remember the requests that never could."""
+        while (found := self.choose(self.wanted()))[1] is not None:
+            self.hopeless.append(found[1].request)
+            self.take_off(found[1].request)
+        for text in self.texts:
+            text.is_running = text in found[0]
+            text.has_begun |= text.is_running
+        self.begun |= {text.request // 10 for text in self.texts if text.has_begun}
+
+
+class Histories(RuleBasedStateMachine):
+    """A roster, the rules, and tasks that do what is decided, each at a moment of its own."""
+
+    @initialize(
+        max_batch=st.integers(1, 6),
+        max_waiting=st.sampled_from([None, 0, 1, 3]),
+        capacity=st.sampled_from([12, 30, 40, 60]),
+        keeps_contexts=st.booleans(),
+    )
+    def begin(self, max_batch, max_waiting, capacity, keeps_contexts):
+        self.roster = Roster(max_batch, max_waiting, capacity, keeps_contexts)
+        self.roster.open()
+        self.plain = Rules(max_batch, max_waiting, capacity)
+        self.keeps_contexts = keeps_contexts
+        self.num_submitted = 0
+        self.of_text = {}  # the rules' text of each of the roster's
+        self.settled = {}
+        self.expected = {}
+        self.started, self.resting, self.cancelled = set(), set(), set()
+        self.at_work = []  # texts whose tasks have begun and not left
+        self.asked = {}  # the contexts that each of them asked for last
+        self.reading = set()  # those that have asked and not written
+        self.memory = set()
+
+    # ---------------------------------------------------------------- what the tasks do
+
+    def carry_out(self, decision):
+        if decision is None:
+            return
+        lists = [decision.start, decision.go_on, decision.rest, decision.cancel]
+        assert max(Counter(text for texts in lists for text in texts).values(), default=0) <= 1
+        for text in decision.start:
+            assert text not in self.started
+            self.started.add(text)
+            self.at_work.append(text)
+        for text in decision.rest:
+            assert text in self.started
+            assert text not in self.resting
+            self.resting.add(text)
+        for text in decision.go_on:
+            self.resting.remove(text)
+        for text in decision.cancel:
+            assert text in self.started
+            assert text not in self.cancelled
+            self.cancelled.add(text)
+        for settlement in decision.settle:
+            assert settlement.request not in self.settled
+            self.settled[settlement.request] = settlement.status
+            assert all(not text.is_wanted for text in settlement.texts)
+
+    def of(self, *phases):
+        return [text for text in self.at_work if text.phase in phases]
+
+    def may_ask(self):
+        """Texts whose tasks go on: one that has just begun asks before it rests."""
+        return [
+            text
+            for text in self.of(Phase.RUNNING, Phase.RESTING)
+            if text not in self.reading and (text not in self.resting or text not in self.asked)
+        ]
+
+    def may_write(self):
+        return [text for text in self.of(Phase.RUNNING, Phase.RESTING) if text in self.reading]
+
+    def ask_for(self, text):
+        self.roster.asks(text)
+        self.reading.add(text)
+        self.asked[text] = [list(context) for context in text.draft.contexts]
+        namespace = text.draft.lora_name
+        self.memory |= {(namespace, prefix) for prefix in all_prefixes(text.draft.contexts)}
+
+    def forget(self, text):
+        namespace = text.draft.lora_name
+        for context in self.roster.left_behind(text):
+            keep = self.roster.num_needed(context, namespace)
+            for end in range(len(context), keep, -1):
+                prefix = tuple(context[:end])
+                longer = any(n == namespace and p[:end] == prefix != p for n, p in self.memory)
+                if longer:
+                    break  # it is the beginning of what stays
+                self.memory.discard((namespace, prefix))
+
+    # ---------------------------------------------------------------- what happens
+
+    @precondition(lambda self: self.roster.is_open)
+    @rule(
+        found=st.lists(
+            st.lists(st.tuples(prompts, st.integers(1, 3), adapters), min_size=1, max_size=3),
+            min_size=1,
+            max_size=2,
+        ),
+        is_endless=st.integers(0, 12),
+    )
+    def submit(self, found, is_endless):
+        requests = {}
+        for number, drafts in enumerate(found):
+            request = 10 * self.num_submitted + number
+            requests[request] = [
+                Draft(
+                    [(context * 99)[:100] if is_endless == 12 else list(context)], lora_name, width
+                )
+                for context, width, lora_name in drafts
+                if width <= self.roster.max_batch
+            ] or [Draft([[0]])]
+        self.num_submitted += 1
+        texts = [Wanted(r, draft) for r, drafts in requests.items() for draft in drafts]
+        has_room = self.plain.submit(texts)
+        before = self.roster.texts
+        decision = self.roster.submit(requests)
+        assert (decision is not None) == has_room
+        if decision is None:
+            assert self.roster.texts == before
+            return
+        self.carry_out(decision)
+        by_draft = {text.draft: text for text in texts}
+        roster_texts = [*self.roster.texts, *(t for s in decision.settle for t in s.texts)]
+        for text in roster_texts:
+            if text.draft in by_draft:
+                self.of_text[text] = by_draft[text.draft]
+        self.expected.update(dict.fromkeys(requests))
+        self.plain.settle()
+
+    @precondition(lambda self: self.may_ask())
+    @rule(data=st.data())
+    def ask(self, data):
+        self.ask_for(data.draw(st.sampled_from(self.may_ask())))
+
+    @precondition(lambda self: self.may_ask() or self.may_write())
+    @rule(data=st.data(), is_own=st.booleans(), num_steps=st.sampled_from([1, 2, 12, 25]))
+    def write(self, data, is_own, num_steps):
+        """A task writes some steps, and no further than one where it is to rest."""
+        text = data.draw(st.sampled_from([*self.may_ask(), *self.may_write()]))
+        token = text.request if is_own else 0
+        if text not in self.reading:
+            self.ask_for(text)
+        for _ in range(num_steps):
+            self.write_one(text, token)
+            if text not in self.may_ask():
+                break
+            self.ask_for(text)
+
+    def write_one(self, text, token):
+        self.reading.remove(text)
+        draft = text.draft
+        if draft.width == 1:
+            draft.contexts[0].append(token)
+        else:
+            old = draft.contexts
+            draft.contexts = [[*old[i % len(old)], token + i // 2] for i in range(draft.width)]
+        decision = self.roster.grew(text)
+        self.carry_out(decision)
+        if decision is not None:
+            self.plain.settle()
+        self.forget(text)
+
+    @precondition(lambda self: self.may_write())
+    @rule(data=st.data())
+    def finish(self, data):
+        text = data.draw(st.sampled_from(self.may_write()))
+        self.finish_with(text)
+
+    def finish_with(self, text):
+        self.reading.discard(text)
+        self.resting.discard(text)
+        self.roster.finished(text)
+        mine = self.of_text[text]
+        mine.is_complete, mine.is_running = True, False
+
+    @precondition(lambda self: self.of(Phase.LEAVING))
+    @rule(data=st.data())
+    def leave(self, data):
+        self.leave_with(data.draw(st.sampled_from(self.of(Phase.LEAVING))))
+
+    def leave_with(self, text):
+        self.roster.noticed(text)
+        self.forget(text)
+        is_taken_off = text.phase is Phase.GONE
+        decision = self.roster.left(text)
+        self.at_work.remove(text)
+        if is_taken_off:
+            assert decision is None
+            return
+        mine = self.of_text[text]
+        self.plain.texts.remove(mine)
+        is_last = all(t.request != text.request for t in self.plain.texts)
+        self.carry_out(decision)
+        assert (self.settled.get(text.request) is GenerationStatus.FINISHED) == is_last
+        if is_last:
+            self.expected[text.request] = GenerationStatus.FINISHED
+        self.plain.settle()
+
+    @precondition(lambda self: self.of(Phase.CANCELLED, Phase.GONE))
+    @rule(data=st.data())
+    def notice(self, data):
+        """A task sees that its request has ended."""
+        self.notice_with(data.draw(st.sampled_from(self.of(Phase.CANCELLED, Phase.GONE))))
+
+    def notice_with(self, text):
+        self.roster.noticed(text)
+        assert text.phase is Phase.GONE
+        self.forget(text)
+        assert self.roster.left(text) is None
+        self.at_work.remove(text)
+
+    @precondition(lambda self: self.expected and self.num_submitted > 3)
+    @rule(
+        data=st.data(),
+        status=st.sampled_from([GenerationStatus.INTERRUPTED, GenerationStatus.FAILED]),
+    )
+    def end(self, data, status):
+        request = data.draw(st.sampled_from(sorted(self.expected)))
+        is_open = any(t.request == request and not t.is_complete for t in self.plain.texts)
+        error = ValueError() if status is GenerationStatus.FAILED else None
+        decision = self.roster.ended(request, status, error)
+        assert (decision is not None) == is_open
+        self.carry_out(decision)
+        if is_open:
+            assert decision.settle[0].error is error
+            self.expected[request] = status
+            self.plain.take_off(request)
+            self.plain.settle()
+
+    @precondition(lambda self: self.num_submitted > 8)
+    @rule()
+    def close(self):
+        """Stopping interrupts everybody who is not about to finish, and gives nobody a place."""
+        decision = self.roster.close()
+        assert decision.start == decision.go_on == decision.rest == []
+        self.carry_out(decision)
+        for request in {t.request for t in self.plain.texts if not t.is_complete}:
+            self.expected[request] = GenerationStatus.INTERRUPTED
+            self.plain.take_off(request)
+        assert not self.roster.is_open
+
+    @precondition(lambda self: not self.roster.is_open)
+    @rule()
+    def open(self):
+        self.roster.open()
+
+    # ---------------------------------------------------------------- what holds
+
+    @invariant()
+    def everybody_is_where_the_rules_have_them(self):
+        roster = self.roster
+        for request in self.plain.hopeless:
+            self.expected[request] = GenerationStatus.INTERRUPTED
+        assert self.settled == {r: status for r, status in self.expected.items() if status}
+        mine = {text: self.of_text[text] for text in roster.texts}
+        gone = {text for text in mine if text.phase is Phase.GONE}
+        assert [mine[text] for text in roster.texts if text not in gone] == self.plain.texts
+        for text in mine.keys() - gone:
+            rule_text = mine[text]
+            expected = Phase.LEAVING if rule_text.is_complete else None
+            if expected is None and rule_text.is_running:
+                expected = Phase.RUNNING
+            elif expected is None:
+                expected = Phase.RESTING if rule_text.has_begun else Phase.WAITING
+            assert text.phase is expected
+            assert (text in self.resting) == (text.phase is Phase.RESTING)
+        running = [text.draft for text in roster.texts if text.phase is Phase.RUNNING]
+        assert roster.num_running == len(running)
+        assert sum(draft.width for draft in running) <= roster.max_batch
+        assert need(running) <= roster.capacity
+        assert roster.num_waiting == len(self.plain.waiting())
+        wanted = [text for text in roster.texts if text.is_wanted]
+        if wanted and not self.of(Phase.LEAVING):  # the oldest goes on
+            assert wanted[0].phase is Phase.RUNNING
+
+    @invariant()
+    def what_is_needed_is_in_memory(self):
+        for text in self.at_work:
+            if text.is_wanted:
+                asked = self.asked.get(text, [])
+                prefixes = all_prefixes(asked) & all_prefixes(text.draft.contexts)
+                assert {(text.draft.lora_name, prefix) for prefix in prefixes} <= self.memory
+
+    def teardown(self):
+        """Nobody is lost: whoever is there comes to an end, and nothing stays in memory."""
+        if not hasattr(self, "roster"):
+            return
+        while self.at_work or self.roster.texts:
+            for text in self.of(Phase.RUNNING):
+                self.finish_with(text)
+            for text in self.of(Phase.CANCELLED, Phase.GONE):
+                self.notice_with(text)
+            for text in self.of(Phase.LEAVING):
+                self.leave_with(text)
+            self.everybody_is_where_the_rules_have_them()
+        assert self.settled.keys() == self.expected.keys()
+        assert all(status is not None for status in self.settled.values())
+        assert self.keeps_contexts or not self.memory
+
+
+Histories.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestHistories = Histories.TestCase
+
+
+@pytest.mark.parametrize("max_batch", [1, 3])
+def test_thousands_that_can_never_fit_are_all_told_at_once(max_batch):
+    roster = Roster(max_batch, None, 40)
+    roster.open()
+    first = roster.submit({0: [Draft([[1, 2]], width=max_batch)]})
+    for i in range(1, 5000):
+        decision = roster.submit({i: [Draft([[i] * 41])]})
+        assert not decision.settle
+    assert roster.num_waiting == 4999
+    decision = roster.ended(0, GenerationStatus.INTERRUPTED)
+    assert decision.cancel == first.start
+    assert [settlement.request for settlement in decision.settle] == list(range(5000))
+    assert roster.texts == []
