@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, ClassVar, Self, final
 
 import torch
@@ -197,8 +198,14 @@ class AsyncVirtualLM(BatchedLM):
             Completion(prompt, **given, stream=stream, max_length=self.max_length)
             for stream, prompt in enumerate(prompts)
         ]
+        for completion in completions:
+            completion.future.add_done_callback(self._count)  # before anybody else is told
         with progress_bar(len(completions), progress) as bar:
             return await self._sampler.sample(completions, lambda _: bar.update())
+
+    def _count(self, ended: Future[list[int]]) -> None:
+        if not ended.cancelled():  # which a caller does, on another thread than the engine's
+            self._counts = self._vllm.counts()
 
     def _call_soon(self, function: Callable[[], None]) -> None:
         self._batcher.call_soon(lambda: self._counted(function))

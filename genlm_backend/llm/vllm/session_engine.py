@@ -18,7 +18,7 @@ class SessionEngine(Protocol):
         tokenizer: What decodes the model's token ids.
         vocab_size: Width of the model's rows.
         max_length: Longest context that it takes, in tokens.
-        max_sessions: Number of sessions and completions that it can hold together.
+        max_sessions: Number of sessions and running completions that it has places for.
         block_size: Number of tokens whose keys and values a block holds.
         num_blocks: Number of blocks.
         num_steps: Number of steps that have computed something.

@@ -84,6 +84,7 @@ class FakeEngine:
             raise self.failures.pop()
         if len(self.sessions) >= self.max_sessions:
             assert relieve()
+        self.num_steps += bool(self.completions)
         self._sample()
 
     def _sample(self):

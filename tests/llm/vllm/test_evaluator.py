@@ -1,0 +1,115 @@
+"""The evaluator by its verbs, without a model around it."""
+
+import pytest
+import torch
+
+from genlm_backend import AsyncVirtualLM
+from genlm_backend.errors import BatcherClosedError, QueryDroppedError, UnknownAdapterError
+from genlm_backend.llm.evaluator import EvaluatorCounts
+from genlm_backend.llm.mock import MockEvaluator
+from genlm_backend.llm.query import Adapter, Query
+from genlm_backend.llm.vllm.completion import Completion
+from genlm_backend.llm.vllm.evaluator import VLLMEvaluator
+from tests.llm import families
+from tests.llm.vllm.fake import FakeEngine
+
+CPU = torch.device("cpu")
+
+
+def start(evaluator, prompt):
+    completion = Completion(prompt, 5, [], 1.0, 0, 0, 63)
+    evaluator.rounds.start([completion], frozenset())
+    return completion
+
+
+def test_what_an_engine_can_do():
+    info = VLLMEvaluator(FakeEngine(), CPU).open()
+    assert (info.max_length, info.max_batch_size, info.num_slots) == (63, 8, 256)
+    assert (info.takes_adapters, info.can_forget, info.uses_openmp) == (True, False, False)
+    assert VLLMEvaluator(FakeEngine(), CPU, max_length=7).open().max_length == 7
+    assert VLLMEvaluator(FakeEngine(), CPU, max_length=700).open().max_length == 63
+    assert VLLMEvaluator(FakeEngine(num_blocks=3), CPU).open().max_length == 12
+
+
+def test_queries_are_answered_in_order_and_sessions_kept_until_they_are_cleared():
+    evaluator = VLLMEvaluator(FakeEngine(max_sessions=3), CPU)
+    queries = [Query((i, i + 1)) for i in range(7)]
+    rows = evaluator.evaluate(queries)
+    expected = MockEvaluator(families.VOCAB).evaluate(queries)
+    for row, other in zip(rows, expected, strict=True):
+        assert torch.equal(row.logprobs, other.logprobs)
+        assert row.normaliser == other.normaliser
+    longer = Query((6, 7, 8))
+    assert evaluator.num_cached(longer) == 2
+    evaluator.forget(longer, 0)
+    assert not evaluator.pin(longer)
+    assert evaluator.num_cached(longer) == 2
+    assert evaluator.counts() == EvaluatorCounts(3, 14, 0, num_evicted_tokens=8)
+    evaluator.clear()
+    assert evaluator.num_cached(longer) == 0
+    assert evaluator.engine.sessions == {}
+
+
+def test_rows_from_elsewhere_come_to_the_output_device_and_own_their_memory():
+    evaluator = VLLMEvaluator(FakeEngine(), torch.device("meta"))
+    rows = evaluator.evaluate([Query((1,)), Query((2,))])
+    for row in rows:
+        assert row.logprobs.device.type == "meta"
+        assert row.logprobs.untyped_storage().nbytes() == row.nbytes
+        assert isinstance(row.normaliser, float)
+
+
+def test_it_is_asked_before_each_round_whether_it_is_wanted():
+    engine = FakeEngine(max_sessions=2)
+    evaluator = VLLMEvaluator(engine, CPU)
+    asked = []
+
+    def check_wanted():
+        asked.append(engine.num_steps)
+        if len(asked) == 3:
+            raise QueryDroppedError("nobody waits")
+
+    evaluator.check_wanted = check_wanted
+    with pytest.raises(QueryDroppedError):
+        evaluator.evaluate([Query((i,)) for i in range(9)])
+    assert asked == [0, 1, 2]
+    assert len(engine.sessions) == 2  # nothing was amiss in the engine
+
+
+def test_removing_an_adapter_ends_its_completions_and_closing_the_rest():
+    engine = FakeEngine()
+    evaluator = VLLMEvaluator(engine, CPU)
+    poet, other_poet = Adapter("poet", 1), Adapter("poet", 2)
+    evaluator.add_adapter(poet, "somewhere")
+    evaluator.evaluate([Query((1,), poet), Query((1,))])
+    gone, stays = start(evaluator, Query((1,), poet)), start(evaluator, Query((1,)))
+    evaluator.remove_adapter(poet)
+    assert isinstance(gone.future.exception(0), UnknownAdapterError)
+    assert not stays.future.done()
+    assert (engine.sessions, engine.adapters) == ({}, {})
+    evaluator.add_adapter(other_poet, "elsewhere")
+    evaluator.close()
+    assert engine.is_closed
+    with pytest.raises(BatcherClosedError):
+        stays.future.result(0)
+
+
+def test_an_engine_that_cannot_even_be_closed_leaves_no_completion_waiting(monkeypatch):
+    engine = FakeEngine()
+    evaluator = VLLMEvaluator(engine, CPU)
+    completion = start(evaluator, Query((1,)))
+
+    def close():
+        raise ZeroDivisionError("in the engine")
+
+    monkeypatch.setattr(engine, "close", close)
+    with pytest.raises(ZeroDivisionError):
+        evaluator.close()
+    assert isinstance(completion.future.exception(0), BatcherClosedError)
+
+
+async def test_the_steps_of_a_sample_are_counted_when_it_has_ended():
+    with AsyncVirtualLM(FakeEngine()) as lm:
+        for number in range(1, 30):
+            await lm.sample([number], 5, [])
+            assert lm.statistics().num_forwards == 5 * number
