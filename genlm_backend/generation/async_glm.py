@@ -97,6 +97,7 @@ class AsyncGLM:
         Raises:
             ModelStateError: (``RuntimeError``) After ``shutdown()``.
         """
+        self._lock.claim()
         with self._lock.here:
             self._check_open()
             if self._engine is None:

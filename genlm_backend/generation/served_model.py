@@ -60,6 +60,7 @@ class ServedModel:
         self._lm: AsyncLM | None = lm
         self.max_batch = config.max_batch or lm.batch_size
         self._lock = ProcessLock(is_reentrant=True)
+        self._lock.claim()  # whoever works at it lives here
         self._roster = Roster[GenerationRequest, Draft](
             self.max_batch,
             config.max_queue_size,
