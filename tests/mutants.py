@@ -29,7 +29,7 @@ TESTS = {
     "batching": ("tests/batching", "tests/llm/test_mock.py", "tests/trie/test_async_trie.py"),
     "cache": ("tests/cache", "tests/llm/hf/test_evaluator.py", "tests/llm/hf/test_model.py"),
     "trie": ("tests/trie",),
-    "llm/hf/schedule.py": ("tests/llm/hf/test_schedule.py", "tests/llm/hf/test_evaluator.py"),
+    "llm/hf/plan.py": ("tests/llm/hf/test_plan.py", "tests/llm/hf/test_evaluator.py"),
     "llm/hf/packing.py": ("tests/llm/hf/test_packing.py", "tests/llm/hf/test_evaluator.py"),
     "generation/places.py": ("tests/generation/test_roster.py", "tests/generation"),
     "generation/roster.py": ("tests/generation/test_roster.py", "tests/generation"),

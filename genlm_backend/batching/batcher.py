@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast, final
 
 from genlm_backend.batching.call import Call
 from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision
@@ -34,6 +34,7 @@ T = TypeVar("T")
 _POLICY = instance(BatchPolicy, "a BatchPolicy")
 
 
+@final
 class Batcher(Generic[Q, R]):
     """Coalesces concurrent queries into batches and evaluates them on one worker thread.
 
@@ -54,7 +55,7 @@ class Batcher(Generic[Q, R]):
         evaluate: Called on the worker thread with 1 to ``policy.max_batch_size`` queries.
         policy: When a batch goes.
         key: Queries with equal keys are one query. Default: the query itself.
-        name: Of the worker thread, for debuggers.
+        name: Name of the worker thread, for debuggers.
 
     Raises:
         OptionTypeError: (``TypeError``) If one of them is of another type.
@@ -77,9 +78,7 @@ class Batcher(Generic[Q, R]):
         self._tickers: dict[asyncio.AbstractEventLoop, Ticker] = {}
         self._is_wanted: Callable[[], bool] = _always  # what the worker is at
         self._given_up: QueryDroppedError | None = None  # what has ended it
-        self._is_busy = False
-        self._is_urgent = False
-        self._is_closed = False
+        self._is_busy = self._is_urgent = self._is_closed = False
         self._num_arrived = 0
         self._counts = Counts()
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, final
 
 from genlm_backend.batching.waiter import presentable
 
 T = TypeVar("T")
 
 
+@final
 class Call(Generic[T]):
     """A function that the worker thread is to run between two batches.
 
@@ -18,7 +19,7 @@ class Call(Generic[T]):
         function: Called once, unless the future is cancelled before.
 
     Attributes:
-        future: Of what it returns or raises.
+        future: Future of what it returns or raises.
         is_wanted: Whether anybody may still want that.
     """
 

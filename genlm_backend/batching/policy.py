@@ -29,7 +29,7 @@ class BatchState:
         is_busy: Whether the worker is evaluating a batch.
         is_urgent: Whether somebody blocks a thread, or asked for a flush.
         num_passes: Event-loop passes since the oldest waiting query could have gone.
-        num_quiet_passes: Of these, the latest ones that brought no new query.
+        num_quiet_passes: Number of the latest of these that brought no new query.
         waited: Seconds since the oldest waiting query could have gone.
     """
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import final
 
 from genlm_backend.readable import Readable
 
@@ -16,7 +17,7 @@ class BatcherStatistics(Readable):
 
     Attributes:
         num_submitted: Queries handed in.
-        num_joined: Of these, the ones that an equal query already waiting answered too.
+        num_joined: Number of these that an equal query already waiting answered too.
         num_skipped: Distinct queries never evaluated, because every caller had gone.
         num_failed: Distinct queries answered with an exception.
         num_batches: Calls of ``evaluate``.
@@ -35,6 +36,7 @@ class BatcherStatistics(Readable):
     num_in_flight: int = 0
 
 
+@final
 class Counts:
     """What a batcher counts while it works; guarded by its lock."""
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Hashable, Iterable
+from typing import final
 
 from genlm_backend.errors import EvaluationError
 
 
+@final
 class Waiter:
     """One caller: a future of its event loop, or of its thread where it has no loop."""
 
@@ -29,6 +31,7 @@ class Waiter:
         return not self.future.done()
 
 
+@final
 class Entry:
     """One distinct query and everybody who waits for it."""
 

@@ -8,12 +8,14 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from typing import final
 
 from genlm_backend.errors import BatcherClosedError
 
 Job = Callable[[], None]
 
 
+@final
 class _Jobs(queue.SimpleQueue):
     """A queue that one thread works off, and that takes nothing any more once it has been closed.
 
@@ -47,6 +49,7 @@ class _Jobs(queue.SimpleQueue):
             self.put(None)
 
 
+@final
 class Worker:
     """Runs jobs one after another on a daemon thread that starts with the first of them.
 

@@ -33,7 +33,7 @@ class GenerationConfig:
     Attributes:
         do_sample: Whether to draw from the distribution, or to take its largest.
         temperature: Divides the logits, above 0; infinity draws from all possible tokens alike.
-            Of use with ``do_sample``, as are the next three.
+            Used with ``do_sample``, as are the next three.
         top_k: Only so many of the most probable tokens; 0 for all.
         top_p: Only the most probable tokens that together have this probability, above 0 to 1.
         min_p: Only tokens that have this share of the most probable one's probability, 0 to 1.

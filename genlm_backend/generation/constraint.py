@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, final
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """Or only one way to divide a text into tokens would be allowed where it is forced."""
 
 
+@final
 class Constraint:
     """How far a text has come in a grammar, and what may follow.
 

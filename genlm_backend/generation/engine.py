@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterable
-from typing import Any, overload
+from typing import Any, final, overload
 
 from genlm_backend.checks import checked, instance, listed, near_names, optional, shown, text
 from genlm_backend.checks import timeout as check_timeout
@@ -34,6 +34,7 @@ from genlm_backend.process_lock import ProcessLock
 _RUNTIME_CONFIG = instance(RuntimeConfig, "a RuntimeConfig")
 
 
+@final
 class Engine(Closing):
     """Holds models by name and generates texts for whoever asks, batched together.
 

@@ -48,10 +48,10 @@ _WITHOUT_EFFECT = {
 """Keys of transformers that change no text, whatever their value."""
 
 _OF_SAMPLING = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
-"""Those of the next that are read only where tokens are drawn."""
+"""Keys that are read only where tokens are drawn."""
 
 _OF_BEAMS = {"renormalize_logits"}
-"""Those of the next that make a difference only to the scores of beams."""
+"""Keys that make a difference only to the scores of beams."""
 
 
 def _never(value: Any) -> bool:

@@ -245,8 +245,8 @@ class Roster(Generic[R, D]):
     def left_behind(self, text: Entry[R, D]) -> list[list[int]]:
         """Return the contexts of a text that are not to stay in memory for itself.
 
-        Of a text that goes on, these are contexts that it asked for and has given up; of another,
-        all of them.
+        A text that goes on leaves behind what it asked for and has given up; another one leaves
+        all of its contexts.
         """
         if self._keeps_contexts:
             return []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -35,8 +36,6 @@ from genlm_backend.llm.threads import release_idle_threads
 T = TypeVar("T")
 
 DEFAULT_ROW_CACHE_BYTES = 256 << 20
-
-_EVALUATOR = instance(Evaluator, "an Evaluator")
 
 
 class BatchedLM(AsyncLM):
@@ -97,7 +96,7 @@ class BatchedLM(AsyncLM):
             "output_device": output_device,
         }
         given = checked(self.option_checks, options)
-        self._evaluator = _EVALUATOR("evaluator", evaluator)
+        self._evaluator = instance(Evaluator, "an Evaluator")("evaluator", evaluator)
         self.output_device: torch.device = given["output_device"]
         self._rows = RowCache[Row](given["row_cache_bytes"]) if row_cache is None else row_cache
         self._adapters = AdapterNames()
@@ -105,7 +104,7 @@ class BatchedLM(AsyncLM):
         self._batcher: Batcher[Query, Row] = Batcher(self._evaluate, BatchPolicy(timeout=timeout))
         evaluator.check_wanted = self._batcher.check_wanted
         try:
-            self._info = evaluator.info or self._batcher.call(evaluator.open)
+            self._info = evaluator.info or self._call(evaluator.open)
             self._batcher.set_policy(max_batch_size=self._bounded(given["batch_size"]))
             super().__init__(tokenizer, vocab_size=self._info.vocab_size, self_check=self_check)
         except BaseException:
@@ -205,10 +204,7 @@ class BatchedLM(AsyncLM):
             if query.adapter is not None and (error := self._adapters.error_of(query))
         }
         known = [query for query in queries if query not in answers] if answers else queries
-        try:
-            found = self._evaluator.evaluate(known) if known else ()
-        finally:
-            self._counts = self._evaluator.counts()
+        found = self._counted(partial(self._evaluator.evaluate, known)) if known else ()
         for query, answer in zip(known, found, strict=True):
             if isinstance(answer, Row):
                 answer = self._defined(answer) if len(self._undefined) else answer
@@ -228,10 +224,10 @@ class BatchedLM(AsyncLM):
 
     def _call(self, verb: Callable[[], T]) -> T:
         """Have the worker do something after the batches already sent; block for it."""
-        return self._batcher.call(lambda: self._counted(verb))
+        return self._batcher.call(partial(self._counted, verb))
 
     async def _acall(self, verb: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._batcher.call_soon(lambda: self._counted(verb)))
+        return await asyncio.wrap_future(self._batcher.call_soon(partial(self._counted, verb)))
 
     # ---------------------------------------------------------------- the queue
 
@@ -269,8 +265,12 @@ class BatchedLM(AsyncLM):
 
     @property
     def kv_capacity(self) -> int | None:
-        """Number of tokens whose keys and values fit at once; ``None`` where none are kept."""
-        return self._info.num_slots
+        """Number of tokens whose keys and values fit at once; ``None`` where none are kept.
+
+        The unused ends of a full batch's last blocks are not counted.
+        """
+        num_slots, unused = self._info.num_slots, self._info.slots_per_block - 1
+        return None if num_slots is None else max(0, num_slots - self.batch_size * unused)
 
     async def num_cached_tokens(self, token_ids: TokenIds, lora_name: str | None = None) -> int:
         """Return how many of a context's tokens have their keys and values cached."""

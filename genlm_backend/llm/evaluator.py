@@ -21,6 +21,8 @@ class EvaluatorInfo:
         max_length: Longest context that it takes, in tokens; ``None`` where nothing bounds it.
         max_batch_size: Number of queries that it can be asked at once; ``None`` for any number.
         num_slots: Number of tokens whose keys and values it can keep; ``None`` where it keeps none.
+        slots_per_block: Number of slots that a context takes at once, so that the rest of its last
+            ones stays unused.
         device: Device on which it takes token ids: "cpu", "cuda:0", …
         can_forget: Whether nothing of a context stays behind once it has been forgotten.
         takes_adapters: Whether adapters can be added.
@@ -32,6 +34,7 @@ class EvaluatorInfo:
     max_length: int | None = None
     max_batch_size: int | None = None
     num_slots: int | None = None
+    slots_per_block: int = 1
     device: str = "cpu"
     can_forget: bool = False
     takes_adapters: bool = False

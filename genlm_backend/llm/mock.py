@@ -31,7 +31,7 @@ class MockAsyncLM(BatchedLM):
         vocab_size: Width of the rows, where it is to differ from the tokenizer's.
         max_length: Longest context to accept, in tokens.
         max_batch_size: Number of contexts that can be evaluated at once, where that is bounded.
-        **kwargs: As for ``BatchedLM``: ``batch_size``, ``timeout``, ``row_cache_bytes``, …
+        **kwargs: Options of ``BatchedLM``: ``batch_size``, ``timeout``, ``row_cache_bytes``, …
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class MockAsyncLM(BatchedLM):
         """Mock the model of that name: its tokenizer, no weights.
 
         Args:
-            model_name: As for ``load_model_by_name``.
-            **kwargs: As for the constructor.
+            model_name: Name that ``load_model_by_name`` takes.
+            **kwargs: Options of the constructor.
         """
         from genlm_backend.llm.loading import load_tokenizer
 

@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Final, final
 
 import torch
 
@@ -89,6 +89,7 @@ def release_idle_threads() -> None:
         pause(_PAUSE_HARD)
 
 
+@final
 class _SwitchInterval:
     """Shortens the process's switch interval while anybody is inside; nests across threads."""
 

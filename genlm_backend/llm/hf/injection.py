@@ -75,7 +75,7 @@ def layers_of(saved: Saved, model: Any, is_cached: bool) -> list[Entry]:
         is_cached: Whether contexts begin from cached keys and values.
 
     Raises:
-        Exception: Of many kinds, if the adapter does not fit the model; a ``ValueError`` if it
+        Exception: If the adapter does not fit the model (of many kinds); a ``ValueError`` if it
             does more than to replace layers, or leaves the model's own rows not as they were.
     """
     before, noise = _row(model), _inconsistency(model, is_cached)

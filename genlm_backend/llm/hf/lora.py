@@ -7,7 +7,7 @@ import importlib.util
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, final
 
 from genlm_backend.errors import AdapterError, MissingExtraError, UnknownAdapterError
 from genlm_backend.llm.hf.injection import Entry, assigned, layers_of, read
@@ -18,6 +18,7 @@ _locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDiction
 _making_locks = threading.Lock()
 
 
+@final
 class Adapters:
     """Adapters in PEFT's format over one model, and the state in which the model came.
 

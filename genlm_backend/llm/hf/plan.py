@@ -24,10 +24,10 @@ class CostModel:
     """What a forward pass costs, in units of one token's share of a large pass.
 
     Attributes:
-        per_forward: Of any pass, however small: reading the weights, launching the kernels.
-        per_past_token: Of one cached token of one row: gathering and attending to it.
-        max_segment: Tokens of one context in one pass, at most; longer ones go in chunks.
-        max_tokens: Tokens of one pass, padding included, at most.
+        per_forward: Cost of any pass, however small: reading the weights, launching the kernels.
+        per_past_token: Cost of one cached token of one row: gathering and attending to it.
+        max_segment: Number of tokens of one context in one pass, at most; longer ones go in chunks.
+        max_tokens: Number of tokens of one pass, padding included, at most.
     """
 
     per_forward: float = 8.0
@@ -37,7 +37,7 @@ class CostModel:
 
     @classmethod
     def on(cls, device: str) -> Self:
-        """Return what passes cost on a kind of device: "cpu", "cuda", …"""
+        """Return what passes cost on a kind of device, such as "cpu" or "cuda"."""
         if device == "cpu":
             return cls()
         # A GPU reads its weights for one token in the time that it computes some hundred in.
@@ -203,7 +203,7 @@ def plan_groups(sizes: Sequence[tuple[int, int]], cost: CostModel) -> list[list[
     """Divide rows into forward passes of the least total cost.
 
     Args:
-        sizes: Of each row, its new tokens and its past tokens.
+        sizes: Number of new tokens and number of past tokens of each row.
         cost: What a pass costs.
 
     Returns:

@@ -20,8 +20,8 @@ class Placement:
     """What a model's parameters are and where; a conversion changes the first with the others.
 
     Attributes:
-        dtype: Of the first parameter.
-        device: Where it is.
+        dtype: Data type of the first parameter.
+        device: Device that it is on.
     """
 
     dtype: torch.dtype

@@ -24,8 +24,8 @@ class Completion:
         max_tokens: Tokens to sample, at least 1.
         eos_token_ids: Ids that end it; none of them is part of the result.
         temperature: Divides the logits; 0 takes the largest.
-        seed: Of its random stream; ``None`` draws one afresh.
-        stream: Which of the independent streams of ``seed``.
+        seed: Seed of its random stream; ``None`` draws one afresh.
+        stream: Number of the stream among the independent ones of ``seed``.
         max_length: The longest context that the model may be asked for.
 
     Attributes:

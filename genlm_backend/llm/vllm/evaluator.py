@@ -50,6 +50,7 @@ class VLLMEvaluator(Evaluator):
             max_length=min(self._max_length or longest, longest),
             max_batch_size=engine.max_sessions,
             num_slots=num_slots,
+            slots_per_block=engine.block_size,
             takes_adapters=True,
         )
 

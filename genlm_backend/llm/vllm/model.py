@@ -144,13 +144,6 @@ class AsyncVirtualLM(BatchedLM):
             engine.close()
             raise
 
-    @property
-    def kv_capacity(self) -> int | None:
-        """Tokens that vLLM's blocks hold, but for the unused ends of a batch's last blocks."""
-        engine = self._vllm.engine
-        assert self.max_length is not None
-        return max(self.max_length, (engine.num_blocks - self.batch_size) * engine.block_size)
-
     # ---------------------------------------------------------------- samples
 
     async def sample(

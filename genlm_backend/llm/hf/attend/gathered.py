@@ -98,6 +98,7 @@ class _Indices(NamedTuple):
     new_columns: torch.Tensor | None
 
 
+@final
 class _GatheredLayer(CacheLayerMixin):
     """One layer: new keys and values go into their slots, past and new ones come out gathered.
 
