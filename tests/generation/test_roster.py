@@ -32,6 +32,14 @@ class Draft:
     lora_name: str | None = None
     width: int = 1
 
+    def grow(self, token):
+        if self.width == 1:
+            self.contexts[0].append(token)
+        else:  # the last beam is given up for another fork of the first
+            old = self.contexts
+            kept = [old[i % max(1, len(old) - 1)] for i in range(self.width)]
+            self.contexts = [[*context, token + i // 2] for i, context in enumerate(kept)]
+
 
 def all_prefixes(contexts):
     return {tuple(context[: n + 1]) for context in contexts for n in range(len(context))}
@@ -317,12 +325,7 @@ class Histories(RuleBasedStateMachine):
 
     def write_one(self, text, token):
         self.reading.remove(text)
-        draft = text.draft
-        if draft.width == 1:
-            draft.contexts[0].append(token)
-        else:
-            old = draft.contexts
-            draft.contexts = [[*old[i % len(old)], token + i // 2] for i in range(draft.width)]
+        text.draft.grow(token)
         decision = self.roster.grew(text)
         self.carry_out(decision)
         if decision is not None:
@@ -333,6 +336,7 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data())
     def finish(self, data):
         text = data.draw(st.sampled_from(self.may_write()))
+        text.draft.grow(0)  # the end of it, which nobody asks for
         self.finish_with(text)
 
     def finish_with(self, text):
