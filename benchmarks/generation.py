@@ -59,7 +59,7 @@ def masks(repeats: int) -> Numbers:
     numbers: dict[str, list[float]] = {"step_ms": [], "masks_ms": [], "both_ms": [], "hidden": []}
     forwards: list[Interval] = []
     computed: list[Interval] = []
-    lm.evaluate = noted(lm.evaluate, forwards)
+    lm._evaluator.evaluate = noted(lm._evaluator.evaluate, forwards)
 
     def compute() -> list[torch.Tensor]:
         return [constraint.mask() for constraint in constraints]

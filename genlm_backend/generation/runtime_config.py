@@ -85,7 +85,7 @@ class RuntimeConfig:
     def from_model(cls, lm: AsyncLM) -> Self:
         """Make one of what a loaded model has."""
         return cls(
-            device=str(lm.device),
+            device=None if lm.device is None else str(lm.device),
             max_batch=lm.batch_size,
             max_length=lm.max_length,
             kv_cache_bytes=lm.statistics().kv_bytes_budget or None,
@@ -169,6 +169,8 @@ _CHECKS = {
 """Checks of the fields by name; what they return is what the field becomes."""
 
 
-def _is_on(device: torch.device, asked: str) -> bool:
+def _is_on(device: torch.device | None, asked: str) -> bool:
+    if device is None:
+        return False
     wanted = torch.device(asked)
     return device.type == wanted.type and wanted.index in (None, device.index or 0)

@@ -102,8 +102,8 @@ class AsyncLM(Closing):
     batch_size: int = 20
     """Number of distinct contexts that are evaluated at once, at most."""
 
-    device: torch.device = torch.device("cpu")
-    """Device on which the model takes its token ids."""
+    device: torch.device | None = None
+    """Device on which the model takes its token ids; ``None`` where it does not say."""
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:

@@ -112,7 +112,7 @@ class BatchedLM(AsyncLM):
             evaluator.close()
             raise
         self.max_length = self._info.max_length
-        self.device = torch.device(self._info.device)
+        self.device = None if self._info.device is None else torch.device(self._info.device)
         self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
 
     # ---------------------------------------------------------------- rows

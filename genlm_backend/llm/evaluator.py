@@ -23,7 +23,8 @@ class EvaluatorInfo:
         num_slots: Number of tokens whose keys and values it can keep; ``None`` where it keeps none.
         slots_per_block: Number of slots that a context takes at once, so that the rest of its last
             ones stays unused.
-        device: Device on which it takes token ids: "cpu", "cuda:0", …
+        device: Device on which it takes token ids: "cpu", "cuda:0", …; ``None`` where it does not
+            say.
         can_forget: Whether nothing of a context stays behind once it has been forgotten.
         takes_adapters: Whether adapters can be added.
         uses_openmp: Whether it computes on OpenMP threads of this process, which idle threads of
@@ -35,7 +36,7 @@ class EvaluatorInfo:
     max_batch_size: int | None = None
     num_slots: int | None = None
     slots_per_block: int = 1
-    device: str = "cpu"
+    device: str | None = None
     can_forget: bool = False
     takes_adapters: bool = False
     uses_openmp: bool = False

@@ -3,16 +3,16 @@
 import asyncio
 import threading
 
-from genlm_backend import MockAsyncLM
 from genlm_backend.generation import (
     generate,
 )
 from tests.llm.conftest import word_tokenizer
+from tests.llm.hooked import HookedMock
 
 COLD = {"warm_up": False}
 
 
-class GatedLM(MockAsyncLM):
+class GatedLM(HookedMock):
     """A mock that evaluates one batch for each pass it is given, and fails on token 13."""
 
     def __init__(self, **options):

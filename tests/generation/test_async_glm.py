@@ -16,6 +16,7 @@ from genlm_backend.errors import ContextError, GenerationConfigError, ModelState
 from genlm_backend.generation import AsyncGLM, GenerationConfig, generate
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.hooked import HookedMock
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": [7, 30], "pad_token_id": 0}
 
@@ -31,7 +32,7 @@ def mock():
         yield lm
 
 
-class SlowLM(MockAsyncLM):
+class SlowLM(HookedMock):
     """A mock whose batches wait until they may go on."""
 
     def __init__(self):

@@ -1,6 +1,7 @@
 """Beam search against transformers' own."""
 
 import asyncio
+import math
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import GenerationConfig as HFGenerationConfig
 from genlm_backend import AsyncTransformer, MockAsyncLM
 from genlm_backend.errors import EvaluationError, GenerationConfigError
 from genlm_backend.generation import GenerationConfig, generate, stream
+from genlm_backend.llm.row import Row
 from tests.llm.conftest import fresh_row, word_tokenizer
 
 MANY = list(range(40, 70))  # so that the estimates of when to end matter
@@ -121,8 +123,8 @@ async def test_a_search_is_not_streamed():
 
 async def test_a_search_among_rows_that_say_nothing_is_an_error():
     with MockAsyncLM(word_tokenizer()) as lm:
-        evaluate = lm.evaluate
-        lm.evaluate = lambda queries: [row * torch.nan for row in evaluate(queries)]
+        nothing = torch.full((len(lm.byte_vocab),), torch.nan)
+        lm._evaluator.evaluate = lambda queries: [Row(nothing, math.nan) for _ in queries]
         for fields in ({}, {"num_beams": 2}, {"do_sample": True, "seed": 1}):
             with pytest.raises(EvaluationError, match="whose largest is nan"):
                 await generate(lm, [1], max_new_tokens=3, **fields)

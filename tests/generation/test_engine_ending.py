@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from genlm_backend import AsyncTransformer, MockAsyncLM
+from genlm_backend import AsyncTransformer
 from genlm_backend.generation import (
     Engine,
     GenerationConfig,
@@ -18,6 +18,7 @@ from genlm_backend.generation import (
 )
 from tests.generation.serving import alone, same, serve
 from tests.llm.conftest import word_tokenizer
+from tests.llm.hooked import HookedMock
 
 LEFT = """
 import os, signal, sys
@@ -197,7 +198,7 @@ async def test_a_failure_is_the_requests_own_and_what_it_had_is_readable(engine,
 
 
 def test_a_failure_comes_after_the_tokens_before_it(engine):
-    class Failing(MockAsyncLM):
+    class Failing(HookedMock):
         def evaluate(self, queries):
             if len(queries[0].token_ids) == 4:
                 raise ZeroDivisionError("four")

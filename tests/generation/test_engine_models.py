@@ -18,6 +18,7 @@ from genlm_backend.generation import (
 )
 from tests.generation.serving import COLD, serve
 from tests.llm.conftest import word_tokenizer
+from tests.llm.hooked import HookedMock
 
 
 @pytest.mark.parametrize("steps", list(itertools.product(["start", "stop", "release"], repeat=4)))
@@ -81,7 +82,7 @@ def test_a_given_model_is_its_owners_and_a_loaded_one_is_the_engines(engine, lm)
 def test_starting_warms_up_with_the_longest_and_the_widest(engine):
     asked = []
 
-    class Seen(MockAsyncLM):
+    class Seen(HookedMock):
         def evaluate(self, queries):
             asked.append([len(query.token_ids) for query in queries])
             return super().evaluate(queries)
@@ -100,7 +101,7 @@ def test_starting_warms_up_with_the_longest_and_the_widest(engine):
 
 
 def test_what_does_not_fit_fails_when_the_model_is_started(engine):
-    class Small(MockAsyncLM):
+    class Small(HookedMock):
         def evaluate(self, queries):
             if len(queries[0].token_ids) > 30:
                 raise MemoryError("too long")
@@ -150,7 +151,7 @@ def test_an_engine_that_is_closed_says_so_and_ends_what_runs(gated):
 def test_closing_from_two_threads_and_while_a_model_starts(lm):
     loading, may_load = threading.Event(), threading.Event()
 
-    class Slow(MockAsyncLM):
+    class Slow(HookedMock):
         def evaluate(self, queries):
             loading.set()
             assert may_load.wait(30)
