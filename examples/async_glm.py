@@ -1,4 +1,4 @@
-"""Ordinary threads that each want a text: their tasks are batched together behind their backs."""
+"""Ordinary threads that each want a text: their tasks are batched together by an engine."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""AsyncGLM: tasks for a model from ordinary threads, batched together behind their backs."""
+"""AsyncGLM: tasks for a model from ordinary threads, batched together by an engine."""
 
 from __future__ import annotations
 
