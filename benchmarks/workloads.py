@@ -342,7 +342,7 @@ def free_forward() -> Any:
         attend.inputs(batch)
         return logits[: len(batch.output_rows)]
 
-    lm._hf.runner.forward = forward
+    lm._hf.passes.runner.forward = forward
     return lm
 
 

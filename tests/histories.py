@@ -388,7 +388,7 @@ class Interrupting:
         self.is_noticed = threading.Event()
         self._lm = lm
         lm.model.register_forward_pre_hook(self._count)
-        lm._evaluator.cost = dataclasses.replace(lm._evaluator.cost, max_segment=8)
+        lm._evaluator.passes.cost = dataclasses.replace(lm._evaluator.passes.cost, max_segment=8)
 
     def _count(self, *_):
         self.num_passes += 1
@@ -435,7 +435,7 @@ def interrupt():
     interrupting.is_noticed.set()
     row = lm.next_token_logprobs_sync(PROMPT)
     torch.testing.assert_close(row, fresh_row(lm.model, PROMPT), rtol=0, atol=2e-5)
-    lm._evaluator.tree.check_integrity()
+    lm._evaluator.passes.tree.check_integrity()
 
     late.append(lambda: say("exit passes", interrupting.num_passes))
     lm.clear_cache()

@@ -83,7 +83,7 @@ def test_short_of_memory_the_youngest_rest_and_every_text_is_the_same(engine, mo
     prompts = [[generator.randrange(96) for _ in range(generator.randint(2, 9))] for _ in range(8)]
     with AsyncTransformer(model, word_tokenizer()) as big:
         expected = [alone(big, prompt, max_new_tokens=30) for prompt in prompts]
-        slot = big.statistics().kv_bytes_used // big._evaluator.tree.num_used
+        slot = big.statistics().kv_bytes_used // big._evaluator.passes.tree.num_used
     with AsyncTransformer(
         model, word_tokenizer(), kv_cache_bytes=slot * (num_slots + 1), row_cache_bytes=0
     ) as lm:
@@ -195,7 +195,7 @@ def test_without_a_prefix_cache_nothing_stays(engine, model, fields):
         served = engine._models["m"].served
         engine.loop.submit(served._join()).result(30)
         assert lm.statistics().kv_bytes_used == 0
-        lm._evaluator.tree.check_integrity()
+        lm._evaluator.passes.tree.check_integrity()
 
         stopped = engine.start_request_ids("m", [7, 8], max_new_tokens=80, **fields)
         while not stopped.status().is_final and lm.statistics().kv_bytes_used == 0:

@@ -110,4 +110,4 @@ def test_whatever_callers_do_every_request_ends_and_nothing_is_left(model, seed)
         assert not served._roster.texts
         assert not served._workers
         assert has_prefix_cache or lm.statistics().kv_bytes_used == 0
-        lm._evaluator.tree.check_integrity()
+        lm._evaluator.passes.tree.check_integrity()

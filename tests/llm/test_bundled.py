@@ -42,7 +42,7 @@ async def test_sampled_particles_agree_with_the_model_run_whole(lm):
             rtol=0,
             atol=2e-4,
         )
-    lm._evaluator.tree.check_integrity()
+    lm._evaluator.passes.tree.check_integrity()
 
 
 def test_a_particles_step_costs_one_token(lm):

@@ -407,5 +407,5 @@ def test_no_history_of_particles_changes_an_answer(backend, steps):
 
     with backend.make(batch_size=4) as lm:
         asyncio.run(main(lm))
-        if hasattr(lm._evaluator, "tree"):
-            lm._evaluator.tree.check_integrity()
+        if hasattr(lm._evaluator, "passes"):
+            lm._evaluator.passes.tree.check_integrity()

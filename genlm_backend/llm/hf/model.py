@@ -152,7 +152,7 @@ class AsyncTransformer(BatchedLM):
     @property
     def model(self) -> Any:
         """The model as it was given; ``None`` after ``close()``."""
-        return self._hf.runner.model
+        return self._hf.passes.runner.model
 
     @property
     def kv_reuse(self) -> bool:

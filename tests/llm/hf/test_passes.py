@@ -1,0 +1,173 @@
+"""Histories of batches over a runner that has no model, and knows what each slot must hold."""
+
+import contextlib
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlm_backend.cache import KVLayout, KVStore
+from genlm_backend.errors import QueryDroppedError
+from genlm_backend.llm.hf.attend import WholeAttend
+from genlm_backend.llm.hf.passes import Passes
+from genlm_backend.llm.hf.plan import CostModel
+from genlm_backend.llm.query import Adapter, Query
+
+VOCAB = 5
+
+
+def logits_after(token_ids):
+    """What the pretended model says after a context."""
+    seed = hash(tuple(token_ids)) % 2**31
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(VOCAB))
+
+
+class Slotted:
+    """A way to attend that only says that there are slots."""
+
+
+class FakeRunner:
+    """Writes down which context's last token is in a slot, and reads nothing else.
+
+    Attributes:
+        written: Adapter and context by slot.
+        adapter: The adapter whose turn it is.
+        failing: What the next passes raise, the last one first; ``None`` for a pass that is made.
+    """
+
+    def __init__(self):
+        self.written, self.adapter, self.failing = {}, None, []
+        self.num_forwards = self.tokens_computed = 0
+
+    def forward(self, spans, attend):
+        error = self.failing.pop() if self.failing else None
+        if error is not None:
+            raise error
+        rows = []
+        for span in spans:
+            past = [slot for run in span.past for slot in run.slots[: run.num_tokens]]
+            assert len(past) == span.num_past
+            context = []
+            for slot in past:
+                adapter, before = self.written[slot]
+                context.append(before[-1])
+                assert (adapter, before) == (self.adapter, tuple(context))
+            assert isinstance(attend, WholeAttend) == (not span.slots)
+            for index, token_id in enumerate(span.token_ids):
+                context.append(token_id)
+                if span.slots:
+                    self.written[span.slots[index]] = (self.adapter, tuple(context))
+                if index in span.outputs:
+                    rows.append(logits_after(context))
+            self.tokens_computed += span.num_new
+        self.num_forwards += 1
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+
+
+def make(num_slots, **cost):
+    runner, wanted = FakeRunner(), []
+
+    def check_wanted():
+        if wanted and not wanted.pop():
+            raise QueryDroppedError("by the test")
+
+    passes = Passes(runner, CostModel(**cost), check_wanted=check_wanted)
+    passes.wanted = wanted
+    if num_slots is not None:
+        passes.keep(KVStore(KVLayout(), num_slots), num_slots, Slotted())
+    return passes
+
+
+def check(passes, contexts, adapter=None):
+    passes.runner.adapter = adapter
+    rows = passes.evaluate([Query(context, adapter) for context in contexts])
+    for context, row in zip(contexts, rows, strict=True):
+        expected = logits_after(context).float().log_softmax(-1)
+        torch.testing.assert_close(row.logprobs, expected, rtol=0, atol=1e-6)
+    passes.tree.check_integrity()
+
+
+contexts = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
+batches = st.lists(contexts, min_size=1, max_size=8, unique=True)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), batches, st.sampled_from([None, Adapter("a", 1)])),
+        st.tuples(st.just("forget"), contexts, st.integers(0, 6)),
+        st.tuples(st.just("fail"), batches, st.integers(0, 3)),
+        st.tuples(st.just("drop"), batches, st.integers(0, 3)),
+        st.tuples(st.just("no memory"), batches, st.integers(0, 2)),
+        st.tuples(st.just("clear"), st.none(), st.none()),
+    ),
+    max_size=12,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    steps,
+    st.sampled_from([None, 0, 1, 3, 8, 20, 60, 1000]),
+    st.sampled_from([0.0, 3.0, 1000.0]),
+    st.sampled_from([1, 3, 1000]),
+    st.sampled_from([4, 1000]),
+)
+def test_whatever_happens_rows_are_those_of_their_contexts(
+    steps, num_slots, per_forward, max_segment, max_tokens
+):
+    cost = {"per_forward": per_forward, "max_segment": max_segment, "max_tokens": max_tokens}
+    passes = make(num_slots, **cost)
+    for action, first, second in steps:
+        if action == "ask":
+            check(passes, first, second)
+        elif action == "clear":
+            passes.tree.clear()
+            assert passes.tree.num_used == 0
+        elif action == "forget":
+            passes.tree.forget(Query(first).tokens, None, second)
+        elif action == "no memory":
+            passes.runner.failing = [MemoryError()] + [None] * second
+            if len(first) > 1:
+                check(passes, first)
+            passes.runner.failing = []
+        else:
+            trouble = IndexError("by the test")
+            if action == "fail":
+                passes.runner.failing = [trouble] + [None] * second
+            else:
+                passes.wanted.extend([False] + [True] * second)
+            passes.runner.adapter = None
+            with contextlib.suppress(IndexError, QueryDroppedError):  # or it needed fewer passes
+                passes.evaluate([Query(context) for context in first])
+            passes.runner.failing = []
+            passes.wanted.clear()
+        passes.tree.check_integrity()
+
+
+@pytest.mark.parametrize("num_slots", [4000, 150])
+def test_a_thousand_particles_compute_what_is_distinct(num_slots):
+    """Every distinct token once, where there is room for all of them."""
+    passes, generator = make(num_slots), random.Random(0)
+    prompt = tuple(generator.randrange(3) for _ in range(40))
+    particles, seen = [prompt] * 50, set()
+    for _ in range(20):
+        distinct = list(dict.fromkeys(particles))
+        check(passes, distinct)
+        seen.update(p[: n + 1] for p in distinct for n in range(len(p)))
+        if num_slots == 4000:
+            # A few shared tokens may be computed again where a pass more would cost more.
+            assert len(seen) <= passes.runner.tokens_computed <= len(seen) + 8 * 20
+        particles = [(*generator.choice(particles), generator.randrange(3)) for _ in particles]
+
+
+def test_a_row_that_is_nan_leaves_nothing_behind():
+    passes = make(100)
+    forward = passes.runner.forward
+
+    def spoiled(spans, attend):
+        return forward(spans, attend) * (torch.nan if spans[0].slots else 1)
+
+    passes.runner.forward = spoiled
+    check(passes, [(1, 2, 3), (1, 2, 4)])  # from whole passes
+    assert passes.tree.num_used == 0
