@@ -202,4 +202,4 @@ class CacheError(GenlmBackendError, RuntimeError):
 
 
 class OutOfSlotsError(CacheError):
-    """A key-value pool has fewer free slots than were asked for."""
+    """There are fewer free slots for keys and values than were asked for."""

@@ -98,7 +98,7 @@ class Engine(Closing):
     def start_model(self, name: str) -> None:
         """Load a model if need be, and let requests in; blocks until it is ready.
 
-        Loading allocates the pool of keys and values. Unless ``warm_up`` is off, a context of the
+        Loading allocates the memory of keys and values. Unless ``warm_up`` is off, a context of the
         maximum length and a batch of the maximum size are computed once, so that what does not
         fit into memory fails here.
 

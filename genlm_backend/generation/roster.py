@@ -142,7 +142,7 @@ class Roster(Generic[R, D]):
                 return None
         self._num_arrivals += 1
         self._requests.update(taken)
-        return self._rescheduled(Decision())
+        return self._replanned(Decision())
 
     # ---------------------------------------------------------------- texts under way
 
@@ -155,7 +155,7 @@ class Roster(Generic[R, D]):
         self._num_tokens += text.draft.width
         if self.capacity is None or self._num_tokens <= self.capacity:
             return None
-        return self._rescheduled(Decision())
+        return self._replanned(Decision())
 
     def finished(self, text: Entry[R, D]) -> None:
         """Note that a text is complete, before it has left."""
@@ -175,7 +175,7 @@ class Roster(Generic[R, D]):
         if all(other.phase is Phase.GONE for other in texts):
             del self._requests[text.request]
             decision.settle.append(Settlement(text.request, texts, GenerationStatus.FINISHED))
-        return self._rescheduled(decision)
+        return self._replanned(decision)
 
     # ---------------------------------------------------------------- ending
 
@@ -185,7 +185,7 @@ class Roster(Generic[R, D]):
         """End a request; one whose texts are all complete, or that has ended, stays as it is."""
         decision = Decision[R, D]()
         self._take_off(decision, request, status, error)
-        return self._rescheduled(decision) if decision.settle else None
+        return self._replanned(decision) if decision.settle else None
 
     def close(self) -> Decision[R, D]:
         """Let no more requests in and interrupt those that there are; nobody gets a place."""
@@ -216,7 +216,7 @@ class Roster(Generic[R, D]):
 
     # ---------------------------------------------------------------- who runs
 
-    def _rescheduled(self, decision: Decision[R, D]) -> Decision[R, D]:
+    def _replanned(self, decision: Decision[R, D]) -> Decision[R, D]:
         """Let whoever may run go on and the others rest, and end whoever never may."""
         while (plan := self._plan()).hopeless:
             for request in dict.fromkeys(text.request for text in plan.hopeless):

@@ -27,7 +27,12 @@ from genlm_backend.checks import device as check_device
 from genlm_backend.errors import AdapterError, BatcherClosedError, UnknownAdapterError
 from genlm_backend.llm.adapters import AdapterNames
 from genlm_backend.llm.base import ADAPTER_CHECKS, AsyncLM, TokenIds, check_adapter_name
-from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts
+from genlm_backend.llm.evaluator import (
+    Evaluator,
+    EvaluatorCounts,
+    EvaluatorInfo,
+    checked_answers,
+)
 from genlm_backend.llm.query import Adapter, Query, check_context
 from genlm_backend.llm.row import Row
 from genlm_backend.llm.statistics import LMStatistics
@@ -104,7 +109,8 @@ class BatchedLM(AsyncLM):
         self._batcher: Batcher[Query, Row] = Batcher(self._evaluate, BatchPolicy(timeout=timeout))
         evaluator.check_wanted = self._batcher.check_wanted
         try:
-            self._info = evaluator.info or self._call(evaluator.open)
+            info = self._call(evaluator.open) if evaluator.info is None else evaluator.info
+            self._info = instance(EvaluatorInfo, "an EvaluatorInfo")("info", info)
             self._batcher.set_policy(max_batch_size=self._bounded(given["batch_size"]))
             super().__init__(tokenizer, vocab_size=self._info.vocab_size, self_check=self_check)
         except BaseException:
@@ -205,9 +211,10 @@ class BatchedLM(AsyncLM):
         }
         known = [query for query in queries if query not in answers] if answers else queries
         found = self._counted(partial(self._evaluator.evaluate, known)) if known else ()
-        for query, answer in zip(known, found, strict=True):
+        checked = checked_answers(self._evaluator, found, len(known), len(self.byte_vocab))
+        for query, answer in zip(known, checked, strict=True):
             if isinstance(answer, Row):
-                answer = self._defined(answer) if len(self._undefined) else answer
+                answer = self._defined(answer)
                 self._rows.put(query, answer, generation)
             answers[query] = answer
         return [answers[query] for query in queries]
@@ -368,24 +375,7 @@ class BatchedLM(AsyncLM):
 
     def statistics(self) -> LMStatistics:
         """Return what batching and caching have done so far."""
-        batching, counts = self._batcher.statistics(), self._counts
-        return LMStatistics(
-            num_awaits=batching.num_submitted + self._rows.num_hits,
-            num_batches=batching.num_batches,
-            num_forwards=counts.num_forwards,
-            batch_sizes=batching.batch_sizes,
-            tokens_computed=counts.tokens_computed,
-            tokens_reused=counts.tokens_reused,
-            row_cache_hits=self._rows.num_hits,
-            num_joined=batching.num_joined,
-            num_skipped=batching.num_skipped,
-            row_bytes_used=self._rows.num_bytes,
-            row_bytes_budget=self._rows.budget,
-            kv_bytes_used=counts.kv_bytes_used,
-            kv_bytes_budget=counts.kv_bytes_budget,
-            num_evicted_rows=self._rows.num_evicted,
-            num_evicted_tokens=counts.num_evicted_tokens,
-        )
+        return LMStatistics.of(self._batcher.statistics(), self._counts, self._rows)
 
     def close(self) -> None:
         """Settle every waiter with an error and free what the model holds.

@@ -5,9 +5,18 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, Final, final
 
-from genlm_backend.errors import AdapterError
+from genlm_backend.checks import (
+    MAX_VOCAB,
+    checked,
+    integer,
+    known_device,
+    optional,
+    shown,
+    switch,
+)
+from genlm_backend.errors import AdapterError, EvaluationError
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row
 
@@ -40,6 +49,31 @@ class EvaluatorInfo:
     can_forget: bool = False
     takes_adapters: bool = False
     uses_openmp: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If one has a wrong type.
+            OptionError: (``ValueError``) If one is out of its bounds.
+            DeviceError: (``ValueError``) If there is no such device.
+        """
+        fields = {name: getattr(self, name) for name in _CHECKS}
+        for name, value in checked(_CHECKS, fields).items():
+            object.__setattr__(self, name, value)
+
+
+_CHECKS: Final = {
+    "vocab_size": optional(integer(1, MAX_VOCAB)),
+    "max_length": optional(integer(1)),
+    "max_batch_size": optional(integer(1)),
+    "num_slots": optional(integer(0)),
+    "slots_per_block": integer(1),
+    "device": optional(known_device),
+    "can_forget": switch,
+    "takes_adapters": switch,
+    "uses_openmp": switch,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +129,8 @@ class Evaluator(abc.ABC):
         """Return one row for each of one or more distinct queries, in order.
 
         An exception in place of a row is for those who asked that query, and disturbs no other;
-        one that is raised is for all of them. A row may give a probability to ids that no token
-        has: ``BatchedLM`` excludes them.
+        one that is raised is for all of them. Each row owns its memory and is not modified
+        afterwards. It may give a probability to ids that no token has: ``BatchedLM`` excludes them.
         """
 
     @abc.abstractmethod
@@ -141,21 +175,30 @@ class Evaluator(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Free whatever it holds; nothing else follows."""
+        """Free whatever it holds; nothing else follows.
+
+        Called by whoever closes the model, after the thread has ended; also where ``open()`` has
+        raised.
+        """
 
 
 class StatelessEvaluator(Evaluator):
     """An evaluator that keeps nothing between two batches and has no adapters.
 
-    A backend of one's own has to define ``evaluate``, and ``open`` where there is more to say of
-    it than the width of its rows.
+    A backend of one's own has to define ``evaluate``. Where there is more to say of it than the
+    width of its rows, it replaces ``info``, and where it holds something, it defines ``close``.
 
     Args:
         vocab_size: Width of its rows; ``None`` for whatever the tokenizer has.
+
+    Attributes:
+        info: What it is able to do.
     """
 
+    info: EvaluatorInfo = EvaluatorInfo(can_forget=True)
+
     def __init__(self, vocab_size: int | None = None) -> None:
-        self.info: EvaluatorInfo = EvaluatorInfo(vocab_size=vocab_size, can_forget=True)
+        self.info = EvaluatorInfo(vocab_size=vocab_size, can_forget=True)
 
     @final
     def open(self) -> EvaluatorInfo:
@@ -194,6 +237,28 @@ class StatelessEvaluator(Evaluator):
         """Return zeros."""
         return EvaluatorCounts()
 
-    @final
     def close(self) -> None:
         """Do nothing: nothing is held."""
+
+
+def checked_answers(
+    evaluator: Evaluator, answers: Any, num_queries: int, vocab_size: int
+) -> list[Row | Exception]:
+    """Return what an evaluator has answered, with an error in the place of what is no answer.
+
+    Raises:
+        EvaluationError: If there is not one answer for each query.
+    """
+    name = f"{type(evaluator).__name__}.evaluate"
+    if not isinstance(answers, Sequence) or len(answers) != num_queries:
+        what = f"{len(answers)} answers" if isinstance(answers, Sequence) else shown(answers)
+        raise EvaluationError(f"{name} returned {what} for {num_queries} queries")
+    return [
+        answer
+        if isinstance(answer, Exception) or (isinstance(answer, Row) and answer.is_of(vocab_size))
+        else EvaluationError(
+            f"{name} must return a Row of float32 [{vocab_size}] for each query, or an exception, "
+            f"got {shown(answer)}"
+        )
+        for answer in answers
+    ]

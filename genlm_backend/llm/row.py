@@ -34,6 +34,12 @@ class Row:
         """Whether the model said NaN somewhere, which is so everywhere once it is normalised."""
         return math.isnan(float(self.logprobs[0]) if self.normaliser is None else self.normaliser)
 
+    def is_of(self, vocab_size: int) -> bool:
+        """Return whether it is a row of that width, as callers get it."""
+        row = self.logprobs
+        is_row = isinstance(row, torch.Tensor) and row.dtype is torch.float32
+        return is_row and row.shape == (vocab_size,) and not row.requires_grad
+
     def to(self, device: torch.device) -> Row:
         """Return the row on ``device``; itself where it is there."""
         moved = self.logprobs.to(device)

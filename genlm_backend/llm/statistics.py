@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from genlm_backend.readable import Readable
+
+if TYPE_CHECKING:
+    from genlm_backend.batching import BatcherStatistics
+    from genlm_backend.cache import RowCache
+    from genlm_backend.llm.evaluator import EvaluatorCounts
+    from genlm_backend.llm.row import Row
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -50,6 +56,27 @@ class LMStatistics(Readable):
     kv_bytes_budget: int = 0
     num_evicted_rows: int = 0
     num_evicted_tokens: int = 0
+
+    @classmethod
+    def of(cls, batching: BatcherStatistics, counts: EvaluatorCounts, rows: RowCache[Row]) -> Self:
+        """Put together what a model's batcher, evaluator and row cache have counted."""
+        return cls(
+            num_awaits=batching.num_submitted + rows.num_hits,
+            num_batches=batching.num_batches,
+            num_forwards=counts.num_forwards,
+            batch_sizes=batching.batch_sizes,
+            tokens_computed=counts.tokens_computed,
+            tokens_reused=counts.tokens_reused,
+            row_cache_hits=rows.num_hits,
+            num_joined=batching.num_joined,
+            num_skipped=batching.num_skipped,
+            row_bytes_used=rows.num_bytes,
+            row_bytes_budget=rows.budget,
+            kv_bytes_used=counts.kv_bytes_used,
+            kv_bytes_budget=counts.kv_bytes_budget,
+            num_evicted_rows=rows.num_evicted,
+            num_evicted_tokens=counts.num_evicted_tokens,
+        )
 
     @property
     def mean_batch_size(self) -> float:

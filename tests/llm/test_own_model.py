@@ -10,8 +10,24 @@ import pytest
 import torch
 
 from genlm_backend import AsyncLM
-from genlm_backend.errors import AdapterError, QueryDroppedError, UnknownAdapterError
-from genlm_backend.llm import Adapter, BatchedLM, Query, StatelessEvaluator, rows_of_logits
+from genlm_backend.errors import (
+    AdapterError,
+    DeviceError,
+    EvaluationError,
+    OptionError,
+    OptionTypeError,
+    QueryDroppedError,
+    UnknownAdapterError,
+)
+from genlm_backend.llm import (
+    Adapter,
+    BatchedLM,
+    EvaluatorInfo,
+    Query,
+    Row,
+    StatelessEvaluator,
+    rows_of_logits,
+)
 from tests.llm import toy
 from tests.llm.conftest import word_tokenizer
 
@@ -133,3 +149,94 @@ def test_everything_that_evaluators_take_and_give_pickles():
     assert torch.equal(loaded.logprobs, row.logprobs)
     assert loaded.normaliser == row.normaliser
     assert pickle.loads(pickle.dumps(query)).tokens == query.tokens
+
+
+class Careless(StatelessEvaluator):
+    """Gives what the test has put into ``answers``."""
+
+    answers: object = None
+
+    def evaluate(self, queries):
+        return self.answers(queries)
+
+
+def row_of(query, size=96):
+    """A row whose likeliest id is the context's last."""
+    logits = torch.nn.functional.one_hot(torch.tensor([query.token_ids[-1]]), size) * 20.0
+    return rows_of_logits(logits)[0]
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        lambda queries: [row_of(query) for query in queries][1:],
+        lambda queries: [row_of(queries[0]), *(row_of(query) for query in queries)],
+        lambda queries: None,
+        lambda queries: iter([row_of(query) for query in queries]),
+        lambda queries: torch.stack([row_of(query).logprobs for query in queries]),
+    ],
+    ids=["too few", "too many", "none", "an iterator", "a tensor"],
+)
+async def test_not_one_answer_for_each_query_is_an_error_and_nothing_is_kept(answers):
+    evaluator = Careless()
+    async with BatchedLM(word_tokenizer(), evaluator) as lm:
+        evaluator.answers = answers
+        asked = [lm.next_token_logprobs([i]) for i in (1, 2, 3)]
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(error, EvaluationError)
+            assert "Careless.evaluate returned" in str(error)
+        evaluator.answers = lambda queries: [row_of(query) for query in queries]
+        for i in (1, 2, 3):
+            assert int((await lm.next_token_logprobs([i])).argmax()) == i
+
+
+WRONG = {
+    "a tensor": lambda row: row.logprobs,
+    "None": lambda row: None,
+    "too wide": lambda row: Row(torch.zeros(97)),
+    "two dimensions": lambda row: Row(row.logprobs[None]),
+    "float64": lambda row: Row(row.logprobs.double()),
+    "numpy": lambda row: Row(row.logprobs.numpy()),
+    "with a gradient": lambda row: Row(row.logprobs.clone().requires_grad_()),
+    "a class": lambda row: ValueError,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+async def test_what_is_no_row_is_an_error_of_its_askers_alone(kind):
+    evaluator = Careless()
+    evaluator.answers = lambda queries: [
+        WRONG[kind](row_of(query)) if query.token_ids == (2,) else row_of(query)
+        for query in queries
+    ]
+    async with BatchedLM(word_tokenizer(), evaluator) as lm:
+        asked = [lm.next_token_logprobs([i]) for i in (1, 2, 3)]
+        first, error, last = await asyncio.gather(*asked, return_exceptions=True)
+        assert (int(first.argmax()), int(last.argmax())) == (1, 3)
+        assert isinstance(error, EvaluationError)
+        assert "must return a Row of float32 [96]" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind"),
+    [
+        ({"max_length": "3"}, OptionTypeError),
+        ({"max_length": 0}, OptionError),
+        ({"max_batch_size": 0}, OptionError),
+        ({"num_slots": -5}, OptionError),
+        ({"vocab_size": 2.5}, OptionTypeError),
+        ({"device": "gpu"}, DeviceError),
+        ({"can_forget": "no"}, OptionTypeError),
+    ],
+)
+def test_what_an_evaluator_says_of_itself_is_checked(fields, kind):
+    (name,) = fields
+    with pytest.raises(kind, match=name):
+        EvaluatorInfo(**fields)
+
+
+def test_info_that_is_none_is_refused():
+    evaluator = Careless()
+    evaluator.info = {"vocab_size": 96}
+    with pytest.raises(OptionTypeError, match="info must be an EvaluatorInfo"):
+        BatchedLM(word_tokenizer(), evaluator)
