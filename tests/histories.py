@@ -34,6 +34,7 @@ from genlm_backend.errors import ForkedError  # noqa: E402
 from genlm_backend.llm import threads  # noqa: E402
 from genlm_backend.llm.batched import BatchedLM  # noqa: E402
 from genlm_backend.llm.evaluator import StatelessEvaluator  # noqa: E402
+from genlm_backend.llm.hf import lora  # noqa: E402
 from tests.llm import families  # noqa: E402
 from tests.llm.conftest import fresh_row, word_tokenizer  # noqa: E402
 from tests.llm.vllm.fake import FakeEngine  # noqa: E402
@@ -292,7 +293,9 @@ def fork_fresh():
             assert holder.ask(3) == expected[holder.name], holder.name
             holder.close()
 
-    holding = Holding([threads._numbers, threads._interval._lock, trie._spare._lock])
+    model = MAKE["hf"]().holder.model
+    of_adapters = [lora._locks._making, lora._locks.of(model)]
+    holding = Holding([threads._numbers, threads._interval._lock, trie._spare._lock, *of_adapters])
     say("ended", in_fork(child))
     holding.let_go()
     for holder in fresh:  # and still here, since nobody has asked it here before

@@ -98,8 +98,10 @@ class Worker:
         """Finish the jobs already queued and end the thread; again has no effect."""
         if self._finalizer is None:
             self._jobs.close()
-        else:
+        elif self._finalizer.alive:
             self._finalizer()
+        elif self._thread is not None:  # it was interrupted before
+            _join(self._thread, self._jobs.thread)
 
     def is_current_thread(self) -> bool:
         """Whether the caller is a job of this worker."""
@@ -118,6 +120,10 @@ def _stop(jobs: _Jobs, thread: threading.Thread, process: int) -> None:
     if os.getpid() != process:  # a fork has the queue and not the thread
         return
     jobs.close()
-    for started in (thread, jobs.thread):
-        if started not in (None, threading.current_thread()):
+    _join(thread, jobs.thread)
+
+
+def _join(*threads: threading.Thread | None) -> None:
+    for started in threads:
+        if started is not None and started is not threading.current_thread():
             started.join()

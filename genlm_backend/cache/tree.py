@@ -213,6 +213,8 @@ class PrefixTree:
 
         What another cached context shares with it stays.
         """
+        if namespace not in self._roots:
+            return 0
         match = self.match(token_ids, namespace)
         self.unlock(match)
         node, end = match.node, match.num_tokens

@@ -55,6 +55,12 @@ class AdapterNames:
             )
         return loaded[name]
 
+    def check(self, query: Query) -> None:
+        """Raise the error of a query whose adapter has gone since it was asked."""
+        error = self.error_of(query)
+        if error is not None:
+            raise error
+
     def error_of(self, query: Query) -> UnknownAdapterError | None:
         """Return the error of a query whose adapter has gone since it was asked, or ``None``."""
         adapter = query.adapter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -106,6 +107,7 @@ class BatchedLM(AsyncLM):
         self._rows = RowCache[Row](given["row_cache_bytes"]) if row_cache is None else row_cache
         self._adapters = AdapterNames()
         self._counts = EvaluatorCounts()
+        self._closing, self._is_closed = threading.RLock(), False
         self._batcher: Batcher[Query, Row] = Batcher(self._evaluate, BatchPolicy(timeout=timeout))
         evaluator.check_wanted = self._batcher.check_wanted
         try:
@@ -119,7 +121,8 @@ class BatchedLM(AsyncLM):
             raise
         self.max_length = self._info.max_length
         self.device = None if self._info.device is None else torch.device(self._info.device)
-        self._undefined = torch.tensor(sorted(self.undefined_ids), dtype=torch.int64)
+        evaluator.undefined_ids = tuple(sorted(self.undefined_ids))
+        self._undefined = torch.tensor(evaluator.undefined_ids, dtype=torch.int64)
 
     # ---------------------------------------------------------------- rows
 
@@ -180,7 +183,7 @@ class BatchedLM(AsyncLM):
 
     def _known(self, queries: Sequence[Query]) -> tuple[dict[Query, Row], list[Query]]:
         """Return the rows that are cached, and the distinct queries that have none."""
-        rows = {query: self._rows.get(query) for query in queries}
+        rows = {query: self._rows.get(query) for query in dict.fromkeys(queries)}
         missing = [query for query, row in rows.items() if row is None]
         return {query: row for query, row in rows.items() if row is not None}, missing
 
@@ -382,7 +385,11 @@ class BatchedLM(AsyncLM):
 
         A forward pass under way is waited for. In a fork of the model's process, nothing is done.
         """
-        if not (self._batcher.is_foreign or self._batcher.is_closed):
+        if self._batcher.is_foreign:
+            return
+        with self._closing:  # again after an interruption, it goes on where it was
             self._batcher.close()
             self._rows.clear()
-            self._evaluator.close()
+            if not self._is_closed:
+                self._evaluator.close()
+                self._is_closed = True

@@ -109,12 +109,16 @@ class Evaluator(abc.ABC):
 
     Attributes:
         info: What it is able to do, where that is known before ``open()``.
+        undefined_ids: Ids that no token has. Whoever drives the evaluator puts them here. One that
+            knows its logits may hand them to ``rows_of_logits``; ``BatchedLM`` excludes them in any
+            case, to the precision of the row.
         check_wanted: To be called between two steps of long work. It raises a
             ``QueryDroppedError`` where nobody waits any more for what is being done, which the
             evaluator lets through. Whoever drives the evaluator puts it here.
     """
 
     info: EvaluatorInfo | None = None
+    undefined_ids: tuple[int, ...] = ()
     check_wanted: Callable[[], None] = staticmethod(_always_wanted)
 
     @abc.abstractmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -72,14 +73,22 @@ class Row:
         return Row(logprobs, None if self.normaliser is None else self.normaliser + left)
 
 
-def rows_of_logits(logits: torch.Tensor, device: torch.device | None = None) -> list[Row]:
+def rows_of_logits(
+    logits: torch.Tensor,
+    device: torch.device | None = None,
+    undefined_ids: Sequence[int] = (),
+) -> list[Row]:
     """Return one row for each vector of logits ``[n, vocab]`` of any dtype.
 
-    Computed in float32 where the logits are, and returned on ``device`` if one is given.
-    Probabilities sum to one but for the rounding of each, which those of torch's ``log_softmax``
-    do not on every processor: of 49,152 they are 2e-5 off on some.
+    Computed in float32 where the logits are, and returned on ``device`` if one is given. What the
+    logits say of ``undefined_ids`` is left out, infinities and NaN too. Probabilities sum to one
+    but for the rounding of each, which those of torch's ``log_softmax`` do not on every processor:
+    of 49,152 they are 2e-5 off on some.
     """
     logits = logits.float()
+    if undefined_ids:
+        ids = torch.tensor(undefined_ids, dtype=torch.int64, device=logits.device)
+        logits = logits.index_fill(1, ids, -torch.inf)
     largest = logits.amax(-1, keepdim=True)
     shifted = logits - largest  # sums of large ones would lose the logarithm
     logarithms = shifted.logsumexp(-1, keepdim=True)

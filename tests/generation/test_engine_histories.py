@@ -21,10 +21,16 @@ class Faulty(AsyncTransformer):
     fault_rate = 0.0
     generator = random.Random(0)
 
-    def evaluate(self, queries):
-        if self.generator.random() < self.fault_rate:
-            raise ZeroDivisionError("fault")
-        return super().evaluate(queries)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        evaluate = self._evaluator.evaluate
+
+        def faulty(queries):
+            if self.generator.random() < self.fault_rate:
+                raise ZeroDivisionError("fault")
+            return evaluate(queries)
+
+        self._evaluator.evaluate = faulty
 
 
 def random_fields(generator, way):

@@ -136,7 +136,7 @@ class ExtremeEngine(FakeEngine):
         return rows_of_logits(self.logits[[self.sessions[i][0] for i in session_ids]])
 
 
-def extreme_transformer(logits, **options):
+def extreme_transformer(logits, tokenizer=None, **options):
     """A model that says one row of logits whatever it reads."""
     model = copy.deepcopy(families.make("llama")).to(logits.dtype)
     head = torch.nn.Linear(model.config.hidden_size, len(logits)).to(logits.dtype)
@@ -144,7 +144,7 @@ def extreme_transformer(logits, **options):
         head.weight.zero_()
         head.bias.copy_(logits)
     model.set_output_embeddings(head)
-    return AsyncTransformer(model, word_tokenizer(), **options)
+    return AsyncTransformer(model, tokenizer or word_tokenizer(), **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -175,6 +175,18 @@ async def test_logits_of_a_transformer_are_what_it_said(number, options):
                 assert torch.equal(own, logits.float())
                 assert_row_is_of(await lm.next_token_logprobs(context), own)
                 assert_same_logits(await lm.next_token_logits(context), own)
+
+
+@pytest.mark.parametrize("said", [20.0, 1e4, 1e30, torch.inf, torch.nan, -torch.inf])
+async def test_what_a_transformer_says_of_ids_that_no_token_has_is_left_out(said):
+    logits = extreme_logits(torch.float32)[11]
+    logits[[70, 80, 95]] = said
+    own = logits.index_fill(0, torch.arange(70, 96), -torch.inf)
+    with extreme_transformer(logits, tokenizer=word_tokenizer(70)) as lm:
+        for context in ([1], [1, 2, 3]):
+            row = await lm.next_token_logprobs(context)
+            torch.testing.assert_close(row, own.log_softmax(-1), rtol=2e-6, atol=4e-6)
+            assert_same_logits((await lm.next_token_logits(context))[:70], own[:70])
 
 
 async def test_logits_beside_ids_that_no_token_has():

@@ -116,6 +116,7 @@ class HFEvaluator(Evaluator):
     def evaluate(self, queries: Sequence[Query]) -> Sequence[Row | Exception]:
         """Return one row for each query, adapter by adapter."""
         answers: dict[Query, Row | Exception] = {}
+        self.passes.undefined_ids = self.undefined_ids
         with frequent_switches():
             for adapter in dict.fromkeys(query.adapter for query in queries):
                 own = [query for query in queries if query.adapter == adapter]
@@ -131,6 +132,8 @@ class HFEvaluator(Evaluator):
     def evaluate_whole(self, query: Query) -> Row:
         """Return the row of a context run whole and alone, past whatever is kept."""
         with self._adapters.in_place(query.adapter):
+            if len(query.token_ids) > self._rotary_limit:
+                return self._apart(query)
             (row,) = self.passes.whole([query])
         return row
 
@@ -140,11 +143,21 @@ class HFEvaluator(Evaluator):
         apart = [query for query in queries if len(query.token_ids) > self._rotary_limit]
         if not apart:
             return self.passes.evaluate(queries)
-        rows = {query: self.passes.whole([query])[0] for query in apart}
+        rows = {query: self._apart(query) for query in apart}
         others = [query for query in queries if query not in rows]
         if others:
             rows.update(zip(others, self.passes.evaluate(others), strict=True))
         return [rows[query] for query in queries]
+
+    def _apart(self, query: Query) -> Row:
+        """Return the row of a context that is longer than the limit, whatever was run before.
+
+        A model whose frequencies grow with its contexts keeps those of the longest until a short
+        one comes.
+        """
+        self.passes.whole([query.prefix(1)])
+        (row,) = self.passes.whole([query])
+        return row
 
     # ---------------------------------------------------------------- what is kept
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -14,8 +15,29 @@ from genlm_backend.llm.hf.injection import Entry, assigned, layers_of, read
 from genlm_backend.llm.loading import check_reachable
 from genlm_backend.llm.query import Adapter
 
-_locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
-_making_locks = threading.Lock()
+
+@final
+class _ModelLocks:
+    """One lock for each model, which all who use the model share."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget all locks, which threads of a parent process may hold; for a fork of it."""
+        self._locks: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+        self._making = threading.Lock()
+
+    def of(self, model: Any) -> threading.RLock:
+        """Return the lock of a model."""
+        with self._making:
+            return self._locks.setdefault(model, threading.RLock())
+
+
+_locks = _ModelLocks()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_locks.renew)
 
 
 @final
@@ -36,8 +58,7 @@ class Adapters:
 
     def __init__(self, model: Any) -> None:
         self._model: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-        with _making_locks:
-            self._lock = _locks.setdefault(self._model, threading.RLock())
+        self._lock = _locks.of(self._model)
         self._loaded: dict[Adapter, list[Entry]] = {}
         self._layers: list[Any] = []
         self._seen: dict[str, Any] = {}

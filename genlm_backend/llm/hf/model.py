@@ -14,6 +14,7 @@ from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.hf.evaluator import HFEvaluator
 from genlm_backend.llm.hf.options import loading_options
 from genlm_backend.llm.loading import check_holds_model, explained, hub_options, resolve_name
+from genlm_backend.llm.row import Row
 
 
 class AsyncTransformer(BatchedLM):
@@ -144,7 +145,12 @@ class AsyncTransformer(BatchedLM):
         """
         query = self._query(token_ids, lora_name)
         self._before_wait()
-        row = self._call(lambda: self._hf.evaluate_whole(query))
+
+        def whole() -> Row:
+            self._adapters.check(query)
+            return self._hf.evaluate_whole(query)
+
+        row = self._call(whole)
         return self._defined(row).own_logprobs(self.output_device)
 
     # ---------------------------------------------------------------- keys and values
@@ -170,7 +176,12 @@ class AsyncTransformer(BatchedLM):
         """
         query = self._query(prompt_tokens, lora_name)
         self._before_wait()
-        if not self._call(lambda: self._hf.pin(query)) and self.kv_reuse:
+
+        def pin() -> bool:
+            self._adapters.check(query)
+            return self._hf.pin(query)
+
+        if not self._call(pin) and self.kv_reuse:
             raise CacheError(
                 f"a prompt of {len(query.token_ids)} tokens does not fit into the "
                 f"{self.kv_capacity} tokens of kv_cache_bytes that are not pinned"

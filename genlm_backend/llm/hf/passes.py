@@ -45,6 +45,7 @@ class Passes:
         tree: The contexts that are kept.
         store: Their keys and values.
         keeps: Whether keys and values are kept.
+        undefined_ids: Ids that no row is to have; they can be set.
         tokens_reused: Number of tokens whose keys and values were there.
     """
 
@@ -58,6 +59,7 @@ class Passes:
         self.runner = runner
         self.cost = cost
         self.tokens_reused = 0
+        self.undefined_ids: Sequence[int] = ()
         self._output_device = output_device
         self._check_wanted = check_wanted
         self.keep_nothing()
@@ -99,7 +101,8 @@ class Passes:
 
     def _forward(self, spans: Sequence[Span], attend: Attend) -> list[Row]:
         self._check_wanted()
-        return rows_of_logits(self.runner.forward(spans, attend), self._output_device)
+        logits = self.runner.forward(spans, attend)
+        return rows_of_logits(logits, self._output_device, self.undefined_ids)
 
     # ---------------------------------------------------------------- with slots
 

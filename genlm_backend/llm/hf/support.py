@@ -109,7 +109,7 @@ def _rotary_limits(module: Any, rope_type: Any) -> Iterator[int]:
         if kind == "longrope":
             yield own["original_max_position_embeddings"]
         elif "dynamic" in str(kind):
-            yield module.original_max_seq_len
+            yield module.original_max_seq_len - 1  # at the limit, it reads as in the one before
 
 
 def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSupport:

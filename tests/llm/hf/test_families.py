@@ -1,11 +1,19 @@
 """Every kind of attention and state, against the bare model run whole and alone."""
 
+import copy
 import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import Phi3Config, Phi3ForCausalLM, RobertaConfig, RobertaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import UnsupportedModelError
@@ -177,6 +185,33 @@ async def test_positions_that_depend_on_the_length_of_the_context(options):
             for length, row in zip(lengths, rows, strict=True):
                 torch.testing.assert_close(row, expected[length], rtol=0, atol=2e-5)
         assert await lm.num_cached_tokens(ids[:60]) == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
+async def test_frequencies_that_grow_with_the_longest_context_do_not_stay(options):
+    """The model keeps those of its longest context until a short one comes; each row is fresh."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{**families.COMMON, "max_position_embeddings": 12},
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        initializer_range=0.5,
+    )
+    model = LlamaForCausalLM(config).eval()
+    ids = random.Random(0).choices(range(families.VOCAB), k=40)
+    lengths = [16, 5, 25, 12, 5, 11, 13, 40, 16, 12]
+    expected = {n: fresh_row(copy.deepcopy(model), ids[:n]) for n in lengths}
+    options = {"row_cache_bytes": 0, "max_length": 40, **options}
+    with AsyncTransformer(model, word_tokenizer(), **options) as lm:
+        assert lm.kv_reuse is ("kv_cache_bytes" not in options)
+        for _ in range(2):
+            for n in lengths:
+                row = await lm.next_token_logprobs(ids[:n])
+                torch.testing.assert_close(row, expected[n], rtol=0, atol=2e-5)
+                row = lm.next_token_logprobs_uncached(ids[:n])
+                torch.testing.assert_close(row, expected[n], rtol=0, atol=2e-5)
+            rows = await lm.batch_next_token_logprobs([ids[:n] for n in lengths])
+            for n, row in zip(lengths, rows, strict=True):
+                torch.testing.assert_close(row, expected[n], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])

@@ -332,3 +332,19 @@ def test_a_repository_is_not_asked_for_again_and_again_where_no_hub_answers(lm, 
     monkeypatch.setattr(peft.PeftConfig, "from_pretrained", lambda *_: pytest.fail("it was asked"))
     with pytest.raises(AdapterError, match="the hub does not answer"):
         lm.add_new_lora("someone/adapter", "new")
+
+
+@pytest.mark.parametrize("way", ["cache_kv", "next_token_logprobs_uncached"])
+async def test_an_adapter_removed_before_its_turn_is_told_by_every_method(lm, way):
+    held = threading.Event()
+    lm._batcher.call_soon(held.wait)
+    removing = asyncio.create_task(asyncio.to_thread(lm.remove_lora, "poet"))
+    while lm._batcher._worker._jobs.qsize() < 1:
+        await asyncio.sleep(0.001)
+    asking = asyncio.create_task(asyncio.to_thread(getattr(lm, way), [1, 2], "poet"))
+    while lm._batcher._worker._jobs.qsize() < 2:
+        await asyncio.sleep(0.001)
+    held.set()
+    await removing
+    with pytest.raises(UnknownAdapterError, match="removed"):
+        await asking

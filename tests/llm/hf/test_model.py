@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from genlm_backend import AsyncTransformer, MockAsyncLM, load_model_by_name
+from genlm_backend.batching import worker
 from genlm_backend.errors import (
     ModelNotFoundError,
     ModelStateError,
@@ -268,3 +269,21 @@ def test_a_number_of_threads_is_the_models_own(tiny_llama):
         assert lm.next_token_logprobs_sync([1]).shape == (96,)
     with pytest.raises(ValueError, match="num_threads must be an integer of 1 or more, got 0"):
         AsyncTransformer(tiny_llama, word_tokenizer(), num_threads=0)
+
+
+def test_a_close_that_is_interrupted_can_be_done_again(tiny_llama, monkeypatch):
+    lm = AsyncTransformer(tiny_llama, word_tokenizer())
+    lm.next_token_logprobs_sync([1, 2])
+    join = worker._join
+
+    def interrupted(*threads):
+        monkeypatch.setattr(worker, "_join", join)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "_join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        lm.close()
+    lm.close()
+    assert lm.model is None
+    assert lm._evaluator.passes.tree.num_slots == 0
+    assert not [thread for thread in threading.enumerate() if "genlm" in thread.name]
