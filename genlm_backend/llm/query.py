@@ -31,13 +31,10 @@ class Query(tuple[Adapter | None, bytes]):
     Immutable. It is a tuple of the adapter and of the context's bytes, whose hash Python keeps,
     so that looking a query up takes no time that grows with its context.
 
-    Args:
-        token_ids: The whole context.
-        adapter: The adapter, or ``None`` for the base model.
-
     Attributes:
-        token_ids: As given.
-        adapter: As given; contexts of different adapters share no keys and values.
+        token_ids: The whole context.
+        adapter: The adapter, or ``None`` for the base model; contexts of different adapters share
+            no keys and values.
         tokens: The ids as an array of 64-bit integers.
     """
 
