@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, TypeVar
@@ -213,9 +213,9 @@ def instance(kind: type[T] | tuple[type[Any], ...], wanted: str) -> Check[T]:
 
 
 def listed(name: str, value: Any) -> list[Any]:
-    """Return an iterable in an order of its own as a list, and refuse everything else."""
+    """Return an iterable as a list, and refuse a text, a mapping and everything else."""
     is_list = hasattr(value, "__iter__") and getattr(value, "ndim", 1) > 0
-    if not is_list or isinstance(value, (str, bytes, bytearray, Mapping, Set)):
+    if not is_list or isinstance(value, (str, bytes, bytearray, Mapping)):
         raise OptionTypeError(f"{name} must be a list, got {shown(value)}")
     return list(value)
 
