@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from types import TracebackType
 from typing import Final, final
 
 from genlm_backend.errors import ForkedError
@@ -81,12 +80,7 @@ class _Foreign:
     def __enter__(self) -> bool:
         raise self.error()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Do nothing: it has not been entered."""
 
 

@@ -51,7 +51,7 @@ class BatchPolicy:
 
     Attributes:
         max_batch_size: Distinct queries in one batch, at most; at least 1.
-        timeout: Seconds that the first query of a batch may wait for company; zero or more.
+        timeout: Seconds that the first query of a batch may wait for others; zero or more.
             The time for which the worker is busy does not count: nothing could go then.
         quiet_passes: Passes of the event loop without an arrival after which a batch goes.
             More than one, because a result travels through a task or two (``asyncio.gather``)

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar, final
 
-import numpy as np
+from genlm_backend.common_prefix import common_length
 
 HEADROOM = 16
 """Tokens that must be free beyond its context for a text to begin, or to go on after a rest.
@@ -148,13 +148,5 @@ def num_distinct_tokens(contexts: Iterable[list[int]]) -> int:
     In alphabetical order, each context adds what it does not share with the one before it.
     """
     ordered = sorted(contexts)
-    shared = sum(map(num_shared, ordered, itertools.islice(ordered, 1, None)))
+    shared = sum(map(common_length, ordered, itertools.islice(ordered, 1, None)))
     return sum(map(len, ordered)) - shared
-
-
-def num_shared(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many leading tokens two contexts share."""
-    size = min(len(first), len(second))
-    if first[:size] == second[:size]:
-        return size
-    return int((np.array(first[:size]) != np.array(second[:size])).argmax())

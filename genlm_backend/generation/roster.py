@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, final
 
-from genlm_backend.generation.places import D, Entry, Phase, Plan, R, make_plan, num_shared
+from genlm_backend.common_prefix import common_length
+from genlm_backend.generation.places import D, Entry, Phase, Plan, R, make_plan
 from genlm_backend.generation.status import GenerationStatus
 
 
@@ -261,7 +262,7 @@ class Roster(Generic[R, D]):
         """Return how many leading tokens of a context stay, as texts that go on need them."""
         return max(
             (
-                num_shared(context, needed)
+                common_length(context, needed)
                 for text in self._wanted()
                 if text.asked and text.draft.lora_name == lora_name
                 for needed in text.draft.contexts

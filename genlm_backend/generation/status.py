@@ -83,7 +83,7 @@ class RequestStatistics(Readable):
         num_prompt_tokens: Tokens of the prompt.
         num_generated_tokens: Tokens generated, of all texts.
         num_cached_tokens: Tokens of the prompt that were found in the prefix cache.
-        num_preemptions: How often it had to rest for want of memory.
+        num_preemptions: How often it had to rest because memory was short.
     """
 
     time_in_queue: float | None

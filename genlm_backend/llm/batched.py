@@ -25,7 +25,12 @@ from genlm_backend.checks import (
     optional,
 )
 from genlm_backend.checks import device as check_device
-from genlm_backend.errors import AdapterError, BatcherClosedError, UnknownAdapterError
+from genlm_backend.errors import (
+    AdapterError,
+    BatcherClosedError,
+    OptionError,
+    UnknownAdapterError,
+)
 from genlm_backend.llm.adapters import AdapterNames
 from genlm_backend.llm.base import ADAPTER_CHECKS, AsyncLM, TokenIds, check_adapter_name
 from genlm_backend.llm.evaluator import (
@@ -52,10 +57,10 @@ class BatchedLM(AsyncLM):
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
-        evaluator: What answers queries; used by nobody else.
+        evaluator: What answers queries; no other model's.
         batch_size: Number of distinct contexts evaluated at once, at most; where the evaluator
             takes fewer, that many.
-        timeout: Seconds that the first query of a batch may wait for company. It is an upper
+        timeout: Seconds that the first query of a batch may wait for others. It is an upper
             bound that hardly anybody meets: a batch goes as soon as the event loop has nothing
             more to add to it.
         row_cache_bytes: Bytes of rows to keep, so that a context asked again costs no forward
@@ -103,6 +108,8 @@ class BatchedLM(AsyncLM):
         }
         given = checked(self.option_checks, options)
         self._evaluator = instance(Evaluator, "an Evaluator")("evaluator", evaluator)
+        if "check_wanted" in vars(evaluator):  # which is put there below
+            raise OptionError("the evaluator is another model's, whose thread calls it")
         self.output_device: torch.device = given["output_device"]
         self._rows = RowCache[Row](given["row_cache_bytes"]) if row_cache is None else row_cache
         self._adapters = AdapterNames()
@@ -252,7 +259,7 @@ class BatchedLM(AsyncLM):
 
     @property
     def timeout(self) -> float:
-        """Seconds that the first query of a batch may wait for company; can be set."""
+        """Seconds that the first query of a batch may wait for others; can be set."""
         return self._batcher.policy.timeout
 
     @timeout.setter
@@ -277,10 +284,15 @@ class BatchedLM(AsyncLM):
     def kv_capacity(self) -> int | None:
         """Number of tokens whose keys and values fit at once; ``None`` where none are kept.
 
-        The unused ends of a full batch's last blocks are not counted.
+        The unused ends of a full batch's last blocks are not counted, unless nothing else would be
+        left for one context.
         """
         num_slots, unused = self._info.num_slots, self._info.slots_per_block - 1
-        return None if num_slots is None else max(0, num_slots - self.batch_size * unused)
+        if num_slots is None:
+            return None
+        alone = max(0, num_slots - unused)
+        longest = alone if self.max_length is None else min(self.max_length, alone)
+        return max(num_slots - self.batch_size * unused, longest)
 
     async def num_cached_tokens(self, token_ids: TokenIds, lora_name: str | None = None) -> int:
         """Return how many of a context's tokens have their keys and values cached."""

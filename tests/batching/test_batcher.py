@@ -57,6 +57,23 @@ async def test_queries_a_few_passes_apart_still_share_a_batch(recorder):
     batcher.close()
 
 
+async def test_what_a_loop_has_waited_before_does_not_count(recorder):
+    policy = BatchPolicy(max_batch_size=100, timeout=0.5, quiet_passes=4, max_passes=50)
+    batcher = Batcher(recorder, policy)
+    assert await batcher.submit(5) == 10
+    await asyncio.sleep(0.6)
+
+    async def late(value):
+        for _ in range(2 * value):
+            time.sleep(0.01)  # the worker could take whatever had gone
+            await passes(1)
+        return await batcher.submit(value)
+
+    assert await asyncio.gather(*map(late, range(4))) == [0, 2, 4, 6]
+    assert recorder.batches == [[5], [0, 1, 2, 3]]
+    batcher.close()
+
+
 async def test_a_trickle_cannot_starve_the_first_query(recorder):
     batcher = Batcher(recorder, BatchPolicy(max_batch_size=10_000, timeout=1000.0, max_passes=50))
     others, arrived, put = [], [], batcher._worker.put

@@ -14,7 +14,6 @@ from genlm_backend.generation.places import (
     Phase,
     make_plan,
     num_distinct_tokens,
-    num_shared,
 )
 from genlm_backend.generation.roster import Roster
 from genlm_backend.generation.status import GenerationStatus
@@ -56,13 +55,6 @@ def need(drafts):
 @given(st.lists(contexts, max_size=6))
 def test_distinct_tokens_are_the_distinct_prefixes(found):
     assert num_distinct_tokens(found) == len(all_prefixes(found))
-
-
-@given(contexts, contexts)
-def test_shared_tokens(first, second):
-    shared = num_shared(first, second)
-    assert first[:shared] == second[:shared]
-    assert shared in (len(first), len(second)) or first[shared] != second[shared]
 
 
 @given(

@@ -85,6 +85,31 @@ async def test_an_evaluator_with_nothing_but_rows_is_a_backend():
             lm.add_new_lora("somewhere")
 
 
+@pytest.mark.parametrize("max_length", [None, 100])
+async def test_one_context_has_room_whatever_the_batch(max_length):
+    """Unused ends of blocks are not counted, but the last context's place is nobody's end."""
+
+    blocks = toy.ToyEvaluator()
+    blocks.info = EvaluatorInfo(96, max_length, num_slots=160, slots_per_block=16)
+    async with BatchedLM(word_tokenizer(), blocks, batch_size=4) as lm:
+        assert lm.kv_capacity == max(160 - 4 * 15, min(145, max_length or 145))
+        lm.batch_size = 200
+        assert lm.kv_capacity == min(145, max_length or 145)
+
+
+def test_an_evaluator_is_one_models():
+    class Silent(StatelessEvaluator):
+        def evaluate(self, queries):
+            return rows_of_logits(torch.zeros(len(queries), 96))
+
+    evaluator = Silent()
+    with (
+        BatchedLM(word_tokenizer(), evaluator),
+        pytest.raises(OptionError, match="another model's"),
+    ):
+        BatchedLM(word_tokenizer(), evaluator)
+
+
 async def test_an_exception_in_place_of_a_row_is_its_askers():
     class Picky(StatelessEvaluator):
         def evaluate(self, queries):

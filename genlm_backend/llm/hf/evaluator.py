@@ -26,7 +26,7 @@ from genlm_backend.llm.hf.support import (
     vocab_width,
 )
 from genlm_backend.llm.query import Adapter, Query
-from genlm_backend.llm.row import Row
+from genlm_backend.llm.row import Row, rows_of_logits
 from genlm_backend.llm.threads import frequent_switches, use_num_threads
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,8 @@ class HFEvaluator(Evaluator):
         model.eval()
         runner = Runner(model)
         cost = CostModel.on(runner.device.type)
-        self.passes = Passes(runner, cost, output_device, lambda: self.check_wanted())
+        self._output_device = output_device
+        self.passes = Passes(runner, cost, self._finished, lambda: self.check_wanted())
         self._adapters = Adapters(model)
         self._max_length = longest_context(model) if max_length is None else max_length
         self._wanted_bytes = kv_cache_bytes
@@ -116,7 +117,6 @@ class HFEvaluator(Evaluator):
     def evaluate(self, queries: Sequence[Query]) -> Sequence[Row | Exception]:
         """Return one row for each query, adapter by adapter."""
         answers: dict[Query, Row | Exception] = {}
-        self.passes.undefined_ids = self.undefined_ids
         with frequent_switches():
             for adapter in dict.fromkeys(query.adapter for query in queries):
                 own = [query for query in queries if query.adapter == adapter]
@@ -136,6 +136,9 @@ class HFEvaluator(Evaluator):
                 return self._apart(query)
             (row,) = self.passes.whole([query])
         return row
+
+    def _finished(self, logits: torch.Tensor) -> list[Row]:
+        return rows_of_logits(logits, self._output_device, self.undefined_ids)
 
     def _rows(self, queries: list[Query]) -> list[Row]:
         # Where the model computes other rotary frequencies for long contexts, no key of a shorter

@@ -33,7 +33,7 @@ class AsyncTransformer(BatchedLM):
         hf_model: A causal language model, on whatever device; it is put into evaluation mode.
         hf_tokenizer: Its tokenizer.
         batch_size: Distinct contexts in one forward pass, at most.
-        timeout: Seconds that the first query of a batch may wait for company, at most.
+        timeout: Seconds that the first query of a batch may wait for others, at most.
         kv_cache_bytes: Bytes of keys and values to keep; 0 keeps none. Default: half of a CUDA
             device's free memory, or a quarter of the machine's, 4 GiB at most.
         row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.

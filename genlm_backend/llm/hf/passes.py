@@ -36,7 +36,7 @@ class Passes:
     Args:
         runner: What calls the model.
         cost: Cost of passes, by which a batch is divided.
-        output_device: Where rows are returned; ``None`` for where they are computed.
+        finish: Makes one row of each vector of logits, ``[n, vocab]``.
         check_wanted: Called before each pass; raises a ``QueryDroppedError`` where nobody waits.
 
     Attributes:
@@ -45,7 +45,6 @@ class Passes:
         tree: The contexts that are kept.
         store: Their keys and values.
         keeps: Whether keys and values are kept.
-        undefined_ids: Ids that no row is to have; they can be set.
         tokens_reused: Number of tokens whose keys and values were there.
     """
 
@@ -53,14 +52,13 @@ class Passes:
         self,
         runner: Runner,
         cost: CostModel,
-        output_device: torch.device | None = None,
+        finish: Callable[[torch.Tensor], list[Row]] = rows_of_logits,
         check_wanted: Callable[[], None] = lambda: None,
     ) -> None:
         self.runner = runner
         self.cost = cost
         self.tokens_reused = 0
-        self.undefined_ids: Sequence[int] = ()
-        self._output_device = output_device
+        self._finish = finish
         self._check_wanted = check_wanted
         self.keep_nothing()
 
@@ -101,8 +99,7 @@ class Passes:
 
     def _forward(self, spans: Sequence[Span], attend: Attend) -> list[Row]:
         self._check_wanted()
-        logits = self.runner.forward(spans, attend)
-        return rows_of_logits(logits, self._output_device, self.undefined_ids)
+        return self._finish(self.runner.forward(spans, attend))
 
     # ---------------------------------------------------------------- with slots
 

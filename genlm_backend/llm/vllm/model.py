@@ -46,7 +46,7 @@ class AsyncVirtualLM(BatchedLM):
         cache_opts: ``max_bytes`` of the rows kept, in place of ``row_cache_bytes``, and
             ``move_to_cpu``: whether to keep them in main memory, wherever they are returned.
         batch_size: Distinct contexts evaluated at once, at most.
-        timeout: Seconds that the first query of a batch may wait for company.
+        timeout: Seconds that the first query of a batch may wait for others.
         row_cache_bytes: Bytes of rows to keep; 0 keeps none.
         output_device: Where rows are returned: "cpu", "cuda:0", …
         max_length: The longest context to take, where it is less than vLLM's
