@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm_backend.batching import Batcher, BatchPolicy
+from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.errors import BatcherClosedError, EvaluationError, QueryDroppedError
 
 PATIENT = BatchPolicy(max_batch_size=100, timeout=1000.0, quiet_passes=4, max_passes=1_000_000)
@@ -19,6 +19,12 @@ PATIENT = BatchPolicy(max_batch_size=100, timeout=1000.0, quiet_passes=4, max_pa
 async def passes(count):
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+def test_nothing_has_been_done_at_first(recorder):
+    batcher = Batcher(recorder)
+    assert batcher.statistics() == BatcherStatistics()
+    batcher.close()
 
 
 async def test_concurrent_queries_become_one_batch(recorder):

@@ -1,5 +1,7 @@
 """The policy is a pure function: every clause of it, and that nothing waits for ever."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +28,10 @@ def test_the_defaults_are_those_that_the_documentation_names():
     assert BatchState(1) == BatchState(
         1, is_busy=False, is_urgent=False, num_passes=0, num_quiet_passes=0, waited=0.0
     )
+
+
+def test_a_timeout_may_be_endless():
+    assert BatchPolicy(timeout=math.inf).decide(BatchState(1, waited=1e9)) is Decision.YIELD
 
 
 @given(states)

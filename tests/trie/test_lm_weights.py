@@ -3,6 +3,7 @@
 import asyncio
 import math
 import pickle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -103,3 +104,11 @@ async def test_an_operation_that_does_not_exist(lm):
     with pytest.raises(ValueError, match="must be one of 'sum', 'max', 'log_sum', got 'mean'"):
         await weights_of(lm, TokenCharacterTrie(lm.byte_vocab), [1], "mean")
     assert lm.statistics().num_awaits == 0
+
+
+async def test_a_model_has_both_bytes_and_rows(lm):
+    trie = TokenCharacterTrie(lm.byte_vocab)
+    for half in ("byte_vocab", "next_token_logprobs"):
+        other = SimpleNamespace(**{half: getattr(lm, half)})
+        with pytest.raises(TypeError, match="must be a model such as an AsyncLM"):
+            await weights_of(other, trie, [1])

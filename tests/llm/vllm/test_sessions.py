@@ -164,3 +164,8 @@ async def test_a_batch_that_nobody_waits_for_ends_between_two_rounds(monkeypatch
         assert engine.num_steps == 2
         assert lm.statistics().batch_sizes == {9: 1, 1: 1}
         assert set(engine.sessions) == set(lm._evaluator.rounds.table._sessions)
+
+
+def test_a_table_has_room_for_a_session():
+    with pytest.raises(ValueError, match="at least 1"):
+        SessionTable(0)
