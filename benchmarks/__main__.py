@@ -13,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workload import REGISTRY, Numbers, Workload, medians
+from benchmarks.catalogue import WORKLOADS
+from benchmarks.workload import Numbers, Workload, medians
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
 RESULTS = "benchmarks.jsonl"
@@ -34,7 +35,6 @@ def work(job: dict[str, Any]) -> None:
     import torch
     from transformers.utils import logging
 
-    import benchmarks.catalogue  # noqa: F401  (registers the workloads)
     from benchmarks.peer import add_peer
     from benchmarks.systems import DEVICE
 
@@ -43,7 +43,7 @@ def work(job: dict[str, Any]) -> None:
     torch.set_num_threads(job["threads"])
     DEVICE[0] = job["device"] or "cpu"
     add_peer(job["peer"])
-    workload = REGISTRY[job["name"]]
+    workload = WORKLOADS[job["name"]]
     print(json.dumps(workload.measure(job["variant"], job["repeats"], job["device"])))
 
 
@@ -91,11 +91,11 @@ def peer_for(workload: Workload, variant: str, options: argparse.Namespace) -> s
 def run(options: argparse.Namespace) -> None:
     """Measure what was asked for and write a line of JSON for each process."""
     start = time.perf_counter()
-    unknown = set(options.names) - set(REGISTRY)
+    unknown = set(options.names) - set(WORKLOADS)
     if unknown:
-        raise SystemExit(f"no workload {min(unknown)!r}; there are {', '.join(REGISTRY)}")
+        raise SystemExit(f"no workload {min(unknown)!r}; there are {', '.join(WORKLOADS)}")
     path = options.output / RESULTS
-    names = options.names or list(REGISTRY)
+    names = options.names or list(WORKLOADS)
     kept = read(path) if path.exists() and options.names else []
     kept = [line for line in kept if line["workload"] not in names]
     command = " ".join(["python -m benchmarks run", *options.names])
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> None:
     }
     lines = []
     for name in names:
-        workload = REGISTRY[name]
+        workload = WORKLOADS[name]
         rounds = options.rounds if workload.is_repeated else 1
         for number in range(rounds):
             for variant in variants_of(workload, options):
@@ -144,7 +144,7 @@ def run(options: argparse.Namespace) -> None:
                     }
                 )
     options.output.mkdir(parents=True, exist_ok=True)
-    order = list(REGISTRY)
+    order = list(WORKLOADS)
     whole = sorted([*kept, *lines], key=lambda line: order.index(line["workload"]))
     path.write_text("".join(json.dumps(line) + "\n" for line in whole))
     report(options)
@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> None:
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the lines of results of workloads that there are."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [line for line in lines if line["workload"] in REGISTRY]
+    return [line for line in lines if line["workload"] in WORKLOADS]
 
 
 def report(options: argparse.Namespace) -> None:
@@ -169,7 +169,7 @@ def report(options: argparse.Namespace) -> None:
 
 def list_workloads(options: argparse.Namespace) -> None:
     """Print every workload."""
-    for name, workload in REGISTRY.items():
+    for name, workload in WORKLOADS.items():
         option = {"vllm": "vllm-python", "clients": "clients-python"}.get(
             workload.needs or "", workload.needs
         )
@@ -179,8 +179,6 @@ def list_workloads(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Parse the command line and do what it says."""
-    import benchmarks.catalogue  # noqa: F401  (registers the workloads)
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="list | run | report")
     commands.add_parser("list", help="every workload, with a line about it")

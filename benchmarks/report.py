@@ -6,7 +6,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.workload import REGISTRY, Found, merged
+from benchmarks.catalogue import WORKLOADS
+from benchmarks.workload import Found, merged
 
 Line = dict[str, Any]
 
@@ -17,16 +18,16 @@ def found_of(lines: list[Line], name: str) -> Found:
     for line in lines:
         if line["workload"] == name:
             by_variant[line["variant"]].append(line["numbers"])
-    order = REGISTRY[name].variants
+    order = WORKLOADS[name].variants
     return {variant: merged(by_variant[variant]) for variant in order if variant in by_variant}
 
 
 def tables(lines: list[Line]) -> dict[str, str]:
     """Return each table of the docs: file → Markdown, with what it was measured on."""
     made = {}
-    for table in dict.fromkeys(workload.table for workload in REGISTRY.values()):
+    for table in dict.fromkeys(workload.table for workload in WORKLOADS.values()):
         parts, rows, used = [], [], []
-        for name, workload in REGISTRY.items():
+        for name, workload in WORKLOADS.items():
             found = found_of(lines, name)
             if workload.table != table or not found:
                 continue

@@ -12,8 +12,8 @@ Found = dict[str, Numbers]
 Row = tuple[str, str, str]
 """What, measured, aim."""
 
-REGISTRY: dict[str, Workload] = {}
-"""Every workload by its name, in the order of the tables."""
+SHARE = "… share of it that the matrix products alone take"
+"""The first column of a row that says how near to its limit something is."""
 
 
 class Workload(ABC):
@@ -34,10 +34,6 @@ class Workload(ABC):
     peers: ClassVar[tuple[str, ...]] = ()
     is_repeated: ClassVar[bool] = False
     needs: ClassVar[str | None] = None
-
-    def __init_subclass__(cls) -> None:
-        if "name" in vars(cls):
-            REGISTRY[cls.name] = cls()
 
     @property
     def title(self) -> str:

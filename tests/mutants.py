@@ -32,7 +32,11 @@ TESTS = {
     "llm/hf/plan.py": ("tests/llm/hf/test_plan.py", "tests/llm/hf/test_evaluator.py"),
     "llm/hf/packing.py": ("tests/llm/hf/test_packing.py", "tests/llm/hf/test_evaluator.py"),
     "llm/hf/passes.py": ("tests/llm/hf/test_passes.py", "tests/llm/hf/test_evaluator.py"),
-    "generation/places.py": ("tests/generation/test_roster.py", "tests/generation"),
+    "generation/places.py": (
+        "tests/generation/test_places.py",
+        "tests/generation/test_roster.py",
+        "tests/generation",
+    ),
     "generation/roster.py": ("tests/generation/test_roster.py", "tests/generation"),
     "llm/vllm/sessions.py": ("tests/llm/vllm/test_sessions.py", "tests/llm/vllm"),
 }

@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def run(name, code=0):
-    """Run one of the programs of `histories.py` and return the lines that it printed."""
+    """Run one of the programs of `tests.histories` and return the lines that it printed."""
     done = subprocess.run(
         # To fork beside other threads is what later Pythons warn of, and what is tested here.
         [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.histories", name],

@@ -10,6 +10,7 @@ from tests.llm.conftest import word_tokenizer
 from tests.llm.hooked import HookedMock
 
 COLD = {"warm_up": False}
+GREEDY = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": [7, 30], "pad_token_id": 0}
 
 
 class GatedLM(HookedMock):

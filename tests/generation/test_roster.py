@@ -1,177 +1,20 @@
-"""Who runs, against counting every prefix; nobody overtakes, and everybody is told in the end."""
+"""Who runs, against the rules in plain words; everybody is told in the end."""
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from genlm_backend.generation.places import (
-    HEADROOM,
-    Entry,
-    Phase,
-    make_plan,
-    num_distinct_tokens,
-)
+from genlm_backend.generation.places import Phase
 from genlm_backend.generation.roster import Roster
 from genlm_backend.generation.status import GenerationStatus
+from tests.generation.drafts import Draft, adapters, all_prefixes, need
+from tests.generation.rules import Rules, Wanted
 
-contexts = st.lists(st.integers(0, 1), min_size=1, max_size=12)
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=3)
-adapters = st.sampled_from([None, None, None, "a"])
-
-
-@dataclass(eq=False)
-class Draft:
-    """A text that grows as it is told to, and forks into as many contexts as it is wide."""
-
-    contexts: list = field(default_factory=list)
-    lora_name: str | None = None
-    width: int = 1
-
-    def grow(self, token):
-        if self.width == 1:
-            self.contexts[0].append(token)
-        else:  # the last beam is given up for another fork of the first
-            old = self.contexts
-            kept = [old[i % max(1, len(old) - 1)] for i in range(self.width)]
-            self.contexts = [[*context, token + i // 2] for i, context in enumerate(kept)]
-
-
-def all_prefixes(contexts):
-    return {tuple(context[: n + 1]) for context in contexts for n in range(len(context))}
-
-
-def need(drafts):
-    """Distinct tokens of drafts: distinct prefixes, counted for each adapter."""
-    return len({(d.lora_name, prefix) for d in drafts for prefix in all_prefixes(d.contexts)})
-
-
-# -------------------------------------------------------------------- a plan
-
-
-@given(st.lists(contexts, max_size=6))
-def test_distinct_tokens_are_the_distinct_prefixes(found):
-    assert num_distinct_tokens(found) == len(all_prefixes(found))
-
-
-@given(
-    st.lists(st.tuples(st.lists(contexts, min_size=1, max_size=3), adapters), max_size=6),
-    st.data(),
-    st.integers(1, 8),
-    st.integers(1, 70),
-)
-def test_a_plan_fits_and_is_the_longest_that_does(found, data, max_batch, capacity):
-    texts = [Entry("request", Draft(c, lora_name, len(c))) for c, lora_name in found]
-    for text in texts:
-        text.phase = data.draw(st.sampled_from([Phase.WAITING, Phase.RUNNING, Phase.RESTING]))
-
-    def needed(chosen):
-        return need([text.draft for text in chosen])
-
-    plan = make_plan(texts, max_batch, capacity)
-    assert needed(plan.running) <= plan.num_tokens <= max(capacity, 0)
-    assert sum(text.draft.width for text in plan.running) <= max_batch
-    assert all(needed([text]) > capacity for text in plan.hopeless)
-    for place, text in enumerate(plan.running):
-        if place and text.phase is not Phase.RUNNING:
-            room = capacity - needed(plan.running[: place + 1])
-            assert room >= HEADROOM * text.draft.width
-    decided = len(plan.running) + len(plan.hopeless)
-    assert set(texts[:decided]) == {*plan.running, *plan.hopeless}  # nobody overtakes
-    if decided < len(texts):
-        text = texts[decided]
-        is_running = text.phase is Phase.RUNNING
-        headroom = 0 if is_running or not plan.running else HEADROOM * text.draft.width
-        too_wide = sum(t.draft.width for t in plan.running) + text.draft.width > max_batch
-        assert too_wide or needed([*plan.running, text]) + headroom > capacity
-
-
-def test_without_a_bound_only_the_batch_counts():
-    texts = [Entry("request", Draft([[1] * 1000])) for _ in range(5)]
-    assert make_plan(texts, 3, None).running == texts[:3]
-
-
-def test_the_oldest_runs_alone_rather_than_nobody():
-    old, young = (Entry("request", Draft([[i] * 30])) for i in (1, 2))
-    plan = make_plan([old, young], 4, 40)
-    assert (plan.running, plan.hopeless) == ([old], [])
-
-
-# -------------------------------------------------------------------- long histories
-
-
-@dataclass(eq=False)
-class Wanted:
-    """A text as the rules see it."""
-
-    request: int
-    draft: Draft
-    has_begun: bool = False
-    is_running: bool = False
-    is_complete: bool = False
-
-
-class Rules:
-    """The rules in plain words: a list of texts in the order of arrival, and every prefix counted.
-
-    The oldest texts run as long as they fit into the batch and into memory; one that does not run
-    yet needs some room to grow, unless it is alone. Nobody overtakes. A text that does not fit
-    alone ends its request when it is its turn.
-    """
-
-    def __init__(self, max_batch, max_waiting, capacity):
-        self.max_batch, self.max_waiting, self.capacity = max_batch, max_waiting, capacity
-        self.texts = []
-        self.begun = set()
-        self.hopeless = []
-
-    def waiting(self):
-        return {text.request // 10 for text in self.texts} - self.begun
-
-    def wanted(self):
-        return [text for text in self.texts if not text.is_complete]
-
-    def choose(self, texts):
-        """Return who may run, and the first whose time has come and that never can."""
-        chosen = []
-        for text in texts:
-            together = [*chosen, text]
-            if sum(t.draft.width for t in together) > self.max_batch:
-                break
-            if need([text.draft]) > self.capacity:
-                return chosen, text
-            room = HEADROOM * text.draft.width if chosen and not text.is_running else 0
-            if need([t.draft for t in together]) + room > self.capacity:
-                break
-            chosen.append(text)
-        return chosen, None
-
-    def submit(self, texts):
-        """Return whether there is room for a submission."""
-        if self.max_waiting is not None and len(self.waiting()) >= self.max_waiting:
-            candidates = [*self.wanted(), texts[0]]
-            while (found := self.choose(candidates))[1] not in (None, texts[0]):
-                candidates.remove(found[1])
-            if found[1] is not None or texts[0] not in found[0]:
-                return False
-        self.texts += texts
-        return True
-
-    def take_off(self, request):
-        self.texts = [text for text in self.texts if text.request != request]
-
-    def settle(self):
-        """Let whoever may run, and remember the requests that never could."""
-        while (found := self.choose(self.wanted()))[1] is not None:
-            self.hopeless.append(found[1].request)
-            self.take_off(found[1].request)
-        for text in self.texts:
-            text.is_running = text in found[0]
-            text.has_begun |= text.is_running
-        self.begun |= {text.request // 10 for text in self.texts if text.has_begun}
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=3)
 
 
 class Histories(RuleBasedStateMachine):

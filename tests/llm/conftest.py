@@ -1,5 +1,6 @@
 """Tiny models of every backend, each with an answer that no cache has touched."""
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,14 @@ def fresh_row(model, token_ids):
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([list(token_ids)])).logits[0, -1]
     return logits.float().log_softmax(-1)
+
+
+def random_contexts(count, seed=0, max_length=12):
+    generator = random.Random(seed)
+    return [
+        [generator.randrange(families.VOCAB) for _ in range(generator.randint(1, max_length))]
+        for _ in range(count)
+    ]
 
 
 @dataclass
@@ -148,6 +157,16 @@ def backend(request):
 def lm(backend):
     with backend.make() as lm:
         yield lm
+
+
+@pytest.fixture
+def close(backend):
+    """What fails where a row is farther from another than the backend's tolerance."""
+
+    def check(row, expected):
+        torch.testing.assert_close(row, expected, rtol=0, atol=backend.tolerance)
+
+    return check
 
 
 @pytest.fixture

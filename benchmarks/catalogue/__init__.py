@@ -1,0 +1,34 @@
+"""The workloads, in the order of the tables: what each measures, and what is shown of it."""
+
+from __future__ import annotations
+
+from benchmarks.catalogue import beginnings, generation, models, particles, tries, virtual
+from benchmarks.workload import Workload
+
+_WORKLOADS: tuple[Workload, ...] = (
+    particles.Sis(),
+    particles.LongPrompt(),
+    particles.Smc(),
+    particles.Clients(),
+    models.Scoring(),
+    models.StepOverhead(),
+    models.PrefillMix(),
+    models.LoopStall(),
+    models.PythonMeanwhile(),
+    models.Awaits(),
+    beginnings.ImportTime(),
+    beginnings.Decoding(),
+    generation.Sampling(),
+    generation.Masks(),
+    generation.AsyncGlm(),
+    generation.EngineRequests(),
+    models.Growth(),
+    tries.TrieSpeed(),
+    tries.TrieAsync(),
+    tries.TrieFirstCall(),
+    tries.TrieDevice(),
+    virtual.Virtual(),
+)
+
+WORKLOADS = {workload.name: workload for workload in _WORKLOADS}
+"""Every workload by its name, in the order of the tables."""

@@ -1,0 +1,118 @@
+"""Models: scoring, steps, what happens beside them, and how their cost grows."""
+
+from __future__ import annotations
+
+from benchmarks import growth, workloads
+from benchmarks.workload import SHARE, Found, Numbers, Row, Workload, median
+
+
+class Scoring(Workload):
+    """Every token of 200 texts scored, against padded batches through the model."""
+
+    name = "scoring"
+    variants = ("512", "64")
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return workloads.scoring(repeats, int(variant))
+
+    def rows(self, found: Found) -> list[Row]:
+        table: list[Row] = []
+        for batch_size, numbers in found.items():
+            ours, theirs = median(numbers["ours_s"]), median(numbers["theirs_s"])
+            share = median(numbers["limit_s"]) / ours
+            texts = f"scoring {numbers['num_texts']} texts, `batch_size={batch_size}`"
+            table += [
+                (f"{texts}, tokens per second", f"{numbers['num_tokens'] / ours:.0f}", ""),
+                ("… over padded batches through the model alone", f"{theirs / ours:.2f}×", ""),
+                (SHARE, f"{share:.0%}", ""),
+            ]
+        return table
+
+
+class StepOverhead(Workload):
+    """A step of 5 particles at batch_size 20, against the bare forward of the same 5 tokens."""
+
+    name = "step_overhead"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return workloads.step_overhead(repeats)
+
+    def rows(self, found: Found) -> list[Row]:
+        ours, bare = (median(found[""][key]) for key in ("ours_ms", "bare_ms"))
+        what = f"5 particles at `batch_size` 20: step over the bare forward ({bare:.0f} ms)"
+        return [(what, f"{ours - bare:+.1f} ms", "+3 ms")]
+
+
+class PrefillMix(Workload):
+    """A 512-token prefill with 19 one-token steps, against the two one after the other."""
+
+    name = "prefill_mix"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return workloads.prefill_mix(repeats)
+
+    def rows(self, found: Found) -> list[Row]:
+        together, apart = (median(found[""][key]) for key in ("together_ms", "apart_ms"))
+        what = f"512-token prefill with 19 steps, over the two apart ({apart:.0f} ms)"
+        table: list[Row] = [(what, f"{together / apart:.2f}×", "1.2×")]
+        if "limit_ms" in found[""]:
+            share = median(found[""]["limit_ms"]) / together
+            table.append((SHARE, f"{share:.0%}", ""))
+        return table
+
+
+class LoopStall(Workload):
+    """The longest gap between two passes of the event loop while a long forward runs."""
+
+    name = "loop_stall"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return workloads.loop_stall(repeats)
+
+    def rows(self, found: Found) -> list[Row]:
+        forward, stall = median(found[""]["forward_ms"]), max(found[""]["stall_ms"])
+        what = f"longest stall of the loop during a forward of {forward:.0f} ms"
+        return [(what, f"{stall:.0f} ms", "20 ms")]
+
+
+class PythonMeanwhile(Workload):
+    """A step of 10 particles alone, and while another thread computes in Python all the time."""
+
+    name = "python_meanwhile"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return workloads.python_meanwhile(repeats)
+
+    def rows(self, found: Found) -> list[Row]:
+        alone, busy = (median(found[""][key]) for key in ("alone_ms", "busy_ms"))
+        what = f"a step while another thread computes in Python, over alone ({alone:.0f} ms)"
+        return [(what, f"{busy / alone:.1f}×", "")]
+
+
+class Awaits(Workload):
+    """Awaits per second with a forward pass that costs nothing, 100 concurrent callers."""
+
+    name = "awaits"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return workloads.awaits(repeats)
+
+    def rows(self, found: Found) -> list[Row]:
+        return [
+            (f"awaits per second, {name}", f"{median(values):,.0f}", "20,000")
+            for name, values in found[""].items()
+        ]
+
+
+class Growth(Workload):
+    """How cost grows with particles, context and vocabulary, beside what is ideal."""
+
+    name = "growth"
+    table = "growth"
+    variants = ("particles", "context", "vocabulary")
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return getattr(growth, variant)(repeats)
+
+    def markdown(self, found: Found) -> str:
+        return growth.markdown(found)

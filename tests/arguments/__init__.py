@@ -1,0 +1,1 @@
+"""Values of every kind, and every public callable with its options."""
