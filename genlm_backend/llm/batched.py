@@ -282,17 +282,8 @@ class BatchedLM(AsyncLM):
 
     @property
     def kv_capacity(self) -> int | None:
-        """Number of tokens whose keys and values fit at once; ``None`` where none are kept.
-
-        The unused ends of a full batch's last blocks are not counted, unless nothing else would be
-        left for one context.
-        """
-        num_slots, unused = self._info.num_slots, self._info.slots_per_block - 1
-        if num_slots is None:
-            return None
-        alone = max(0, num_slots - unused)
-        longest = alone if self.max_length is None else min(self.max_length, alone)
-        return max(num_slots - self.batch_size * unused, longest)
+        """Number of tokens whose keys and values fit at once; ``None`` where none are kept."""
+        return self._info.kv_capacity(self.batch_size)
 
     async def num_cached_tokens(self, token_ids: TokenIds, lora_name: str | None = None) -> int:
         """Return how many of a context's tokens have their keys and values cached."""

@@ -62,6 +62,19 @@ class EvaluatorInfo:
         for name, value in checked(_CHECKS, fields).items():
             object.__setattr__(self, name, value)
 
+    def kv_capacity(self, batch_size: int) -> int | None:
+        """Return how many tokens' keys and values fit at once; ``None`` where none are kept.
+
+        The unused ends of the last blocks of a full batch are not counted, as far as that leaves
+        room for the longest context.
+        """
+        if self.num_slots is None:
+            return None
+        unused = self.slots_per_block - 1
+        alone = max(0, self.num_slots - unused)
+        longest = alone if self.max_length is None else min(self.max_length, alone)
+        return max(self.num_slots - batch_size * unused, longest)
+
 
 _CHECKS: Final = {
     "vocab_size": optional(integer(1, MAX_VOCAB)),

@@ -71,7 +71,7 @@ async def test_what_a_loop_has_waited_before_does_not_count(recorder):
 
     async def late(value):
         for _ in range(2 * value):
-            time.sleep(0.01)  # the worker could take whatever had gone
+            time.sleep(0.01)  # noqa: ASYNC251 -- the worker could take whatever had gone
             await passes(1)
         return await batcher.submit(value)
 
