@@ -24,7 +24,7 @@ from genlm_backend.checks import (
     text,
 )
 from genlm_backend.closing import Closing
-from genlm_backend.errors import AdapterError, UnknownAdapterError
+from genlm_backend.errors import AdapterError, OptionTypeError, UnknownAdapterError
 from genlm_backend.llm.query import check_context
 from genlm_backend.llm.sampling import Sampler, check_sampling
 from genlm_backend.llm.statistics import LMStatistics
@@ -74,6 +74,9 @@ class AsyncLM(Closing):
     }
     """Checks of the constructor's options, by name."""
 
+    nested_options: ClassVar[Mapping[str, str]] = {}
+    """Names that go into one of ``from_name``'s own options, and the option of each."""
+
     def __init__(
         self, tokenizer: Any, *, vocab_size: int | None = None, self_check: bool = True
     ) -> None:
@@ -113,7 +116,14 @@ class AsyncLM(Closing):
             OptionTypeError: (``TypeError``) If there is none of a name, or one is of a wrong type.
             OptionError: (``ValueError``) If one is out of its bounds.
         """
-        check_names(options, list(_option_names(cls)), f"option of {cls.__name__}")
+        known = list(_option_names(cls))
+        for name in options.keys() & cls.nested_options.keys() - set(known):
+            place = cls.nested_options[name]
+            raise OptionTypeError(
+                f"{name} is no option of {cls.__name__}: it goes into {place}, as "
+                f"{place}={{{name!r}: …}}"
+            )
+        check_names(options, known, f"option of {cls.__name__}")
         checked(cls.option_checks, options)
 
     # ---------------------------------------------------------------- rows
