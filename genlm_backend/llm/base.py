@@ -214,9 +214,11 @@ class AsyncLM(Closing):
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is of a wrong type.
-            OptionError: (``ValueError``) If ``temperature`` or ``max_tokens`` is negative.
+            OptionError: (``ValueError``) If ``temperature`` or ``max_tokens`` is negative, or one
+                of ``eos_token_ids`` is outside the vocabulary.
         """
-        given = check_sampling(max_tokens=max_tokens, eos_token_ids=eos_token_ids)
+        size = len(self.byte_vocab)
+        given = check_sampling(size, max_tokens=max_tokens, eos_token_ids=eos_token_ids)
         sampler = Sampler(temperature, seed)
         return await self._sample(prompt_token_ids, **given, sampler=sampler, lora_name=lora_name)
 
@@ -237,8 +239,9 @@ class AsyncLM(Closing):
         shows a bar of the continuations that are complete, on a terminal or in a notebook.
         """
         prompts = listed("prompt_token_ids_list", prompt_token_ids_list)
-        given = check_sampling(max_tokens=max_tokens, eos_token_ids=eos_token_ids)
-        check_sampling(progress=progress)
+        size = len(self.byte_vocab)
+        given = check_sampling(size, max_tokens=max_tokens, eos_token_ids=eos_token_ids)
+        check_sampling(size, progress=progress)
         samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompts))]
         with progress_bar(len(samplers), progress) as bar:
 

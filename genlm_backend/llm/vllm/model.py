@@ -187,13 +187,15 @@ class AsyncVirtualLM(BatchedLM):
         progress: bool = False,
     ) -> list[list[int]]:
         """Sample a continuation of each prompt with vLLM's own sampler."""
+        size = len(self.byte_vocab)
         given = check_sampling(
+            size,
             max_tokens=max_tokens,
             eos_token_ids=eos_token_ids,
             temperature=temperature,
             seed=seed,
         )
-        check_sampling(progress=progress)
+        check_sampling(size, progress=progress)
         contexts = listed("prompt_token_ids_list", prompt_token_ids_list)
         prompts = [self._query(token_ids, lora_name) for token_ids in contexts]
         if max_tokens == 0:
