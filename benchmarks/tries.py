@@ -256,6 +256,7 @@ print(time.perf_counter() - start)
 def trie_device(vocabulary: str, repeats: int, device: str = "cuda") -> Numbers:
     """Milliseconds of the sparse product and the scatter, beside copying as many bytes."""
     from genlm_backend import ParallelTokenCharacterTrie, Token
+    from genlm_backend.trie.reachability import build_reachability
 
     words = VOCABULARIES[vocabulary]()
     trie = ParallelTokenCharacterTrie(
@@ -276,7 +277,8 @@ def trie_device(vocabulary: str, repeats: int, device: str = "cuda") -> Numbers:
     numbers: Numbers = {"device": trie.device.type, "ms": {}}
     if trie.device.type == "cuda":
         numbers["device"] = torch.cuda.get_device_name(trie.device)
-    num_rows, num_columns, num_stored = trie.size_of_product
+    matrix = build_reachability(trie.layout)
+    num_rows, num_columns, num_stored = matrix.num_rows, matrix.num_columns, len(matrix.columns)
     for batch in BATCHES:
         ws = weights[:batch]
         columns = torch.rand(batch, num_columns, device=device)

@@ -55,7 +55,7 @@ class Batcher(Generic[Q, R]):
         evaluate: Called on the worker thread with 1 to ``policy.max_batch_size`` queries.
         policy: When a batch goes.
         key: Queries with equal keys are one query. Default: the query itself.
-        name: Name of the worker thread, for debuggers.
+        name: What errors call it, and debuggers the thread, with ``genlm-`` before it.
 
     Raises:
         OptionTypeError: (``TypeError``) If one of them is of another type.
@@ -66,12 +66,12 @@ class Batcher(Generic[Q, R]):
         evaluate: Callable[[list[Q]], Sequence[R | Exception]],
         policy: BatchPolicy | None = None,
         key: Callable[[Q], Hashable] | None = None,
-        name: str = "genlm-batcher",
+        name: str = "batcher",
     ) -> None:
         self._evaluate = function("evaluate", evaluate)
         self.policy = optional(_POLICY)("policy", policy) or BatchPolicy()
         self._key = optional(function)("key", key)
-        self._worker = Worker(text("name", name))
+        self._name, self._worker = text("name", name), Worker(f"genlm-{name}")
         self._lock = ProcessLock()
         self._pending: dict[Hashable, Entry] = {}
         self._in_flight: dict[Hashable, Entry] = {}
@@ -189,9 +189,9 @@ class Batcher(Generic[Q, R]):
         """
         self._lock.claim()
         if self._is_closed:
-            raise BatcherClosedError("asked after it was closed")
+            raise BatcherClosedError(f"{self._name} has been closed and answers no more")
         if self._worker.is_stopped:
-            raise BatcherClosedError("asked while the interpreter exits: its thread has ended")
+            raise BatcherClosedError(f"{self._name} cannot answer: the interpreter exits")
 
     def check_wanted(self) -> None:
         """Raise if nobody waits any more for what the worker thread is doing.
@@ -238,7 +238,7 @@ class Batcher(Generic[Q, R]):
             return
         with self._lock.here:
             self._is_closed = True
-        self.drop("closed before the query was answered")
+        self.drop(f"{self._name} was closed before the query was answered")
         self._worker.stop()
 
     @property

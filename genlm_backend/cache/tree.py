@@ -256,11 +256,6 @@ class PrefixTree:
         """Number of slots that hold tokens, or that have been allocated."""
         return self.slots.num_used
 
-    @property
-    def num_pinned(self) -> int:
-        """Number of matches pinned since the last ``clear()``."""
-        return len(self._pins)
-
     def check_integrity(self, held: Sequence[int] = ()) -> None:
         """Count every slot and lock; ``held`` are slots allocated and not yet inserted.
 

@@ -7,24 +7,36 @@ model's ``byte_vocab``.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, ClassVar, Self, final
 
 import numpy as np
 import torch
 
-from genlm_backend.checks import checked, instance, integer, listed, sequence, shown, text
+from genlm_backend.checks import shown
 from genlm_backend.errors import (
     ConstraintError,
     ConstraintTypeError,
     ConstraintViolation,
 )
+from genlm_backend.generation.constraint_arguments import (
+    check_arguments,
+    check_mask,
+    check_row,
+    check_token_id,
+    eos_of,
+)
+from genlm_backend.generation.grammar_fault import fault_of_generated, fault_of_own
 from genlm_backend.generation.grammar_vocabulary import GrammarVocabularies, load_library
 from genlm_backend.generation.json_schema import check_schema, unwrapped
 from genlm_backend.llm.base import AsyncLM
 
-_OPTIONS = '%llguidance {"no_forcing": true}\n'
-"""Or only one way to divide a text into tokens would be allowed where it is forced."""
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+"""Or only one way to divide a text into tokens would be allowed where it is forced.
+
+They come last, so that the lines of a grammar have the numbers that its writer knows.
+"""
 
 
 @final
@@ -80,13 +92,13 @@ class Constraint:
                 not keep to. Annotations are allowed: ``title``, ``description``, ``default``,
                 ``examples``, … and whatever begins with ``x-``.
         """
-        _checked(whitespace=whitespace)
+        check_arguments(whitespace=whitespace)
         plain = check_schema(schema)
         options = (
             {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
         )
         grammar = f"start: %json {json.dumps({**plain, 'x-guidance': options})}"
-        return cls._make(lm, grammar, eos_token_ids)
+        return cls._make(lm, grammar + _OPTIONS, eos_token_ids)
 
     @classmethod
     def from_json_object(cls, lm: AsyncLM, **options: Any) -> Self:
@@ -108,9 +120,9 @@ class Constraint:
         Raises:
             ConstraintError: If it is no such expression.
         """
-        _checked(pattern=pattern)
+        check_arguments(pattern=pattern)
         grammar = json.loads(load_library().LLMatcher.grammar_from_regex(pattern))
-        return cls._make(lm, grammar["grammars"][0]["lark_grammar"], eos_token_ids)
+        return cls._make(lm, grammar["grammars"][0]["lark_grammar"] + _OPTIONS, eos_token_ids)
 
     @classmethod
     def from_choice(
@@ -124,12 +136,12 @@ class Constraint:
         """
         if isinstance(choices, (str, bytes)) or not isinstance(choices, Iterable):
             raise ConstraintTypeError(f"choices must be several texts in a list, got {choices!r}")
-        texts = _checked(choices=choices)["choices"]
-        if not texts or not all(isinstance(text, str) and text for text in texts):
-            raise ConstraintError(f"choices must be texts of at least one letter, got {texts!r}")
+        texts: tuple[str, ...] = check_arguments(choices=choices)["choices"]
+        if not texts:
+            raise ConstraintError("choices must be texts of at least one letter, got none")
         # One terminal: as a rule, each text would be an item of the parser's row, which is bounded.
         grammar = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, texts))
-        return cls._make(lm, grammar, eos_token_ids)
+        return cls._make(lm, grammar + _OPTIONS, eos_token_ids)
 
     @classmethod
     def from_grammar(
@@ -147,9 +159,10 @@ class Constraint:
             ConstraintError: If it is no such grammar.
             MissingExtraError: (``ImportError``) Without llguidance.
         """
-        _checked(grammar=grammar)
-        has_options = "%llguidance" in grammar
-        return cls._make(lm, grammar, eos_token_ids, options="" if has_options else _OPTIONS)
+        check_arguments(grammar=grammar)
+        options = "" if "%llguidance" in grammar else _OPTIONS
+        fault_of = partial(fault_of_own, num_lines=grammar.count("\n") + 1)
+        return cls._make(lm, grammar + options, eos_token_ids, fault_of)
 
     @classmethod
     def from_response_format(
@@ -178,7 +191,7 @@ class Constraint:
             "choice": cls.from_choice,
             "grammar": cls.from_grammar,
         }
-        _checked(response_format=response_format)
+        check_arguments(response_format=response_format)
         named = response_format.get("type")
         kind = named if isinstance(named, str) else ""
         if kind == "json_object" and set(response_format) == {"type"}:
@@ -199,18 +212,18 @@ class Constraint:
         lm: AsyncLM,
         grammar: str,
         eos_token_ids: Collection[int] | None,
-        options: str = _OPTIONS,
+        fault_of: Callable[[str], str] = fault_of_generated,
     ) -> Self:
         library = load_library()
-        _checked(lm=lm)
-        eos = _eos_of(lm, eos_token_ids)
+        check_arguments(lm=lm)
+        eos = eos_of(lm, eos_token_ids)
         matcher = library.LLMatcher(
             cls._vocabularies.of(lm),
-            library.LLMatcher.grammar_from_lark(options + grammar),
+            library.LLMatcher.grammar_from_lark(grammar),
             log_level=0,
         )
         if matcher.is_error():
-            raise ConstraintError(f"no such constraint: {matcher.get_error()}")
+            raise ConstraintError(f"no such constraint: {fault_of(matcher.get_error())}")
         return cls(matcher, len(lm.byte_vocab), eos)
 
     # ---------------------------------------------------------------- using it
@@ -239,15 +252,22 @@ class Constraint:
         """Return log-probabilities of the allowed tokens alone, and how probable those were.
 
         Args:
-            row: Log-probabilities ``[vocab]``; not modified.
+            row: Log-probabilities of all tokens, float ``[vocab]``, as a model returns them; not
+                modified.
             mask: The mask of this place, where it has been computed, as while a model computed
                 the row: ``asyncio.to_thread(constraint.mask)``.
 
         Returns:
             The row with the others at ``-inf``, normalised again, and the logarithm of the
             probability that the allowed ones had together: the weight of a particle's step.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If ``row`` or ``mask`` is no tensor.
+            OptionError: (``ValueError``) If one of them is of another shape or dtype.
         """
+        check_row(row, self._vocab_size)
         mask = self.mask() if mask is None else mask
+        check_mask(mask, self._vocab_size)
         allowed = row.masked_fill(~mask.to(row.device), -torch.inf)
         log_mass = allowed.logsumexp(-1)
         return allowed - log_mass, float(log_mass)
@@ -260,7 +280,7 @@ class Constraint:
                 changed then.
             OptionTypeError: (``TypeError``) If the id is no integer.
         """
-        token_id = _TOKEN_ID("token_id", token_id)
+        token_id = check_token_id("token_id", token_id)
         is_known = 0 <= token_id < self._vocab_size and not self._is_ended
         if is_known and self._matcher.validate_tokens([token_id]) == 1:
             self._matcher.consume_token(token_id)
@@ -306,32 +326,3 @@ class Constraint:
                     f"the {len(self.token_ids)} that there are"
                 )
             raise ConstraintError(f"the constraint broke down: {error}")
-
-
-_TOKEN_ID = integer()
-
-_CHECKS = {
-    "lm": instance(AsyncLM, "an AsyncLM"),
-    "whitespace": instance(str, "a pattern"),
-    "pattern": instance(str, "a regular expression"),
-    "grammar": text,
-    "choices": listed,
-    "response_format": instance(Mapping, "a mapping with a 'type'"),
-    "eos_token_ids": sequence(_TOKEN_ID, "token ids"),
-}
-
-
-def _checked(**arguments: Any) -> dict[str, Any]:
-    return checked(_CHECKS, arguments, ConstraintError)
-
-
-def _eos_of(lm: AsyncLM, given: Collection[int] | None) -> frozenset[int]:
-    eos = getattr(lm.tokenizer, "eos_token_id", None) if given is None else given
-    listed_eos = [eos] if isinstance(eos, int) else () if eos is None else eos
-    ids = frozenset(_checked(eos_token_ids=listed_eos)["eos_token_ids"])
-    if not ids:
-        raise ConstraintError("the tokenizer names no token that ends a text: pass eos_token_ids")
-    wrong = [i for i in ids if not 0 <= i < len(lm.byte_vocab)]
-    if wrong:
-        raise ConstraintError(f"eos_token_ids has {wrong[0]}, which is outside the vocabulary")
-    return ids

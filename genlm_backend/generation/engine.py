@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, final, overload
 
-from genlm_backend.checks import checked, instance, listed, near_names, optional, shown, text
+from genlm_backend.checks import checked, instance, near_names, optional, shown, text
 from genlm_backend.checks import timeout as check_timeout
 from genlm_backend.closing import Closing
 from genlm_backend.errors import (
@@ -23,7 +23,7 @@ from genlm_backend.generation.draft import Draft
 from genlm_backend.generation.generated import Generation
 from genlm_backend.generation.generation import check_streamable, make_config, make_drafts
 from genlm_backend.generation.installed_model import InstalledModel, ModelState
-from genlm_backend.generation.prompt import Chat, Prompt, check_is_ids, ids_of, is_chat
+from genlm_backend.generation.prompt import Chat, Prompt, check_is_ids, check_texts, ids_of, is_chat
 from genlm_backend.generation.request import GenerationRequest
 from genlm_backend.generation.runtime_config import RuntimeConfig
 from genlm_backend.generation.served_model import ServedModel
@@ -245,12 +245,13 @@ class Engine(Closing):
             config: How, as for ``start_request_ids``; so are ``timeout``, of each, and ``fields``.
 
         Raises:
+            OptionTypeError: (``TypeError``) If ``text`` is none of these.
             ContextError: (``ValueError``) If the model's tokenizer does not encode text, or has no
                 chat template; otherwise as ``start_request_ids``. Of several, none goes on then.
         """
         timeout = check_timeout("timeout", timeout)
         is_one = isinstance(text, str) or is_chat(text)
-        texts: list[Any] = [text] if is_one else listed("text", text)
+        texts: Sequence[Any] = [text] if is_one else check_texts("text", text)
         prepared = [self._prepare(model_name, one, config, fields) for one in texts]
         requests: list[GenerationRequest] = []
         try:

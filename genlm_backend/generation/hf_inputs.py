@@ -136,10 +136,21 @@ def rows_of(
 
 
 def _tensor(name: str, value: Any) -> torch.Tensor:
+    wanted = f"{name} must be integers of shape [length] or [batch, length], got {shown(value)}"
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ContextError(f"{name} must be a rectangle of integers: {error}") from error
+        raise ContextError(f"{wanted}{_hint(value)}") from error
     if tensor.device.type == "meta" or tensor.layout is not torch.strided:
-        raise ContextError(f"{name} must be a rectangle of integers, got {shown(tensor)}")
+        raise ContextError(wanted)
     return tensor
+
+
+def _hint(value: Any) -> str:
+    """Return what to do with texts, chats and rows of several lengths."""
+    first, depth = value, 0
+    while isinstance(first, (list, tuple)) and first and depth < 3:
+        first, depth = first[0], depth + 1
+    if isinstance(first, (str, bytes, Mapping)):
+        return ": a text or a chat goes through the model's tokenizer first"
+    return ": rows are padded to one length, beside an attention_mask" if depth > 1 else ""

@@ -47,6 +47,7 @@ def check_schema(schema: Mapping[str, Any] | bool | str) -> dict[str, Any]:
     """
     try:
         plain = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+        json.dumps(plain, ensure_ascii=False).encode()  # lone surrogates are no JSON text
     except (TypeError, ValueError, RecursionError) as error:
         raise ConstraintError(f"the schema is no JSON: {error}") from error
     if plain is True:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard, cast, final
+from typing import Any, Final, TypeGuard, cast, final
 
-from genlm_backend.checks import shown
-from genlm_backend.errors import ContextError, ContextTypeError, GenerationConfigError
+from genlm_backend.checks import Check, sequence, shown
+from genlm_backend.errors import (
+    ContextError,
+    ContextTypeError,
+    GenerationConfigError,
+    OptionTypeError,
+)
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.constraint import Constraint
 from genlm_backend.llm.base import AsyncLM, TokenIds
-from genlm_backend.llm.query import check_context
+from genlm_backend.llm.query import check_context, check_known_ids
 
 Chat = Sequence[Mapping[str, Any]]
 """A chat's messages, each with its ``role`` and ``content``."""
@@ -78,7 +83,26 @@ class Prompt:
 def _encoded(lm: AsyncLM, prompt: str | Chat | TokenIds) -> TokenIds:
     if isinstance(prompt, str):
         return _encode(lm, prompt)
-    return _encode_chat(lm, prompt) if is_chat(prompt) else cast(TokenIds, prompt)
+    if is_chat(prompt):
+        return _encode_chat(lm, prompt)
+    _check_is_one(prompt)
+    return cast(TokenIds, prompt)
+
+
+def _check_is_one(prompt: Any) -> None:
+    """Raise a ``ContextTypeError`` for several prompts, a single message and no prompt at all."""
+    first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
+    if isinstance(prompt, Mapping) and "role" in prompt:
+        hint = ": a chat is a list of messages"
+    elif isinstance(first, (str, list, tuple)):
+        hint = ": call once for each of several prompts"
+    elif isinstance(prompt, Iterable):
+        return
+    else:
+        hint = ""
+    raise ContextTypeError(
+        f"a prompt is a text, a chat's messages or token ids, got {shown(prompt)}{hint}"
+    )
 
 
 def _encode(lm: AsyncLM, text: str) -> list[int]:
@@ -122,6 +146,20 @@ def _encode_chat(lm: AsyncLM, messages: Chat) -> list[int]:
 def is_chat(text: object) -> TypeGuard[Chat]:
     """Whether ``text`` is a chat's messages, and not a text or a list of texts."""
     return isinstance(text, (list, tuple)) and bool(text) and isinstance(text[0], Mapping)
+
+
+def _is_one(name: str, value: Any) -> Any:
+    is_scalar = isinstance(value, (bytes, Mapping)) or getattr(value, "ndim", 1) == 0
+    if is_scalar or not isinstance(value, Iterable):
+        raise OptionTypeError(f"{name} must be a text or a chat, got {shown(value)}")
+    return value
+
+
+check_texts: Final[Check[tuple[Any, ...]]] = sequence(
+    _is_one,
+    "a text, a chat's messages, or several of either (token ids go to start_request_ids)",
+)
+"""Check of several texts and chats."""
 
 
 def ids_of(input_ids: Any) -> Any:
@@ -173,8 +211,4 @@ def _eos_ids(lm: AsyncLM, config: GenerationConfig) -> frozenset[int]:
 
 
 def _check_ids(name: str, ids: Sequence[int], lm: AsyncLM) -> None:
-    for token_id in ids:
-        if not 0 <= token_id < len(lm.byte_vocab):
-            raise GenerationConfigError(
-                f"{name} has {token_id}, which is outside the vocabulary of {len(lm.byte_vocab)}"
-            )
+    check_known_ids(name, ids, len(lm.byte_vocab), GenerationConfigError)

@@ -101,7 +101,8 @@ class ResultQueue:
 
     def status(self) -> GenerationStatus:
         """Return how far the request has come."""
-        return self._status
+        with self._lock.here:
+            return self._status
 
     def generated_length(self) -> int:
         """Return how many tokens there are, of all texts, read or not."""
@@ -191,7 +192,8 @@ class ResultQueue:
     @property
     def error(self) -> BaseException | None:
         """What the request failed with."""
-        return self._error
+        with self._lock.here:
+            return self._error
 
     def generations(self) -> list[Generation]:
         """Return every text as it is now, read or not."""

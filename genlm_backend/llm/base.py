@@ -24,7 +24,7 @@ from genlm_backend.checks import (
     text,
 )
 from genlm_backend.closing import Closing
-from genlm_backend.errors import AdapterError, UnknownAdapterError
+from genlm_backend.errors import AdapterError, OptionTypeError, UnknownAdapterError
 from genlm_backend.llm.query import check_context
 from genlm_backend.llm.sampling import Sampler, check_sampling
 from genlm_backend.llm.statistics import LMStatistics
@@ -74,6 +74,9 @@ class AsyncLM(Closing):
     }
     """Checks of the constructor's options, by name."""
 
+    nested_options: ClassVar[Mapping[str, str]] = {}
+    """Names that go into one of ``from_name``'s own options, and the option of each."""
+
     def __init__(
         self, tokenizer: Any, *, vocab_size: int | None = None, self_check: bool = True
     ) -> None:
@@ -113,7 +116,14 @@ class AsyncLM(Closing):
             OptionTypeError: (``TypeError``) If there is none of a name, or one is of a wrong type.
             OptionError: (``ValueError``) If one is out of its bounds.
         """
-        check_names(options, list(_option_names(cls)), f"option of {cls.__name__}")
+        known = list(_option_names(cls))
+        for name in options.keys() & cls.nested_options.keys() - set(known):
+            place = cls.nested_options[name]
+            raise OptionTypeError(
+                f"{name} is no option of {cls.__name__}: it goes into {place}, as "
+                f"{place}={{{name!r}: …}}"
+            )
+        check_names(options, known, f"option of {cls.__name__}")
         checked(cls.option_checks, options)
 
     # ---------------------------------------------------------------- rows
@@ -204,9 +214,11 @@ class AsyncLM(Closing):
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is of a wrong type.
-            OptionError: (``ValueError``) If ``temperature`` or ``max_tokens`` is negative.
+            OptionError: (``ValueError``) If ``temperature`` or ``max_tokens`` is negative, or one
+                of ``eos_token_ids`` is outside the vocabulary.
         """
-        given = check_sampling(max_tokens=max_tokens, eos_token_ids=eos_token_ids)
+        size = len(self.byte_vocab)
+        given = check_sampling(size, max_tokens=max_tokens, eos_token_ids=eos_token_ids)
         sampler = Sampler(temperature, seed)
         return await self._sample(prompt_token_ids, **given, sampler=sampler, lora_name=lora_name)
 
@@ -227,8 +239,9 @@ class AsyncLM(Closing):
         shows a bar of the continuations that are complete, on a terminal or in a notebook.
         """
         prompts = listed("prompt_token_ids_list", prompt_token_ids_list)
-        given = check_sampling(max_tokens=max_tokens, eos_token_ids=eos_token_ids)
-        check_sampling(progress=progress)
+        size = len(self.byte_vocab)
+        given = check_sampling(size, max_tokens=max_tokens, eos_token_ids=eos_token_ids)
+        check_sampling(size, progress=progress)
         samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompts))]
         with progress_bar(len(samplers), progress) as bar:
 

@@ -115,7 +115,8 @@ class BatchedLM(AsyncLM):
         self._adapters = AdapterNames()
         self._counts = EvaluatorCounts()
         self._closing, self._is_closed = threading.RLock(), False
-        self._batcher: Batcher[Query, Row] = Batcher(self._evaluate, BatchPolicy(timeout=timeout))
+        policy, name = BatchPolicy(timeout=timeout), type(self).__name__
+        self._batcher: Batcher[Query, Row] = Batcher(self._evaluate, policy, name=name)
         evaluator.check_wanted = self._batcher.check_wanted
         try:
             info = self._call(evaluator.open) if evaluator.info is None else evaluator.info

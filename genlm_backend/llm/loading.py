@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from genlm_backend.checks import near_names, text
+from genlm_backend.checks import near_names, shown, text
 from genlm_backend.errors import ModelNotFoundError
 from genlm_backend.llm.bundled import BUNDLED, bundled_directory, is_bundled
 from genlm_backend.llm.hub import cached_models, hub_answers
@@ -50,14 +50,17 @@ def hub_options(path: str) -> dict[str, Any]:
     return {} if Path(path).is_dir() or hub_answers() else {"local_files_only": True}
 
 
-def check_holds_model(path: str) -> None:
-    """Raise an ``OSError`` if a local directory has no configuration of a model.
+def check_holds(path: str, *files: str) -> None:
+    """Raise an ``OSError`` if a local directory has none of some files.
 
     Args:
         path: Local path or repository that ``resolve_name`` has returned.
+        *files: Names of files, any of which will do.
     """
-    if Path(path).is_dir() and not Path(path, "config.json").exists():
-        raise OSError("there is such a directory, without a config.json")
+    directory = Path(path)
+    if directory.is_dir() and not any((directory / name).exists() for name in files):
+        there = shown(sorted(entry.name for entry in directory.iterdir()))
+        raise OSError(f"there is no {' or '.join(files)} among its files {there}")
 
 
 def check_reachable(path: str) -> None:
@@ -83,6 +86,10 @@ def explained(name: str) -> Iterator[None]:
             yield
     except OSError as error:
         first_line = str(error).strip().split("\n")[0]
+        if Path(name).is_dir():
+            raise ModelNotFoundError(
+                f"the directory {str(name)!r} holds no model that can be loaded: {first_line}"
+            ) from error
         others = {*BUNDLED, *cached_models()} - {str(name)}
         near = near_names(name, sorted(others), quoted=True)
         raise ModelNotFoundError(
@@ -92,10 +99,20 @@ def explained(name: str) -> Iterator[None]:
         ) from error
 
 
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "config.json",
+)
+"""Files that each tell transformers which tokenizer a directory has."""
+
+
 def load_tokenizer(name: str, **options: Any) -> Any:
     """Return the tokenizer of the model of that name."""
     from transformers import AutoTokenizer
 
     path = resolve_name(name)
     with explained(name):
+        check_holds(path, *_TOKENIZER_FILES)
         return AutoTokenizer.from_pretrained(path, **{**hub_options(path), **options})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Self, final
 
 from genlm_backend.checks import integer, shown
-from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError
+from genlm_backend.errors import ContextError, ContextTypeError, OptionError, OptionTypeError
 from genlm_backend.tokenization import Token
 
 
@@ -123,6 +123,24 @@ def check_context(
             f"the context has {len(ids)} tokens, more than the model's maximum of {max_length}"
         )
     return ids
+
+
+def check_known_ids(
+    name: str, ids: Iterable[int], vocab_size: int, error: type[Exception] = OptionError
+) -> None:
+    """Raise an error if one of an option's token ids is outside the vocabulary.
+
+    Args:
+        name: Name of the option.
+        ids: Its token ids.
+        vocab_size: Number of ids that the model has.
+        error: Type of the error to raise.
+    """
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise error(
+                f"{name} has {token_id}, which is outside the vocabulary of {vocab_size} ids"
+            )
 
 
 _token_id = integer()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from genlm_backend.checks import checked, integer, number, optional, sequence, switch
 from genlm_backend.errors import EvaluationError
+from genlm_backend.llm.query import check_known_ids
 
 
 @final
@@ -83,14 +84,20 @@ CHECKS: Final = {
 """Checks of what samplers and the ``sample`` methods of models take, by name."""
 
 
-def check_sampling(**options: Any) -> dict[str, Any]:
+def check_sampling(vocab_size: int, **options: Any) -> dict[str, Any]:
     """Return options of ``sample`` and ``batch_sample`` as they are meant.
+
+    Args:
+        vocab_size: Number of ids that the model has.
+        **options: Options by name.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is of another type.
         OptionError: (``ValueError``) If an option is out of its bounds.
     """
-    return checked(CHECKS, options)
+    given = checked(CHECKS, options)
+    check_known_ids("eos_token_ids", given.get("eos_token_ids", ()), vocab_size)
+    return given
 
 
 _NUM_BLOCKS = 256

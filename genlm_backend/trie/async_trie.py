@@ -175,7 +175,7 @@ class AsyncTokenCharacterTrie:
                     self._batchers[operation] = Batcher(
                         partial(_evaluate, self.trie, operation),
                         self._policy,
-                        name=f"genlm-trie-{operation}",
+                        name=f"trie-{operation}",
                     )
             return dict(self._batchers)
 

@@ -82,11 +82,6 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
                 rows[i] = row.clone() if isinstance(row, Tensor) else row.copy()
         return rows
 
-    @property
-    def size_of_product(self) -> tuple[int, int, int]:
-        """Number of rows, of columns and of stored ones of the reachability matrix."""
-        return *self._shape, len(self._columns)
-
     # ---------------------------------------------------------------- on the device
 
     @torch.no_grad()

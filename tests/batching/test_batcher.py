@@ -252,6 +252,13 @@ async def test_close_settles_waiters_waits_for_the_batch_and_refuses_more(record
     assert recorder.batches == [[1]]
 
 
+def test_errors_name_what_has_been_closed():
+    batcher = Batcher(list, name="the librarian")
+    batcher.close()
+    with pytest.raises(BatcherClosedError, match="the librarian has been closed"):
+        batcher.submit_sync([3])
+
+
 def test_results_and_queries_are_not_kept(recorder):
     class Thing:
         pass
@@ -278,17 +285,17 @@ def test_a_forgotten_batcher_ends_its_thread():
 
     batcher = Batcher(lambda queries: queries, PATIENT, name="short-lived")
     asyncio.run(batcher.submit(1))
-    assert "short-lived" in names()
+    assert "genlm-short-lived" in names()
     del batcher
     gc.collect()
     deadline = time.monotonic() + 30
-    while "short-lived" in names():
+    while "genlm-short-lived" in names():
         assert time.monotonic() < deadline
 
 
 async def test_call_runs_on_the_worker_between_batches(recorder):
     batcher = Batcher(recorder, PATIENT, name="the-worker")
-    assert batcher.call(lambda: threading.current_thread().name) == "the-worker"
+    assert batcher.call(lambda: threading.current_thread().name) == "genlm-the-worker"
     with pytest.raises(ZeroDivisionError):
         batcher.call(lambda: 1 // 0)
     assert await batcher.submit(2) == 4

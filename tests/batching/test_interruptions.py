@@ -113,7 +113,7 @@ def test_an_interrupt_while_the_thread_is_started_makes_no_second_one(monkeypatc
         assert answers(asked, pool) == [[1], [2]]
     assert most == 1
     asked.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "started-twice"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "genlm-started-twice"]
 
 
 def test_a_coroutine_that_is_collected_under_the_lock_waits_for_nothing():

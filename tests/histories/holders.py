@@ -97,6 +97,9 @@ class OfEngine:
             "result": request.result,
             "read": request.queue.get,
             "stop": lambda: self.holder.stop_request(request),
+            "status": request.status,
+            "is_done": lambda: request.is_done,
+            "error": lambda: request.queue.error,
         }
 
     def close(self):

@@ -1,13 +1,27 @@
 """Loading by name: options first, and a hub that does not answer is asked once."""
 
+import inspect
 import os
+import re
 import subprocess
 import sys
 
 import pytest
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+import torch
+from transformers import (
+    BitsAndBytesConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
-from genlm_backend import AsyncTransformer, Engine, MockAsyncLM, load_model_by_name
+from genlm_backend import (
+    AsyncTransformer,
+    AsyncVirtualLM,
+    Engine,
+    MockAsyncLM,
+    load_model_by_name,
+)
 from genlm_backend.errors import (
     DeviceError,
     GenlmBackendError,
@@ -16,6 +30,7 @@ from genlm_backend.errors import (
     OptionTypeError,
 )
 from genlm_backend.llm import loading
+from genlm_backend.llm.hf.options import loading_options
 from tests.llm.conftest import word_tokenizer
 
 
@@ -144,6 +159,102 @@ def test_a_loader_without_options_looks_before_it_asks(tmp_path, monkeypatch):
         loading.check_reachable("someone/tinny")
 
 
-def test_a_directory_without_a_model_is_told(hub, tmp_path):
-    with pytest.raises(ModelNotFoundError, match="without a config"):
-        load_model_by_name(str(tmp_path), backend="hf")
+@pytest.mark.parametrize(
+    ("backend", "missing"),
+    [("hf", r"no config\.json among"), ("mock", r"no tokenizer\.json or .*config\.json among")],
+)
+@pytest.mark.parametrize("files", [[], ["adapter_config.json"]], ids=str)
+def test_a_directory_without_a_model_is_told_what_is_missing(
+    hub, tmp_path, backend, missing, files
+):
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    message = rf"{re.escape(repr(str(tmp_path)))} holds no model .*{missing} its files "
+    with pytest.raises(ModelNotFoundError, match=message + re.escape(repr(files))) as raised:
+        load_model_by_name(str(tmp_path), backend)
+    assert "hub" not in str(raised.value).lower()
+
+
+def test_a_directory_without_weights_is_told_what_is_missing(hub, tmp_path):
+    LlamaConfig().save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=word_tokenizer()).save_pretrained(tmp_path)
+    with pytest.raises(ModelNotFoundError, match=r"holds no model .*model\.safetensors") as raised:
+        load_model_by_name(str(tmp_path), "hf")
+    assert "repository" not in str(raised.value)
+
+
+# -------------------------------------------------------------------- options of other libraries
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "place"),
+    [
+        ("hf", "torch_dtype", "hf_opts"),
+        ("hf", "dtype", "hf_opts"),
+        ("hf", "device_map", "hf_opts"),
+        ("hf", "attn_implementation", "hf_opts"),
+        ("hf", "load_in_8bit", "bitsandbytes_opts"),
+        ("vllm", "max_model_len", "engine_opts"),
+    ],
+)
+def test_an_option_of_the_library_below_is_told_where_it_goes(hub, backend, name, place):
+    message = rf"{name} is no option of \w+: it goes into {place}, as {place}={{'{name}': …}}"
+    with pytest.raises(OptionTypeError, match=message):
+        load_model_by_name("no-such-model", backend, {"batch_size": 3, name: "x"})
+
+
+def test_every_option_that_transformers_declares_is_known_to_go_into_hf_opts():
+    declared = inspect.signature(PreTrainedModel.from_pretrained).parameters.values()
+    names = {p.name for p in declared if p.default is not p.empty}
+    known = {n for n, place in AsyncTransformer.nested_options.items() if place == "hf_opts"}
+    assert names <= known
+
+
+def test_every_option_of_bitsandbytes_is_known_to_go_into_bitsandbytes_opts():
+    declared = inspect.signature(BitsAndBytesConfig).parameters.values()
+    names = {p.name for p in declared if p.default is not p.empty}
+    places = AsyncTransformer.nested_options
+    assert names == {n for n, place in places.items() if place == "bitsandbytes_opts"}
+
+
+def test_no_option_of_the_constructor_is_sent_elsewhere():
+    for kind in (AsyncTransformer, AsyncVirtualLM):
+        assert not kind.nested_options.keys() & inspect.signature(kind).parameters.keys()
+
+
+def test_a_subclass_may_have_an_option_of_such_a_name(hub):
+    class Typed(AsyncTransformer):
+        def __init__(self, *args, dtype=None, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    Typed.check_options({"dtype": "x"})
+    with pytest.raises(OptionTypeError, match="hf_opts"):
+        Typed.check_options({"dtype": "x", "torch_dtype": "x"})
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(
+    ("dtype", "error", "message"),
+    [
+        ("flot32", OptionError, "got 'flot32'; did you mean 'float32'"),
+        ("torch.float16", OptionError, "did you mean 'float16'"),
+        ("bf16", OptionError, r"did you mean 'bfloat16'\?"),
+        ("nn", OptionError, "got 'nn'"),
+        ("int8", OptionError, "got 'int8'"),
+        (torch.int32, OptionError, r"got torch\.int32"),
+        (5, OptionTypeError, "got 5"),
+        ({"": "flot32"}, OptionError, "did you mean 'float32'"),
+    ],
+    ids=str,
+)
+def test_a_dtype_that_weights_cannot_have_is_told(hub, name, dtype, error, message):
+    pattern = rf"^{name}.* must be 'auto' or a dtype of floating point .*{message}"
+    with pytest.raises(error, match=pattern):
+        load_model_by_name("no-such-model", "hf", {"hf_opts": {name: dtype}})
+
+
+@pytest.mark.parametrize(
+    "dtype", ["auto", None, "float64", "half", torch.bfloat16, {"": "float32"}]
+)
+def test_a_dtype_that_weights_can_have_goes_on(dtype):
+    assert loading_options(None, {"torch_dtype": dtype})["dtype"] == dtype

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from genlm_backend import MockAsyncLM
-from genlm_backend.errors import EvaluationError
+from genlm_backend.errors import EvaluationError, OptionError
 from genlm_backend.llm.sampling import Sampler, invert
 from tests.llm.conftest import word_tokenizer
 from tests.llm.families import VOCAB
@@ -146,3 +146,14 @@ async def test_progress_is_shown_on_request_where_somebody_sees_it(lm, capsys, m
     monkeypatch.setattr("genlm_backend.llm.base.is_watched", lambda: True)
     assert await shown(False) == ""
     assert "3/3" in await shown(True)
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB, 10**7])
+async def test_an_end_that_no_token_is_is_refused_before_anything_is_asked(lm, token_id):
+    before = lm.statistics().num_awaits
+    message = f"eos_token_ids has {token_id}, which is outside the vocabulary of {VOCAB} ids"
+    with pytest.raises(OptionError, match=message):
+        await lm.sample([1], 3, [2, token_id])
+    with pytest.raises(OptionError, match=message):
+        await lm.batch_sample([[1], [2]], 3, {token_id})
+    assert lm.statistics().num_awaits == before

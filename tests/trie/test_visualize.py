@@ -84,6 +84,8 @@ def test_letters_that_are_no_bytes():
 
 
 def test_spelling():
+    assert spell([255]) == r"'\xff'"
+    assert spell([256, 97]) == "256 97"
     assert spell(list(b" the")) == "' the'"
     assert spell(list(b"\xc3")) == "'\\xc3'"
     assert spell(list("é".encode())) == "'é'"

@@ -12,8 +12,8 @@ from genlm_backend.errors import CacheError
 from genlm_backend.llm.base import TokenIds
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.hf.evaluator import HFEvaluator
-from genlm_backend.llm.hf.options import loading_options
-from genlm_backend.llm.loading import check_holds_model, explained, hub_options, resolve_name
+from genlm_backend.llm.hf.options import NESTED, loading_options
+from genlm_backend.llm.loading import check_holds, explained, hub_options, resolve_name
 from genlm_backend.llm.row import Row
 
 
@@ -61,6 +61,8 @@ class AsyncTransformer(BatchedLM):
         "kv_cache_bytes": optional(byte_count),
         "num_threads": optional(thread_count),
     }
+
+    nested_options: ClassVar[Mapping[str, str]] = NESTED
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class AsyncTransformer(BatchedLM):
         path = resolve_name(model_id)
         options = {**hub_options(path), **options}
         with explained(model_id):
-            check_holds_model(path)
+            check_holds(path, "config.json")
             tokenizer = AutoTokenizer.from_pretrained(
                 path, **{name: options[name] for name in shared if name in options}
             )

@@ -4,12 +4,41 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 
-from genlm_backend.checks import check_names, device, mapping, optional
-from genlm_backend.errors import MissingExtraError
+from genlm_backend.checks import check_names, device, mapping, near_names, optional, shown
+from genlm_backend.errors import MissingExtraError, OptionError, OptionTypeError
+
+NESTED: Final[Mapping[str, str]] = {
+    **dict.fromkeys(
+        (
+            "adapter_kwargs", "attn_implementation", "cache_dir", "code_revision", "config",
+            "device_map", "disable_mmap", "distributed_config", "dtype", "experts_implementation",
+            "force_download", "fusion_config", "generation_config", "gguf_file",
+            "ignore_mismatched_sizes", "key_mapping", "local_files_only", "low_cpu_mem_usage",
+            "max_memory", "offload_buffers", "offload_folder", "proxies", "quantization_config",
+            "revision", "state_dict", "subfolder", "token", "torch_dtype", "tp_plan", "tp_size",
+            "trust_remote_code", "use_kernels", "use_safetensors", "variant", "weights_only",
+        ),
+        "hf_opts",
+    ),
+    **dict.fromkeys(
+        (
+            "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type",
+            "bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload",
+            "llm_int8_has_fp16_weight", "llm_int8_skip_modules", "llm_int8_threshold",
+            "load_in_4bit", "load_in_8bit",
+        ),
+        "bitsandbytes_opts",
+    ),
+}  # fmt: skip
+"""Options of loading, and the mapping of ``AsyncTransformer.from_name`` that each goes into."""
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""The frequent ones of the dtypes that weights may have."""
 
 _PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
 """What a ``device_map`` may say instead of a device."""
@@ -21,14 +50,17 @@ def loading_options(
     """Return keyword arguments for ``from_pretrained``; see ``AsyncTransformer.from_name``.
 
     Raises:
-        OptionTypeError: (``TypeError``) If one of the two is no mapping, or bitsandbytes has no
-            such option.
+        OptionTypeError: (``TypeError``) If one of the two is no mapping, the dtype is neither a
+            dtype nor a name, or bitsandbytes has no such option.
+        OptionError: (``ValueError``) If the dtype is none of floating point.
         DeviceError: (``ValueError``) If the device is not there.
         MissingExtraError: (``ImportError``) Without bitsandbytes, where it is needed.
     """
     given = optional(mapping)("hf_opts", hf_opts)
     quantization = optional(mapping)("bitsandbytes_opts", bitsandbytes_opts)
     options: dict[str, Any] = {"device_map": "auto", "dtype": "auto", **(given or {})}
+    for name in ("dtype", "torch_dtype"):
+        _check_dtype(name, options.get(name))
     if "torch_dtype" in options:
         options["dtype"] = options.pop("torch_dtype")
     place = options["device_map"]
@@ -37,6 +69,24 @@ def loading_options(
     if quantization:
         options["quantization_config"] = _quantization_config(quantization)
     return options
+
+
+def _check_dtype(name: str, value: Any) -> None:
+    """Refuse what is no dtype for weights, or none for each part of a model."""
+    if isinstance(value, Mapping):
+        for part, dtype in value.items():
+            _check_dtype(f"{name}[{part!r}]", dtype)
+        return
+    if value is None or value == "auto":
+        return
+    found = getattr(torch, value, None) if isinstance(value, str) else value
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        near = near_names(value, _DTYPES, quoted=True)
+        kind = OptionError if isinstance(value, (str, torch.dtype)) else OptionTypeError
+        raise kind(
+            f"{name} must be 'auto' or a dtype of floating point such as "
+            f"{', '.join(map(repr, _DTYPES[:3]))}, got {shown(value)}{near}"
+        )
 
 
 def _quantization_config(options: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, ClassVar, Self, final
+from typing import Any, ClassVar, Final, Self, final
 
 import torch
 
@@ -18,7 +18,7 @@ from genlm_backend.checks import (
 )
 from genlm_backend.llm.base import TokenIds, progress_bar
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.llm.loading import check_reachable, explained, resolve_name
+from genlm_backend.llm.loading import check_holds, check_reachable, explained, resolve_name
 from genlm_backend.llm.sampling import check_sampling
 from genlm_backend.llm.vllm.completion import Completion
 from genlm_backend.llm.vllm.evaluator import VLLMEvaluator
@@ -27,6 +27,15 @@ from genlm_backend.llm.vllm.row_cache import cache_opts as check_cache_opts
 from genlm_backend.llm.vllm.row_cache import row_cache
 from genlm_backend.llm.vllm.sampler import VLLMSampler
 from genlm_backend.llm.vllm.session_engine import SessionEngine
+
+ENGINE_OPTIONS: Final = (
+    "disable_custom_all_reduce", "dtype", "enable_lora", "enable_prefix_caching", "enforce_eager",
+    "gpu_memory_utilization", "hf_overrides", "kv_cache_dtype", "kv_cache_memory_bytes",
+    "load_format", "max_loras", "max_lora_rank", "max_model_len", "max_num_batched_tokens",
+    "max_num_seqs", "pipeline_parallel_size", "quantization", "revision", "tensor_parallel_size",
+    "tokenizer_mode", "trust_remote_code",
+)  # fmt: skip
+"""The frequent options of ``vllm.LLM``, for a message that says where they go."""
 
 
 @final
@@ -65,6 +74,8 @@ class AsyncVirtualLM(BatchedLM):
         "cache_size": integer(0),
         "cache_opts": optional(check_cache_opts),
     }
+
+    nested_options: ClassVar[Mapping[str, str]] = dict.fromkeys(ENGINE_OPTIONS, "engine_opts")
 
     def __init__(
         self,
@@ -136,6 +147,7 @@ class AsyncVirtualLM(BatchedLM):
 
         path = resolve_name(model_name)
         with explained(model_name):
+            check_holds(path, "config.json", "params.json")
             check_reachable(path)
             engine = VLLMEngine.load(path, dict(engine_opts or {}))
         try:
@@ -175,13 +187,15 @@ class AsyncVirtualLM(BatchedLM):
         progress: bool = False,
     ) -> list[list[int]]:
         """Sample a continuation of each prompt with vLLM's own sampler."""
+        size = len(self.byte_vocab)
         given = check_sampling(
+            size,
             max_tokens=max_tokens,
             eos_token_ids=eos_token_ids,
             temperature=temperature,
             seed=seed,
         )
-        check_sampling(progress=progress)
+        check_sampling(size, progress=progress)
         contexts = listed("prompt_token_ids_list", prompt_token_ids_list)
         prompts = [self._query(token_ids, lora_name) for token_ids in contexts]
         if max_tokens == 0:

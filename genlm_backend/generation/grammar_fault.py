@@ -1,0 +1,40 @@
+"""What is wrong with a grammar, told without what its writer did not write."""
+
+from __future__ import annotations
+
+import re
+
+_PLACE = re.compile(r"(?:at )?\d+\(\d+\): ")
+_EXCERPT = re.compile(r"(?=[ \d]{4,} \|) {0,3}(\d+) \|")
+_COMPILING = "failed to compile JSON schema: "
+_REGEX = re.compile(
+    r"(?:invalid regex .* \(in regex\): )?regex parse error:\n(.*)\nerror: (.*)", re.S
+)
+
+
+def fault_of_generated(message: str) -> str:
+    """Return llguidance's message about a grammar that was made of a schema, pattern or choice.
+
+    Args:
+        message: The message, with the place in the grammar and an excerpt of it at the end.
+    """
+    fault = message.rpartition("\n   1 | ")[0] or message  # it has no line break of its own
+    fault = fault[place.end() :] if (place := _PLACE.match(fault)) else fault
+    fault = fault.removeprefix(_COMPILING).strip()
+    if regex := _REGEX.fullmatch(fault):
+        shown, error = regex.groups()
+        lines = [line.strip() for line in shown.split("\n") if line.strip(" ^~")]
+        pattern = " ".join(lines).replace("\\/", "/")
+        return f"in the regular expression {pattern}: {error}"
+    return fault
+
+
+def fault_of_own(message: str, num_lines: int) -> str:
+    """Return llguidance's message about a grammar that a caller has written.
+
+    Args:
+        message: The message, with the place in the grammar and an excerpt of it.
+        num_lines: Number of lines that the caller has written; there may be more behind them.
+    """
+    numbers = [(_EXCERPT.match(line), line) for line in message.rstrip().split("\n")]
+    return "\n".join(line for found, line in numbers if not found or int(found[1]) <= num_lines)

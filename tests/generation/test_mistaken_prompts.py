@@ -1,0 +1,77 @@
+"""A prompt in another form than is taken is told what is taken, and nothing is queued."""
+
+import numpy as np
+import pytest
+import torch
+
+from genlm_backend import AsyncGLM, generate, stream
+from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError
+
+CHAT = [{"role": "user", "content": "x"}]
+SEVERAL = "call once for each of several prompts"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ("hello", "got 'hello': a text or a chat goes through the model's tokenizer first"),
+        (["a", "b"], r"got \['a', 'b'\]: a text or a chat goes"),
+        (CHAT, "a text or a chat goes"),
+        ({"input_ids": "hello"}, "got 'hello': a text or a chat goes"),
+        ({"input_ids": [["a"]]}, "a text or a chat goes"),
+        ([[1, 2], [3]], "rows are padded to one length, beside an attention_mask"),
+        (None, "got None$"),
+        ([None], r"got \[None\]$"),
+    ],
+    ids=str,
+)
+def test_tasks_are_token_ids(lm, inputs, message):
+    glm = AsyncGLM(lm)  # not started: whatever were queued would stay in the queue
+    wanted = rf"input_ids must be integers of shape \[length\] or \[batch, length\], {message}"
+    with pytest.raises(ContextError, match=wanted if message[0] == "g" else message):
+        glm.submit(inputs)
+    assert glm.queue_size() == 0
+    glm.shutdown(wait=False)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (["a", "b"], rf"got \['a', 'b'\]: {SEVERAL}"),
+        (("a",), SEVERAL),
+        ([CHAT, CHAT], SEVERAL),
+        ([[1, 2], [3]], SEVERAL),
+        (CHAT[0], "a chat is a list of messages"),
+        (5, "got 5$"),
+        (None, "got None$"),
+    ],
+    ids=str,
+)
+async def test_a_prompt_is_one_text_or_chat_or_token_ids(lm, engine, prompt, message):
+    engine.install_model("m", lm, warm_up=False)
+    engine.start_model("m")
+    message = f"a prompt is a text, a chat's messages or token ids, .*{message}"
+    with pytest.raises(ContextTypeError, match=message):
+        await generate(lm, prompt, max_new_tokens=1)
+    with pytest.raises(ContextTypeError, match=message):
+        await anext(stream(lm, prompt, max_new_tokens=1))
+    with pytest.raises(ContextTypeError, match=message):
+        await engine.generate("m", prompt, max_new_tokens=1)
+    assert lm.statistics().num_awaits == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [[1, 2], np.array([1, 2]), torch.tensor([1, 2]), 5, None, b"x", CHAT[0], ["a", 1], [None]],
+    ids=str,
+)
+def test_texts_are_a_text_or_a_chat_or_several(lm, engine, text):
+    engine.install_model("m", lm, warm_up=False)
+    engine.start_model("m")
+    message = (
+        r"text must be a text, a chat's messages, or several of either \(token ids go to "
+        r"start_request_ids\), got "
+    )
+    with pytest.raises(OptionTypeError, match=message):
+        engine.start_request_text("m", text, max_new_tokens=1)
+    assert lm.statistics().num_awaits == 0
