@@ -355,32 +355,6 @@ def test_a_device_without_sparse_products_gives_the_same(monkeypatch):
     np.testing.assert_allclose(trie.batch_weight_sum(ws), expected, rtol=1e-6)
 
 
-def test_small_work_takes_one_thread(monkeypatch):
-    asked = []
-    in_threads = sequential.in_threads
-
-    def noted(run, count, num_threads):
-        asked.append(num_threads)
-        in_threads(run, count, num_threads)
-
-    monkeypatch.setattr(sequential, "in_threads", noted)
-    trie = TokenCharacterTrie([b"a", b"ab", b"b"], num_threads=4)
-    for per_thread, expected in ((trie.num_nodes * 3, 3), (10**6, 1), (1, 4)):
-        monkeypatch.setattr(sequential, "NODES_PER_THREAD", per_thread)
-        trie.batch_weight_sum(np.ones((9, 3), np.float32))
-        assert asked.pop() == expected
-
-
-def test_the_matrix_of_a_dtype_is_made_once(monkeypatch):
-    made = []
-    make = torch.sparse_csr_tensor
-    monkeypatch.setattr(torch, "sparse_csr_tensor", lambda *a, **k: made.append(1) or make(*a, **k))
-    trie = KINDS["parallel"]([b"a", b"ab", b"b"])
-    for _ in range(3):
-        trie.batch_weight_sum(np.ones((2, 3), np.float32))
-    assert len(made) == 1
-
-
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 7])
 def test_threads_change_nothing(monkeypatch, num_threads):
 
