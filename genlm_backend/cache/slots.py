@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Sequence
 from typing import Final, final
 
@@ -30,8 +32,12 @@ class Slots:
         self.num_used = 0
         # Slots never used yet are handed out in order behind a high-water mark, so that a large
         # store costs no list of a million integers, and no memory before it is needed.
-        self._free: list[int] = []
         self._next_unused = 1
+        # Those that came back, as stretches that do not touch: by where they start, by where they
+        # stop, and by how long they are.
+        self._stops: dict[int, int] = {}
+        self._starts: dict[int, int] = {}
+        self._by_size: list[tuple[int, int]] = []
 
     @property
     def num_free(self) -> int:
@@ -39,7 +45,7 @@ class Slots:
         return self.num_slots - self.num_used
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` slots.
+        """Take ``count`` slots, one after another where there is such a stretch.
 
         Raises:
             OutOfSlotsError: If fewer are free; none is taken then.
@@ -47,20 +53,63 @@ class Slots:
         if count > self.num_slots - self.num_used:
             raise OutOfSlotsError(f"{count} slots asked for, {self.num_free} free")
         self.num_used += count
-        num_recycled = min(count, len(self._free))
-        slots = self._free[len(self._free) - num_recycled :]
-        del self._free[len(self._free) - num_recycled :]
-        num_new = count - num_recycled
-        slots.extend(range(self._next_unused, self._next_unused + num_new))
-        self._next_unused += num_new
-        return slots
+        taken: list[int] = []
+        while len(taken) < count:
+            missing = count - len(taken)
+            found = bisect.bisect_left(self._by_size, (missing, 0))
+            if found < len(self._by_size):  # the shortest that is long enough
+                taken.extend(self._take(*self._by_size[found], missing))
+            elif self._next_unused + missing <= self.num_slots + 1 or not self._by_size:
+                start, self._next_unused = self._next_unused, self._next_unused + missing
+                taken.extend(range(start, self._next_unused))
+            else:
+                size, start = self._by_size[-1]
+                taken.extend(self._take(size, start, size))
+        return taken
 
     def free(self, slots: Sequence[int]) -> None:
         """Return slots that ``allocate`` handed out."""
-        self._free.extend(slots)
+        if not len(slots):
+            return
         self.num_used -= len(slots)
         if self.num_used < 0:
             raise CacheError(f"more slots were returned than exist: {self.num_free}")
+        start = last = slots[0]
+        for slot in itertools.islice(slots, 1, None):
+            if slot != last + 1:
+                self._put(start, last + 1)
+                start = slot
+            last = slot
+        self._put(start, last + 1)
+
+    def _take(self, size: int, start: int, count: int) -> range:
+        """Take the first slots of a free stretch."""
+        self._remove(start, start + size)
+        if count < size:
+            self._add(start + count, start + size)
+        return range(start, start + count)
+
+    def _put(self, start: int, stop: int) -> None:
+        """Add a stretch to those that are free, joined with its neighbours."""
+        if start in self._starts:
+            before = self._starts[start]
+            self._remove(before, start)
+            start = before
+        if stop in self._stops:
+            after = self._stops[stop]
+            self._remove(stop, after)
+            stop = after
+        self._add(start, stop)
+
+    def _add(self, start: int, stop: int) -> None:
+        if start in self._stops:
+            raise CacheError("a slot is free twice")
+        self._stops[start], self._starts[stop] = stop, start
+        bisect.insort(self._by_size, (stop - start, start))
+
+    def _remove(self, start: int, stop: int) -> None:
+        del self._stops[start], self._starts[stop]
+        del self._by_size[bisect.bisect_left(self._by_size, (stop - start, start))]
 
     @property
     def num_touched(self) -> int:
@@ -73,9 +122,12 @@ class Slots:
         Raises:
             CacheError: If a slot is on the free list twice or does not exist.
         """
-        free = set(self._free)
-        if len(free) != len(self._free):
+        stretches = [range(start, stop) for start, stop in self._stops.items()]
+        free = set(itertools.chain.from_iterable(stretches))
+        if len(free) != sum(map(len, stretches)):
             raise CacheError("a slot is free twice")
+        if sorted(self._by_size) != sorted((len(s), s.start) for s in stretches):
+            raise CacheError("a free stretch is not where it is looked for")
         if free and not (min(free) > PADDING_SLOT and max(free) < self._next_unused):
             raise CacheError("a slot is free that was never handed out")
         return free

@@ -103,13 +103,16 @@ class KVStore:
         self.keys[layer].index_copy_(0, slots, keys)
         self.values[layer].index_copy_(0, slots, values)
 
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of the keys and values of some slots in one layer, shaped as in ``write``.
+    def read(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of some slots in one layer, shaped as in ``write``.
 
         Args:
             layer: The layer's index.
-            slots: Which: int64 ``[n]`` on the layer's device, as often as wanted each.
+            slots: Which: int64 ``[n]`` on the layer's device, as often as wanted each, of which
+                copies are returned; or a slice of them, of which views are.
         """
+        if isinstance(slots, slice):
+            return self.keys[layer][slots], self.values[layer][slots]
         return self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)
 
     def is_finite(self, slots: Sequence[int]) -> bool:

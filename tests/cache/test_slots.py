@@ -36,3 +36,23 @@ def test_returning_a_slot_twice_is_noticed():
     slots.free(taken)
     with pytest.raises(CacheError):
         slots.free(taken)
+
+
+def test_slots_follow_one_another_where_they_can():
+    slots = Slots(100)
+    first, second, third = (slots.allocate(20) for _ in range(3))
+    slots.free(second)
+    assert slots.allocate(5) == second[:5]  # the shortest stretch that is long enough
+    assert slots.allocate(30) == list(range(61, 91))
+    slots.free(first)
+    slots.free(second[:5])  # between two that are free
+    assert slots.allocate(40) == first + second
+    slots.free(third[::-1])
+    assert slots.allocate(30) == [*third, *range(91, 101)]
+
+
+def test_what_is_in_pieces_is_handed_out_too():
+    slots = Slots(60)
+    taken = slots.allocate(60)
+    slots.free(taken[::2])
+    assert sorted(slots.allocate(30)) == taken[::2]

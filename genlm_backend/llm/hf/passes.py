@@ -44,6 +44,7 @@ class Passes:
         cost: As given; it can be set.
         tree: The contexts that are kept.
         store: Their keys and values.
+        attend: The way to attend to them.
         keeps: Whether keys and values are kept.
         tokens_reused: Number of tokens whose keys and values were there.
     """
@@ -67,13 +68,13 @@ class Passes:
         self.keeps = False
         self.tree = PrefixTree(Slots(0))
         self.store = KVStore(KVLayout(), 0)
-        self._attend: Attend = WholeAttend()
+        self.attend: Attend = WholeAttend()
 
     def keep(self, store: KVStore, num_slots: int, attend: Attend) -> None:
         """Keep keys and values in a store from now on, and attend to them in one way."""
         self.keeps = True
         self.tree = PrefixTree(Slots(num_slots))
-        self.store, self._attend = store, attend
+        self.store, self.attend = store, attend
 
     def evaluate(self, queries: list[Query]) -> list[Row]:
         """Return one row for each query. Out of memory, the batch is halved and tried again."""
@@ -149,7 +150,7 @@ class Passes:
                 spans = [segment.span() for segment in wave]
                 sizes = [(span.num_new, span.num_past) for span in spans]
                 for group in plan_groups(sizes, self.cost):
-                    rows = self._forward([spans[i] for i in group], self._attend)
+                    rows = self._forward([spans[i] for i in group], self.attend)
                     computed += [wave[i] for i in group]
                     answered = [job for i in group for _, job in wave[i].outputs]
                     for job, row in zip(answered, rows, strict=True):

@@ -70,17 +70,18 @@ class Runner:
         if Placement.of(self.model) != self._placement:
             raise self._moved()
         batch = pack(spans)
-        inputs: dict[str, Any] = {
-            "input_ids": batch.input_ids,
-            "position_ids": batch.position_ids,
-            **attend.inputs(batch),
-        }
-        for name in {"attention_mask", "position_ids"} - self.parameters:
-            inputs.pop(name, None)
-        for name, value in inputs.items():
-            if isinstance(value, torch.Tensor):
-                inputs[name] = value.to(self.device)
-        logits = self._select(batch, inputs)
+        with attend.attending(batch, self.model) as given:
+            inputs: dict[str, Any] = {
+                "input_ids": batch.input_ids,
+                "position_ids": batch.position_ids,
+                **given,
+            }
+            for name in {"attention_mask", "position_ids"} - self.parameters:
+                inputs.pop(name, None)
+            for name, value in inputs.items():
+                if isinstance(value, torch.Tensor):
+                    inputs[name] = value.to(self.device)
+            logits = self._select(batch, inputs)
         self.num_forwards += 1
         self.tokens_computed += batch.num_new_tokens
         return logits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from genlm_backend.cache import KVLayout, KVStore, LayerLayout, Run
 from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
-from genlm_backend.llm.hf.attend import WAYS, Attend, WholeAttend
+from genlm_backend.llm.hf.attend import WAYS, Attend, GatherAttend, Way, WholeAttend
 from genlm_backend.llm.hf.packing import Span
 from genlm_backend.llm.hf.runner import Placement, Runner
 from genlm_backend.llm.threads import one_thread
@@ -43,7 +42,7 @@ class KVSupport:
     """
 
     layout: KVLayout = field(default_factory=KVLayout)
-    attend: Callable[[KVStore], Attend] = WAYS[0]
+    attend: Callable[[KVStore], Attend] = GatherAttend
     reason: str = ""
 
 
@@ -165,7 +164,7 @@ def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSuppor
             reason=f"rows from cached keys and values differ by {difference:.2g} from whole ones, "
             f"and by {expected.spread:.2g} between different contexts"
         )
-    return KVSupport(layout, way)
+    return KVSupport(layout, way.over)
 
 
 def _is_small(runner: Runner) -> bool:
@@ -249,36 +248,46 @@ def _tolerance(runner: Runner, layout: KVLayout, spread: float) -> float:
 
 def _first_way(
     runner: Runner, layout: KVLayout, expected: _Expected, tolerance: float
-) -> tuple[Callable[[KVStore], Attend] | None, float]:
-    """Return the first way to attend whose rows are the expected ones, and the last distance."""
-    difference = math.inf
-    for way in WAYS:
-        difference = _difference(runner, layout, way, expected)
-        if difference <= tolerance:
-            return way, difference
-    return None, difference
+) -> tuple[Way | None, float]:
+    """Return the first way to attend whose rows are the expected ones, and the last distance.
+
+    Raises:
+        Exception: What the last way raises; the model may be unable to attend in the others.
+    """
+    *others, last = WAYS
+    for way in others:
+        try:
+            if (difference := _difference(runner, layout, way, expected)) <= tolerance:
+                return way, difference
+        except Exception as error:  # third-party model code may raise anything
+            logger.debug("%s cannot attend so", type(runner.model).__name__, exc_info=error)
+    difference = _difference(runner, layout, last, expected)
+    return last if difference <= tolerance else None, difference
 
 
-def _difference(
-    runner: Runner, layout: KVLayout, way: Callable[[KVStore], Attend], expected: _Expected
-) -> float:
-    """Return the larger distance of the two rows from slots, in two steps, to the expected ones."""
+def _difference(runner: Runner, layout: KVLayout, way: Way, expected: _Expected) -> float:
+    """Return the largest distance of rows from slots, in two steps, to the expected ones.
+
+    Two of the rows share their beginning.
+    """
     long, short = expected.long, expected.short
     size = len(long) + len(short)
-    attend = way(KVStore(layout, size))
+    attend = way.probing(KVStore(layout, size + 2))
     long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
     first = [Span(long[:-2], (), long_slots[:-2]), Span(short[:1], (), short_slots[:1])]
     runner.forward(first, attend)
     pasts = [
-        (Run(span, span.slots, span.num_new),)  # what the first step has computed
-        for span in first
+        (Run(number, span.slots, span.num_new),)  # what the first step has computed
+        for number, span in enumerate(first)
     ]
     second = [
         Span(long[-2:], pasts[0], long_slots[-2:], (1,)),
         Span(short[1:], pasts[1], short_slots[1:], (len(short) - 2,)),
+        Span(long[-2:], pasts[0], range(size + 1, size + 3), (1,)),
     ]
-    row_long, row_short = _row(runner.forward(second, attend))
-    return max(_distance(row_long, expected.long_row), _distance(row_short, expected.short_row))
+    rows = _row(runner.forward(second, attend))
+    wanted = expected.long_row, expected.short_row, expected.long_row
+    return max(map(_distance, rows, wanted))
 
 
 def _row(logits: torch.Tensor) -> torch.Tensor:

@@ -2,4 +2,14 @@
 
 from importlib.util import find_spec
 
+import pytest
+
+from genlm_backend.llm.hf.attend import sharing
+
 collect_ignore = [] if find_spec("peft") else ["test_adapter_kinds.py", "test_lora.py"]
+
+
+@pytest.fixture(autouse=True)
+def shared_early(monkeypatch):
+    """A few cached tokens are worth reading together, or contexts of tests never would be."""
+    monkeypatch.setattr(sharing, "FEW_TOKENS", 4)

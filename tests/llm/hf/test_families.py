@@ -17,6 +17,7 @@ from transformers import (
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import UnsupportedModelError
+from genlm_backend.llm.hf.attend import SharedAttend, sharing
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -29,9 +30,23 @@ def tree_of_contexts(generator):
             yield trunk[:length] + [generator.randrange(families.VOCAB) for _ in range(extra)]
 
 
+GATHERED = {
+    "bloom",
+    "deepseek-v3",
+    "falcon-alibi",
+    "falcon-rotary",
+    "gpt-neo-local",
+    "gptj",
+    "mpt",
+}
+"""Families whose attention does not go through the interface of transformers, or is cut short."""
+
+
+@pytest.mark.parametrize("few_tokens", [2, 40, 384])
 @pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.WHOLE])
 @pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
-def test_rows_are_the_bare_models(name):
+def test_rows_are_the_bare_models(name, few_tokens, monkeypatch):
+    monkeypatch.setattr(sharing, "FEW_TOKENS", few_tokens)
     model = families.make(name)
     generator = random.Random(name)
     contexts = list(tree_of_contexts(generator))
@@ -43,6 +58,8 @@ def test_rows_are_the_bare_models(name):
                 torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=3e-5)
             contexts = [[*c, generator.randrange(families.VOCAB)] for c in contexts]
         if lm.kv_reuse:
+            is_shared = isinstance(lm._evaluator.passes.attend, SharedAttend)
+            assert is_shared == (name not in GATHERED)
             assert lm.statistics().tokens_reused > 300
         # The test means something: one wrong token, even early on, shows in the row.
         wrong = list(contexts[-1])

@@ -44,9 +44,9 @@ def test_a_run_may_be_the_beginning_of_its_owners_slots():
 
 def test_run_whole_the_right_padding_is_masked():
     batch = pack([span([1, 2, 3], outputs=[2]), span([4], outputs=[0])])
-    inputs = WholeAttend().inputs(batch)
-    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert inputs["use_cache"] is False
+    with WholeAttend().attending(batch, None) as inputs:
+        assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+        assert inputs["use_cache"] is False
     assert not len(batch.new_slots)
 
 
@@ -98,7 +98,8 @@ def test_a_layer_stores_new_tokens_and_hands_out_past_and_new():
         tensor[1:] = torch.randn_like(tensor[1:])
     keys, values = torch.randn(2, 2, 2, 3), torch.randn(2, 1, 2, 4)
     past_keys = store.keys[0].clone()
-    (layer,) = GatherAttend(store).inputs(pack(spans))["past_key_values"].layers
+    with GatherAttend(store).attending(pack(spans), None) as inputs:
+        (layer,) = inputs["past_key_values"].layers
     found_keys, found_values = layer.update(keys, values)
     assert (found_keys.shape, found_values.shape) == ((2, 2, 4, 3), (2, 1, 4, 4))
     assert torch.equal(found_keys[0, :, 2:], keys[0])

@@ -2,9 +2,14 @@
 
 from genlm_backend.llm.hf.attend.base import Attend
 from genlm_backend.llm.hf.attend.gathered import GatherAttend
+from genlm_backend.llm.hf.attend.shared import SharedAttend
+from genlm_backend.llm.hf.attend.way import Way
 from genlm_backend.llm.hf.attend.whole import WholeAttend
 
-WAYS = (GatherAttend,)
+WAYS = (
+    Way(SharedAttend, lambda store: SharedAttend(store, few_tokens=4)),
+    Way(GatherAttend, GatherAttend),
+)
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""
 
-__all__ = ["WAYS", "Attend", "GatherAttend", "WholeAttend"]
+__all__ = ["WAYS", "Attend", "GatherAttend", "SharedAttend", "Way", "WholeAttend"]

@@ -13,7 +13,8 @@ masked: the right padding comes after every real token of its row, where causali
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
@@ -23,6 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from genlm_backend.cache import PADDING_SLOT, KVStore
 from genlm_backend.llm.hf.attend.base import Attend
+from genlm_backend.llm.hf.attend.indices import by_token
 from genlm_backend.llm.hf.packing import PackedBatch, Span
 
 
@@ -69,8 +71,9 @@ class GatherAttend(Attend):
     def __init__(self, store: KVStore) -> None:
         self._store = store
 
-    def inputs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Return the mask of the left padding, and a cache of transformers over the slots."""
+    @contextlib.contextmanager
+    def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
+        """Yield the mask of the left padding, and a cache of transformers over the slots."""
         gathered = gather(batch.spans)
         on: dict[torch.device, _Indices] = {}  # moved once to each device that has a layer
         layers: list[Any] = []
@@ -83,7 +86,7 @@ class GatherAttend(Attend):
                     None if columns is None else columns.to(layer.device),
                 )
             layers.append(_GatheredLayer(self._store, number, on[layer.device], gathered.num_past))
-        return {
+        yield {
             "attention_mask": gathered.mask,
             "past_key_values": Cache(layers=layers),
             "use_cache": True,
@@ -118,7 +121,7 @@ class _GatheredLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store ``[B, heads, Q, dim]`` and return ``[B, heads, P + Q, dim]``, keys and values."""
         indices, states = self._indices, (key_states, value_states)
-        new = [_by_token(of_heads, indices.new_columns) for of_heads in states]
+        new = [by_token(of_heads, indices.new_columns) for of_heads in states]
         self._store.write(self._layer, indices.new_slots, *new)
         kept = self._store.read(self._layer, indices.slots)
         keys, values = (
@@ -141,10 +144,3 @@ class _GatheredLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return -1: there is no maximum."""
         return -1
-
-
-def _by_token(states: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
-    """From ``[B, heads, Q, dim]`` to ``[num_new, heads * dim]``, without the padding."""
-    num_rows, num_heads, num_new, dim = states.shape
-    flat = states.transpose(1, 2).reshape(num_rows * num_new, num_heads * dim)
-    return flat if columns is None else flat.index_select(0, columns)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, final
 
 import torch
@@ -14,9 +16,10 @@ from genlm_backend.llm.hf.packing import PackedBatch
 class WholeAttend(Attend):
     """Attends to the new tokens alone: there are none before them, and nothing is kept."""
 
-    def inputs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Return a mask of the right padding, int64 ``[B, Q]``."""
+    @contextlib.contextmanager
+    def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
+        """Yield a mask of the right padding, int64 ``[B, Q]``."""
         mask = torch.ones_like(batch.input_ids)
         for row, span in zip(mask, batch.spans, strict=True):
             row[span.num_new :] = 0
-        return {"attention_mask": mask, "use_cache": False}
+        yield {"attention_mask": mask, "use_cache": False}

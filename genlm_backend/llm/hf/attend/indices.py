@@ -1,0 +1,185 @@
+"""Indices: what a pass reads and writes in the slots of a store, as tensors on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self, final
+
+import torch
+
+from genlm_backend.cache import KVStore
+from genlm_backend.llm.hf.attend.sharing import Part, Reading
+from genlm_backend.llm.hf.packing import PackedBatch
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class PartIndices:
+    """Where the keys and values of a part are, and who attends to them.
+
+    Attributes:
+        rows: int64 ``[G]``, or ``None`` for all rows of the pass.
+        slots: int64 ``[n]``, or a slice of the store where they follow one another.
+    """
+
+    rows: torch.Tensor | None
+    slots: torch.Tensor | slice
+
+    @classmethod
+    def of(cls, part: Part, num_rows: int, device: torch.device) -> Self:
+        """Return the indices of a part of a pass of ``num_rows`` rows."""
+        is_everybody = len(part.rows) == num_rows
+        rows = None if is_everybody else torch.tensor(part.rows, device=device)
+        if part.is_consecutive:
+            return cls(rows, slice(int(part.slots[0]), int(part.slots[-1]) + 1))
+        return cls(rows, torch.from_numpy(part.slots).to(device))
+
+    def read(self, store: KVStore, layer: int, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values, ``[1, heads, n, dim]`` each; views where they lie together."""
+        keys, values = store.read(layer, self.slots)
+        shape = 1, len(keys), num_heads, -1
+        return keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Indices:
+    """The index tensors of one pass of ``B`` rows, on one device.
+
+    Attributes:
+        new_slots: As in ``PackedBatch``.
+        new_columns: As there.
+        rest: int64 ``[B * P]``: slots of what each row reads for itself.
+        parts: The parts.
+    """
+
+    new_slots: torch.Tensor
+    new_columns: torch.Tensor | None
+    rest: torch.Tensor
+    parts: tuple[PartIndices, ...]
+
+    @classmethod
+    def of(cls, batch: PackedBatch, reading: Reading, device: torch.device) -> Self:
+        """Return those of a packed batch that is read in this way."""
+        columns = batch.new_columns
+        return cls(
+            batch.new_slots.to(device),
+            None if columns is None else columns.to(device),
+            torch.from_numpy(reading.rest.slots.reshape(-1)).to(device),
+            tuple(PartIndices.of(part, len(batch.spans), device) for part in reading.parts),
+        )
+
+    def write(self, store: KVStore, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store new keys and values, ``[B, heads, Q, dim]``, without the padding."""
+        store.write(
+            layer,
+            self.new_slots,
+            by_token(keys, self.new_columns),
+            by_token(values, self.new_columns),
+        )
+
+    def beside(
+        self, store: KVStore, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return new keys and values after each row's own past: ``[B, heads, P + Q, dim]``."""
+        if not len(self.rest):
+            return keys, values
+        past = store.read(layer, self.rest)
+        joined = [
+            torch.cat([kept.view(len(new), -1, new.shape[1], new.shape[3]).transpose(1, 2), new], 2)
+            for kept, new in zip(past, (keys, values), strict=True)
+        ]
+        return joined[0], joined[1]
+
+
+def by_token(states: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
+    """From ``[B, heads, Q, dim]`` to ``[num_new, heads * dim]``, without the padding."""
+    num_rows, num_heads, num_new, dim = states.shape
+    flat = states.transpose(1, 2).reshape(num_rows * num_new, num_heads * dim)
+    return flat if columns is None else flat.index_select(0, columns)
+
+
+def new_positions(batch: PackedBatch) -> torch.Tensor:
+    """Return where the columns of new tokens stand in their contexts: int64 ``[B, Q]``."""
+    first = torch.tensor([span.num_past for span in batch.spans])
+    return first[:, None] + torch.arange(batch.input_ids.shape[1])
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class PassMasks:
+    """Which keys the queries of a pass may attend to, in layers of one kind.
+
+    Heads of one group are queries of their own, the first head's ``Q`` before the second's.
+
+    Attributes:
+        rest: What is added to scores: float32 ``[B, 1, group * Q, P + Q]`` of 0 and ``-inf``;
+            ``None`` for zeros.
+        parts: The same for each part, ``[1, 1, G * group * Q, n]``.
+        is_read: Whether anything of each part may be attended to.
+        is_causal: Whether ``rest`` says nothing but that new tokens see those before them.
+    """
+
+    rest: torch.Tensor | None
+    parts: tuple[torch.Tensor | None, ...]
+    is_read: tuple[bool, ...]
+    is_causal: bool
+
+    @classmethod
+    def of(
+        cls,
+        allowed: torch.Tensor | None,
+        batch: PackedBatch,
+        reading: Reading,
+        group_size: int,
+        device: torch.device,
+    ) -> Self:
+        """Return the masks of a pass.
+
+        Args:
+            allowed: bool ``[B, 1, Q, L]`` over all positions; ``None`` where all before count.
+            batch: The new tokens.
+            reading: How what is cached is read.
+            group_size: Number of heads that share a head of keys.
+            device: Where the layers are.
+        """
+        new = new_positions(batch)
+        positions = torch.cat([torch.from_numpy(reading.rest.positions), new], 1)[:, None, None, :]
+        num_new = new.shape[1]
+        is_there = positions >= 0
+        if allowed is None:
+            rest = is_there & (positions <= new[:, None, :, None])
+            parts: list[torch.Tensor | None] = [None] * len(reading.parts)
+        else:
+            rest = is_there & allowed.gather(3, positions.clamp(min=0).expand(-1, 1, num_new, -1))
+            parts = [
+                allowed[list(part.rows)].index_select(3, torch.from_numpy(part.positions))
+                for part in reading.parts
+            ]
+        is_causal = allowed is None and bool(is_there.all())
+        is_whole = is_causal and num_new == 1
+        return cls(
+            None if is_whole else _added(_grouped(rest, group_size), device),
+            tuple(
+                None if part is None or part.all() else _added(_joined(part, group_size), device)
+                for part in parts
+            ),
+            tuple(part is None or bool(part.any()) for part in parts),
+            is_causal and not reading.rest.slots.size,
+        )
+
+
+def _grouped(mask: torch.Tensor, group_size: int) -> torch.Tensor:
+    """From ``[B, 1, Q, n]`` to ``[B, 1, group * Q, n]``."""
+    num_rows, _, num_new, num_keys = mask.shape
+    grouped = mask.expand(-1, group_size, -1, -1)
+    return grouped.reshape(num_rows, 1, group_size * num_new, num_keys)
+
+
+def _joined(mask: torch.Tensor, group_size: int) -> torch.Tensor:
+    """From ``[G, 1, Q, n]`` to ``[1, 1, G * group * Q, n]``."""
+    return _grouped(mask, group_size).reshape(1, 1, -1, mask.shape[-1])
+
+
+def _added(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf).to(device)

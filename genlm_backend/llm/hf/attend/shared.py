@@ -1,0 +1,246 @@
+"""SharedAttend: what several rows have cached is read once for all of them.
+
+The queries of all rows that share a stretch of tokens go to it in one product, those of a row go
+to the rest of its past and to its new tokens in another, and the two are merged by the logarithms
+of their sums (Hydragen: Juravsky et al., 2024, arXiv:2402.05099)::
+
+    rows 0 1 2 ──▶ ┌ shared: 4,096 tokens, read once ┐ ──▶ ┌ rest 0 ┬ new 0 ┐
+                   └─────────────────────────────────┘     ├ rest 1 ┼ new 1 ┤
+                                                           └ rest 2 ┴ new 2 ┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Final, final
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from genlm_backend.cache import KVStore
+from genlm_backend.errors import ModelStateError
+from genlm_backend.llm.hf.attend import sharing
+from genlm_backend.llm.hf.attend.base import Attend
+from genlm_backend.llm.hf.attend.block import Attended, Block
+from genlm_backend.llm.hf.attend.dispatch import Attention, Dispatch
+from genlm_backend.llm.hf.attend.indices import Indices, PassMasks, new_positions
+from genlm_backend.llm.hf.attend.sharing import plan_reading
+from genlm_backend.llm.hf.packing import PackedBatch
+
+_HARMLESS: Final = frozenset(
+    {
+        "dropout",  # which is none in a model that is not being trained
+        "sliding_window",  # which the mask says too
+        "cache_position",
+        "max_length_k",
+        "max_length_q",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""Options of attention functions that change nothing."""
+
+
+@final
+class SharedAttend(Attend):
+    """Attends to each stretch of cached tokens once for all rows that have it.
+
+    Args:
+        store: Where the keys and values are.
+        few_tokens: Cached tokens, counted for each row, that are not worth a product; ``None``
+            for what has been measured.
+    """
+
+    def __init__(self, store: KVStore, few_tokens: int | None = None) -> None:
+        self._store = store
+        self._few_tokens = sharing.FEW_TOKENS if few_tokens is None else few_tokens
+        self._dispatch: tuple[Any, Dispatch] | None = None
+
+    @contextlib.contextmanager
+    def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
+        """Have the model's layers call the attention of a pass.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) If some layer has not called it.
+        """
+        if self._dispatch is None or self._dispatch[0] is not model:
+            self._dispatch = model, Dispatch(model)
+        attention = _SharedAttention(self._store, batch, self._few_tokens)
+        with self._dispatch[1].to(attention):
+            yield {"past_key_values": attention.cache(), "use_cache": True}
+        attention.check_complete()
+
+
+@final
+class _SharedAttention(Attention):
+    """The attention of one forward pass."""
+
+    def __init__(self, store: KVStore, batch: PackedBatch, few_tokens: int) -> None:
+        self._store, self._batch = store, batch
+        self._reading = plan_reading(batch.spans, few_tokens)
+        self._num_past = max(span.num_past for span in batch.spans)
+        self._indices: dict[torch.device, Indices] = {}  # moved once to each device with a layer
+        self._allowed: dict[int, torch.Tensor] = {}  # what ``mask`` has returned, by identity
+        self._masks: dict[tuple[object, ...], PassMasks] = {}
+        # The layer whose new keys and values have come, and no query yet, and these.
+        self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
+        self._num_attended = 0
+
+    def cache(self) -> Cache:
+        """Return the cache of transformers that takes new keys and values."""
+        num_layers = len(self._store.layout.layers)
+        layers: list[Any] = [_NewTokens(self, i, self._num_past) for i in range(num_layers)]
+        return Cache(layers=layers)
+
+    def check_complete(self) -> None:
+        """Raise a ``ModelStateError`` unless every layer has attended once."""
+        num_layers = len(self._store.layout.layers)
+        if self._new is not None or self._num_attended != num_layers:
+            raise ModelStateError(
+                f"{self._num_attended} of {num_layers} layers called the attention function that "
+                "their config names: has the model been changed meanwhile?"
+            )
+
+    # ---------------------------------------------------------------- called by the model
+
+    def keep(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store the new keys and values of a layer: ``[B, key_heads, Q, dim]``."""
+        if self._new is not None:
+            raise NotImplementedError("a layer whose attention is computed elsewhere")
+        self._on(layer).write(self._store, layer, keys, values)
+        self._new = layer, keys, values
+
+    def mask(
+        self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
+    ) -> torch.Tensor | None:
+        """Return bool ``[B, 1, Q, L]`` over all positions, or ``None`` where all before count."""
+        num_rows, num_new = self._batch.input_ids.shape
+        length = self._num_past + num_new
+        if is_causal or (window is not None and window >= length):
+            return None
+        allowed = allows(
+            torch.arange(num_rows)[:, None, None, None],
+            torch.zeros(1, 1, 1, 1, dtype=torch.int64),
+            new_positions(self._batch)[:, None, :, None],
+            torch.arange(length)[None, None, None, :],
+        ).expand(num_rows, 1, num_new, length)
+        self._allowed[id(allowed)] = allowed
+        return allowed
+
+    def attended(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Attend to the parts and to the rest, and merge."""
+        unknown = {name for name, value in options.items() if value is not None} - _HARMLESS
+        if unknown or is_causal is False:
+            raise NotImplementedError(f"attention with {sorted(unknown) or 'is_causal=False'}")
+        if self._new is None or self._new[1] is not keys or self._new[2] is not values:
+            raise NotImplementedError("keys or values that are others than the kept ones")
+        if mask is not None and id(mask) not in self._allowed:
+            raise NotImplementedError("a mask that is made in another way")
+        layer = self._new[0]
+        self._new = None
+        self._num_attended += 1
+
+        num_rows, num_heads, num_new, dim = query.shape
+        num_groups, group_size = keys.shape[1], num_heads // keys.shape[1]
+        packed = query.reshape(num_rows, num_groups, group_size * num_new, dim)
+        block = Block(dim**-0.5 if scaling is None else scaling, softcap)
+        masks = self._masks_of(mask, group_size, query.device)
+        indices = self._on(layer)
+        if masks.is_causal and block.is_fused(packed, values):
+            total = block.attend_causally(packed, keys, values, group_size)
+        else:
+            beside = indices.beside(self._store, layer, keys, values)
+            total = block.attend(packed, *beside, masks.rest)
+        for part, own, is_read in zip(indices.parts, masks.parts, masks.is_read, strict=True):
+            if is_read:
+                kept = part.read(self._store, layer, num_groups)
+                queries = packed if part.rows is None else packed[part.rows]
+                attend = block.attend if own is None else block.attend_if_any
+                found = attend(_together(queries), *kept, own)
+                total.merge(_apart(found, len(queries)), part.rows)
+        if s_aux is not None:
+            total.dampen(s_aux.float().view(num_groups, group_size).repeat_interleave(num_new, 1))
+        out = total.values.view(num_rows, num_heads, num_new, -1)
+        return out.transpose(1, 2).contiguous()
+
+    def _on(self, layer: int) -> Indices:
+        device = self._store.layout.layers[layer].device
+        if device not in self._indices:
+            self._indices[device] = Indices.of(self._batch, self._reading, device)
+        return self._indices[device]
+
+    def _masks_of(
+        self, mask: torch.Tensor | None, group_size: int, device: torch.device
+    ) -> PassMasks:
+        key = (None if mask is None else id(mask), group_size, device)
+        if key not in self._masks:
+            given = self._batch, self._reading, group_size, device
+            self._masks[key] = PassMasks.of(mask, *given)
+        return self._masks[key]
+
+
+def _together(queries: torch.Tensor) -> torch.Tensor:
+    """From ``[G, heads, M, dim]`` to ``[1, heads, G * M, dim]``."""
+    num_rows, num_heads, num_queries, dim = queries.shape
+    return queries.transpose(0, 1).reshape(1, num_heads, num_rows * num_queries, dim)
+
+
+def _apart(found: Attended, num_rows: int) -> Attended:
+    """Back from ``[1, heads, G * M, …]`` to ``[G, heads, M, …]``."""
+    _, num_heads, _, dim = found.values.shape
+    return Attended(
+        found.values.view(num_heads, num_rows, -1, dim).transpose(0, 1),
+        found.logsumexp.view(num_heads, num_rows, -1).transpose(0, 1),
+    )
+
+
+@final
+class _NewTokens(CacheLayerMixin):
+    """One layer: new keys and values go into their slots, and come out as they are."""
+
+    is_sliding = False
+
+    def __init__(self, attention: _SharedAttention, layer: int, num_past: int) -> None:
+        super().__init__()
+        self._attention, self._layer, self._num_past = attention, layer, num_past
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store and return ``[B, heads, Q, dim]``, keys and values."""
+        self._attention.keep(self._layer, key_states, value_states)
+        return key_states, value_states
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: the slots exist."""
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length of past and new together, and the offset of the first column: 0."""
+        return self._num_past + int(query_length), 0
+
+    def get_seq_length(self) -> int:
+        """Return the length of the longest past."""
+        return self._num_past
+
+    def get_max_length(self) -> int:
+        """Return -1: there is no maximum."""
+        return -1

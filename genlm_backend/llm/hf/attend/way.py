@@ -1,0 +1,24 @@
+"""Way: how an ``Attend`` over a store is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
+
+from genlm_backend.cache import KVStore
+from genlm_backend.llm.hf.attend.base import Attend
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to attend to keys and values in slots.
+
+    Attributes:
+        over: Makes it over a store.
+        probing: Makes it so that contexts of a few tokens go through all of it.
+    """
+
+    over: Callable[[KVStore], Attend]
+    probing: Callable[[KVStore], Attend]

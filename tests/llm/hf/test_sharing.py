@@ -1,0 +1,174 @@
+"""Who reads what together: every cached token of every row once, and nothing else."""
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlm_backend import AsyncTransformer
+from genlm_backend.cache import KVLayout, KVStore, LayerLayout, Run
+from genlm_backend.errors import ModelStateError
+from genlm_backend.llm.hf.attend import SharedAttend, dispatch, sharing
+from genlm_backend.llm.hf.attend.sharing import plan_reading
+from genlm_backend.llm.hf.packing import Span
+from tests.llm import families
+from tests.llm.conftest import fresh_row, word_tokenizer
+
+
+@st.composite
+def forests(draw):
+    """Spans whose pasts are paths through a forest of owners, each read up to some length."""
+    num_owners = draw(st.integers(1, 6))
+    parents = [draw(st.integers(-1, i - 1)) for i in range(num_owners)]
+    sizes = [draw(st.integers(1, 40)) for _ in range(num_owners)]
+    slots = list(range(1, sum(sizes) + 1))
+    for _ in range(draw(st.integers(0, 6))):  # some follow one another, some do not
+        i, j = (draw(st.integers(0, len(slots) - 1)) for _ in range(2))
+        slots[i], slots[j] = slots[j], slots[i]
+    bounds = np.cumsum([0, *sizes])
+    own = [slots[a:b] for a, b in itertools.pairwise(bounds)]
+    spans = []
+    for row in range(draw(st.integers(1, 7))):
+        node, path = draw(st.integers(-1, num_owners - 1)), []
+        while node >= 0:
+            path.append(node)
+            node = parents[node]
+        runs = [Run(i, own[i], sizes[i]) for i in reversed(path)]
+        if runs:  # the last one may be read in part
+            last = runs.pop()
+            runs.append(Run(last.owner, last.slots, draw(st.integers(1, last.num_tokens))))
+        num_new = draw(st.sampled_from([1, 1, 1, 2, 20]))
+        spans.append(Span([row] * num_new, tuple(runs)))
+    return spans
+
+
+@settings(max_examples=300, deadline=None)
+@given(forests(), st.sampled_from([1, 8, 40, 10**6]))
+def test_every_token_is_read_once_for_every_row_that_has_it(spans, few_tokens):
+    reading = plan_reading(spans, few_tokens)
+    found = [{} for _ in spans]
+    for part in reading.parts:
+        assert len(part.slots) == len(part.positions) > 0
+        assert (np.diff(part.positions) > 0).all()
+        for row in part.rows:
+            for position, slot in zip(part.positions.tolist(), part.slots.tolist(), strict=True):
+                assert found[row].setdefault(position, slot) == slot
+    for row, (slots, positions) in enumerate(
+        zip(reading.rest.slots.tolist(), reading.rest.positions.tolist(), strict=True)
+    ):
+        is_there = [position >= 0 for position in positions]
+        assert is_there == sorted(is_there)  # padded on the left
+        for position, slot in zip(positions, slots, strict=True):
+            if position < 0:
+                assert slot == 0
+            else:
+                assert found[row].setdefault(position, slot) == slot
+    for row, span in enumerate(spans):
+        expected = [slot for run in span.past for slot in run.slots[: run.num_tokens]]
+        assert [found[row].pop(position) for position in range(len(expected))] == expected
+        assert not found[row]
+    counts = sum(len(part.rows) * len(part) for part in reading.parts)
+    counts += int((reading.rest.positions >= 0).sum())
+    assert counts == sum(span.num_past for span in spans)
+    if few_tokens == 10**6:  # nobody is worth it but who has many new tokens
+        assert all(
+            any(spans[row].num_new >= sharing.MANY_NEW_TOKENS for row in part.rows)
+            for part in reading.parts
+        )
+
+
+def test_a_prompt_is_one_part_and_what_follows_is_not():
+    prompt = Run("prompt", range(1, 513), 512)
+    spans = [Span([7], (prompt, Run(i, [600 + 7 * i], 1))) for i in range(20)]
+    reading = plan_reading(spans, 384)
+    (part,) = reading.parts
+    assert part.rows == tuple(range(20))
+    assert part.is_consecutive
+    assert reading.rest.slots.tolist() == [[600 + 7 * i] for i in range(20)]
+    assert reading.rest.positions.tolist() == [[512]] * 20
+
+
+def test_long_stretches_are_read_where_they_lie_and_short_ones_together():
+    slots = [*range(1, 501), *range(700, 710), *range(1000, 1600)]
+    spans = [Span([7], (Run("a", slots, len(slots)),)) for _ in range(2)]
+    parts = plan_reading(spans, 384).parts
+    assert [len(part) for part in parts] == [500, 600]
+    assert all(part.is_consecutive for part in parts)
+
+
+# -------------------------------------------------------------------- the model's own attention
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-eager", "gemma2"])
+def test_the_model_attends_as_ever_on_other_threads_and_afterwards(name):
+    model = families.make(name)
+    before = model.config._attn_implementation
+    ids = [1, 2, 3, 4, 5, 6, 7]
+    found, names = [], []
+
+    @torch.inference_mode()
+    def run_plainly():
+        found.append(model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1))
+
+    def meanwhile(*_):
+        if not names:
+            names.append(model.config._attn_implementation)
+            other = threading.Thread(target=run_plainly)
+            other.start()
+            other.join()
+
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        assert isinstance(lm._evaluator.passes.attend, SharedAttend)
+        assert model.config._attn_implementation == before
+        lm.next_token_logprobs_sync(ids[:-1])
+        hook = model.get_input_embeddings().register_forward_pre_hook(meanwhile)
+        row = lm.next_token_logprobs_sync(ids)
+        hook.remove()
+    assert names == [dispatch.NAME]
+    assert model.config._attn_implementation == before
+    torch.testing.assert_close(row, fresh_row(model, ids), rtol=0, atol=3e-5)
+    torch.testing.assert_close(found[0], fresh_row(model, ids), rtol=0, atol=3e-5)
+
+
+def test_a_model_that_fails_midway_has_its_own_attention_back():
+    model = families.make("llama")
+    before = model.config._attn_implementation
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+
+        def broken(*_):
+            raise ValueError("broken")
+
+        hook = model.model.layers[1].register_forward_pre_hook(broken)
+        with pytest.raises(ValueError, match="broken"):
+            lm.next_token_logprobs_sync([1, 2, 3])
+        assert model.config._attn_implementation == before
+        hook.remove()
+        row = lm.next_token_logprobs_sync([1, 2, 3])
+        torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=3e-5)
+
+
+def test_a_layer_that_attends_otherwise_meanwhile_is_noticed():
+    model = families.make("llama")
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+
+        def changed(*_):
+            model.config._attn_implementation = "sdpa"
+
+        hook = model.model.layers[1].register_forward_pre_hook(changed)
+        with pytest.raises(ModelStateError, match="1 of 2 layers"):
+            lm.next_token_logprobs_sync([1, 2, 3])
+        hook.remove()
+        row = lm.next_token_logprobs_sync([1, 2, 3])
+        torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=3e-5)
+
+
+def test_a_slice_of_a_store_is_no_copy():
+    store = KVStore(KVLayout((LayerLayout(2, 3, 1, 4, torch.float32, torch.device("cpu")),)), 20)
+    keys, values = store.read(0, slice(3, 9))
+    assert keys.data_ptr() == store.keys[0][3].data_ptr()
+    assert values.data_ptr() == store.values[0][3].data_ptr()
+    assert (keys.shape, values.shape) == ((6, 6), (6, 4))
