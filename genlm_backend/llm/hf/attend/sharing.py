@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,9 +95,9 @@ def plan_reading(spans: Sequence[Span], few_tokens: int) -> Reading:
         few_tokens: Such as ``FEW_TOKENS``.
     """
     is_long = [span.num_new >= MANY_NEW_TOKENS for span in spans]
+    pieces, rests = _by_rows(spans, 0 if any(is_long) else few_tokens // 2)
     parts: list[Part] = []
-    alone: list[list[Part]] = [[] for _ in spans]
-    for piece in _by_rows(spans):
+    for piece in pieces:
         lying, others = _divide(piece, few_tokens)
         parts += lying
         num_saved = (len(piece.rows) - 1) * len(others)  # they are copied once
@@ -104,12 +105,28 @@ def plan_reading(spans: Sequence[Span], few_tokens: int) -> Reading:
             parts.append(others)
         elif len(others):
             for row in piece.rows:
-                alone[row].append(others)
-    return Reading(tuple(parts), _rest(alone))
+                rests[row].append(_Stretch(others.positions, others.slots))
+    return Reading(tuple(parts), _rest(rests))
 
 
-def _by_rows(spans: Sequence[Span]) -> list[Part]:
-    """Return what is cached, divided by the rows that have it."""
+class _Stretch(NamedTuple):
+    """Cached tokens of one row.
+
+    Attributes:
+        positions: Where they stand in the context, ascending.
+        slots: Their slots.
+    """
+
+    positions: NDArray[np.int64]
+    slots: Sequence[int] | NDArray[np.int64]
+
+
+def _by_rows(spans: Sequence[Span], few_tokens: int) -> tuple[list[Part], list[list[_Stretch]]]:
+    """Divide what is cached by the rows that have it.
+
+    Returns:
+        Stretches of any length, and for each row those of its own that have few tokens.
+    """
     readers: defaultdict[tuple[object, int], list[tuple[int, int, Run]]] = defaultdict(list)
     for row, span in enumerate(spans):
         position = 0
@@ -117,48 +134,53 @@ def _by_rows(spans: Sequence[Span]) -> list[Part]:
             if run.num_tokens:
                 readers[run.owner, position].append((run.num_tokens, row, run))
             position += run.num_tokens
-    pieces: defaultdict[tuple[int, ...], list[tuple[int, NDArray[np.int64]]]] = defaultdict(list)
-    for (_, position), found in readers.items():
+    pieces: defaultdict[tuple[int, ...], list[_Stretch]] = defaultdict(list)
+    rests: list[list[_Stretch]] = [[] for _ in spans]
+    for (_, first), found in readers.items():
+        num_tokens, row, run = found[0]
+        if len(found) == 1 and num_tokens <= few_tokens:
+            positions = np.arange(first, first + num_tokens)
+            rests[row].append(_Stretch(positions, run.slots[:num_tokens]))
+            continue
         found.sort(key=lambda reader: reader[:2])
         slots, start = np.asarray(found[-1][2].slots, np.int64), 0
         for index, (stop, _, _) in enumerate(found):
             if stop > start:
                 rows = tuple(sorted(row for _, row, _ in found[index:]))
-                pieces[rows].append((position + start, slots[start:stop]))
+                positions = np.arange(first + start, first + stop)
+                pieces[rows].append(_Stretch(positions, slots[start:stop]))
                 start = stop
-    parts: list[Part] = []
-    for rows, chain in pieces.items():
-        chain.sort(key=lambda piece: piece[0])
-        positions = [np.arange(start, start + len(slots)) for start, slots in chain]
-        slots = [slots for _, slots in chain]
-        parts.append(Part(rows, np.concatenate(positions), np.concatenate(slots)))
-    return parts
+    return [_joined(rows, chain) for rows, chain in pieces.items()], rests
+
+
+def _joined(rows: tuple[int, ...], stretches: list[_Stretch]) -> Part:
+    stretches.sort(key=lambda stretch: int(stretch.positions[0]))
+    positions = np.concatenate([stretch.positions for stretch in stretches])
+    return Part(rows, positions, np.concatenate([stretch.slots for stretch in stretches]))
 
 
 def _divide(piece: Part, few_tokens: int) -> tuple[list[Part], Part]:
     """Return the stretches of a piece that are worth being read where they lie, and the others."""
-    if piece.is_consecutive:
-        stretches = [np.arange(len(piece))]
-    else:
-        breaks = np.flatnonzero(np.diff(piece.slots) != 1) + 1
-        stretches = np.split(np.arange(len(piece)), breaks)
+    bounds = [0, *(np.flatnonzero(np.diff(piece.slots) != 1) + 1).tolist(), len(piece)]
     is_other = np.ones(len(piece), bool)
     lying: list[Part] = []
-    for stretch in stretches:
-        if len(stretch) * len(piece.rows) >= few_tokens and 2 * len(stretch) > few_tokens:
-            is_other[stretch] = False
-            lying.append(Part(piece.rows, piece.positions[stretch], piece.slots[stretch]))
-    return lying, piece.only(is_other)
+    for start, stop in itertools.pairwise(bounds):
+        size = stop - start
+        if size * len(piece.rows) >= few_tokens and 2 * size > few_tokens:
+            is_other[start:stop] = False
+            lying.append(Part(piece.rows, piece.positions[start:stop], piece.slots[start:stop]))
+    return lying, piece.only(is_other) if lying else piece
 
 
-def _rest(alone: Sequence[Sequence[Part]]) -> Rest:
-    num_past = max(sum(map(len, parts)) for parts in alone)
-    slots = np.full((len(alone), num_past), PADDING_SLOT, np.int64)
-    positions = np.full((len(alone), num_past), -1, np.int64)
-    for row, parts in enumerate(alone):
-        if parts:
-            order = np.argsort(np.concatenate([part.positions for part in parts]))
-            first = num_past - len(order)
-            slots[row, first:] = np.concatenate([part.slots for part in parts])[order]
-            positions[row, first:] = np.concatenate([part.positions for part in parts])[order]
+def _rest(rests: Sequence[list[_Stretch]]) -> Rest:
+    sizes = [sum(len(stretch.slots) for stretch in stretches) for stretches in rests]
+    num_past = max(sizes)
+    slots = np.full((len(rests), num_past), PADDING_SLOT, np.int64)
+    positions = np.full((len(rests), num_past), -1, np.int64)
+    for row, stretches in enumerate(rests):
+        column = num_past - sizes[row]
+        for stretch in stretches:
+            stop = column + len(stretch.slots)
+            slots[row, column:stop], positions[row, column:stop] = stretch.slots, stretch.positions
+            column = stop
     return Rest(slots, positions)
