@@ -15,7 +15,7 @@ from genlm_backend.generation.processors import make_processors
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.generation.text import Text
 from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.sampling import check_possible
+from genlm_backend.llm.draw import check_possible
 
 _NEVER = -1.0e9
 """transformers' score of what must not be chosen."""

@@ -25,11 +25,12 @@ from genlm_backend.checks import (
 )
 from genlm_backend.closing import Closing
 from genlm_backend.errors import AdapterError, OptionTypeError, UnknownAdapterError
+from genlm_backend.llm.draw import AnyRow, RandomGenerator, draw
 from genlm_backend.llm.query import check_context
 from genlm_backend.llm.sampling import Sampler, check_sampling
 from genlm_backend.llm.statistics import LMStatistics
 from genlm_backend.llm.together import together
-from genlm_backend.llm.watching import is_watched
+from genlm_backend.llm.watching import progress_bar
 from genlm_backend.tokenization import Token, decode_vocab
 
 TokenIds = Iterable[int]
@@ -196,6 +197,22 @@ class AsyncLM(Closing):
         return torch.stack(list(rows)) if rows else torch.empty(0, len(self.byte_vocab))
 
     # ---------------------------------------------------------------- sampling
+
+    def draw(
+        self, row: AnyRow, *, generator: RandomGenerator | None = None, temperature: float = 1.0
+    ) -> int:
+        """Draw a token id from the softmax of ``row / temperature``, float ``[vocab]``.
+
+        The row need not be normalised and is not modified; masked tokens are ``-inf``. At
+        temperature 0, the first of the most probable. A draw takes one number of ``generator``, or
+        a fresh one. Computed by NumPy on the calling thread: no threads are woken.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an argument is of another type, such as a seed.
+            OptionError: (``ValueError``) If ``row`` has another shape, a NaN or no possible token,
+                or ``temperature`` is negative.
+        """
+        return draw(row, len(self.byte_vocab), generator, temperature)
 
     async def sample(
         self,
@@ -375,11 +392,3 @@ def check_adapter_name(lora_name: Any) -> None:
 
 ADAPTER_CHECKS: Final = {"lora_name": text, "lora_path": instance((str, Path), "a path")}
 """Checks of what ``add_new_lora`` takes."""
-
-
-def progress_bar(total: int, is_shown: bool) -> Any:
-    """Return a bar for ``total`` continuations, which shows nothing unless it is to."""
-    from tqdm.auto import tqdm
-
-    is_hidden = not (is_shown and is_watched())
-    return tqdm(total=total, desc="sampling", unit="text", disable=is_hidden)

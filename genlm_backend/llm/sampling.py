@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from genlm_backend.checks import checked, integer, number, optional, sequence, switch
-from genlm_backend.errors import EvaluationError
+from genlm_backend.checks import checked, integer, optional, sequence, switch
+from genlm_backend.llm.draw import TEMPERATURE, as_scores, draw_token
 from genlm_backend.llm.query import check_known_ids
 
 
@@ -45,36 +43,11 @@ class Sampler:
         Raises:
             EvaluationError: (``RuntimeError``) If the row is NaN, or no token is possible.
         """
-        if self.temperature == 0:
-            token_id = int(row.argmax())
-            check_possible(float(row[token_id]))
-            return token_id
-        scores = row.detach().cpu().float().numpy()
-        largest = scores.max()
-        check_possible(largest)
-        return invert(np.exp(tempered(scores - largest, self.temperature)), self._random.random())
-
-
-def tempered(scores: NDArray[np.float32], temperature: float) -> NDArray[np.float32]:
-    """Return scores whose largest is 0 divided by a temperature, however large or small it is.
-
-    What is impossible stays so at an infinite temperature.
-    """
-    if temperature == 1:
-        return scores
-    with np.errstate(over="ignore", invalid="ignore"):
-        divided = (scores / np.float64(temperature)).astype(np.float32)
-    return np.where(np.isneginf(scores), scores, divided)
-
-
-def check_possible(score: float) -> None:
-    """Raise an ``EvaluationError`` if the largest of some scores is none that can be chosen."""
-    if not math.isfinite(score):
-        raise EvaluationError(f"no token can be chosen from scores whose largest is {score}")
+        return draw_token(as_scores(row), self.temperature, self._random.random)
 
 
 CHECKS: Final = {
-    "temperature": number(0, is_finite=False),
+    "temperature": TEMPERATURE,
     "seed": optional(integer(0)),
     "stream": integer(0),
     "max_tokens": integer(0),
@@ -98,37 +71,3 @@ def check_sampling(vocab_size: int, **options: Any) -> dict[str, Any]:
     given = checked(CHECKS, options)
     check_known_ids("eos_token_ids", given.get("eos_token_ids", ()), vocab_size)
     return given
-
-
-_NUM_BLOCKS = 256
-
-
-def invert(weights: NDArray[np.float32], point: float) -> int:
-    """Return the index where the cumulative sum of ``weights`` passes ``point`` of the whole.
-
-    Sums of blocks are searched first and one block after them, because a running sum over a
-    vocabulary takes several times as long as a plain one.
-
-    Args:
-        weights: Weights, each zero or more and not all zero, ``[n]``.
-        point: Share of the whole sum, from 0 up to, and not including, 1.
-    """
-    size = len(weights) // _NUM_BLOCKS
-    if size < 2:
-        return _search(np.cumsum(weights, dtype=np.float64), weights, point)
-    whole = size * _NUM_BLOCKS
-    sums = weights[:whole].reshape(_NUM_BLOCKS, size).sum(1, dtype=np.float64)
-    sums = np.append(sums, weights[whole:].sum(dtype=np.float64))
-    ends = np.cumsum(sums)
-    block = _search(ends, sums, point)
-    begin = ends[block] - sums[block]
-    part = weights[block * size : (block + 1) * size] if block < _NUM_BLOCKS else weights[whole:]
-    inside = (point * ends[-1] - begin) / sums[block]
-    return block * size + _search(np.cumsum(part, dtype=np.float64), part, inside)
-
-
-def _search(ends: NDArray[np.float64], weights: NDArray[np.floating], point: float) -> int:
-    # An interval of width zero is never found when one searches on the right.
-    index = int(np.searchsorted(ends, point * ends[-1], side="right"))
-    # Rounding may put the point behind the last interval that has any width.
-    return index if index < len(ends) else int(np.flatnonzero(weights)[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 
 def is_watched() -> bool:
@@ -29,3 +30,11 @@ def bars_where_seen() -> Iterator[None]:
         yield
     finally:
         logging.enable_progress_bar()
+
+
+def progress_bar(total: int, is_shown: bool) -> Any:
+    """Return a bar for ``total`` continuations, which shows nothing unless it is to."""
+    from tqdm.auto import tqdm
+
+    is_hidden = not (is_shown and is_watched())
+    return tqdm(total=total, desc="sampling", unit="text", disable=is_hidden)

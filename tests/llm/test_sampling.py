@@ -5,13 +5,10 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 from genlm_backend import MockAsyncLM
 from genlm_backend.errors import EvaluationError, OptionError
-from genlm_backend.llm.sampling import Sampler, invert
+from genlm_backend.llm.sampling import Sampler
 from tests.llm.conftest import word_tokenizer
 from tests.llm.families import VOCAB
 
@@ -65,34 +62,6 @@ async def test_samples_follow_the_distribution(lm):
     assert float(deviation.max()) < 6
 
 
-@given(
-    arrays.arrays(
-        np.float32,
-        st.integers(1, 3000),
-        elements=st.sampled_from([0.0, 0.25, 1.0, 3.0]),  # sums without rounding
-    ).filter(np.any),
-    st.integers(0, 2**20 - 1),
-)
-def test_a_draw_is_where_the_running_sum_passes_the_point(weights, numerator):
-    point = numerator / 2**20
-    ends = np.cumsum(weights, dtype=np.float64)
-    index = invert(weights, point)
-    assert weights[index] > 0
-    below = ends[index] - weights[index]
-    assert below <= point * ends[-1] + 1e-9 * ends[-1]
-    assert point * ends[-1] < ends[index] + 1e-9 * ends[-1]
-
-
-def test_what_has_no_probability_is_never_drawn_however_the_sums_round():
-    generator = np.random.default_rng(0)
-    for _ in range(300):
-        weights = generator.random(3000, dtype=np.float32) ** 20
-        weights[generator.random(3000) < 0.9] = 0
-        weights[-5:] = 0
-        for point in (0.0, 0.5, 1 - 2**-53):
-            assert weights[invert(weights, point)] > 0
-
-
 def test_temperature_sharpens_and_flattens():
     row = torch.log(torch.tensor([0.2, 0.8]))
     for temperature, expected in ((0.5, 16 / 17), (1, 0.8), (2, 2 / 3)):
@@ -143,7 +112,7 @@ async def test_progress_is_shown_on_request_where_somebody_sees_it(lm, capsys, m
         return capsys.readouterr().err
 
     assert await shown(False) == await shown(True) == ""
-    monkeypatch.setattr("genlm_backend.llm.base.is_watched", lambda: True)
+    monkeypatch.setattr("genlm_backend.llm.watching.is_watched", lambda: True)
     assert await shown(False) == ""
     assert "3/3" in await shown(True)
 

@@ -16,7 +16,7 @@ from genlm_backend.checks import (
     mapping,
     optional,
 )
-from genlm_backend.llm.base import TokenIds, progress_bar
+from genlm_backend.llm.base import TokenIds
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.loading import check_holds, check_reachable, explained, resolve_name
 from genlm_backend.llm.sampling import check_sampling
@@ -27,6 +27,7 @@ from genlm_backend.llm.vllm.row_cache import cache_opts as check_cache_opts
 from genlm_backend.llm.vllm.row_cache import row_cache
 from genlm_backend.llm.vllm.sampler import VLLMSampler
 from genlm_backend.llm.vllm.session_engine import SessionEngine
+from genlm_backend.llm.watching import progress_bar
 
 ENGINE_OPTIONS: Final = (
     "disable_custom_all_reduce", "dtype", "enable_lora", "enable_prefix_caching", "enforce_eager",

@@ -1,0 +1,195 @@
+"""A draw: one token id from a row of log-probabilities, by inverting its cumulative sum."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genlm_backend.checks import number, shown
+from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
+
+AnyRow = torch.Tensor | NDArray[np.floating]
+"""A row of log-probabilities or other scores, float ``[vocab]``, on any device."""
+
+RandomGenerator = np.random.Generator | torch.Generator
+"""A random stream of the caller's own."""
+
+
+def draw(
+    row: Any, vocab_size: int, generator: RandomGenerator | None = None, temperature: float = 1.0
+) -> int:
+    """Return a token id drawn from the softmax of ``row / temperature``, once both are checked.
+
+    Args:
+        row: Tensor on any device or array, float ``[vocab_size]``, normalised or not.
+        vocab_size: Number of ids that the model has.
+        generator: Random stream that one number is taken from; ``None`` for a fresh one.
+        temperature: Divisor of the row; 0 takes the first of the most probable tokens.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an argument is of another type, such as a seed.
+        OptionError: (``ValueError``) If ``row`` has another shape, a NaN or no possible token, or
+            ``temperature`` is negative or NaN.
+    """
+    scores, uniform = checked_row(row, vocab_size), uniform_of(generator)
+    return draw_token(scores, TEMPERATURE("temperature", temperature), uniform, OptionError)
+
+
+TEMPERATURE: Final = number(0, is_finite=False)
+"""Check of a temperature: zero or more, infinity included."""
+
+
+def draw_token(
+    scores: NDArray[np.float32],
+    temperature: float,
+    uniform: Callable[[], float],
+    error: type[Exception] = EvaluationError,
+) -> int:
+    """Return a token id drawn from the softmax of ``scores / temperature``.
+
+    Takes one random number, and none at temperature 0, where it returns the first of the largest
+    scores. Everything is NumPy's, on the calling thread: torch would wake a team of threads here,
+    which then competes with the one that the model computes with.
+
+    Args:
+        scores: Scores of the tokens, normalised or not, ``[vocab]``; what is impossible is
+            ``-inf``. They are not modified.
+        temperature: Divisor of the scores, zero or more; infinity draws from all possible tokens
+            alike.
+        uniform: Function that returns a random number from 0 up to, and not including, 1.
+        error: Type of the error to raise if a score is NaN, or no token is possible.
+    """
+    largest = scores.max()
+    check_possible(largest, error)
+    if temperature == 0:
+        return int(scores.argmax())
+    # One array for all steps: the pages of new ones would cost more than the arithmetic.
+    with np.errstate(over="ignore", under="ignore"):
+        weights = scores - largest
+        if temperature != 1:
+            # An infinite divisor would make a NaN of what is impossible; the largest finite one
+            # makes a zero of everything else as well.
+            divisor = min(temperature, sys.float_info.max)
+            np.divide(weights, divisor, out=weights, dtype=np.float64, casting="same_kind")
+        np.exp(weights, out=weights)
+    return invert(weights, uniform())
+
+
+def check_possible(score: float, error: type[Exception] = EvaluationError) -> None:
+    """Raise an error if the largest score of a row is none that can be chosen.
+
+    Args:
+        score: Largest score of the row; NaN counts as the largest.
+        error: Type of the error to raise.
+    """
+    if not math.isfinite(score):
+        raise error(f"no token can be chosen from a row whose largest score is {score}")
+
+
+# -------------------------------------------------------------------- arguments
+
+
+def checked_row(row: Any, vocab_size: int) -> NDArray[np.float32]:
+    """Return a row in the memory of the CPU, as float32; it shares memory where it is both.
+
+    Args:
+        row: Row to check, a tensor on any device or an array, of floats.
+        vocab_size: Number of elements that it must have.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If it is no dense tensor or array of floats.
+        OptionError: (``ValueError``) If it is of another shape.
+    """
+    if isinstance(row, torch.Tensor):
+        is_row = row.is_floating_point() and row.layout is torch.strided and not row.is_meta
+    else:
+        is_row = isinstance(row, np.ndarray) and np.issubdtype(row.dtype, np.floating)
+    if not is_row:
+        raise OptionTypeError(f"row must be a tensor or array of floats, got {shown(row)}")
+    if row.shape != (vocab_size,):
+        raise OptionError(
+            f"row must be one of {vocab_size} elements, as the vocabulary has; got the shape "
+            f"{tuple(row.shape)}"
+        )
+    return as_scores(row)
+
+
+def as_scores(row: AnyRow) -> NDArray[np.float32]:
+    """Return a row in the memory of the CPU, as float32; it shares memory where it is both."""
+    if isinstance(row, torch.Tensor):
+        return row.detach().cpu().float().numpy()
+    with np.errstate(over="ignore"):
+        return row.astype(np.float32, copy=False)
+
+
+_FRESH: Final = random.SystemRandom()
+"""Random numbers of the operating system, which no fork repeats and no seed changes."""
+
+
+def uniform_of(generator: Any) -> Callable[[], float]:
+    """Return a function that returns random numbers from 0 up to, and not including, 1.
+
+    Args:
+        generator: Generator of NumPy or torch whose stream they are taken from, or ``None`` for
+            fresh ones.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If it is something else, such as a seed.
+    """
+    if generator is None:
+        return _FRESH.random
+    if isinstance(generator, np.random.Generator):
+        return generator.random
+    if not isinstance(generator, torch.Generator):
+        raise OptionTypeError(
+            "generator must be a numpy.random.Generator or torch.Generator, which goes on from "
+            f"draw to draw, such as np.random.default_rng(seed); got {shown(generator)}"
+        )
+    options: dict[str, Any] = {"dtype": torch.float64, "device": generator.device}
+    return lambda: float(torch.rand((), generator=generator, **options))
+
+
+# -------------------------------------------------------------------- the cumulative sum
+
+_NUM_BLOCKS = 256
+
+
+def invert(weights: NDArray[np.float32], point: float) -> int:
+    """Return the index where the cumulative sum of ``weights`` passes ``point`` of the whole.
+
+    Sums of blocks are searched first and one block after them, because a running sum over a
+    vocabulary takes several times as long as a plain one. All sums are in float64, so that the
+    rarest tokens behind the most probable ones are not rounded away. What weighs nothing is never
+    found, however the sums round.
+
+    Args:
+        weights: Weights, each zero or more and not all zero, ``[n]``.
+        point: Share of the whole sum, from 0 up to, and not including, 1.
+    """
+    size = len(weights) // _NUM_BLOCKS
+    if size < 2:
+        return _search(np.cumsum(weights, dtype=np.float64), weights, point)
+    whole = size * _NUM_BLOCKS
+    sums = weights[:whole].reshape(_NUM_BLOCKS, size).sum(1, dtype=np.float64)
+    sums = np.append(sums, weights[whole:].sum(dtype=np.float64))
+    ends = np.cumsum(sums)
+    block = _search(ends, sums, point)
+    # The sum up to here as it was searched: another rounding could lie behind the point.
+    begin = ends[block - 1] if block else 0.0
+    part = weights[block * size : (block + 1) * size] if block < _NUM_BLOCKS else weights[whole:]
+    inside = (point * ends[-1] - begin) / sums[block]
+    return block * size + _search(np.cumsum(part, dtype=np.float64), part, inside)
+
+
+def _search(ends: NDArray[np.float64], weights: NDArray[np.floating], point: float) -> int:
+    # An interval of width zero is never found when one searches on the right.
+    index = int(np.searchsorted(ends, point * ends[-1], side="right"))
+    # Rounding may put the point behind the last interval that has any width.
+    return index if index < len(ends) else int(np.flatnonzero(weights)[-1])

@@ -1,0 +1,305 @@
+"""Draws from rows, against the cumulative distribution added up exactly."""
+
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from genlm_backend import MockAsyncLM
+from genlm_backend.errors import OptionError, OptionTypeError
+from genlm_backend.llm.draw import draw, draw_token, invert
+from tests.llm.conftest import word_tokenizer
+
+SIZE = 49_152
+LAST = 1 - 2**-53
+"""The largest random number that there is."""
+
+
+@pytest.fixture(scope="module")
+def lm():
+    with MockAsyncLM(word_tokenizer(7)) as lm:
+        yield lm
+
+
+def row_of(size=SIZE, seed=0):
+    """A row as a model gives it, of which a tenth is masked."""
+    generator = np.random.default_rng(seed)
+    row = generator.normal(0, 3, size).astype(np.float32)
+    row[generator.random(size) < 0.1] = -np.inf
+    row -= np.logaddexp.reduce(row)
+    return torch.from_numpy(row)
+
+
+def exact_ends(row, temperature):
+    """The cumulative distribution, each sum rounded once."""
+    largest = max(row)
+    weights = [math.exp((float(x) - float(largest)) / temperature) for x in row]
+    total, ends, so_far = math.fsum(weights), [], 0.0
+    for weight in weights:
+        so_far = math.fsum([so_far, weight])
+        ends.append(so_far / total)
+    return np.array(ends)
+
+
+# -------------------------------------------------------------------- the distribution
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1, 2.5])
+@pytest.mark.parametrize("size", [1, 5, 511, 512, 3001, SIZE])
+def test_a_draw_inverts_the_cumulative_distribution(size, temperature):
+    row = row_of(size)
+    if not row.isfinite().any():
+        row[0] = 0
+    ends = exact_ends(row.numpy(), temperature)
+    generator = np.random.default_rng(3)
+    points = np.random.default_rng(3).random(50)
+    for point in points:
+        token_id = draw(row, size, generator, temperature)
+        below = ends[token_id - 1] if token_id else 0.0
+        assert below - 1e-6 <= point <= ends[token_id] + 1e-6
+        assert row[token_id] > -torch.inf
+
+
+@pytest.mark.parametrize("make", [np.random.default_rng, torch.Generator().manual_seed, None])
+@pytest.mark.parametrize("temperature", [0.5, 1, 2, math.inf])
+def test_draws_follow_the_distribution(lm, make, temperature):
+    """Pearson's statistic of 10,000 draws stays below a bound that one in a million exceeds."""
+    row = torch.tensor([-1.0, -torch.inf, 0.5, 2.0, -torch.inf, 1.0, -0.5])
+    generator = None if make is None else make(11)
+    draws = [lm.draw(row, generator=generator, temperature=temperature) for _ in range(10_000)]
+    counts = np.bincount(draws, minlength=7)
+    possible = np.array([0, 2, 3, 5, 6])
+    weights = np.exp(row.double().numpy()[possible] / temperature)
+    expected = 10_000 * weights / weights.sum()
+    assert counts[possible].sum() == 10_000
+    assert (np.square(counts[possible] - expected) / expected).sum() < 33.4  # 4 degrees of freedom
+
+
+def test_a_large_vocabulary_is_drawn_from_evenly():
+    """Every block of it gets its share, the short one at the end too."""
+    row, generator = torch.zeros(SIZE + 100), np.random.default_rng(5)
+    draws = np.array([draw(row, SIZE + 100, generator) for _ in range(8000)])
+    counts, _ = np.histogram(draws, bins=40, range=(0, SIZE + 100))
+    assert (np.square(counts - 200) / 200).sum() < 90  # 39 degrees of freedom
+    assert draws.max() > SIZE
+
+
+@pytest.mark.parametrize("temperature", [1, 0.5])
+def test_the_rarest_tokens_at_the_end_are_drawn_as_often_as_they_should(temperature):
+    """Each has 1e-9 of the whole, which a running sum in float32 would lose beside one."""
+    row = np.full(SIZE, -np.inf, np.float32)
+    row[7] = 0
+    rare = np.arange(SIZE - 200, SIZE, 2)
+    row[rare] = temperature * math.log(1e-9)
+    for number, token_id in enumerate(rare):
+        point = (1 + (number + 0.5) * 1e-9) / (1 + 100e-9)
+        assert draw_token(row, temperature, lambda point=point: point) == token_id
+    assert draw_token(row, temperature, lambda: LAST) == rare[-1]
+    assert draw_token(row, temperature, lambda: 0.0) == 7
+
+
+def test_temperature_zero_takes_the_first_of_the_most_probable_and_no_random_number(lm):
+    row = torch.tensor([-torch.inf, 1.0, 2.0, 2.0, -5.0, 2.0, 0.0])
+    generator = np.random.default_rng(0)
+    assert {lm.draw(row, generator=generator, temperature=0) for _ in range(5)} == {2}
+    assert generator.random() == np.random.default_rng(0).random()
+
+
+# -------------------------------------------------------------------- what is impossible
+
+SCORES = st.one_of(
+    st.just(-math.inf),
+    st.floats(-1e3, 1e3, width=32),
+    st.floats(allow_nan=False, allow_infinity=False, width=32),
+)
+TEMPERATURES = st.one_of(
+    st.sampled_from([0.0, 1.0, 5e-324, 1e-42, 1e300, math.inf]), st.floats(0.01, 100)
+)
+POINTS = st.one_of(st.sampled_from([0.0, 5e-324, 0.5, LAST]), st.floats(0, LAST))
+
+
+@given(
+    arrays.arrays(np.float32, st.integers(1, 1500), elements=SCORES, fill=SCORES),
+    TEMPERATURES,
+    POINTS,
+)
+def test_what_is_masked_is_never_drawn(row, temperature, point):
+    if np.isneginf(row).all():
+        row[-1] = 0
+    token_id = draw_token(row, temperature, lambda: point)
+    assert row[token_id] > -math.inf
+    if temperature == 0:
+        assert token_id == row.tolist().index(max(row.tolist()))
+
+
+@given(
+    arrays.arrays(
+        np.float32,
+        st.integers(1, 3000),
+        elements=st.sampled_from([0.0, 0.25, 1.0, 3.0]),  # sums without rounding
+    ).filter(np.any),
+    st.integers(0, 2**20 - 1),
+)
+def test_a_draw_is_where_the_running_sum_passes_the_point(weights, numerator):
+    point = numerator / 2**20
+    ends = np.cumsum(weights, dtype=np.float64)
+    index = invert(weights, point)
+    assert weights[index] > 0
+    below = ends[index] - weights[index]
+    assert below <= point * ends[-1] + 1e-9 * ends[-1]
+    assert point * ends[-1] < ends[index] + 1e-9 * ends[-1]
+
+
+def test_what_weighs_nothing_is_never_found_however_the_sums_round():
+    """Points are at the ends of intervals, where a rounding decides, and beside them."""
+    generator = np.random.default_rng(0)
+    for _ in range(100):
+        weights = generator.random(3000, dtype=np.float32) ** 20
+        weights[generator.random(3000) < 0.9] = 0
+        weights[-5:] = 0
+        ends = np.cumsum(weights, dtype=np.float64)
+        edges = np.unique(ends / ends[-1])[:-1]
+        for point in (0.0, LAST, *edges, *np.nextafter(edges, 0), *np.nextafter(edges, 1)):
+            assert weights[invert(weights, point)] > 0
+
+
+# -------------------------------------------------------------------- arguments
+
+
+def test_whatever_holds_the_row_the_draws_are_the_same(lm):
+    row = torch.tensor([-1.0, -torch.inf, 0.5, 2.0, -3.5, 1.0, -0.5])
+    wide = torch.zeros(7, 3)
+    wide[:, 1] = row
+    shapes = {
+        "normalised": row.log_softmax(-1),
+        "of an array": row.numpy(),
+        "float64": row.double(),
+        "array of float64": row.double().numpy(),
+        "float16": row.half(),
+        "array of float16": row.half().numpy(),
+        "bfloat16": row.bfloat16(),
+        "a column": wide[:, 1],
+        "with a gradient": row.clone().requires_grad_(),
+        "read only": np.frombuffer(row.numpy().tobytes(), np.float32),
+    }
+    before = row.clone()
+    expected = [lm.draw(row, generator=g) for g in map(np.random.default_rng, range(50))]
+    for name, other in shapes.items():
+        found = [lm.draw(other, generator=g) for g in map(np.random.default_rng, range(50))]
+        assert found == expected, name
+    assert row.equal(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rows_and_generators_may_be_on_a_gpu(lm):
+    row = torch.tensor([-1.0, -torch.inf, 0.5, 2.0, -3.5, 1.0, -0.5])
+    for seed in range(20):
+        first, second = np.random.default_rng(seed), np.random.default_rng(seed)
+        assert lm.draw(row.cuda(), generator=first) == lm.draw(row, generator=second)
+    generator = torch.Generator("cuda").manual_seed(0)
+    assert len({lm.draw(row.cuda(), generator=generator) for _ in range(100)}) > 2
+
+
+@pytest.mark.parametrize(
+    "make", [np.random.default_rng, lambda s: torch.Generator().manual_seed(s)]
+)
+def test_equal_generators_give_equal_draws_and_go_on(lm, make):
+    row = torch.zeros(7)
+    first, second, other = make(1), make(1), make(2)
+    draws = [lm.draw(row, generator=first) for _ in range(30)]
+    assert draws == [lm.draw(row, generator=second) for _ in range(30)]
+    assert draws != [lm.draw(row, generator=other) for _ in range(30)]
+    assert len(set(draws)) > 3
+
+
+def test_without_a_generator_no_seed_decides(lm):
+    row, found = torch.zeros(7), []
+    for _ in range(2):
+        np.random.seed(0)
+        torch.manual_seed(0)
+        found.append([lm.draw(row) for _ in range(60)])
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("temperature", [0, 0.5, 1, math.inf])
+@pytest.mark.parametrize(
+    "row", [[-torch.inf] * 7, [0.0] * 6 + [torch.nan], [torch.inf] + [0.0] * 6]
+)
+def test_a_row_from_which_nothing_can_be_drawn_is_told(lm, row, temperature):
+    with pytest.raises(OptionError, match="no token can be chosen from a row whose largest score"):
+        lm.draw(torch.tensor(row), temperature=temperature)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (torch.zeros(6), r"row must be one of 7 elements.*got the shape \(6,\)"),
+        (torch.zeros(1, 7), r"got the shape \(1, 7\)"),
+        (np.zeros((7, 1)), r"got the shape \(7, 1\)"),
+        (torch.zeros(()), r"got the shape \(\)"),
+    ],
+)
+def test_a_row_of_another_shape_is_refused(lm, row, message):
+    with pytest.raises(OptionError, match=message):
+        lm.draw(row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        [0.0] * 7,
+        None,
+        torch.zeros(7, dtype=torch.int64),
+        torch.zeros(7, dtype=torch.bool),
+        torch.zeros(7, dtype=torch.complex64),
+        np.zeros(7, int),
+        torch.zeros(7).to_sparse(),
+        torch.zeros(7, device="meta"),
+    ],
+)
+def test_what_is_no_row_is_refused(lm, row):
+    with pytest.raises(OptionTypeError, match="row must be a tensor or array of floats, got"):
+        lm.draw(row)
+
+
+@pytest.mark.parametrize("generator", [7, "x", np.random.RandomState(0), np.random])
+def test_a_seed_is_refused_because_it_would_draw_the_same_again(lm, generator):
+    with pytest.raises(OptionTypeError, match=r"goes on from draw to draw, such as np.random.def"):
+        lm.draw(torch.zeros(7), generator=generator)
+
+
+def test_an_impossible_temperature_is_refused(lm):
+    for temperature in (-1, math.nan):
+        with pytest.raises(OptionError, match="temperature must be a number of 0 or more"):
+            lm.draw(torch.zeros(7), temperature=temperature)
+    with pytest.raises(OptionTypeError, match="temperature"):
+        lm.draw(torch.zeros(7), temperature="hot")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs Linux's list of threads")
+def test_a_draw_wakes_no_team_of_threads():
+    code = f"""
+import os, numpy as np, torch
+from genlm_backend.llm.draw import draw
+torch.set_num_threads(3)
+row = torch.from_numpy(np.zeros({SIZE}, np.float32))
+num_threads = lambda: len(os.listdir("/proc/self/task"))
+before = num_threads()
+for temperature in (0, 0.7, 1):
+    draw(row, {SIZE}, temperature=temperature)
+    draw(row, {SIZE}, torch.Generator(), temperature)
+print(num_threads() - before)
+row.exp()
+print(num_threads() - before)  # torch's own, so that it would have been seen
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert [int(count) > 0 for count in done.stdout.split()] == [False, True]
