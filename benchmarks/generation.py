@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.limit import passes_between, program_seconds
@@ -18,25 +19,35 @@ Interval = tuple[float, float]
 
 
 def sampling(repeats: int) -> Numbers:
-    """The draws of a step of 20 samples, against the step itself."""
-    from genlm_backend.llm.sampling import Sampler
+    """The draws of a step of 20 samples, against the step itself and ``torch.multinomial``.
 
+    The latter comes after all the others, because it starts a team of threads.
+    """
     lm = load_ours(row_cache_bytes=0)
-    samplers = [Sampler(0.8, seed) for seed in range(20)]
+    generators = [np.random.default_rng(seed) for seed in range(20)]
     prompt = prompt_of(lm)
-    steps, draws = [], []
+    numbers: dict[str, list[float]] = {
+        name: [] for name in ("step_ms", "draws_ms", "tempered_ms", "multinomial_ms")
+    }
     contexts = [[*prompt, i] for i in range(20)]
-    lm.batch_next_token_logprobs_sync(contexts)
+    asked = [list(lm.batch_next_token_logprobs_sync(contexts))]
     for _ in range(4 * repeats):
         contexts = [[*context, 5] for context in contexts]
         start = time.perf_counter()
-        rows = lm.batch_next_token_logprobs_sync(contexts)
-        middle = time.perf_counter()
-        for sampler, row in zip(samplers, rows, strict=True):
-            sampler.draw(row)
-        steps.append(1e3 * (middle - start))
-        draws.append(1e3 * (time.perf_counter() - middle))
-    return {"step_ms": steps, "draws_ms": draws, "vocabulary": len(lm.byte_vocab)}
+        rows = list(lm.batch_next_token_logprobs_sync(contexts))
+        numbers["step_ms"].append(1e3 * (time.perf_counter() - start))
+        for name, temperature in (("draws_ms", 1.0), ("tempered_ms", 0.8)):
+            start = time.perf_counter()
+            for row, generator in zip(rows, generators, strict=True):
+                lm.draw(row, generator=generator, temperature=temperature)
+            numbers[name].append(1e3 * (time.perf_counter() - start))
+        asked.append(rows)
+    for rows in asked[1:]:
+        start = time.perf_counter()
+        for row in rows:
+            int(torch.multinomial(row.exp(), 1))
+        numbers["multinomial_ms"].append(1e3 * (time.perf_counter() - start))
+    return {**numbers, "vocabulary": len(lm.byte_vocab)}
 
 
 def masks(repeats: int) -> Numbers:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.systems import PROMPT_TOKENS, TEXT, draw
+from benchmarks.systems import PROMPT_TOKENS, TEXT
 from benchmarks.workloads import sis
 
 NUM_PARTICLES, NUM_TOKENS = 20, 16
@@ -65,7 +65,7 @@ def vllm_sis(repeats: int) -> dict[str, Any]:
 
         async def step(i: int) -> None:
             row = await lm.next_token_logprobs(contexts[i])
-            contexts[i].append(draw(row, streams[i]))
+            contexts[i].append(lm.draw(row, generator=streams[i]))
 
         async def walk(i: int, num_steps: int) -> None:
             for _ in range(num_steps):

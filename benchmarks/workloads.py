@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.limit import products_seconds, program_seconds
@@ -133,14 +134,15 @@ def smc(repeats: int) -> Numbers:
     seen: set[tuple[int, ...]] = set()
 
     async def main() -> None:
-        generator = random.Random(0)
+        # Equal ones each time, so that every repetition computes as many tokens.
+        generator, randomness = random.Random(0), np.random.default_rng(0)
         particles = [list(prompt) for _ in range(20)]
         for step in range(16):
             distinct = {tuple(p[: n + 1]) for p in particles for n in range(len(p))} - seen
             passes.append((len(distinct), len(set(map(tuple, particles)))))
             seen.update(distinct)
             rows = await asyncio.gather(*map(lm.next_token_logprobs, particles))
-            draws = [int(torch.multinomial(row.exp(), 1)) for row in rows]
+            draws = [lm.draw(row, generator=randomness) for row in rows]
             particles = [[*p, token] for p, token in zip(particles, draws, strict=True)]
             if step % 4 == 3:
                 kept = generator.sample(particles, 10)
@@ -151,7 +153,6 @@ def smc(repeats: int) -> Numbers:
         passes.clear()
         seen.clear()
         before = lm.statistics().tokens_computed
-        torch.manual_seed(0)  # every repetition computes as many tokens
         numbers["seconds"].append(seconds(lambda: asyncio.run(main())))
         computed = lm.statistics().tokens_computed - before
         numbers["limit_s"].append(program_seconds(lm.model, passes))

@@ -38,8 +38,7 @@ class Particle:
         )
         row, log_mass = self.constraint.restrict(row, mask)
         self.log_weight += log_mass
-        cumulative = np.cumsum(row.double().exp().numpy())
-        self.constraint.advance(int(np.searchsorted(cumulative, random.random() * cumulative[-1])))
+        self.constraint.advance(lm.draw(row, generator=random))
 
 
 async def smc(lm: AsyncLM, count: int, max_tokens: int) -> list[Particle]:

@@ -15,11 +15,10 @@ from genlm_backend import AsyncLM, load_model_by_name
 async def particle(lm: AsyncLM, prompt: list[int], num_tokens: int, allowed, seed: int):
     random, tokens, log_weight = np.random.default_rng(seed), [], 0.0
     for _ in range(num_tokens):
-        probs = (await lm.next_token_logprobs(prompt + tokens)).double().exp().numpy()
-        probs[~allowed] = 0
-        log_weight += np.log(probs.sum())
-        cumulative = probs.cumsum()
-        tokens.append(int(np.searchsorted(cumulative, random.random() * cumulative[-1])))
+        logprobs = (await lm.next_token_logprobs(prompt + tokens)).numpy()
+        logprobs[~allowed] = -np.inf
+        log_weight += np.log(np.exp(logprobs).sum())
+        tokens.append(lm.draw(logprobs, generator=random))
     return log_weight, b"".join(lm.byte_vocab[token] for token in tokens).decode()
 
 

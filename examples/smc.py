@@ -22,11 +22,10 @@ class Particle:
     is_done: bool = False
 
     async def step(self, lm: AsyncLM, prompt, allowed, random) -> None:
-        logprobs = (await lm.next_token_logprobs(prompt + self.tokens)).double().numpy()
+        logprobs = (await lm.next_token_logprobs(prompt + self.tokens)).numpy()
         logprobs[~allowed] = -np.inf
-        cumulative = np.exp(logprobs).cumsum()
-        self.log_weight += np.log(cumulative[-1])
-        token = int(np.searchsorted(cumulative, random.random() * cumulative[-1]))
+        self.log_weight += np.log(np.exp(logprobs).sum())
+        token = lm.draw(logprobs, generator=random)
         self.is_done = token == lm.tokenizer.eos_token_id
         self.tokens = [*self.tokens, token]
 

@@ -7,7 +7,7 @@ from benchmarks.workload import SHARE, Found, Numbers, Row, Workload, median
 
 
 class Sampling(Workload):
-    """The draws of a step of 20 samples, against the step itself."""
+    """The draws of a step of 20 samples, against the step itself and ``torch.multinomial``."""
 
     name = "sampling"
 
@@ -15,9 +15,18 @@ class Sampling(Workload):
         return generation.sampling(repeats)
 
     def rows(self, found: Found) -> list[Row]:
-        step, draws = (median(found[""][key]) for key in ("step_ms", "draws_ms"))
+        numbers = found[""]
+        step, draws = (median(numbers[key]) for key in ("step_ms", "draws_ms"))
         what = f"20 draws, of the step they belong to ({step:.0f} ms)"
-        return [(what, f"{100 * draws / step:.1f}%", "15%")]
+        table: list[Row] = [(what, f"{100 * draws / step:.1f}%", "15%")]
+        if "multinomial_ms" in numbers:
+            tempered, theirs = (median(numbers[key]) for key in ("tempered_ms", "multinomial_ms"))
+            table += [
+                (f"… from rows of {numbers['vocabulary']:,}", f"{draws:.1f} ms", ""),
+                ("… at another temperature than 1", f"{tempered:.1f} ms", ""),
+                (f"… over `torch.multinomial` ({theirs:.0f} ms)", f"{theirs / draws:.0f}×", "10×"),
+            ]
+        return table
 
 
 class Masks(Workload):

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from genlm_backend import (
     AsyncGLM,
     AsyncTokenCharacterTrie,
@@ -209,6 +211,7 @@ for _backend, _lm in BACKENDS.items():
         "batch_next_token_logprobs_sync": {"token_ids_list": [[1]]},
         "sample": {"prompt_token_ids": [1], **SAMPLE},
         "batch_sample": {"prompt_token_ids_list": [[1]], **SAMPLE},
+        "draw": {"row": torch.zeros(families.VOCAB)},
         "num_cached_tokens": {"token_ids": [1]},
         "forget": {"token_ids": [1]},
         "check_adapter": {},
