@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.limit import exponent, products_seconds
+from benchmarks.limit import Pass, exponent, program_seconds
 from benchmarks.workloads import load_ours, prompt_of
 
 Numbers = dict[str, Any]
@@ -42,19 +42,29 @@ def particles(repeats: int, sizes: tuple[int, ...] = (1, 4, 16, 64, 256)) -> Num
             lm.batch_next_token_logprobs_sync(contexts)
 
         step_s.append(timed(step, repeats))
-        limit_s.append(products_seconds(lm.model, size, size, repeats))
+        limit_s.append(program_seconds(lm.model, [Pass(size, size, len(prompt) + size)]))
     lm.close()
     return {"sizes": list(sizes), "step_s": step_s, "limit_s": limit_s}
 
 
 def context(repeats: int, sizes: tuple[int, ...] = (32, 128, 512, 2048, 4096)) -> Numbers:
     """Seconds of a step of 4 particles, by the length of their cached context."""
-    lm = load_ours(batch_size=4, row_cache_bytes=0, kv_cache_bytes=1 << 30)
+    return _behind(4, repeats, sizes)
+
+
+def shared_context(repeats: int, sizes: tuple[int, ...] = (51, 128, 512, 2048, 4096)) -> Numbers:
+    """Seconds of a step of 20 particles, by the length of the context that they share."""
+    return _behind(20, repeats, sizes)
+
+
+def _behind(num_particles: int, repeats: int, sizes: tuple[int, ...]) -> Numbers:
+    lm = load_ours(batch_size=num_particles, row_cache_bytes=0, kv_cache_bytes=1 << 30)
     generator = random.Random(0)
     step_s, limit_s = [], []
     for size in sizes:
         prompt = [generator.randrange(1000, 40_000) for _ in range(size)]
-        contexts = [[*prompt, 1000 + i] for i in range(4)]
+        lm.next_token_logprobs_sync(prompt)
+        contexts = [[*prompt, 1000 + i] for i in range(num_particles)]
         lm.batch_next_token_logprobs_sync(contexts)
 
         def step(contexts: list[list[int]] = contexts) -> None:
@@ -63,7 +73,7 @@ def context(repeats: int, sizes: tuple[int, ...] = (32, 128, 512, 2048, 4096)) -
             lm.batch_next_token_logprobs_sync(contexts)
 
         step_s.append(timed(step, repeats))
-        limit_s.append(products_seconds(lm.model, 4, 4, repeats))
+        limit_s.append(program_seconds(lm.model, [Pass(num_particles, num_particles, size)]))
         lm.clear_cache()
     lm.close()
     return {"sizes": list(sizes), "step_s": step_s, "limit_s": limit_s}
@@ -106,8 +116,9 @@ _LABELS = {
     "sum_s": "sums of one row",
 }
 _LIMITS = {
-    "particles": "matrix products alone",
-    "context": "matrix products alone",
+    "particles": "products, and each key and value read once",
+    "context": "products, and each key and value read once",
+    "shared_context": "products, and each key and value read once",
     "vocabulary": "touching every weight and node",
 }
 
@@ -118,7 +129,7 @@ def markdown(found: dict[str, Numbers]) -> str:
     for name, numbers in found.items():
         sizes = numbers["sizes"]
         lines += [
-            f"| {name} | {' | '.join(f'{size:,}' for size in sizes)} | grows with the power |",
+            f"| {name.replace('_', ' ')} | {' | '.join(f'{size:,}' for size in sizes)} | grows with the power |",
             "|---" * (len(sizes) + 2) + "|",
         ]
         for key, label in [*_LABELS.items(), ("limit_s", _LIMITS[name])]:

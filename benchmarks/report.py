@@ -108,7 +108,7 @@ def charts(lines: list[Line], folder: Path) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=steps))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set(xlabel=name, ylabel="ms")
+        axes.set(xlabel=name.replace("_", " "), ylabel="ms")
         axes.legend(fontsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(folder / "growth.png", dpi=150)

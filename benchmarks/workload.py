@@ -12,7 +12,7 @@ Found = dict[str, Numbers]
 Row = tuple[str, str, str]
 """What, measured, aim."""
 
-SHARE = "… share of it that the matrix products alone take"
+SHARE = "… share of it that products and reading keys and values take, alone"
 """The first column of a row that says how near to its limit something is."""
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.limit import products_seconds, program_seconds
+from benchmarks.limit import Pass, program_seconds
 from benchmarks.peer import has_peer
 from benchmarks.systems import PROMPT_TOKENS, SYSTEMS, TEXT, Ours, load_hf, tensor_on
 
@@ -70,8 +70,11 @@ def sis(
         times.append(time.perf_counter() - start)
         rates.append(count / times[-1])
         if isinstance(it, Ours):
-            steps = [(num_particles, num_particles)] * (num_tokens - 1)
-            limits.append(program_seconds(it.lm.model, [(num_prompt, 1), *steps]))
+            steps = [
+                Pass(num_particles, num_particles, num_prompt + i * num_particles)
+                for i in range(num_tokens - 1)
+            ]
+            limits.append(program_seconds(it.lm.model, [Pass(num_prompt, 1), *steps]))
     numbers = {"tokens_per_second": rates, "seconds": times}
     return {**numbers, "limit_s": limits} if limits else numbers
 
@@ -120,7 +123,7 @@ def scoring(repeats: int, batch_size: int, num_texts: int = 200) -> Numbers:
         numbers["ours_s"].append(time.perf_counter() - start)
         assert max(abs(x - y) for x, y in zip(found, expected, strict=True)) < 0.1
         numbers["theirs_s"].append(seconds(theirs))
-        chunk = products_seconds(lm.model, 200, 200)
+        chunk = program_seconds(lm.model, [Pass(200, 200)])
         numbers["limit_s"].append(chunk * num_tokens / 200)
     return {**numbers, "num_texts": num_texts, "num_tokens": num_tokens}
 
@@ -130,7 +133,7 @@ def smc(repeats: int) -> Numbers:
     lm = load_ours()
     prompt = prompt_of(lm)
     numbers: dict[str, list[float]] = {"seconds": [], "limit_s": []}
-    passes: list[tuple[int, int]] = []
+    passes: list[Pass] = []
     seen: set[tuple[int, ...]] = set()
 
     async def main() -> None:
@@ -139,7 +142,8 @@ def smc(repeats: int) -> Numbers:
         particles = [list(prompt) for _ in range(20)]
         for step in range(16):
             distinct = {tuple(p[: n + 1]) for p in particles for n in range(len(p))} - seen
-            passes.append((len(distinct), len(set(map(tuple, particles)))))
+            num_outputs = len(set(map(tuple, particles)))
+            passes.append(Pass(len(distinct), num_outputs, len(seen)))
             seen.update(distinct)
             rows = await asyncio.gather(*map(lm.next_token_logprobs, particles))
             draws = [lm.draw(row, generator=randomness) for row in rows]
@@ -220,7 +224,7 @@ def prefill_mix(repeats: int) -> Numbers:
             seconds(lambda: lm.batch_next_token_logprobs_sync([long]))  # noqa: B023
             + seconds(lambda: lm.batch_next_token_logprobs_sync(short))  # noqa: B023
         )
-    limit = program_seconds(lm.model, [(512 + 19, 20)])
+    limit = program_seconds(lm.model, [Pass(512 + 19, 20)])
     numbers = {"together_ms": together, "apart_ms": apart, "limit_ms": [limit]}
     return {name: [1e3 * x for x in values] for name, values in numbers.items()}
 

@@ -10,6 +10,7 @@ _WORKLOADS: tuple[Workload, ...] = (
     particles.LongPrompt(),
     particles.Smc(),
     particles.Clients(),
+    models.SharedContext(),
     models.Scoring(),
     models.StepOverhead(),
     models.PrefillMix(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import growth, workloads
+from benchmarks import growth, sharing, workloads
 from benchmarks.workload import SHARE, Found, Numbers, Row, Workload, median
 
 
@@ -104,12 +104,26 @@ class Awaits(Workload):
         ]
 
 
+class SharedContext(Workload):
+    """A step of particles behind a context that they share, read once or copied for each."""
+
+    name = "shared_context"
+    variants = ("shared", "gathered")
+    is_repeated = True
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return sharing.measure(variant, repeats)
+
+    def rows(self, found: Found) -> list[Row]:
+        return sharing.rows(found)
+
+
 class Growth(Workload):
     """How cost grows with particles, context and vocabulary, beside what is ideal."""
 
     name = "growth"
     table = "growth"
-    variants = ("particles", "context", "vocabulary")
+    variants = ("particles", "context", "shared_context", "vocabulary")
 
     def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
         return getattr(growth, variant)(repeats)

@@ -40,7 +40,7 @@ from genlm_backend.llm.evaluator import (
     checked_answers,
 )
 from genlm_backend.llm.query import Adapter, Query, check_context
-from genlm_backend.llm.row import Row
+from genlm_backend.llm.row import Row, table_of
 from genlm_backend.llm.statistics import LMStatistics
 from genlm_backend.llm.threads import release_idle_threads
 
@@ -205,7 +205,7 @@ class BatchedLM(AsyncLM):
     def _table(self, rows: Sequence[Row]) -> torch.Tensor:
         if not rows:
             return torch.empty(0, len(self.byte_vocab), device=self.output_device)
-        return torch.stack([row.logprobs.to(self.output_device) for row in rows])
+        return table_of(rows, self.output_device)
 
     def _before_wait(self) -> None:
         if self._info.uses_openmp:

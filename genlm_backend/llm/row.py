@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 import torch
 
 
@@ -73,6 +74,16 @@ class Row:
         return Row(logprobs, None if self.normaliser is None else self.normaliser + left)
 
 
+def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
+    """Return the log-probabilities of one or more rows, each written once: ``[n, vocab]``."""
+    if device.type != "cpu":
+        return torch.stack([row.logprobs.to(device) for row in rows])
+    table = np.empty((len(rows), len(rows[0].logprobs)), np.float32)
+    for own, row in zip(table, rows, strict=True):  # on this thread, without waking others
+        own[:] = row.logprobs.cpu().numpy()
+    return torch.from_numpy(table)
+
+
 def rows_of_logits(
     logits: torch.Tensor,
     device: torch.device | None = None,
@@ -91,7 +102,7 @@ def rows_of_logits(
         logits = logits.index_fill(1, ids, -torch.inf)
     largest = logits.amax(-1, keepdim=True)
     shifted = logits - largest  # sums of large ones would lose the logarithm
-    logarithms = shifted.logsumexp(-1, keepdim=True)
+    logarithms = shifted.exp().sum(-1, keepdim=True).log_()
     normalisers = (largest + logarithms).flatten().tolist()
     if device is None or device == logits.device:
         # Each with memory of its own, so that a row that is kept does not keep its batch.
