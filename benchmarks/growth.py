@@ -129,7 +129,8 @@ def markdown(found: dict[str, Numbers]) -> str:
     for name, numbers in found.items():
         sizes = numbers["sizes"]
         lines += [
-            f"| {name.replace('_', ' ')} | {' | '.join(f'{size:,}' for size in sizes)} | grows with the power |",
+            f"| {name.replace('_', ' ')} | "
+            f"{' | '.join(f'{size:,}' for size in sizes)} | grows with the power |",
             "|---" * (len(sizes) + 2) + "|",
         ]
         for key, label in [*_LABELS.items(), ("limit_s", _LIMITS[name])]:

@@ -1,6 +1,6 @@
 """Score many texts at once: the log-probability of each, and its perplexity per byte.
 
-Every token of every text is one await; texts that begin alike share what they have in common.
+Every text is one await; texts that begin alike share what they have in common.
 """
 
 import argparse
@@ -23,8 +23,7 @@ async def score(lm: AsyncLM, text: str) -> tuple[float, float]:
     """Return the log-probability of a text, in nats, and its bits per byte."""
     start = lm.tokenizer.bos_token_id or lm.tokenizer.eos_token_id
     ids = [start, *lm.tokenizer.encode(text, add_special_tokens=False)]
-    rows = await asyncio.gather(*(lm.next_token_logprobs(ids[:n]) for n in range(1, len(ids))))
-    total = sum(float(row[token]) for row, token in zip(rows, ids[1:], strict=True))
+    total = float((await lm.score(ids[:1], ids[1:])).sum())
     return total, -total / math.log(2) / len(text.encode())
 
 
@@ -33,7 +32,7 @@ async def main() -> None:
     parser.add_argument("texts", nargs="*", default=TEXTS)
     parser.add_argument("--model", default="smollm2", help="a name, or a local directory")
     options = parser.parse_args()
-    async with load_model_by_name(options.model, llm_opts={"batch_size": 512}) as lm:
+    async with load_model_by_name(options.model) as lm:
         scores = await asyncio.gather(*(score(lm, text) for text in options.texts))
         for (total, bits), text in sorted(zip(scores, options.texts, strict=True), reverse=True):
             print(f"{total:9.2f} nats  {bits:5.2f} bits per byte  {text}")

@@ -11,10 +11,11 @@ is neither an integer nor a number, and a ``float`` is no integer, whatever its 
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any, TypeVar
@@ -64,6 +65,35 @@ def check_names(
         if name not in known:
             near = near_names(name, known)
             raise error(f"{name} is no {of}{near or ': there are ' + ', '.join(known)}")
+
+
+def check_option_names(kind: type, given: Iterable[str], nested: Mapping[str, str]) -> None:
+    """Raise an ``OptionTypeError`` unless every name is an option of a class's constructor.
+
+    Args:
+        kind: The class.
+        given: Names to check.
+        nested: Names that go into one of its options, and the option of each.
+    """
+    known = list(_option_names(kind))
+    for name in given:
+        if name in nested and name not in known:
+            raise OptionTypeError(
+                f"{name} is no option of {kind.__name__}: it goes into {nested[name]}, as "
+                f"{nested[name]}={{{name!r}: …}}"
+            )
+    check_names(given, known, f"option of {kind.__name__}")
+
+
+def _option_names(kind: type) -> Iterator[str]:
+    """Yield the names of a constructor's options, and of the constructors that it hands more to."""
+    for owner in kind.__mro__:
+        if "__init__" not in vars(owner):
+            continue
+        parameters = inspect.signature(vars(owner)["__init__"]).parameters.values()
+        yield from (p.name for p in parameters if p.default is not p.empty)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return
 
 
 def near_names(name: object, known: Iterable[str], quoted: bool = False) -> str:

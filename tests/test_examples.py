@@ -61,8 +61,10 @@ def test_scores_rank_what_is_said_above_what_is_not():
     *texts, counts = done.stdout.strip().split("\n")
     assert texts[0].endswith("The capital of France is Paris.")
     assert texts[-1].endswith("Mat the on sat cat the.")
-    awaits, computed = map(int, re.findall(r"(\d+) awaits, (\d+) tokens computed", counts)[0])
-    assert computed < awaits  # beginnings are shared
+    found = re.search(r"^6 awaits, (\d+) tokens computed, (\d+) forward passes$", counts)
+    assert found, counts
+    assert int(found[1]) <= 40  # of 44, since beginnings are shared
+    assert int(found[2]) <= 3
 
 
 def test_a_character_level_constraint_holds_and_both_waits_are_batched():

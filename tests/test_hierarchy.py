@@ -22,6 +22,8 @@ DEFAULTS = {
         "batch_next_token_logprobs",
         "batch_next_token_logprobs_sync",
         "batch_sample",
+        "batch_score",
+        "batch_score_sync",
         "check_adapter",
         "clear_cache",
         "close",

@@ -28,7 +28,8 @@ from genlm_backend.generation.request import GenerationRequest
 from genlm_backend.generation.runtime_config import RuntimeConfig
 from genlm_backend.generation.served_model import ServedModel
 from genlm_backend.generation.status import GeneratedElements, GenerationStatus
-from genlm_backend.llm.base import AsyncLM, TokenIds
+from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.query import TokenIds
 from genlm_backend.process_lock import ProcessLock
 
 _RUNTIME_CONFIG = instance(RuntimeConfig, "a RuntimeConfig")

@@ -15,8 +15,8 @@ from genlm_backend.errors import (
 )
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.constraint import Constraint
-from genlm_backend.llm.base import AsyncLM, TokenIds
-from genlm_backend.llm.query import check_context, check_known_ids
+from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.query import TokenIds, check_context, check_known_ids
 
 Chat = Sequence[Mapping[str, Any]]
 """A chat's messages, each with its ``role`` and ``content``."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from genlm_backend.llm.mock import MockAsyncLM
     from genlm_backend.llm.query import Adapter, Query
     from genlm_backend.llm.registry import load_model_by_name
-    from genlm_backend.llm.row import Row, rows_of_logits
+    from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
+    from genlm_backend.llm.scoring import Scoring
     from genlm_backend.llm.statistics import LMStatistics
     from genlm_backend.llm.vllm.model import AsyncVirtualLM
 
@@ -37,9 +38,11 @@ __all__ = [
     "MockAsyncLM",
     "Query",
     "Row",
+    "Scoring",
     "StatelessEvaluator",
     "load_model_by_name",
     "rows_of_logits",
+    "scores_of_logits",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -59,8 +62,10 @@ __getattr__, __dir__ = lazy_names(
         "MockAsyncLM": "genlm_backend.llm.mock",
         "Query": "genlm_backend.llm.query",
         "Row": "genlm_backend.llm.row",
+        "Scoring": "genlm_backend.llm.scoring",
         "StatelessEvaluator": "genlm_backend.llm.evaluator",
         "load_model_by_name": "genlm_backend.llm.registry",
         "rows_of_logits": "genlm_backend.llm.row",
+        "scores_of_logits": "genlm_backend.llm.row",
     },
 )

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from typing import final
+from pathlib import Path
+from typing import Any, Final, final
 
+from genlm_backend.checks import checked, instance, text
 from genlm_backend.errors import AdapterError, UnknownAdapterError
-from genlm_backend.llm.base import UNKNOWN_ADAPTER
-from genlm_backend.llm.query import Adapter, Query
+from genlm_backend.llm.query import Adapter
+from genlm_backend.llm.scoring import Question
+
+UNKNOWN_ADAPTER: Final = "no LoRA adapter named {!r} is loaded"
+"""What the message of an ``UnknownAdapterError`` begins with, for the adapter's name."""
+
+ADAPTER_CHECKS: Final = {"lora_name": text, "lora_path": instance((str, Path), "a path")}
+"""Checks of what ``add_new_lora`` takes."""
+
+
+def check_adapter_name(lora_name: Any) -> None:
+    """Raise an ``UnknownAdapterError`` unless ``lora_name`` is a name, of whatever adapter."""
+    checked(ADAPTER_CHECKS, {"lora_name": lora_name}, UnknownAdapterError)
 
 
 @final
@@ -55,13 +68,13 @@ class AdapterNames:
             )
         return loaded[name]
 
-    def check(self, query: Query) -> None:
+    def check(self, query: Question) -> None:
         """Raise the error of a query whose adapter has gone since it was asked."""
         error = self.error_of(query)
         if error is not None:
             raise error
 
-    def error_of(self, query: Query) -> UnknownAdapterError | None:
+    def error_of(self, query: Question) -> UnknownAdapterError | None:
         """Return the error of a query whose adapter has gone since it was asked, or ``None``."""
         adapter = query.adapter
         if adapter is None or self._loaded.get(adapter.name) == adapter:

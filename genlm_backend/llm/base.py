@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import abc
-import inspect
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar, Final, NoReturn
+from collections.abc import Awaitable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
 from genlm_backend.checks import (
     MAX_VOCAB,
     Check,
-    check_names,
+    check_option_names,
     checked,
-    instance,
     integer,
     listed,
     optional,
     switch,
-    text,
 )
 from genlm_backend.closing import Closing
-from genlm_backend.errors import AdapterError, OptionTypeError, UnknownAdapterError
+from genlm_backend.errors import AdapterError, UnknownAdapterError
+from genlm_backend.llm.adapters import UNKNOWN_ADAPTER
 from genlm_backend.llm.draw import AnyRow, RandomGenerator, draw
-from genlm_backend.llm.query import check_context
+from genlm_backend.llm.query import Query, TokenIds, check_context
+from genlm_backend.llm.row_scores import scores_of_rows, scores_of_rows_sync
 from genlm_backend.llm.sampling import Sampler, check_sampling
+from genlm_backend.llm.scoring import check_scorings
 from genlm_backend.llm.statistics import LMStatistics
 from genlm_backend.llm.together import together
 from genlm_backend.llm.watching import progress_bar
 from genlm_backend.tokenization import Token, decode_vocab
-
-TokenIds = Iterable[int]
-"""A context: token ids, as Python or NumPy integers, or a 1-D integer array or tensor."""
-
-UNKNOWN_ADAPTER: Final = "no LoRA adapter named {!r} is loaded"
-"""What the message of an ``UnknownAdapterError`` begins with, for the adapter's name."""
 
 
 class AsyncLM(Closing):
@@ -83,17 +75,7 @@ class AsyncLM(Closing):
     ) -> None:
         given = {"vocab_size": vocab_size, "self_check": self_check}
         vocab_size = checked(AsyncLM.option_checks, given)["vocab_size"]
-        vocabulary = decode_vocab(tokenizer, self_check=self_check)
-        size = len(vocabulary.byte_vocab)
-        if vocab_size is not None and vocab_size != size:
-            if vocab_size < size:
-                cut = ", ".join(map(repr, vocabulary.byte_vocab[vocab_size : vocab_size + 8]))
-                warnings.warn(
-                    f"the tokenizer has {size} ids and the model {vocab_size}: ids {vocab_size} "
-                    f"to {size - 1} are left out ({cut}{', …' if size - vocab_size > 8 else ''})",
-                    stacklevel=3,
-                )
-            vocabulary = vocabulary.resized(vocab_size)
+        vocabulary = decode_vocab(tokenizer, self_check=self_check).of_model(vocab_size)
         self.tokenizer = tokenizer
         self.byte_vocab: list[Token] = vocabulary.byte_vocab
         self.str_vocab: list[str] = vocabulary.str_vocab
@@ -117,14 +99,7 @@ class AsyncLM(Closing):
             OptionTypeError: (``TypeError``) If there is none of a name, or one is of a wrong type.
             OptionError: (``ValueError``) If one is out of its bounds.
         """
-        known = list(_option_names(cls))
-        for name in options.keys() & cls.nested_options.keys() - set(known):
-            place = cls.nested_options[name]
-            raise OptionTypeError(
-                f"{name} is no option of {cls.__name__}: it goes into {place}, as "
-                f"{place}={{{name!r}: …}}"
-            )
-        check_names(options, known, f"option of {cls.__name__}")
+        check_option_names(cls, options, cls.nested_options)
         checked(cls.option_checks, options)
 
     # ---------------------------------------------------------------- rows
@@ -155,9 +130,8 @@ class AsyncLM(Closing):
     ) -> torch.Tensor:
         """Return the row before it is normalised, where the backend knows it: float32 ``[vocab]``.
 
-        Some processors of transformers, such as the repetition penalty, are defined on these.
-        A backend that does not know them returns the log-probabilities, which differ from them
-        by one number.
+        Some processors of transformers, such as the repetition penalty, are defined on these. A
+        backend that does not know them returns log-probabilities, which differ by one number.
         """
         return await self.next_token_logprobs(token_ids, lora_name)
 
@@ -186,15 +160,66 @@ class AsyncLM(Closing):
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same rows as ``batch_next_token_logprobs``, blocking the calling thread."""
-        return self._stacked(
-            [
-                self.next_token_logprobs_sync(ids, lora_name=lora_name)
-                for ids in listed("token_ids_list", token_ids_list)
-            ]
-        )
+        contexts = listed("token_ids_list", token_ids_list)
+        rows = [self.next_token_logprobs_sync(ids, lora_name=lora_name) for ids in contexts]
+        return self._stacked(rows)
 
     def _stacked(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack(list(rows)) if rows else torch.empty(0, len(self.byte_vocab))
+
+    # ---------------------------------------------------------------- scores
+
+    async def score(
+        self, prompt: TokenIds, continuation: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the log-probability of each token of a continuation: float32 ``[n]``.
+
+        Each is what the row of all tokens before it says of that token, to rounding. An
+        ``AsyncTransformer`` computes each token of the text once, in the batches of other awaits,
+        and makes no rows; other backends take the rows of all prefixes, ``batch_size`` at a time.
+
+        Raises:
+            ContextError: (``ValueError``) If the prompt is empty, an id is outside the vocabulary,
+                or the text without its last token is longer than the model's maximum.
+            Exception: What ``next_token_logprobs`` raises.
+        """
+        return (await self.batch_score([prompt], [continuation], lora_name))[0]
+
+    def score_sync(
+        self, prompt: TokenIds, continuation: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the same scores as ``score``, blocking the calling thread."""
+        return self.batch_score_sync([prompt], [continuation], lora_name)[0]
+
+    async def batch_score(
+        self,
+        prompts: Sequence[TokenIds],
+        continuations: Sequence[TokenIds],
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the scores of many continuations, each behind its own prompt; see ``score``."""
+        self.check_adapter(lora_name)
+        scorings = check_scorings(prompts, continuations, len(self.byte_vocab), self.max_length)
+
+        def ask(queries: list[Query]) -> Awaitable[torch.Tensor]:
+            return self.batch_next_token_logprobs([q.token_ids for q in queries], lora_name)
+
+        return await scores_of_rows(scorings, ask, self.batch_size)
+
+    def batch_score_sync(
+        self,
+        prompts: Sequence[TokenIds],
+        continuations: Sequence[TokenIds],
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the same scores as ``batch_score``, blocking the calling thread."""
+        self.check_adapter(lora_name)
+        scorings = check_scorings(prompts, continuations, len(self.byte_vocab), self.max_length)
+
+        def ask(queries: list[Query]) -> torch.Tensor:
+            return self.batch_next_token_logprobs_sync([q.token_ids for q in queries], lora_name)
+
+        return scores_of_rows_sync(scorings, ask, self.batch_size)
 
     # ---------------------------------------------------------------- sampling
 
@@ -372,23 +397,3 @@ class AsyncLM(Closing):
 
     def close(self) -> None:
         """Settle every waiter with an error and free what the model holds; again has no effect."""
-
-
-def _option_names(kind: type) -> Iterator[str]:
-    """Yield the names of a constructor's options, and of the constructors that it hands more to."""
-    for owner in kind.__mro__:
-        if "__init__" not in vars(owner):
-            continue
-        parameters = inspect.signature(vars(owner)["__init__"]).parameters.values()
-        yield from (p.name for p in parameters if p.default is not p.empty)
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return
-
-
-def check_adapter_name(lora_name: Any) -> None:
-    """Raise an ``UnknownAdapterError`` unless ``lora_name`` is a name, of whatever adapter."""
-    checked(ADAPTER_CHECKS, {"lora_name": lora_name}, UnknownAdapterError)
-
-
-ADAPTER_CHECKS: Final = {"lora_name": text, "lora_path": instance((str, Path), "a path")}
-"""Checks of what ``add_new_lora`` takes."""

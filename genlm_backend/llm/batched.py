@@ -25,22 +25,15 @@ from genlm_backend.checks import (
     optional,
 )
 from genlm_backend.checks import device as check_device
-from genlm_backend.errors import (
-    AdapterError,
-    BatcherClosedError,
-    OptionError,
-    UnknownAdapterError,
-)
-from genlm_backend.llm.adapters import AdapterNames
-from genlm_backend.llm.base import ADAPTER_CHECKS, AsyncLM, TokenIds, check_adapter_name
-from genlm_backend.llm.evaluator import (
-    Evaluator,
-    EvaluatorCounts,
-    EvaluatorInfo,
-    checked_answers,
-)
-from genlm_backend.llm.query import Adapter, Query, check_context
+from genlm_backend.errors import AdapterError, BatcherClosedError, OptionError, UnknownAdapterError
+from genlm_backend.llm.adapters import ADAPTER_CHECKS, AdapterNames, check_adapter_name
+from genlm_backend.llm.answering import Answering
+from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.evaluator import Evaluator, EvaluatorInfo
+from genlm_backend.llm.query import Adapter, Query, TokenIds, check_context
 from genlm_backend.llm.row import Row, table_of
+from genlm_backend.llm.row_scores import scores_of_rows, scores_of_rows_sync
+from genlm_backend.llm.scoring import Question, Scoring, check_scorings, distinct, own_scores
 from genlm_backend.llm.statistics import LMStatistics
 from genlm_backend.llm.threads import release_idle_threads
 
@@ -113,10 +106,11 @@ class BatchedLM(AsyncLM):
         self.output_device: torch.device = given["output_device"]
         self._rows = RowCache[Row](given["row_cache_bytes"]) if row_cache is None else row_cache
         self._adapters = AdapterNames()
-        self._counts = EvaluatorCounts()
+        self._answering = Answering(evaluator, self._rows, self._adapters)
         self._closing, self._is_closed = threading.RLock(), False
         policy, name = BatchPolicy(timeout=timeout), type(self).__name__
-        self._batcher: Batcher[Query, Row] = Batcher(self._evaluate, policy, name=name)
+        # A row for a query, a tensor for a scoring.
+        self._batcher: Batcher[Question, Any] = Batcher(self._answering.answers, policy, name=name)
         evaluator.check_wanted = self._batcher.check_wanted
         try:
             info = self._call(evaluator.open) if evaluator.info is None else evaluator.info
@@ -129,8 +123,7 @@ class BatchedLM(AsyncLM):
             raise
         self.max_length = self._info.max_length
         self.device = None if self._info.device is None else torch.device(self._info.device)
-        evaluator.undefined_ids = tuple(sorted(self.undefined_ids))
-        self._undefined = torch.tensor(evaluator.undefined_ids, dtype=torch.int64)
+        self._answering.set_vocabulary(len(self.byte_vocab), self.undefined_ids)
 
     # ---------------------------------------------------------------- rows
 
@@ -151,8 +144,7 @@ class BatchedLM(AsyncLM):
     async def _answer(self, query: Query) -> Row:
         row = self._rows.get(query)
         if row is None:
-            if self._info.uses_openmp:
-                release_idle_threads()
+            self._before_wait()
             row = await self._batcher.submit(query)
         return row
 
@@ -167,7 +159,9 @@ class BatchedLM(AsyncLM):
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the rows of many contexts, in order: float32 ``[len(token_ids_list), vocab]``."""
-        queries = self._queries(token_ids_list, lora_name)
+        return await self._rows_of(self._queries(token_ids_list, lora_name))
+
+    async def _rows_of(self, queries: list[Query]) -> torch.Tensor:
         rows, missing = self._known(queries)
         self._before_wait()
         found = await asyncio.gather(*map(self._batcher.submit, missing))
@@ -178,7 +172,10 @@ class BatchedLM(AsyncLM):
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same rows as ``batch_next_token_logprobs``, blocking the calling thread."""
-        return self._table(self._answers_sync(self._queries(token_ids_list, lora_name)))
+        return self._rows_of_sync(self._queries(token_ids_list, lora_name))
+
+    def _rows_of_sync(self, queries: list[Query]) -> torch.Tensor:
+        return self._table(self._answers_sync(queries))
 
     def _query(self, token_ids: TokenIds, lora_name: str | None) -> Query:
         self._batcher.check_open()
@@ -211,41 +208,54 @@ class BatchedLM(AsyncLM):
         if self._info.uses_openmp:
             release_idle_threads()
 
+    # ---------------------------------------------------------------- scores
+
+    async def batch_score(
+        self,
+        prompts: Sequence[TokenIds],
+        continuations: Sequence[TokenIds],
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the scores of many continuations, each behind its own prompt."""
+        scorings = self._scorings(prompts, continuations, lora_name)
+        asked = distinct(scorings)
+        self._before_wait()
+        if self._info.scores:
+            found = await asyncio.gather(*map(self._batcher.submit, asked))
+        else:
+            found = await scores_of_rows(asked, self._rows_of, self.batch_size)
+        return own_scores(scorings, dict(zip(asked, found, strict=True)), self.output_device)
+
+    def batch_score_sync(
+        self,
+        prompts: Sequence[TokenIds],
+        continuations: Sequence[TokenIds],
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the same scores as ``batch_score``, blocking the calling thread."""
+        scorings = self._scorings(prompts, continuations, lora_name)
+        asked = distinct(scorings)
+        self._before_wait()
+        if self._info.scores:
+            found = self._batcher.submit_sync(asked)
+        else:
+            found = scores_of_rows_sync(asked, self._rows_of_sync, self.batch_size)
+        return own_scores(scorings, dict(zip(asked, found, strict=True)), self.output_device)
+
+    def _scorings(self, prompts: Any, continuations: Any, lora_name: str | None) -> list[Scoring]:
+        self._batcher.check_open()
+        size, adapter = len(self.byte_vocab), self._adapter(lora_name)
+        return check_scorings(prompts, continuations, size, self.max_length, adapter)
+
     # ---------------------------------------------------------------- on the worker thread
-
-    def _evaluate(self, queries: list[Query]) -> Sequence[Row | Exception]:
-        generation = self._rows.generation
-        answers: dict[Query, Row | Exception] = {
-            query: error
-            for query in queries
-            if query.adapter is not None and (error := self._adapters.error_of(query))
-        }
-        known = [query for query in queries if query not in answers] if answers else queries
-        found = self._counted(partial(self._evaluator.evaluate, known)) if known else ()
-        checked = checked_answers(self._evaluator, found, len(known), len(self.byte_vocab))
-        for query, answer in zip(known, checked, strict=True):
-            if isinstance(answer, Row):
-                answer = self._defined(answer)
-                self._rows.put(query, answer, generation)
-            answers[query] = answer
-        return [answers[query] for query in queries]
-
-    def _defined(self, row: Row) -> Row:
-        """Return the row given that some token comes: no id that none has."""
-        return row.without(self._undefined) if len(self._undefined) else row
-
-    def _counted(self, verb: Callable[[], T]) -> T:
-        try:
-            return verb()
-        finally:
-            self._counts = self._evaluator.counts()
 
     def _call(self, verb: Callable[[], T]) -> T:
         """Have the worker do something after the batches already sent; block for it."""
-        return self._batcher.call(partial(self._counted, verb))
+        return self._batcher.call(partial(self._answering.counted, verb))
 
     async def _acall(self, verb: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._batcher.call_soon(partial(self._counted, verb)))
+        counted = partial(self._answering.counted, verb)
+        return await asyncio.wrap_future(self._batcher.call_soon(counted))
 
     # ---------------------------------------------------------------- the queue
 
@@ -313,16 +323,7 @@ class BatchedLM(AsyncLM):
     # ---------------------------------------------------------------- adapters
 
     def add_new_lora(self, lora_path: str | Path, lora_name: str = "lora_1") -> None:
-        """Load a LoRA adapter, to be named in queries; blocks until it is there.
-
-        Args:
-            lora_path: A directory in PEFT's format, or a repository on the hub.
-            lora_name: A name that no other adapter of the model has.
-
-        Raises:
-            AdapterError: (``ValueError``) If the name is taken, nothing can be loaded, or the
-                model takes no adapters; the model stays as it was.
-        """
+        """Load a LoRA adapter; where that raises, the model stays as it was."""
         given = {"lora_path": lora_path, "lora_name": lora_name}
         checked(ADAPTER_CHECKS, given, AdapterError)
         if not self._info.takes_adapters:
@@ -339,9 +340,6 @@ class BatchedLM(AsyncLM):
         """Remove an adapter, and clear the cache.
 
         Queries with it that have not ended get an ``UnknownAdapterError``, and no others.
-
-        Raises:
-            UnknownAdapterError: (``ValueError``) If there is none of that name.
         """
         check_adapter_name(lora_name)
 
@@ -382,7 +380,7 @@ class BatchedLM(AsyncLM):
 
     def statistics(self) -> LMStatistics:
         """Return what batching and caching have done so far."""
-        return LMStatistics.of(self._batcher.statistics(), self._counts, self._rows)
+        return LMStatistics.of(self._batcher.statistics(), self._answering.counts, self._rows)
 
     def close(self) -> None:
         """Settle every waiter with an error and free what the model holds.

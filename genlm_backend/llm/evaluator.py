@@ -5,20 +5,12 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Final, final
 
-from genlm_backend.checks import (
-    MAX_VOCAB,
-    checked,
-    integer,
-    known_device,
-    optional,
-    shown,
-    switch,
-)
-from genlm_backend.errors import AdapterError, EvaluationError
+from genlm_backend.checks import MAX_VOCAB, checked, integer, known_device, optional, switch
+from genlm_backend.errors import AdapterError
 from genlm_backend.llm.query import Adapter, Query
-from genlm_backend.llm.row import Row
+from genlm_backend.llm.scoring import Answer, Question
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +30,7 @@ class EvaluatorInfo:
         takes_adapters: Whether adapters can be added.
         uses_openmp: Whether it computes on OpenMP threads of this process, which idle threads of
             callers slow down.
+        scores: Whether it answers a ``Scoring`` too. Where not, texts are scored by rows.
     """
 
     vocab_size: int | None = None
@@ -49,6 +42,7 @@ class EvaluatorInfo:
     can_forget: bool = False
     takes_adapters: bool = False
     uses_openmp: bool = False
+    scores: bool = False
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -86,6 +80,7 @@ _CHECKS: Final = {
     "can_forget": switch,
     "takes_adapters": switch,
     "uses_openmp": switch,
+    "scores": switch,
 }
 
 
@@ -142,12 +137,16 @@ class Evaluator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def evaluate(self, queries: Sequence[Query]) -> Sequence[Row | Exception]:
-        """Return one row for each of one or more distinct queries, in order.
+    def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
+        """Return one answer to each of one or more distinct queries, in order: a ``Row``.
 
         An exception in place of a row is for those who asked that query, and disturbs no other;
         one that is raised is for all of them. Each row owns its memory and is not modified
         afterwards. It may give a probability to ids that no token has: ``BatchedLM`` excludes them.
+
+        Where ``info.scores`` says so, there may be a ``Scoring`` among the queries. Its answer is a
+        float32 tensor ``[num_targets]``, on any device, of what rows without ``undefined_ids``
+        say: those are left out, and a target among them is ``-inf``.
         """
 
     @abc.abstractmethod
@@ -256,26 +255,3 @@ class StatelessEvaluator(Evaluator):
 
     def close(self) -> None:
         """Do nothing: nothing is held."""
-
-
-def checked_answers(
-    evaluator: Evaluator, answers: Any, num_queries: int, vocab_size: int
-) -> list[Row | Exception]:
-    """Return what an evaluator has answered, with an error in the place of what is no answer.
-
-    Raises:
-        EvaluationError: If there is not one answer for each query.
-    """
-    name = f"{type(evaluator).__name__}.evaluate"
-    if not isinstance(answers, Sequence) or len(answers) != num_queries:
-        what = f"{len(answers)} answers" if isinstance(answers, Sequence) else shown(answers)
-        raise EvaluationError(f"{name} returned {what} for {num_queries} queries")
-    return [
-        answer
-        if isinstance(answer, Exception) or (isinstance(answer, Row) and answer.is_of(vocab_size))
-        else EvaluationError(
-            f"{name} must return a Row of float32 [{vocab_size}] for each query, or an exception, "
-            f"got {shown(answer)}"
-        )
-        for answer in answers
-    ]

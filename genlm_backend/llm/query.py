@@ -11,6 +11,9 @@ from genlm_backend.checks import integer, shown
 from genlm_backend.errors import ContextError, ContextTypeError, OptionError, OptionTypeError
 from genlm_backend.tokenization import Token
 
+TokenIds = Iterable[int]
+"""A context: token ids, as Python or NumPy integers, or a 1-D integer array or tensor."""
+
 
 class Adapter(NamedTuple):
     """An adapter as a model has loaded it: two of one name are told apart by their numbers.
@@ -58,6 +61,11 @@ class Query(tuple[Adapter | None, bytes]):
         return Query, (self.token_ids, self.adapter)
 
     @property
+    def context(self) -> tuple[int, ...]:
+        """The tokens that the model has to read: the whole context."""
+        return self.token_ids
+
+    @property
     def lora_name(self) -> str | None:
         """Name of the adapter, or ``None`` for the base model."""
         return None if self.adapter is None else self.adapter.name
@@ -73,54 +81,65 @@ class Query(tuple[Adapter | None, bytes]):
 
 
 def check_context(
-    token_ids: Any, vocab_size: int, max_length: int | None = None
+    token_ids: Any, vocab_size: int, max_length: int | None = None, name: str = "token_ids"
 ) -> tuple[int, ...]:
-    """Return ``token_ids`` as a tuple of ``int``.
+    """Return ``token_ids`` as a tuple of at least one ``int``.
+
+    Raises:
+        ContextTypeError: If they are not integers, as ``check_token_ids`` says.
+        ContextError: If there are none, more than ``max_length``, or one outside
+            ``0 … vocab_size - 1``.
+    """
+    ids = check_token_ids(token_ids, vocab_size, name)
+    if not ids:
+        raise ContextError(f"{name} is empty: a context needs at least one token")
+    if max_length is not None and len(ids) > max_length:
+        raise ContextError(
+            f"the context has {len(ids)} tokens, more than the model's maximum of {max_length}"
+        )
+    return ids
+
+
+def check_token_ids(token_ids: Any, vocab_size: int, name: str = "token_ids") -> tuple[int, ...]:
+    """Return any number of token ids, or none, as a tuple of ``int``.
 
     Accepts any iterable of Python or NumPy integers and one-dimensional integer arrays and
-    tensors.
+    tensors. ``name`` is what messages call them.
 
     Raises:
         ContextTypeError: If they are not integers (a ``bool`` is none), or not iterable.
-        ContextError: If there are none, more than ``max_length``, or one outside
-            ``0 … vocab_size - 1``.
+        ContextError: If there is one outside ``0 … vocab_size - 1``.
     """
     if hasattr(token_ids, "tolist") and hasattr(token_ids, "ndim"):
         if token_ids.ndim != 1:
             raise ContextTypeError(
-                f"token_ids must have one dimension, got an array of shape {tuple(token_ids.shape)}"
+                f"{name} must have one dimension, got an array of shape {tuple(token_ids.shape)}"
             )
         try:
             token_ids = token_ids.tolist()
         except (RuntimeError, TypeError) as error:  # a tensor on "meta", or one of sparse layout
-            raise ContextTypeError(f"token_ids hold no integers: {shown(token_ids)}") from error
+            raise ContextTypeError(f"{name} hold no integers: {shown(token_ids)}") from error
     elif isinstance(token_ids, Mapping):  # as tokenizers and chat templates return
         raise ContextTypeError(
-            f"token_ids must be integers, got a {type(token_ids).__name__}: pass its 'input_ids'"
+            f"{name} must be integers, got a {type(token_ids).__name__}: pass its 'input_ids'"
         )
     elif isinstance(token_ids, (str, bytes, bytearray)):
         raise ContextTypeError(
-            f"token_ids must be integers, got {type(token_ids).__name__}: encode the text with "
+            f"{name} must be integers, got {type(token_ids).__name__}: encode the text with "
             "the model's tokenizer first"
         )
     try:
         ids = tuple(token_ids)
     except TypeError:
-        message = f"token_ids must be a list of integers, got {shown(token_ids)}"
+        message = f"{name} must be a list of integers, got {shown(token_ids)}"
         raise ContextTypeError(message) from None
-    if not ids:
-        raise ContextError("token_ids is empty: a context needs at least one token")
-    if set(map(type, ids)) != {int}:
+    if ids and set(map(type, ids)) != {int}:
         ids = tuple(map(_to_int, ids))
-    if min(ids) < 0 or max(ids) >= vocab_size:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise ContextError(
             f"token id {wrong} is outside the vocabulary: "
             f"the model has {vocab_size} ids, 0 to {vocab_size - 1}"
-        )
-    if max_length is not None and len(ids) > max_length:
-        raise ContextError(
-            f"the context has {len(ids)} tokens, more than the model's maximum of {max_length}"
         )
     return ids
 

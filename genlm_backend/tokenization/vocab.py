@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Iterator
 from typing import Any, Literal, final, get_args
 
@@ -66,6 +67,23 @@ class Vocabulary(tuple[list[Token], list[str]]):
             frozenset(i for i in self.special_ids if i < size),
             frozenset(i for i in self.undefined_ids if i < size) | frozenset(extra),
         )
+
+    def of_model(self, size: int | None) -> Vocabulary:
+        """Return the vocabulary of a model with rows of that width; warn of tokens that it lacks.
+
+        ``None`` for whatever the tokenizer has. The warning is of the caller's caller's caller.
+        """
+        num_ids = len(self.byte_vocab)
+        if size is None or size == num_ids:
+            return self
+        if size < num_ids:
+            cut = ", ".join(map(repr, self.byte_vocab[size : size + 8]))
+            warnings.warn(
+                f"the tokenizer has {num_ids} ids and the model {size}: ids {size} to "
+                f"{num_ids - 1} are left out ({cut}{', …' if num_ids - size > 8 else ''})",
+                stacklevel=4,
+            )
+        return self.resized(size)
 
 
 def _undefined(token_id: int) -> str:

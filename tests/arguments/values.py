@@ -49,6 +49,8 @@ VALUES: dict[str, Any] = {
 }
 
 WORDS = {
+    "continuation": "continuation|token",
+    "continuations": "continuation|token",
     "decode": "decode|entry|vocabulary",
     "vocab": "decode|entry|vocabulary",
     "eos_token_ids": "eos_token_ids|ends a text",
@@ -64,6 +66,7 @@ WORDS = {
     "prompt_token_ids": "token|context",
     "prompt_token_ids_list": "prompt_token_ids_list|token",
     "prompt_tokens": "token",
+    "prompts": "prompt|token",
     "pattern": "pattern|regular expression|no such constraint",
     "grammar": "grammar|no such constraint|llguidance",
     "request": "request",

@@ -25,6 +25,7 @@ from genlm_backend.llm import (
     EvaluatorInfo,
     Query,
     Row,
+    Scoring,
     StatelessEvaluator,
     rows_of_logits,
 )
@@ -53,6 +54,14 @@ async def test_every_other_method_is_there():
         assert torch.equal(rows, lm.batch_next_token_logprobs_sync([[1], [1, 2, 3]]))
         assert (await lm.batch_next_token_logprobs([])).shape == (0, len(lm.byte_vocab))
         assert await lm.sample([5, 5], 3, [], seed=1) == [2, 3, 4]
+        assert (await lm.score([5, 5], [2, 3, 9])).tolist() == [0, 0, -torch.inf]
+        assert lm.score_sync([5, 5], [2, 3, 9]).tolist() == [0, 0, -torch.inf]
+        assert [s.tolist() for s in await lm.batch_score([[5], [5]], [[], [1]])] == [[], [0]]
+        assert lm.batch_score_sync([[5]], [[1, 1]])[0].tolist() == [0, -torch.inf]
+        with pytest.raises(ValueError, match="prompt is empty"):
+            await lm.score([], [1])
+        with pytest.raises(UnknownAdapterError):
+            await lm.score([1], [], lora_name="polite")
         assert await lm.batch_sample([[5], [5, 5]], 2, [3]) == [[1, 2], [2]]
         assert int((await lm.next_token_logits([0])).argmax()) == 1
         with pytest.raises(AdapterError, match="Counting takes no LoRA adapters"):
@@ -265,3 +274,73 @@ def test_info_that_is_none_is_refused():
     evaluator.info = {"vocab_size": 96}
     with pytest.raises(OptionTypeError, match="info must be an EvaluatorInfo"):
         BatchedLM(word_tokenizer(), evaluator)
+
+
+async def test_a_model_without_scores_asks_for_few_rows_at_once():
+    class Watched(toy.ToyEvaluator):
+        sizes: list[int] = []
+
+        def evaluate(self, queries):
+            self.sizes.append(len(queries))
+            assert all(isinstance(query, Query) for query in queries)
+            return super().evaluate(queries)
+
+    evaluator = Watched()
+    async with BatchedLM(word_tokenizer(), evaluator, batch_size=6, row_cache_bytes=0) as lm:
+        texts = [[i, *range(1, 20)] for i in range(3)]
+        found = await lm.batch_score([t[:1] for t in texts], [t[1:] for t in texts])
+        assert evaluator.sizes == [6] * 9 + [3]
+        for text, scores in zip(texts, found, strict=True):
+            rows = lm.batch_next_token_logprobs_sync([text[:n] for n in range(1, 20)])
+            assert torch.equal(scores, rows[range(19), text[1:]])
+
+
+class Scores(StatelessEvaluator):
+    """Answers scorings by what the test has put into ``answer``, and queries by zeros."""
+
+    info = EvaluatorInfo(scores=True)
+
+    def __init__(self, answer):
+        self.answer, self.asked = answer, []
+
+    def evaluate(self, queries):
+        self.asked.append(list(queries))
+        (row,) = rows_of_logits(torch.zeros(1, 96))
+        return [row if isinstance(query, Query) else self.answer(query) for query in queries]
+
+
+async def test_an_evaluator_may_answer_scorings_beside_queries():
+    evaluator = Scores(lambda scoring: torch.tensor(scoring.targets).float())
+    async with BatchedLM(word_tokenizer(), evaluator) as lm:
+        asked = lm.score([1, 2], [3, 4]), lm.next_token_logprobs([5]), lm.score([1, 2], [3, 4])
+        scores, row, again = await asyncio.gather(*asked)
+        assert scores.tolist() == again.tolist() == [3, 4]
+        assert row.shape == (96,)
+        (batch,) = evaluator.asked
+        scoring = Scoring(Query((1, 2, 3, 4)), 2)
+        assert len(batch) == 2
+        assert set(batch) == {scoring, Query((5,))}
+        assert scoring not in (Scoring(Query((1, 2, 3, 4)), 3), Query((1, 2, 3, 4)))
+        assert pickle.loads(pickle.dumps(scoring)) == scoring
+        assert (scoring.context, scoring.adapter) == ((1, 2, 3), None)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda scoring: None,
+        lambda scoring: torch.zeros(3),
+        lambda scoring: torch.zeros(1, 2),
+        lambda scoring: torch.zeros(2).double(),
+        lambda scoring: [0.0, 0.0],
+        lambda scoring: rows_of_logits(torch.zeros(1, 96))[0],
+        lambda scoring: torch.zeros(2, requires_grad=True),
+    ],
+)
+async def test_what_is_no_score_is_an_error_of_its_askers_alone(answer):
+    async with BatchedLM(word_tokenizer(), Scores(answer)) as lm:
+        asked = lm.next_token_logprobs([1]), lm.score([1], [2, 3])
+        row, error = await asyncio.gather(*asked, return_exceptions=True)
+        assert row.shape == (96,)
+        assert isinstance(error, EvaluationError)
+        assert "must return a tensor of float32 [2]" in str(error)

@@ -11,7 +11,7 @@ import torch
 from genlm_backend import AsyncTransformer, AsyncVirtualLM
 from genlm_backend.llm.batched import BatchedLM
 from genlm_backend.llm.evaluator import StatelessEvaluator
-from genlm_backend.llm.row import Row, rows_of_logits
+from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine
@@ -33,6 +33,29 @@ def test_a_row_sums_to_one_and_tells_its_normaliser(size, scale):
     normalisers = np.array([row.normaliser for row in rows])
     np.testing.assert_allclose(normalisers, logits.double().logsumexp(-1), rtol=0, atol=tolerance)
     np.testing.assert_allclose(logprobs.double().exp().sum(-1).numpy(), 1, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("undefined", [(), (3, 95)])
+def test_scores_are_single_numbers_of_the_rows(dtype, undefined):
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(4, 96, generator=generator) + 1000).to(dtype)
+    logits[1, 7] = torch.nan
+    logits[2, 5], logits[2, 95] = -torch.inf, torch.nan if undefined else 0
+    places, targets = [0, 2, 2, 1, 0, 3, 0], [3, 5, 95, 0, 4, 4, 4]
+    before = logits.clone()
+    scores = scores_of_logits(logits, places, targets, undefined)
+    rows = rows_of_logits(logits, None, undefined)
+    expected = [float(rows[i].logprobs[t]) for i, t in zip(places, targets, strict=True)]
+    assert scores.dtype == torch.float32
+    np.testing.assert_array_equal(scores.numpy(), np.array(expected, np.float32))
+    assert scores.isnan().tolist() == [False] * 3 + [True] + [False] * 3
+    assert torch.equal(logits[[0, 3]], before[[0, 3]])
+    exact = logits[[0, 3]].double()
+    if undefined:
+        exact[:, list(undefined)] = -torch.inf
+    exact = exact.log_softmax(-1)
+    np.testing.assert_allclose(scores[5], exact[1, 4], rtol=0, atol=1e-5)
 
 
 def test_a_token_that_is_certain_and_a_row_that_is_nothing():

@@ -1,11 +1,11 @@
-"""HFEvaluator: rows of a Hugging Face model, adapter by adapter."""
+"""HFEvaluator: answers of a Hugging Face model, adapter by adapter."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 
@@ -26,7 +26,8 @@ from genlm_backend.llm.hf.support import (
     vocab_width,
 )
 from genlm_backend.llm.query import Adapter, Query
-from genlm_backend.llm.row import Row, rows_of_logits
+from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
+from genlm_backend.llm.scoring import Answer, Question, Scoring
 from genlm_backend.llm.threads import frequent_switches, use_num_threads
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,9 @@ class HFEvaluator(Evaluator):
         runner = Runner(model)
         cost = CostModel.on(runner.device.type)
         self._output_device = output_device
-        self.passes = Passes(runner, cost, self._finished, lambda: self.check_wanted())
+        self.passes = Passes(
+            runner, cost, self._finished, self._scored, lambda: self.check_wanted()
+        )
         self._adapters = Adapters(model)
         self._max_length = longest_context(model) if max_length is None else max_length
         self._wanted_bytes = kv_cache_bytes
@@ -93,6 +96,7 @@ class HFEvaluator(Evaluator):
             can_forget=True,
             takes_adapters=True,
             uses_openmp=runner.device.type == "cpu",
+            scores=True,
         )
 
     def _make_room(self, support: KVSupport) -> None:
@@ -112,17 +116,17 @@ class HFEvaluator(Evaluator):
         self.passes.keep(store, num_slots, support.attend(store))
         self._budget = budget
 
-    # ---------------------------------------------------------------- rows
+    # ---------------------------------------------------------------- rows and scores
 
-    def evaluate(self, queries: Sequence[Query]) -> Sequence[Row | Exception]:
-        """Return one row for each query, adapter by adapter."""
-        answers: dict[Query, Row | Exception] = {}
+    def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
+        """Return one answer to each query or scoring, adapter by adapter."""
+        answers: dict[Question, Answer | Exception] = {}
         with frequent_switches():
             for adapter in dict.fromkeys(query.adapter for query in queries):
                 own = [query for query in queries if query.adapter == adapter]
                 try:
                     with self._adapters.in_place(adapter):
-                        answers.update(zip(own, self._rows(own), strict=True))
+                        answers.update(zip(own, self._answers(own), strict=True))
                 except QueryDroppedError:  # nobody waits for any of them
                     raise
                 except Exception as error:  # raised for their callers, and no others
@@ -133,26 +137,43 @@ class HFEvaluator(Evaluator):
         """Return the row of a context run whole and alone, past whatever is kept."""
         with self._adapters.in_place(query.adapter):
             if len(query.token_ids) > self._rotary_limit:
-                return self._apart(query)
+                return self._row_apart(query)
             (row,) = self.passes.whole([query])
-        return row
+        return cast(Row, row)
 
     def _finished(self, logits: torch.Tensor) -> list[Row]:
         return rows_of_logits(logits, self._output_device, self.undefined_ids)
 
-    def _rows(self, queries: list[Query]) -> list[Row]:
+    def _scored(self, logits: torch.Tensor, places: list[int], targets: list[int]) -> torch.Tensor:
+        return scores_of_logits(logits, places, targets, self.undefined_ids)
+
+    def _answers(self, questions: list[Question]) -> list[Answer]:
         # Where the model computes other rotary frequencies for long contexts, no key of a shorter
         # one is theirs: they share no keys, values or pass with others.
-        apart = [query for query in queries if len(query.token_ids) > self._rotary_limit]
+        apart = [question for question in questions if len(question.context) > self._rotary_limit]
         if not apart:
-            return self.passes.evaluate(queries)
-        rows = {query: self._apart(query) for query in apart}
-        others = [query for query in queries if query not in rows]
+            return self.passes.evaluate(questions)
+        answers = {question: self._apart(question) for question in apart}
+        others = [question for question in questions if question not in answers]
         if others:
-            rows.update(zip(others, self.passes.evaluate(others), strict=True))
-        return [rows[query] for query in queries]
+            answers.update(zip(others, self.passes.evaluate(others), strict=True))
+        return [answers[question] for question in questions]
 
-    def _apart(self, query: Query) -> Row:
+    def _apart(self, question: Question) -> Answer:
+        """Return the answer to a question about contexts that are longer than the limit."""
+        if isinstance(question, Query):
+            return self._row_apart(question)
+        text, limit = question.text, int(self._rotary_limit)
+        scores: list[torch.Tensor] = []
+        if question.start <= limit:
+            up_to_limit = Scoring(text.prefix(limit + 1), question.start)
+            scores.extend(cast(list[torch.Tensor], self.passes.evaluate([up_to_limit])))
+        for end in range(max(question.start, limit + 1), len(text.token_ids)):
+            row = self._row_apart(text.prefix(end)).logprobs  # a model of its own for each length
+            scores.append(row[text.token_ids[end]].cpu().unsqueeze(0))
+        return torch.cat(scores)
+
+    def _row_apart(self, query: Query) -> Row:
         """Return the row of a context that is longer than the limit, whatever was run before.
 
         A model whose frequencies grow with its contexts keeps those of the longest until a short
@@ -160,7 +181,7 @@ class HFEvaluator(Evaluator):
         """
         self.passes.whole([query.prefix(1)])
         (row,) = self.passes.whole([query])
-        return row
+        return cast(Row, row)
 
     # ---------------------------------------------------------------- what is kept
 
@@ -178,7 +199,7 @@ class HFEvaluator(Evaluator):
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
         with self._adapters.in_place(query.adapter):
-            self._rows([query])
+            self._answers([query])
         match = self.passes.tree.match(query.tokens, query.adapter)
         if match.num_tokens < len(query.token_ids):
             self.passes.tree.unlock(match)

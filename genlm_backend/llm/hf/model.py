@@ -9,11 +9,11 @@ import torch
 
 from genlm_backend.checks import Check, byte_count, checked, optional, thread_count
 from genlm_backend.errors import CacheError
-from genlm_backend.llm.base import TokenIds
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.hf.evaluator import HFEvaluator
 from genlm_backend.llm.hf.options import NESTED, loading_options
 from genlm_backend.llm.loading import check_holds, explained, hub_options, resolve_name
+from genlm_backend.llm.query import TokenIds
 from genlm_backend.llm.row import Row
 
 
@@ -153,7 +153,7 @@ class AsyncTransformer(BatchedLM):
             return self._hf.evaluate_whole(query)
 
         row = self._call(whole)
-        return self._defined(row).own_logprobs(self.output_device)
+        return self._answering.defined(row).own_logprobs(self.output_device)
 
     # ---------------------------------------------------------------- keys and values
 

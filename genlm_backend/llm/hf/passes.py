@@ -1,4 +1,4 @@
-"""Passes: rows of a batch of contexts, from as few tokens through the model as possible."""
+"""Passes: answers to a batch of questions, from as few tokens through the model as possible."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import torch
 from genlm_backend.cache import KVLayout, KVStore, PrefixTree, Slots
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm.hf.attend import Attend, WholeAttend
+from genlm_backend.llm.hf.job import Job
 from genlm_backend.llm.hf.memory import is_out_of_memory, release_cached_memory
-from genlm_backend.llm.hf.packing import Span
 from genlm_backend.llm.hf.plan import (
     CostModel,
-    Job,
     Segment,
     plan_groups,
     plan_segments,
     plan_waves,
+    plan_whole,
 )
 from genlm_backend.llm.hf.runner import Runner
-from genlm_backend.llm.query import Adapter, Query
-from genlm_backend.llm.row import Row, rows_of_logits
+from genlm_backend.llm.query import Adapter
+from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
+from genlm_backend.llm.scoring import Answer, Question
 
 
 @final
@@ -37,6 +38,7 @@ class Passes:
         runner: What calls the model.
         cost: Cost of passes, by which a batch is divided.
         finish: Makes one row of each vector of logits, ``[n, vocab]``.
+        score: Makes scores of logits, as ``scores_of_logits`` does.
         check_wanted: Called before each pass; raises a ``QueryDroppedError`` where nobody waits.
 
     Attributes:
@@ -54,12 +56,14 @@ class Passes:
         runner: Runner,
         cost: CostModel,
         finish: Callable[[torch.Tensor], list[Row]] = rows_of_logits,
+        score: Callable[[torch.Tensor, list[int], list[int]], torch.Tensor] = scores_of_logits,
         check_wanted: Callable[[], None] = lambda: None,
     ) -> None:
         self.runner = runner
         self.cost = cost
         self.tokens_reused = 0
         self._finish = finish
+        self._score = score
         self._check_wanted = check_wanted
         self.keep_nothing()
 
@@ -76,61 +80,102 @@ class Passes:
         self.tree = PrefixTree(Slots(num_slots))
         self.store, self.attend = store, attend
 
-    def evaluate(self, queries: list[Query]) -> list[Row]:
-        """Return one row for each query. Out of memory, the batch is halved and tried again."""
+    def evaluate(self, questions: list[Question]) -> list[Answer]:
+        """Return one answer to each question; out of memory, halve the batch and try again."""
         try:
-            rows = self._from_slots(queries)
+            answers = self._from_slots(questions)
         except Exception as error:
-            if not is_out_of_memory(error) or len(queries) == 1:
+            if not is_out_of_memory(error) or len(questions) == 1:
                 raise
-            rows = None  # outside of the handler, since the traceback holds the tensors
-        if rows is None:
+            answers = None  # outside of the handler, since the traceback holds the tensors
+        if answers is None:
             release_cached_memory()
-            return _in_halves(queries, self.evaluate)
-        return rows
+            return _in_halves(questions, self.evaluate)
+        return answers
 
-    def whole(self, queries: list[Query]) -> list[Row]:
-        """Return one row for each query without reading or writing a slot."""
-        rows: dict[int, Row] = {}
-        for group in plan_groups([(len(query.token_ids), 0) for query in queries], self.cost):
-            contexts = [queries[i].token_ids for i in group]
-            spans = [Span(ids, outputs=(len(ids) - 1,)) for ids in contexts]
-            rows.update(zip(group, self._forward(spans, WholeAttend()), strict=True))
-        return [rows[i] for i in range(len(queries))]
+    def whole(self, questions: list[Question]) -> list[Answer]:
+        """Return one answer to each question without reading or writing a slot.
 
-    def _forward(self, spans: Sequence[Span], attend: Attend) -> list[Row]:
+        A text with more outputs than one pass may have is run again for those that are left, from
+        its beginning. So is one with NaN among its scores, in halves, since a token that overflows
+        spoils the outputs before it too.
+        """
+        jobs = [Job.of(question) for question in questions]
+        wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
+        while wanted:
+            segments = plan_whole(wanted)
+            for group in plan_groups([segment.size for segment in segments], self.cost):
+                self._forward([segments[i] for i in group], WholeAttend())
+            spoilt = [(job, part) for job, part in wanted if len(part) > 1 and job.is_spoilt(part)]
+            wanted = [
+                (job, half)
+                for job, part in spoilt
+                for half in (part[: len(part) // 2], part[len(part) // 2 :])
+            ]
+        return [job.answer for job in jobs]
+
+    def _forward(self, segments: Sequence[Segment], attend: Attend) -> None:
+        """Run segments in one pass, and hand its outputs to the jobs that want them."""
         self._check_wanted()
-        return self._finish(self.runner.forward(spans, attend))
+        logits = self.runner.forward([segment.span() for segment in segments], attend)
+        wanted = [jobs for segment in segments for jobs in segment.outputs.values()]
+        places = [i for i, jobs in enumerate(wanted) if any(not job.targets for job in jobs)]
+        if places:
+            rows = self._finish(logits if len(places) == len(wanted) else logits[places])
+            for i, row in zip(places, rows, strict=True):
+                for job in wanted[i]:
+                    job.row = None if job.targets else row
+        self._hand_out_scores(segments, logits)
+
+    def _hand_out_scores(self, segments: Sequence[Segment], logits: torch.Tensor) -> None:
+        outputs = [output for segment in segments for output in segment.outputs.items()]
+        wanted = [
+            (place, job, position - job.first)
+            for place, (position, jobs) in enumerate(outputs)
+            for job in jobs
+            if job.targets
+        ]
+        if not wanted:
+            return
+        places = sorted({place for place, _, _ in wanted})
+        if len(places) < len(outputs):
+            logits = logits[places]
+        index = {place: i for i, place in enumerate(places)}
+        targets = [job.targets[i] for _, job, i in wanted]
+        scores = self._score(logits, [index[place] for place, _, _ in wanted], targets)
+        for (_, job, i), score in zip(wanted, scores.tolist(), strict=True):
+            job.scores[i] = score
 
     # ---------------------------------------------------------------- with slots
 
-    def _from_slots(self, queries: list[Query]) -> list[Row]:
+    def _from_slots(self, questions: list[Question]) -> list[Answer]:
         if not self.keeps:
-            return self.whole(queries)
-        # The last token always goes through the model: its logits are the answer.
-        jobs = [
-            Job(query.token_ids, self.tree.match(query.tokens[:-1], query.adapter))
-            for query in queries
-        ]
+            return self.whole(questions)
+        jobs = [Job.of(question) for question in questions]
+        adapter = questions[0].adapter
         try:
+            for job, question in zip(jobs, questions, strict=True):
+                # What has an output always goes through the model: logits are not kept.
+                job.match = self.tree.match(question.tokens[: job.first], adapter)
             segments = plan_segments(jobs, self.cost)
             slots = self.tree.allocate(sum(segment.num_tokens for segment in segments))
             if slots is not None:
-                num_reused = sum(job.match.num_tokens for job in jobs)
-                rows = self._run(jobs, segments, slots, queries[0].adapter)
+                num_reused = sum(job.num_past for job in jobs)
+                is_sound = self._run(jobs, segments, slots, adapter)
                 self.tokens_reused += num_reused
-                return self.whole(queries) if rows is None else rows
+                return [job.answer for job in jobs] if is_sound else self.whole(questions)
         finally:
             for job in jobs:
-                self.tree.unlock(job.match)
-        if len(queries) == 1:
-            return self.whole(queries)
-        return _in_halves(queries, self._from_slots)
+                if job.match is not None:
+                    self.tree.unlock(job.match)
+        if len(questions) == 1:
+            return self.whole(questions)
+        return _in_halves(questions, self._from_slots)
 
     def _run(
         self, jobs: list[Job], segments: list[Segment], slots: list[int], adapter: Adapter | None
-    ) -> list[Row] | None:
-        """Return the rows, or ``None`` if one is NaN; then nothing is kept.
+    ) -> bool:
+        """Compute the jobs' answers; return whether no NaN came. If one did, nothing is kept.
 
         Where nobody waits for them any more, what has been computed is kept all the same.
         """
@@ -147,20 +192,14 @@ class Passes:
 
         try:
             for wave in plan_waves(segments):
-                spans = [segment.span() for segment in wave]
-                sizes = [(span.num_new, span.num_past) for span in spans]
-                for group in plan_groups(sizes, self.cost):
-                    rows = self._forward([spans[i] for i in group], self.attend)
+                for group in plan_groups([segment.size for segment in wave], self.cost):
+                    self._forward([wave[i] for i in group], self.attend)
                     computed += [wave[i] for i in group]
-                    answered = [job for i in group for _, job in wave[i].outputs]
-                    for job, row in zip(answered, rows, strict=True):
-                        job.row = row
-            rows = [job.row for job in jobs if job.row is not None]
-            if any(row.is_nan for row in rows):
+            if any(job.is_spoilt(job.outputs) for job in jobs):
                 # Attention gives what it masks a weight of zero, and zero times NaN is NaN. So a
                 # context that overflows spoils the keys and values of its own beginning, which
                 # other contexts share.
-                return None
+                return False
             keep()
         except QueryDroppedError:
             # There may be no row yet that would tell whether they have overflown.
@@ -169,11 +208,12 @@ class Passes:
             raise
         finally:
             self.tree.free([*chain.from_iterable(segment.slots for segment in held)])
-        return rows
+        return True
 
     def _insert(self, segment: Segment, adapter: Adapter | None) -> None:
         """Hand one segment's slots to the tree, below what its context has there by now."""
         job = segment.job
+        assert job.match is not None
         if job.match.num_tokens < segment.start:
             # An ancestor was inserted on behalf of another context of the batch.
             self.tree.unlock(job.match)
@@ -181,6 +221,8 @@ class Passes:
         job.match = self.tree.insert(job.match, segment.token_ids, segment.slots)
 
 
-def _in_halves(queries: list[Query], evaluate: Callable[[list[Query]], list[Row]]) -> list[Row]:
-    middle = len(queries) // 2
-    return evaluate(queries[:middle]) + evaluate(queries[middle:])
+def _in_halves(
+    questions: list[Question], evaluate: Callable[[list[Question]], list[Answer]]
+) -> list[Answer]:
+    middle = len(questions) // 2
+    return evaluate(questions[:middle]) + evaluate(questions[middle:])

@@ -3,20 +3,22 @@
 A batch of contexts, each with a cached prefix, becomes *segments*: stretches of tokens that no
 cache has. Contexts of one batch that share tokens beyond what is cached share a segment too; those
 that branch off it wait for the next *wave*. The segments of a wave become *groups*, one forward
-pass each, such that short segments do not pay for the padding of long ones.
+pass each, such that short segments do not pay for the padding of long ones. Behind which tokens
+logits are wanted, and by whom, are a segment's *outputs*.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Self
+from typing import NamedTuple, Self
 
-from genlm_backend.cache import Match, Run
+from genlm_backend.cache import Run
 from genlm_backend.common_prefix import common_length
+from genlm_backend.llm.hf.job import Job
 from genlm_backend.llm.hf.packing import Span
-from genlm_backend.llm.row import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +30,15 @@ class CostModel:
         per_past_token: Cost of one cached token of one row: gathering and attending to it.
         max_segment: Number of tokens of one context in one pass, at most; longer ones go in chunks.
         max_tokens: Number of tokens of one pass, padding included, at most.
+        max_outputs: Number of positions of one pass that are projected onto the vocabulary, at
+            most, but for one of each row.
     """
 
     per_forward: float = 8.0
     per_past_token: float = 1 / 256
     max_segment: int = 1024
     max_tokens: int = 4096
+    max_outputs: int = 512
 
     @classmethod
     def on(cls, device: str) -> Self:
@@ -49,22 +54,6 @@ class CostModel:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """One context on its way to its row.
-
-    Attributes:
-        token_ids: The whole context.
-        match: Its cached prefix, shorter than the context; replaced by longer ones as its tokens
-            are inserted into the tree.
-        row: What comes of it.
-    """
-
-    token_ids: tuple[int, ...]
-    match: Match
-    row: Row | None = None
-
-
-@dataclass(slots=True, eq=False)
 class Segment:
     """Consecutive tokens to compute, of one context on behalf of all that share them.
 
@@ -75,7 +64,7 @@ class Segment:
         parent: The segment that computes what lies between the cached prefix and ``start``, or
             ``None`` where nothing does.
         wave: Number of waves that must have been computed before.
-        outputs: Position and context of each row that is wanted: the one after that position.
+        outputs: Positions behind which logits are wanted, in order, and who wants them.
         slots: Where the keys and values of its tokens go, once there are slots for them.
     """
 
@@ -84,7 +73,7 @@ class Segment:
     stop: int
     parent: Segment | None
     wave: int
-    outputs: list[tuple[int, Job]] = field(default_factory=list)
+    outputs: dict[int, list[Job]] = field(default_factory=dict)
     slots: Sequence[int] = ()
 
     @property
@@ -97,6 +86,11 @@ class Segment:
         """The tokens to compute."""
         return self.job.token_ids[self.start : self.stop]
 
+    @property
+    def size(self) -> Size:
+        """What a forward pass with it depends on."""
+        return Size(self.num_tokens, self.start, len(self.outputs))
+
     def span(self) -> Span:
         """Return what the forward pass takes: the tokens, and the slots of those before them."""
         computed: list[Run] = []  # by earlier waves of this batch
@@ -106,28 +100,61 @@ class Segment:
             position, ancestor = ancestor.start, ancestor.parent
         return Span(
             token_ids=self.token_ids,
-            past=(*self.job.match.runs(), *reversed(computed)),
+            past=(*self.job.past_runs(), *reversed(computed)),
             slots=self.slots,
-            outputs=[position - self.start for position, _ in self.outputs],
+            outputs=[position - self.start for position in self.outputs],
         )
+
+
+class Size(NamedTuple):
+    """Size of one row of a forward pass.
+
+    Attributes:
+        num_new: Number of new tokens.
+        num_past: Number of tokens before them.
+        num_outputs: Number of new tokens behind which logits are wanted.
+    """
+
+    num_new: int
+    num_past: int
+    num_outputs: int = 1
 
 
 def plan_segments(jobs: Sequence[Job], cost: CostModel) -> list[Segment]:
     """Return segments that together answer every job, parents before their children.
 
-    The jobs are distinct contexts of one adapter.
+    The jobs are of one adapter.
     """
     segments: list[Segment] = []
 
     def order(job: Job) -> tuple[int, tuple[int, ...]]:
-        return job.match.num_tokens, job.token_ids
+        return job.num_past, job.token_ids
 
     # Contexts with different cached lengths share nothing uncached: had they more in common
-    # than the shorter length, the cache would have found it for both.
-    for start, group in groupby(sorted(jobs, key=order), lambda job: job.match.num_tokens):
+    # than the shorter length, the cache would have found it for both. (Of a text that is scored,
+    # what is wanted counts as uncached; where others have it cached, it is computed for itself.)
+    for start, group in groupby(sorted(jobs, key=order), lambda job: job.num_past):
         for part in _split(group, start, from_beginning=True):
-            _place(part, start, None, 0, cost, segments)
-    return _chunk(segments, cost.max_segment)
+            _place(part, start, start, None, 0, cost, segments)
+    return _chunk(segments, cost)
+
+
+def plan_whole(wanted: Iterable[tuple[Job, range]]) -> list[Segment]:
+    """Return segments that begin with the first token, each for outputs of one context alone.
+
+    Behind the last output of a segment there is no token that could spoil the ones before. Of
+    segments with equal tokens there is one.
+
+    Args:
+        wanted: Jobs, and positions behind which each wants logits.
+    """
+    segments: dict[tuple[int, ...], Segment] = {}
+    for job, positions in sorted(wanted, key=lambda pair: pair[1].start):
+        ids = job.token_ids[: positions.stop]
+        segment = segments.setdefault(ids, Segment(job, 0, positions.stop, None, 0))
+        for position in positions:
+            segment.outputs.setdefault(position, []).append(job)
+    return list(segments.values())
 
 
 def _split(jobs: Iterable[Job], position: int, from_beginning: bool = False) -> list[list[Job]]:
@@ -142,12 +169,16 @@ def _split(jobs: Iterable[Job], position: int, from_beginning: bool = False) -> 
 def _place(
     part: list[Job],
     start: int,
+    answered: int,
     parent: Segment | None,
     wave: int,
     cost: CostModel,
     segments: list[Segment],
 ) -> None:
-    """Add segments for sorted jobs that agree up to and including position ``start``."""
+    """Add segments for sorted jobs that agree up to and including position ``start``.
+
+    What they want before position ``answered`` is an output of another segment already.
+    """
     segment = Segment(part[0], start, start, parent, wave)
     segments.append(segment)
     while True:
@@ -155,8 +186,10 @@ def _place(
         if len(part) > 1:  # of sorted contexts, what the first and the last share all share
             shared = common_length(part[0].token_ids, part[-1].token_ids)
         segment.job, segment.stop = part[-1], shared
-        ending = [job for job in part if len(job.token_ids) == shared]
-        segment.outputs.extend((shared - 1, job) for job in ending)
+        for job in part:
+            for position in job.outputs_in(answered, shared):
+                segment.outputs.setdefault(position, []).append(job)
+        answered = shared
         branches = _split((job for job in part if len(job.token_ids) > shared), shared)
         if not branches:
             return
@@ -167,13 +200,13 @@ def _place(
         num_saved = (shared - start) * len(branches)
         for branch in branches:
             if num_saved > cost.per_forward:
-                _place(branch, shared, segment, wave + 1, cost, segments)
+                _place(branch, shared, shared, segment, wave + 1, cost, segments)
             else:
-                _place(branch, start, parent, wave, cost, segments)
+                _place(branch, start, shared, parent, wave, cost, segments)
 
 
-def _chunk(segments: list[Segment], size: int) -> list[Segment]:
-    """Cut segments into chains of at most ``size`` tokens each."""
+def _chunk(segments: list[Segment], cost: CostModel) -> list[Segment]:
+    """Cut segments into chains of at most so many tokens, and outputs, each."""
     chunks: list[Segment] = []
     by_origin: dict[Segment, list[Segment]] = {}
     for segment in segments:
@@ -181,12 +214,18 @@ def _chunk(segments: list[Segment], size: int) -> list[Segment]:
         if parent is not None:  # the first chunk that reaches this segment's start
             parent = next(c for c in by_origin[parent] if c.stop >= segment.start)
         pieces = by_origin[segment] = []
-        for start in range(segment.start, segment.stop, size):
-            stop = min(start + size, segment.stop)
+        positions, start, first = sorted(segment.outputs), segment.start, 0
+        while start < segment.stop:
+            stop = min(start + cost.max_segment, segment.stop)
+            end = bisect_left(positions, stop)
+            if end - first > cost.max_outputs:
+                end = first + cost.max_outputs
+                stop = positions[end]
             wave = 0 if parent is None else parent.wave + 1
-            outputs = [(p, job) for p, job in segment.outputs if start <= p < stop]
+            outputs = {position: segment.outputs[position] for position in positions[first:end]}
             parent = Segment(segment.job, start, stop, parent, wave, outputs)
             pieces.append(parent)
+            start, first = stop, end
         chunks.extend(pieces)
     return chunks
 
@@ -199,11 +238,11 @@ def plan_waves(segments: Sequence[Segment]) -> list[list[Segment]]:
     return waves
 
 
-def plan_groups(sizes: Sequence[tuple[int, int]], cost: CostModel) -> list[list[int]]:
+def plan_groups(sizes: Sequence[Size], cost: CostModel) -> list[list[int]]:
     """Divide rows into forward passes of the least total cost.
 
     Args:
-        sizes: Number of new tokens and number of past tokens of each row.
+        sizes: Size of each row.
         cost: What a pass costs.
 
     Returns:
@@ -213,7 +252,7 @@ def plan_groups(sizes: Sequence[tuple[int, int]], cost: CostModel) -> list[list[
     order = sorted(range(len(sizes)), key=lambda i: sizes[i])
     cuts = [0]  # candidate boundaries; rows of about one size are never parted
     for rank in range(1, len(order)):
-        (new, past), (base_new, base_past) = sizes[order[rank]], sizes[order[cuts[-1]]]
+        (new, past, _), (base_new, base_past, _) = sizes[order[rank]], sizes[order[cuts[-1]]]
         if new > base_new + base_new // 8 or past > 2 * base_past + 64 or past * 2 + 64 < base_past:
             cuts.append(rank)
     cuts.append(len(order))
@@ -222,8 +261,12 @@ def plan_groups(sizes: Sequence[tuple[int, int]], cost: CostModel) -> list[list[
         options = []
         for start in range(max(0, end - 32), end):
             rows = [sizes[i] for i in order[cuts[start] : cuts[end]]]
-            num_new, num_past = max(n for n, _ in rows), max(p for _, p in rows)
-            num_passes = -(-len(rows) * num_new // max(cost.max_tokens, num_new))
+            num_new, num_past = max(row.num_new for row in rows), max(row.num_past for row in rows)
+            num_outputs = sum(row.num_outputs for row in rows)
+            num_passes = max(
+                -(-len(rows) * num_new // max(cost.max_tokens, num_new)),
+                -(-num_outputs // max(cost.max_outputs, len(rows))),
+            )
             options.append(
                 (
                     best[start][0]
@@ -237,8 +280,21 @@ def plan_groups(sizes: Sequence[tuple[int, int]], cost: CostModel) -> list[list[
     end = len(cuts) - 1
     while end > 0:
         start = best[end][1]
-        run = order[cuts[start] : cuts[end]]
-        rows_per_pass = max(1, cost.max_tokens // max(sizes[i][0] for i in run))
-        groups.extend(run[i : i + rows_per_pass] for i in range(0, len(run), rows_per_pass))
+        groups.extend(_cut(order[cuts[start] : cuts[end]], sizes, cost))
         end = start
     return groups[::-1]
+
+
+def _cut(run: Sequence[int], sizes: Sequence[Size], cost: CostModel) -> list[list[int]]:
+    """Cut rows that would go together into passes that are not too large."""
+    max_rows = max(1, cost.max_tokens // max(sizes[i].num_new for i in run))
+    groups: list[list[int]] = [[]]
+    num_outputs = 0
+    for i in run:
+        num_outputs += sizes[i].num_outputs
+        is_full = num_outputs > max(cost.max_outputs, len(groups[-1]) + 1)
+        if groups[-1] and (len(groups[-1]) == max_rows or is_full):
+            groups.append([])
+            num_outputs = sizes[i].num_outputs
+        groups[-1].append(i)
+    return groups

@@ -16,9 +16,9 @@ from genlm_backend.checks import (
     mapping,
     optional,
 )
-from genlm_backend.llm.base import TokenIds
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.loading import check_holds, check_reachable, explained, resolve_name
+from genlm_backend.llm.query import TokenIds
 from genlm_backend.llm.sampling import check_sampling
 from genlm_backend.llm.vllm.completion import Completion
 from genlm_backend.llm.vllm.evaluator import VLLMEvaluator
@@ -213,10 +213,10 @@ class AsyncVirtualLM(BatchedLM):
 
     def _count(self, ended: Future[list[int]]) -> None:
         if not ended.cancelled():  # which a caller does, on another thread than the engine's
-            self._counts = self._vllm.counts()
+            self._answering.counts = self._vllm.counts()
 
     def _call_soon(self, function: Callable[[], None]) -> None:
-        self._batcher.call_soon(lambda: self._counted(function))
+        self._batcher.call_soon(lambda: self._answering.counted(function))
 
     def cleanup(self) -> None:
         """Do as ``close()``; its older name."""

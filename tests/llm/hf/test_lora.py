@@ -114,7 +114,7 @@ def test_an_adapter_that_cannot_be_loaded_leaves_everything_as_it_was(lm, models
 
 
 async def put_before(lm, ask, *jobs):
-    """Ask while the worker is held, with jobs that it does before it comes to what was asked."""
+    """Await what is asked while the worker is held, with jobs that it does before it."""
     is_held, gate = threading.Event(), threading.Event()
 
     def hold():
@@ -127,7 +127,7 @@ async def put_before(lm, ask, *jobs):
         done.append(asyncio.create_task(asyncio.to_thread(job)))
         while lm._batcher._worker._jobs.qsize() < number:
             await asyncio.sleep(0.001)
-    asked = [asyncio.create_task(lm.next_token_logprobs(*pair)) for pair in ask]
+    asked = [asyncio.create_task(one) for one in ask]
     while lm._batcher._worker._jobs.qsize() <= len(jobs):
         await asyncio.sleep(0.001)
     gate.set()
@@ -137,7 +137,8 @@ async def put_before(lm, ask, *jobs):
 
 async def test_an_adapter_removed_while_it_is_asked_for_fails_nobody_else(lm, models):
     pairs = [([i, 2], name) for i in range(3) for name in models]
-    rows = await put_before(lm, pairs, lambda: lm.remove_lora("poet"))
+    asked = (lm.next_token_logprobs(*pair) for pair in pairs)
+    rows = await put_before(lm, asked, lambda: lm.remove_lora("poet"))
     for (context, name), row in zip(pairs, rows, strict=True):
         if name == "poet":
             assert isinstance(row, UnknownAdapterError)
@@ -151,7 +152,7 @@ async def test_what_waits_for_an_adapter_is_not_answered_by_another_of_its_name(
     pairs = [([1, 2], name) for name in models]
     rows = await put_before(
         lm,
-        pairs,
+        [lm.next_token_logprobs(*pair) for pair in pairs],
         lambda: lm.remove_lora("poet"),
         lambda: lm.add_new_lora(str(tmp_path / "clerk"), "poet"),
     )
@@ -162,6 +163,32 @@ async def test_what_waits_for_an_adapter_is_not_answered_by_another_of_its_name(
             torch.testing.assert_close(row, fresh_row(models[name], context), rtol=0, atol=2e-5)
     row = await lm.next_token_logprobs([1, 2], "poet")
     torch.testing.assert_close(row, fresh_row(models["clerk"], [1, 2]), rtol=0, atol=2e-5)
+
+
+async def test_scores_with_adapters(lm, models):
+    text = [3, 1, 4, 1, 5, 9, 2, 6]
+
+    def check(name, start, found):
+        for end, score in enumerate(found, start):
+            expected = fresh_row(models[name], text[:end])[text[end]]
+            torch.testing.assert_close(score, expected, rtol=0, atol=2e-5)
+        assert len(found) == len(text) - start
+
+    pairs = [(start, name) for start in (1, 4) for name in models]
+    for _ in range(2):
+        asked = (lm.score(text[:start], text[start:], name) for start, name in pairs)
+        found = await put_before(lm, asked)
+        for (start, name), scores in zip(pairs, found, strict=True):
+            check(name, start, scores)
+    asked = (lm.score(text[:start], text[start:], name) for start, name in pairs)
+    found = await put_before(lm, asked, lambda: lm.remove_lora("poet"))
+    for (start, name), scores in zip(pairs, found, strict=True):
+        if name == "poet":
+            assert isinstance(scores, UnknownAdapterError)
+        else:
+            check(name, start, scores)
+    with pytest.raises(UnknownAdapterError, match="'poet'"):
+        await lm.score([1], [2], "poet")
 
 
 async def test_what_fails_with_one_adapter_fails_for_nobody_else(lm, models, tmp_path):

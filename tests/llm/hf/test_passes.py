@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from genlm_backend.llm.hf.attend import WholeAttend
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.plan import CostModel
 from genlm_backend.llm.query import Adapter, Query
+from genlm_backend.llm.scoring import Scoring
 
 VOCAB = 5
 
@@ -35,11 +37,13 @@ class FakeRunner:
     Attributes:
         written: Adapter and context by slot.
         adapter: The adapter whose turn it is.
+        max_outputs: Largest number of outputs that a pass may have, but for one of each row.
         failing: What the next passes raise, the last one first; ``None`` for a pass that is made.
     """
 
     def __init__(self):
         self.written, self.adapter, self.failing = {}, None, []
+        self.max_outputs = 512
         self.num_forwards = self.tokens_computed = 0
 
     def forward(self, spans, attend):
@@ -47,6 +51,8 @@ class FakeRunner:
         if error is not None:
             raise error
         rows = []
+        num_outputs = sum(len(span.outputs) for span in spans)
+        assert num_outputs <= max(self.max_outputs, len(spans))
         for span in spans:
             past = [slot for run in span.past for slot in run.slots[: run.num_tokens]]
             assert len(past) == span.num_past
@@ -75,23 +81,51 @@ def make(num_slots, **cost):
             raise QueryDroppedError("by the test")
 
     passes = Passes(runner, CostModel(**cost), check_wanted=check_wanted)
+    runner.max_outputs = passes.cost.max_outputs
     passes.wanted = wanted
     if num_slots is not None:
         passes.keep(KVStore(KVLayout(), num_slots), num_slots, Slotted())
     return passes
 
 
-def check(passes, contexts, adapter=None):
+def question(asked, adapter=None):
+    """A query of a context, or a scoring of a text from a place on."""
+    if isinstance(asked, Split):
+        return Scoring(Query(asked.text, adapter), asked.start)
+    return Query(asked, adapter)
+
+
+def logprobs_after(context):
+    return logits_after(context).float().log_softmax(-1)
+
+
+def check(passes, asked, adapter=None):
     passes.runner.adapter = adapter
-    rows = passes.evaluate([Query(context, adapter) for context in contexts])
-    for context, row in zip(contexts, rows, strict=True):
-        expected = logits_after(context).float().log_softmax(-1)
-        torch.testing.assert_close(row.logprobs, expected, rtol=0, atol=1e-6)
+    answers = passes.evaluate([question(one, adapter) for one in asked])
+    for one, answer in zip(asked, answers, strict=True):
+        if isinstance(one, Split):
+            ends = range(one.start, len(one.text))
+            expected = torch.stack([logprobs_after(one.text[:end])[one.text[end]] for end in ends])
+        else:
+            answer, expected = answer.logprobs, logprobs_after(one)
+        torch.testing.assert_close(answer, expected, rtol=0, atol=1e-6)
     passes.tree.check_integrity()
 
 
+class Split(NamedTuple):
+    """A text and where its prompt ends."""
+
+    text: tuple[int, ...]
+    start: int
+
+
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
-batches = st.lists(contexts, min_size=1, max_size=8, unique=True)
+splits = st.builds(
+    lambda text, start: Split(text, 1 + start % (len(text) - 1)),
+    st.lists(st.integers(0, 2), min_size=2, max_size=12).map(tuple),
+    st.integers(0, 10),
+)
+batches = st.lists(contexts | splits, min_size=1, max_size=8, unique=True)
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("ask"), batches, st.sampled_from([None, Adapter("a", 1)])),
@@ -112,12 +146,13 @@ steps = st.lists(
     st.sampled_from([0.0, 3.0, 1000.0]),
     st.sampled_from([1, 3, 1000]),
     st.sampled_from([4, 1000]),
+    st.sampled_from([1, 2, 1000]),
 )
-def test_whatever_happens_rows_are_those_of_their_contexts(
-    steps, num_slots, per_forward, max_segment, max_tokens
+def test_whatever_happens_rows_and_scores_are_those_of_their_contexts(
+    steps, num_slots, per_forward, max_segment, max_tokens, max_outputs
 ):
     cost = {"per_forward": per_forward, "max_segment": max_segment, "max_tokens": max_tokens}
-    passes = make(num_slots, **cost)
+    passes = make(num_slots, **cost, max_outputs=max_outputs)
     for action, first, second in steps:
         if action == "ask":
             check(passes, first, second)
@@ -139,7 +174,7 @@ def test_whatever_happens_rows_are_those_of_their_contexts(
                 passes.wanted.extend([False] + [True] * second)
             passes.runner.adapter = None
             with contextlib.suppress(IndexError, QueryDroppedError):  # or it needed fewer passes
-                passes.evaluate([Query(context) for context in first])
+                passes.evaluate([question(one) for one in first])
             passes.runner.failing = []
             passes.wanted.clear()
         passes.tree.check_integrity()
@@ -170,4 +205,41 @@ def test_a_row_that_is_nan_leaves_nothing_behind():
 
     passes.runner.forward = spoiled
     check(passes, [(1, 2, 3), (1, 2, 4)])  # from whole passes
+    check(passes, [(1, 2, 3), Split((1, 2, 4, 0), 1), Split((1, 2), 1)])
     assert passes.tree.num_used == 0
+
+
+def test_a_token_that_overflows_spoils_no_score_before_it():
+    """A pass with token 4 in it is NaN from its first output on; a row of a prefix is not."""
+    passes = make(100)
+    forward = passes.runner.forward
+
+    def spoiled(spans, attend):
+        logits, first = forward(spans, attend), 0
+        for span in spans:
+            if 4 in span.token_ids:
+                logits[first : first + len(span.outputs)] = torch.nan
+            first += len(span.outputs)
+        return logits
+
+    passes.runner.forward = spoiled
+    text = (1, 2, 0, 1, 2, 2, 4, 1, 0)
+    (scores,) = passes.evaluate([question(Split(text, 2))])
+    assert scores[:5].isfinite().all()
+    assert scores[5:].isnan().all()  # of the contexts that have the token
+    expected = [logprobs_after(text[:end])[text[end]] for end in range(2, 7)]
+    torch.testing.assert_close(scores[:5], torch.stack(expected), rtol=0, atol=1e-6)
+    assert passes.tree.num_used == 0
+
+
+def test_a_prompt_under_a_hundred_continuations_is_computed_once_and_kept():
+    passes, prompt = make(1000, per_forward=0.0), tuple(i % 3 for i in range(60))
+    asked = [Split((*prompt, i % 5, i % 3, i // 25), 60) for i in range(100)]
+    asked = list(dict.fromkeys(asked))
+    check(passes, asked)
+    distinct = {split.text[:end] for split in asked for end in range(1, len(split.text))}
+    assert passes.runner.tokens_computed == len(distinct)
+    check(passes, [(*prompt, 1)])  # from what was kept
+    assert passes.runner.tokens_computed == len(distinct) + 1
+    check(passes, [Split((*prompt, 4, 4), 60)])  # all but the token before the first score
+    assert passes.runner.tokens_computed == len(distinct) + 3

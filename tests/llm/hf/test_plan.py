@@ -4,42 +4,82 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm_backend.cache import PrefixTree, Slots
+from genlm_backend.llm.hf.job import Job
 from genlm_backend.llm.hf.plan import (
     CostModel,
-    Job,
+    Size,
     plan_groups,
     plan_segments,
     plan_waves,
+    plan_whole,
 )
 
 FREE_PASSES = CostModel(per_forward=0.0)  # sharing always pays
 contexts = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
 
 
-def jobs_of(contexts, cached=()):
-    """Jobs for distinct contexts over a tree that holds ``cached``."""
+def tree_of(cached):
     tree = PrefixTree(Slots(10_000))
     for context in cached:
         match = tree.match(context)
         rest = context[match.num_tokens :]
         tree.insert(match, rest, tree.allocate(len(rest)))
+    return tree
+
+
+def jobs_of(contexts, cached=()):
+    """Jobs for rows of contexts over a tree that holds ``cached``."""
+    tree = tree_of(cached)
     return [Job(context, tree.match(context[:-1])) for context in contexts]
 
 
+def mixed_jobs(wanted, cached=()):
+    """Jobs for rows, where no output is asked for, and for scores of so many tokens."""
+    tree, jobs = tree_of(cached), []
+    for context, num_outputs in wanted:
+        job = Job(context, targets=(9,) * min(num_outputs, len(context)))
+        job.match = tree.match(context[: job.first])
+        jobs.append(job)
+    return jobs
+
+
+wanted = st.lists(st.tuples(contexts, st.integers(0, 9)), min_size=1, max_size=12)
+
+
+def check_answered(segments, jobs):
+    """Every job has each of its outputs once, behind its own tokens."""
+    answered = {job: [] for job in jobs}
+    for segment in segments:
+        for position, own in segment.outputs.items():
+            assert segment.start <= position < segment.stop
+            for job in own:
+                ids = job.token_ids[: position + 1]
+                assert segment.job.token_ids[: position + 1] == ids
+                answered[job].append(position)
+    for job, positions in answered.items():
+        num_outputs = len(job.targets) or 1
+        end = len(job.token_ids)
+        assert sorted(positions) == list(range(end - num_outputs, end))
+
+
 @given(
-    st.lists(contexts, min_size=1, max_size=12, unique=True),
+    wanted,
     st.lists(contexts, max_size=4),
     st.sampled_from([0.0, 3.0, 8.0, 1000.0]),
     st.integers(1, 5),
+    st.integers(1, 5),
 )
-def test_segments_answer_every_job_from_what_comes_before(contexts, cached, per_forward, size):
-    cost = CostModel(per_forward=per_forward, max_segment=size)
-    jobs = jobs_of(contexts, cached)
+def test_segments_answer_every_job_from_what_comes_before(
+    wanted, cached, per_forward, size, max_outputs
+):
+    cost = CostModel(per_forward=per_forward, max_segment=size, max_outputs=max_outputs)
+    jobs = mixed_jobs(wanted, cached)
     segments = plan_segments(jobs, cost)
-    answered = []
     for segment in segments:
         token_ids = segment.job.token_ids
         assert 0 < segment.num_tokens <= size
+        assert len(segment.outputs) <= max_outputs
+        assert list(segment.outputs) == sorted(segment.outputs)
         # Walking up the parents leads to the cached prefix without a gap, in earlier waves.
         position, child = segment.start, segment
         while child.parent is not None:
@@ -49,13 +89,32 @@ def test_segments_answer_every_job_from_what_comes_before(contexts, cached, per_
             assert parent.job.token_ids[:position] == token_ids[:position]
             position, child = parent.start, parent
         assert position == segment.job.match.num_tokens
-        for position, job in segment.outputs:
-            assert segment.start <= position < segment.stop
-            assert position == len(job.token_ids) - 1
-            assert job.token_ids[: position + 1] == token_ids[: position + 1]
-            answered.append(jobs.index(job))
-    assert sorted(answered) == list(range(len(jobs)))
+    check_answered(segments, jobs)
     assert [s for wave in plan_waves(segments) for s in wave if s.wave == 0]
+
+
+@given(wanted, st.integers(1, 5))
+def test_whole_segments_begin_with_the_first_token_and_end_with_an_output(wanted, size):
+    jobs = mixed_jobs(wanted)
+    segments = plan_whole([(job, part) for job in jobs for part in job.parts(size)])
+    for segment in segments:
+        assert (segment.start, segment.parent) == (0, None)
+        assert list(segment.outputs) == sorted(segment.outputs)
+        assert max(segment.outputs) == segment.stop - 1
+        assert 0 < len(segment.outputs) <= size
+    texts = [segment.token_ids for segment in segments]
+    assert len(set(texts)) == len(texts)
+    check_answered(segments, jobs)
+
+
+def test_a_position_that_several_want_is_one_output():
+    prompt = tuple(range(20))
+    jobs = mixed_jobs([(prompt, 1)] * 5 + [(prompt, 0), ((*prompt, 5), 2), (prompt[:10], 3)])
+    segments = plan_segments(jobs, CostModel())
+    assert sum(segment.num_tokens for segment in segments) == 21
+    assert sum(len(segment.outputs) for segment in segments) == 5
+    (found,) = [s.outputs[19] for s in segments if 19 in s.outputs]
+    assert set(found) == set(jobs[:7])
 
 
 @given(st.lists(contexts, min_size=1, max_size=40, unique=True), st.booleans())
@@ -118,7 +177,7 @@ def test_spans_have_the_slots_of_all_tokens_before_them(contexts, cached, size):
         assert (span.num_past, span.num_new) == (segment.start, segment.num_tokens)
         assert tuple(span.token_ids) == ids[segment.start : segment.stop]
         assert list(span.slots) == list(segment.slots)
-        assert [segment.start + n for n in span.outputs] == [p for p, _ in segment.outputs]
+        assert [segment.start + n for n in span.outputs] == list(segment.outputs)
 
 
 def test_deep_nesting_does_not_recurse():
@@ -128,25 +187,47 @@ def test_deep_nesting_does_not_recurse():
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 500)), min_size=1, max_size=40),
+    st.lists(
+        st.builds(Size, st.integers(1, 300), st.integers(0, 500), st.integers(0, 60)),
+        min_size=1,
+        max_size=40,
+    ),
     st.integers(1, 400),
+    st.integers(60, 200),
 )
-def test_groups_part_the_rows_within_bounds(sizes, max_tokens):
-    cost = CostModel(max_tokens=max_tokens)
+def test_groups_part_the_rows_within_bounds(sizes, max_tokens, max_outputs):
+    cost = CostModel(max_tokens=max_tokens, max_outputs=max_outputs)
     groups = plan_groups(sizes, cost)
     assert sorted(i for group in groups for i in group) == list(range(len(sizes)))
     for group in groups:
-        width = max(sizes[i][0] for i in group)
+        width = max(sizes[i].num_new for i in group)
         assert len(group) == 1 or len(group) * width <= max_tokens
+        assert sum(sizes[i].num_outputs for i in group) <= max_outputs
+
+
+def test_rows_are_not_parted_for_their_outputs():
+    sizes = [Size(1, 60)] * 700
+    assert list(map(len, plan_groups(sizes, CostModel(max_outputs=512)))) == [700]
+    sizes = [Size(1, 60)] * 700 + [Size(20, 60, 20)] * 30
+    groups = plan_groups(sizes, CostModel(max_outputs=512))
+    assert len(groups) <= 4
+    assert max(sum(sizes[i].num_outputs for i in group) for group in groups) <= 700
 
 
 def total(sizes, groups, cost):
     return sum(
-        cost.of(len(g), max(sizes[i][0] for i in g), max(sizes[i][1] for i in g)) for g in groups
+        cost.of(len(g), max(sizes[i].num_new for i in g), max(sizes[i].num_past for i in g))
+        for g in groups
     )
 
 
-@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 500)), min_size=1, max_size=25))
+@given(
+    st.lists(
+        st.builds(Size, st.integers(1, 300), st.integers(0, 500), st.just(1)),
+        min_size=1,
+        max_size=25,
+    )
+)
 def test_groups_cost_no_more_than_one_pass_or_one_pass_each(sizes):
     cost = CostModel(max_tokens=10**9)
     groups = plan_groups(sizes, cost)
@@ -155,10 +236,10 @@ def test_groups_cost_no_more_than_one_pass_or_one_pass_each(sizes):
 
 
 def test_steps_do_not_pay_for_a_prefills_padding():
-    sizes = [(1, 60)] * 19 + [(512, 0)]
+    sizes = [Size(1, 60)] * 19 + [Size(512, 0)]
     assert sorted(map(len, plan_groups(sizes, CostModel()))) == [1, 19]
 
 
 def test_steps_of_about_one_length_go_together():
-    sizes = [(1, 50 + i) for i in range(20)]
+    sizes = [Size(1, 50 + i) for i in range(20)]
     assert len(plan_groups(sizes, CostModel())) == 1

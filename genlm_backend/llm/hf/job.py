@@ -1,0 +1,86 @@
+"""Job: one context on its way to a row, or one text on its way to its scores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Self, final
+
+import torch
+
+from genlm_backend.cache import Match, Run
+from genlm_backend.llm.query import Query
+from genlm_backend.llm.row import Row
+from genlm_backend.llm.scoring import Answer, Question
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Job:
+    """One context, and what is wanted of the logits behind its tokens.
+
+    Attributes:
+        token_ids: The whole context.
+        match: Its cached prefix, which ends before the first output; replaced by longer ones as
+            its tokens are inserted into the tree. ``None`` where it is run whole.
+        targets: The tokens whose log-probabilities are wanted behind the context's last positions,
+            one behind each; empty where a row is wanted behind the last one.
+        first: Position of the first output.
+        row: What comes of it where a row is wanted.
+        scores: What comes of it otherwise.
+    """
+
+    token_ids: tuple[int, ...]
+    match: Match | None = None
+    targets: tuple[int, ...] = ()
+    first: int = field(init=False)
+    row: Row | None = None
+    scores: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = len(self.token_ids) - (len(self.targets) or 1)
+        self.scores = [0.0] * len(self.targets)
+
+    @classmethod
+    def of(cls, question: Question) -> Self:
+        """Return the job of a query or of a scoring."""
+        if isinstance(question, Query):
+            return cls(question.token_ids)
+        return cls(question.context, targets=question.targets)
+
+    @property
+    def num_past(self) -> int:
+        """Number of tokens that need not be computed."""
+        return 0 if self.match is None else self.match.num_tokens
+
+    def past_runs(self) -> tuple[Run, ...]:
+        """Return the slots of the tokens that need not be computed."""
+        return () if self.match is None else self.match.runs()
+
+    @property
+    def outputs(self) -> range:
+        """All positions behind which logits are wanted."""
+        return range(self.first, len(self.token_ids))
+
+    def outputs_in(self, start: int, stop: int) -> range:
+        """Return the positions from ``start`` to ``stop`` behind which logits are wanted."""
+        return range(max(start, self.first), min(stop, len(self.token_ids)))
+
+    def parts(self, size: int) -> list[range]:
+        """Return all outputs, divided into parts of at most ``size``."""
+        outputs = self.outputs
+        return [outputs[i : i + size] for i in range(0, len(outputs), size)]
+
+    def is_spoilt(self, outputs: range) -> bool:
+        """Return whether NaN came of some of its outputs."""
+        if self.row is not None:
+            return self.row.is_nan
+        return any(math.isnan(self.scores[i - self.first]) for i in outputs if self.targets)
+
+    @property
+    def answer(self) -> Answer:
+        """The row, or the scores as float32 ``[num_targets]``."""
+        if self.targets:
+            return torch.tensor(self.scores, dtype=torch.float32)
+        assert self.row is not None
+        return self.row

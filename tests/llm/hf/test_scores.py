@@ -1,0 +1,224 @@
+"""Scores of texts from one pass over them, against the bare model's logits over the whole text."""
+
+import asyncio
+import copy
+import random
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+
+from genlm_backend import AsyncTransformer
+from tests.llm import families
+from tests.llm.conftest import fresh_row, word_tokenizer
+
+SLOT = 2 * 2 * 2 * 8 * 4
+
+
+def fresh_scores(model, text, start):
+    """What one forward pass of the bare model over all of a text says."""
+    with torch.no_grad():
+        logprobs = model(input_ids=torch.tensor([text])).logits[0].float().log_softmax(-1)
+    return logprobs[range(start - 1, len(text) - 1), text[start:]]
+
+
+def check(found, expected, tolerance=3e-5):
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+
+def random_text(length, seed=0):
+    return random.Random(seed).choices(range(families.VOCAB), k=length)
+
+
+def projected(model):
+    """Numbers of positions that are projected onto the vocabulary from now on, pass by pass."""
+    sizes = []
+    head = model.get_output_embeddings()
+    head.register_forward_hook(lambda _, args, output: sizes.append(output[..., 0].numel()))
+    return sizes
+
+
+@pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.WHOLE])
+@pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+async def test_scores_are_the_bare_models(name):
+    model, generator = families.make(name), random.Random(name)
+    trunk = random_text(24)
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        for _ in range(3):
+            texts = [
+                trunk[: generator.randint(1, 24)] + generator.choices(range(96), k=9)
+                for _ in range(6)
+            ]
+            asked = [(text, generator.randint(1, len(text) - 1)) for text in texts]
+            rows = asyncio.gather(*(lm.next_token_logprobs(t[:n]) for t, n in asked))
+            scores = await asyncio.gather(*(lm.score(t[:n], t[n:]) for t, n in asked))
+            for (text, start), found, row in zip(asked, scores, await rows, strict=True):
+                check(found, fresh_scores(model, text, start))
+                check(found[0], row[text[start]], 3e-5)
+        if lm.kv_reuse:
+            assert lm.statistics().tokens_reused > 0
+        else:
+            assert lm.statistics().tokens_reused == 0
+
+
+async def test_a_text_is_one_pass_over_its_tokens_and_stays_cached(tiny_llama):
+    text = random_text(60)
+    with AsyncTransformer(tiny_llama, word_tokenizer()) as lm:
+        check(await lm.score(text[:5], text[5:]), fresh_scores(tiny_llama, text, 5))
+        statistics = lm.statistics()
+        assert (statistics.num_forwards, statistics.tokens_computed) == (1, 59)
+        assert (statistics.num_awaits, statistics.num_batches) == (1, 1)
+        assert statistics.row_bytes_used == 0
+        assert await lm.num_cached_tokens([*text, 1]) == 59
+        check(await lm.next_token_logprobs(text), fresh_row(tiny_llama, text))
+        assert lm.statistics().tokens_computed == 60
+        # What is cached before the first score is reused, and nothing behind it.
+        check(await lm.score(text[:50], text[50:]), fresh_scores(tiny_llama, text, 50))
+        assert lm.statistics().tokens_computed == 60 + 10
+        lm._evaluator.passes.tree.check_integrity()
+        assert lm.statistics().kv_bytes_used == 60 * SLOT
+
+
+async def test_a_prompt_under_many_continuations_is_computed_once(tiny_llama):
+    prompt = random_text(80)
+    continuations = [[i, 7 * i % 96, 5][: 1 + i % 3] for i in range(96)]
+    with AsyncTransformer(tiny_llama, word_tokenizer(), batch_size=100) as lm:
+        found = await lm.batch_score([prompt] * 96, continuations)
+        for continuation, scores in zip(continuations, found, strict=True):
+            check(scores, fresh_scores(tiny_llama, prompt + continuation, 80))
+        assert lm.statistics().num_batches == 1
+        distinct = {tuple(c[:n]) for c in continuations for n in range(1, len(c))}
+        assert lm.statistics().tokens_computed == 80 + len(distinct)
+
+
+LONG = {"max_position_embeddings": 4096}
+
+
+@pytest.fixture(scope="module")
+def long_model():
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**families.COMMON, **LONG, "initializer_range": 0.3})
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("num_slots", [None, 700, 0])
+async def test_however_long_a_text_few_positions_are_projected_at_once(long_model, num_slots):
+    model, text = copy.deepcopy(long_model), random_text(1600)
+    options = {} if num_slots is None else {"kv_cache_bytes": num_slots * SLOT}
+    with AsyncTransformer(model, word_tokenizer(), **options) as lm:
+        sizes = projected(model)
+        texts = [(text, 30), (text[:900], 30), (text[:700] + [5] * 60, 1), ([7, *text], 1100)]
+        found = await asyncio.gather(*(lm.score(t[:n], t[n:]) for t, n in texts))
+        assert max(sizes) <= 512
+        del sizes[:]
+        rows = await lm.batch_next_token_logprobs([text[:900], [*text[:20], 4]])
+        assert max(sizes) <= 2
+    for (one, start), scores in zip(texts, found, strict=True):
+        check(scores, fresh_scores(long_model, one, start), 1e-4)
+    check(rows[0], fresh_row(long_model, text[:900]), 1e-4)
+
+
+def test_many_texts_fill_passes_up_to_the_bound(tiny_llama):
+    model = copy.deepcopy(tiny_llama)
+    texts = [random_text(30, seed) for seed in range(64)]
+    with AsyncTransformer(model, word_tokenizer(), batch_size=64) as lm:
+        sizes = projected(model)
+        found = lm.batch_score_sync([t[:1] for t in texts], [t[1:] for t in texts])
+        assert sum(sizes) == len({tuple(t[:n]) for t in texts for n in range(1, 30)})
+        assert max(sizes) <= 512
+        assert len(sizes) == 4
+    for text, scores in zip(texts, found, strict=True):
+        check(scores, fresh_scores(tiny_llama, text, 1))
+
+
+def test_a_position_that_several_want_is_projected_once(tiny_llama):
+    model, text = copy.deepcopy(tiny_llama), random_text(20)
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        sizes = projected(model)
+        found = lm.batch_score_sync(
+            [text[:k] for k in range(1, 20)], [text[k:] for k in range(1, 20)]
+        )
+        assert sizes == [19]
+    for start, scores in enumerate(found, 1):
+        check(scores, fresh_scores(tiny_llama, text, start))
+
+
+def test_ids_that_no_token_has_take_no_part(tiny_llama):
+    text = [1, 2, 91, 3, 4]
+    with AsyncTransformer(tiny_llama, word_tokenizer(90)) as lm:
+        assert lm.undefined_ids == set(range(90, 96))
+        scores = lm.score_sync(text[:1], text[1:])
+        rows = lm.batch_next_token_logprobs_sync([text[:n] for n in range(1, 5)])
+    assert scores[1] == -torch.inf
+    check(scores, rows[range(4), text[1:]])
+    assert float((scores[[0, 2, 3]] - fresh_scores(tiny_llama, text, 1)[[0, 2, 3]]).min()) > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
+def test_nan_is_what_rows_say_and_nobody_elses(tiny_llama, options):
+    model = copy.deepcopy(tiny_llama)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[13] = torch.nan
+    texts = [[1, 2, 3, 13, 4, 5], [1, 2, 3, 7], [9, 9, 13], [13, 1]]
+    with AsyncTransformer(model, word_tokenizer(), **options) as lm:
+        found = lm.batch_score_sync([t[:1] for t in texts], [t[1:] for t in texts])
+        for text, scores in zip(texts, found, strict=True):
+            clean = text.index(13) if 13 in text else len(text)
+            check(scores[:clean], fresh_scores(tiny_llama, text[: clean + 1], 1))
+            assert scores[clean:].isnan().all()
+        check(lm.score_sync([1, 2], [3, 4]), fresh_scores(tiny_llama, [1, 2, 3, 4], 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_models_give_float32_scores(dtype):
+    model, text = families.make("llama").to(dtype), random_text(20)
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        scores = lm.score_sync(text[:1], text[1:])
+    assert scores.dtype == torch.float32
+    check(scores, fresh_scores(model, text, 1), 0.15)
+
+
+def long_rotary():
+    torch.manual_seed(0)
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    config = Phi3Config(
+        **{**families.COMMON, "max_position_embeddings": 128},
+        original_max_position_embeddings=32,
+        rope_parameters={**rope, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4},
+        initializer_range=0.5,
+    )
+    return Phi3ForCausalLM(config).eval(), 32
+
+
+def dynamic_rotary():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        **{**families.COMMON, "max_position_embeddings": 12},
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        initializer_range=0.5,
+    )
+    return LlamaForCausalLM(config).eval(), 11
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
+@pytest.mark.parametrize("make", [long_rotary, dynamic_rotary])
+async def test_positions_that_depend_on_the_length_of_the_context(make, options):
+    """Each score is of the context before it, which a longer one is not read like."""
+    model, limit = make()
+    text = random_text(limit + 9)
+    rows = [fresh_row(copy.deepcopy(model), text[:n]) for n in range(1, len(text))]
+    expected = torch.stack([row[token] for row, token in zip(rows, text[1:], strict=True)])
+    assert float((fresh_scores(copy.deepcopy(model), text, 1) - expected).abs().max()) > 1e-2
+    options = {"row_cache_bytes": 0, "max_length": 60, **options}
+    splits = [(1, len(text)), (limit, limit + 1), (limit, limit + 2), (limit + 3, limit + 9)]
+    with AsyncTransformer(model, word_tokenizer(), **options) as lm:
+        for _ in range(2):
+            for start, end in splits:
+                scores = await lm.score(text[:start], text[start:end])
+                check(scores, expected[start - 1 : end - 1])
+            asked = (lm.score(text[:start], text[start:end]) for start, end in splits)
+            others = asyncio.gather(*(lm.next_token_logprobs(text[:n]) for n in (4, limit + 5)))
+            for (start, end), scores in zip(splits, await asyncio.gather(*asked), strict=True):
+                check(scores, expected[start - 1 : end - 1])
+            for n, row in zip((4, limit + 5), await others, strict=True):
+                check(row, rows[n - 1])

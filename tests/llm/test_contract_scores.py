@@ -1,0 +1,217 @@
+"""Scores of texts: on every backend, each is what the fresh row of the tokens before says."""
+
+import asyncio
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from genlm_backend.errors import BatcherClosedError, QueryDroppedError, UnknownAdapterError
+from tests.llm.conftest import random_contexts
+from tests.llm.families import VOCAB
+from tests.llm.test_contract_refusals import BAD
+
+
+def expected(backend, prompt, continuation):
+    """The scores from a row for each token, each computed afresh."""
+    text, rows = [*prompt, *continuation], []
+    for end in range(len(prompt), len(text)):
+        rows.append(backend.expected(text[:end])[text[end]])
+    return torch.stack(rows) if rows else torch.empty(0)
+
+
+def random_texts(count, seed=0, max_length=12):
+    """Prompts, some of them equal, and continuations, some of them empty."""
+    generator = random.Random(seed)
+    prompts = random_contexts(max(1, count // 3), seed, max_length)
+    continuations = [
+        [generator.randrange(VOCAB) for _ in range(generator.randint(0, max_length))]
+        for _ in range(count)
+    ]
+    return [generator.choice(prompts) for _ in range(count)], continuations
+
+
+def test_all_four_ways_to_score_give_the_fresh_answer(lm, backend, close):
+    prompts, continuations = random_texts(9)
+    texts = list(zip(prompts, continuations, strict=True))
+    want = [expected(backend, *text) for text in texts]
+
+    def check(found):
+        assert len(found) == len(texts)
+        for scores, right in zip(found, want, strict=True):
+            assert (scores.dtype, scores.device.type) == (torch.float32, "cpu")
+            assert not scores.requires_grad
+            close(scores, right)
+
+    async def main():
+        check(await asyncio.gather(*(lm.score(*text) for text in texts)))
+        check(await lm.batch_score(prompts, continuations))
+        check([lm.score_sync(*text) for text in texts])  # inside a running loop
+        assert await lm.batch_score([], []) == []
+
+    asyncio.run(main())
+    lm.clear_cache()
+    check(lm.batch_score_sync(prompts, continuations))
+    assert lm.batch_score_sync([], []) == []
+
+
+async def test_scores_are_the_callers_to_change(lm, backend, close):
+    want = expected(backend, [1, 2], [3, 4, 5])
+    found = await asyncio.gather(*(lm.score([1, 2], [3, 4, 5]) for _ in range(3)))
+    found[0].fill_(7.0)
+    found[1].requires_grad_().sum().backward()
+    close(found[2], want)
+    close(await lm.score([1, 2], [3, 4, 5]), want)
+
+
+async def test_scores_and_rows_share_batches(lm, backend, close):
+    scores, row, other = await asyncio.gather(
+        lm.score([1, 2, 3], [4, 5]), lm.next_token_logprobs([1, 2, 3]), lm.score([1], [2, 3, 9])
+    )
+    close(scores, expected(backend, [1, 2, 3], [4, 5]))
+    close(row, backend.expected([1, 2, 3]))
+    close(other, expected(backend, [1], [2, 3, 9]))
+    assert lm.statistics().num_batches == 1
+
+
+async def test_an_empty_continuation_has_no_scores_and_asks_nothing(lm):
+    for found in (await lm.score([1, 2], []), lm.score_sync([1, 2], range(0))):
+        assert (found.shape, found.dtype) == ((0,), torch.float32)
+    assert lm.statistics().num_awaits == 0
+    for prompt, continuation in (([], []), ([VOCAB], []), ("text", [])):
+        with pytest.raises((ValueError, TypeError)):
+            await lm.score(prompt, continuation)
+    with pytest.raises(UnknownAdapterError):
+        lm.score_sync([1], [], lora_name="polite")
+
+
+@pytest.mark.parametrize(("wrong", "kind", "message"), BAD, ids=lambda x: repr(x)[:20])
+async def test_bad_texts_are_refused_before_anything_is_queued(lm, wrong, kind, message):
+    texts = [(wrong, [1])]
+    if "empty" not in message:
+        texts.append(([1], wrong))
+    before = lm.statistics().num_awaits
+    for text in texts:
+        with pytest.raises(kind, match=message):
+            await lm.score(*text)
+        with pytest.raises(kind, match=message):
+            lm.score_sync(*text)
+        prompts, continuations = zip(([1], [2]), text, strict=True)
+        with pytest.raises(kind, match=message):
+            await lm.batch_score(prompts, continuations)
+        with pytest.raises(kind, match=message):
+            lm.batch_score_sync(prompts, continuations)
+    assert lm.statistics().num_awaits == before
+
+
+async def test_what_belongs_together_has_one_length(lm):
+    with pytest.raises(ValueError, match="2 prompts and 1 continuations"):
+        await lm.batch_score([[1], [2]], [[3]])
+    with pytest.raises(ValueError, match="0 prompts and 1 continuations"):
+        lm.batch_score_sync([], [[3]])
+    with pytest.raises(TypeError, match="continuations must be a list"):
+        lm.batch_score_sync([[1]], "a")
+    with pytest.raises(UnknownAdapterError, match="'polite'"):
+        await lm.score([1], [2], lora_name="polite")
+
+
+def test_a_text_may_have_one_token_more_than_a_context(backend, close):
+    text = random_contexts(1, seed=4)[0][:1] * 7
+    with backend.make(max_length=6) as lm:
+        for start in (1, 4, 6):
+            found = lm.score_sync(text[:start], text[start:])
+            close(found, expected(backend, text[:start], text[start:]))
+        for start in (1, 4, 6, 7):
+            with pytest.raises(ValueError, match=r"7 tokens.*maximum of 6"):
+                lm.score_sync([*text, 1][:start], [*text, 1][start:])
+
+
+async def test_after_close_scoring_says_so(backend):
+    with backend.make() as lm:
+        lm.score_sync([1], [2])
+    for continuation in ([2], []):
+        with pytest.raises(BatcherClosedError, match="closed"):
+            await lm.score([1], continuation)
+        with pytest.raises(BatcherClosedError, match="closed"):
+            lm.batch_score_sync([[1]], [continuation])
+
+
+async def test_a_cancelled_caller_leaves_the_others(lm, backend, close):
+    texts = [([i, 5], [i, 7, 8]) for i in range(6)]
+    tasks = [asyncio.ensure_future(lm.score(*text)) for text in texts]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(lm.score([50], [51]), 0)
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    for index, (text, scores) in enumerate(zip(texts, found, strict=True)):
+        if index == 1:
+            assert isinstance(scores, asyncio.CancelledError)
+        else:
+            close(scores, expected(backend, *text))
+    tasks = [asyncio.ensure_future(lm.score([60 + i], [7])) for i in range(2)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    lm.reset_async_queries()
+    for error in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(error, QueryDroppedError)
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("score"), st.integers(0, 2**30)),
+        st.tuples(st.just("branch"), st.integers(0, 2**30)),
+        st.tuples(st.just("cancel"), st.integers(0, 2**30)),
+        st.tuples(st.just("clear"), st.integers(0, 2**30)),
+    ),
+    min_size=2,
+    max_size=8,
+)
+
+
+@pytest.mark.timeout(800)
+@settings(
+    deadline=None,
+    max_examples=15,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(steps)
+def test_no_history_of_texts_and_rows_changes_a_score(backend, close, steps):
+    """Texts of a tree, split anywhere, beside rows of its contexts."""
+
+    async def main(lm):
+        texts = [[1, 2, 3, 4]]
+        for action, number in steps:
+            generator = random.Random(number)
+            if action == "branch":
+                texts = [
+                    [*t[: generator.randint(1, len(t))], *generator.choices(range(3), k=3)]
+                    for t in generator.choices(texts, k=4)
+                ]
+            elif action == "clear":
+                lm.clear_cache()
+            asked = [(t, generator.randint(1, len(t))) for t in generator.choices(texts, k=4)]
+            tasks = [asyncio.ensure_future(lm.score(t[:n], t[n:])) for t, n in asked]
+            rows = [asyncio.ensure_future(lm.next_token_logprobs(t[:n])) for t, n in asked]
+            if action == "cancel":
+                await asyncio.sleep(0)
+                generator.choice(tasks).cancel()
+                generator.choice(rows).cancel()
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            for (t, n), scores in zip(asked, found, strict=True):
+                if not isinstance(scores, asyncio.CancelledError):
+                    close(scores, expected(backend, t[:n], t[n:]))
+            found = await asyncio.gather(*rows, return_exceptions=True)
+            for (t, n), row in zip(asked, found, strict=True):
+                if not isinstance(row, asyncio.CancelledError):
+                    close(row, backend.expected(t[:n]))
+        statistics = lm.statistics()
+        assert statistics.kv_bytes_used <= statistics.kv_bytes_budget
+
+    with backend.make(batch_size=4) as lm:
+        asyncio.run(main(lm))
+        if hasattr(lm._evaluator, "passes"):
+            lm._evaluator.passes.tree.check_integrity()
+        lm.clear_cache()
