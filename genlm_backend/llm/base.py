@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -22,10 +22,9 @@ from genlm_backend.closing import Closing
 from genlm_backend.errors import AdapterError, UnknownAdapterError
 from genlm_backend.llm.adapters import UNKNOWN_ADAPTER
 from genlm_backend.llm.draw import AnyRow, RandomGenerator, draw
-from genlm_backend.llm.query import Query, TokenIds, check_context
-from genlm_backend.llm.row_scores import scores_of_rows, scores_of_rows_sync
+from genlm_backend.llm.query import TokenIds, check_context
+from genlm_backend.llm.row_scores import scores_by, scores_by_sync
 from genlm_backend.llm.sampling import Sampler, check_sampling
-from genlm_backend.llm.scoring import check_scorings
 from genlm_backend.llm.statistics import LMStatistics
 from genlm_backend.llm.together import together
 from genlm_backend.llm.watching import progress_bar
@@ -198,13 +197,7 @@ class AsyncLM(Closing):
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
         """Return the scores of many continuations, each behind its own prompt; see ``score``."""
-        self.check_adapter(lora_name)
-        scorings = check_scorings(prompts, continuations, len(self.byte_vocab), self.max_length)
-
-        def ask(queries: list[Query]) -> Awaitable[torch.Tensor]:
-            return self.batch_next_token_logprobs([q.token_ids for q in queries], lora_name)
-
-        return await scores_of_rows(scorings, ask, self.batch_size)
+        return await scores_by(self, prompts, continuations, lora_name)
 
     def batch_score_sync(
         self,
@@ -213,13 +206,7 @@ class AsyncLM(Closing):
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
         """Return the same scores as ``batch_score``, blocking the calling thread."""
-        self.check_adapter(lora_name)
-        scorings = check_scorings(prompts, continuations, len(self.byte_vocab), self.max_length)
-
-        def ask(queries: list[Query]) -> torch.Tensor:
-            return self.batch_next_token_logprobs_sync([q.token_ids for q in queries], lora_name)
-
-        return scores_of_rows_sync(scorings, ask, self.batch_size)
+        return scores_by_sync(self, prompts, continuations, lora_name)
 
     # ---------------------------------------------------------------- sampling
 
