@@ -29,7 +29,12 @@ def model(way: str) -> Any:
     return lm
 
 
-def measure(way: str, repeats: int) -> dict[str, Any]:
+def measure(
+    way: str,
+    repeats: int,
+    shared: tuple[tuple[int, int], ...] = SHARED,
+    apart: tuple[int, int] = APART,
+) -> dict[str, Any]:
     """Seconds of a step of each kind, what it must at least take, and MB beyond the slots."""
     lm, generator = model(way), random.Random(0)
 
@@ -47,7 +52,7 @@ def measure(way: str, repeats: int) -> dict[str, Any]:
         return found[2:]
 
     numbers: dict[str, Any] = {}
-    for num_particles, num_shared in SHARED:
+    for num_particles, num_shared in shared:
         lm.clear_cache()
         prompt = ids(num_shared)
         lm.next_token_logprobs_sync(prompt)
@@ -58,7 +63,7 @@ def measure(way: str, repeats: int) -> dict[str, Any]:
         limit = [Pass(num_particles, num_particles, num_shared)]
         numbers[f"{key} limit s"] = [program_seconds(lm.model, limit)]
     lm.clear_cache()
-    num_contexts, size = APART
+    num_contexts, size = apart
     contexts = [ids(size) for _ in range(num_contexts)]
     for context in contexts:
         lm.next_token_logprobs_sync(context)
