@@ -318,7 +318,7 @@ def awaits(repeats: int) -> Numbers:
     }
 
 
-def free_forward() -> Any:
+def free_forward(**options: Any) -> Any:
     """An AsyncTransformer whose forward pass only packs its batch."""
     from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -334,14 +334,12 @@ def free_forward() -> Any:
         num_attention_heads=1,
     )
     tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(1000)}, unk_token="<0>"))
-    lm = AsyncTransformer(
-        LlamaForCausalLM(config), tokenizer, batch_size=100, kv_cache_bytes=1 << 24
-    )
+    given = {"batch_size": 100, "kv_cache_bytes": 1 << 24, **options}
+    lm = AsyncTransformer(LlamaForCausalLM(config), tokenizer, **given)
     logits = torch.zeros(100, 1000)
 
     def forward(spans: Any, attend: Any) -> torch.Tensor:
         batch = pack(spans)
-        attend.inputs(batch)
         return logits[: len(batch.output_rows)]
 
     lm._hf.passes.runner.forward = forward

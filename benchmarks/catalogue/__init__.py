@@ -13,6 +13,7 @@ _WORKLOADS: tuple[Workload, ...] = (
     models.SharedContext(),
     models.Scoring(),
     models.StepOverhead(),
+    models.Host(),
     models.PrefillMix(),
     models.LoopStall(),
     models.PythonMeanwhile(),

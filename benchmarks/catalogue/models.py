@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import growth, sharing, workloads
+from benchmarks import growth, host, sharing, workloads
 from benchmarks.workload import SHARE, Found, Numbers, Row, Workload, median
 
 
@@ -41,6 +41,27 @@ class StepOverhead(Workload):
         ours, bare = (median(found[""][key]) for key in ("ours_ms", "bare_ms"))
         what = f"5 particles at `batch_size` 20: step over the bare forward ({bare:.0f} ms)"
         return [(what, f"{ours - bare:+.1f} ms", "+3 ms")]
+
+
+class Host(Workload):
+    """What a step of 100 particles costs the host, by the length of their context."""
+
+    name = "host"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return host.host(repeats)
+
+    def rows(self, found: Found) -> list[Row]:
+        ms = {name: median(values) for name, values in found[""].items()}
+        short, long = min(host.SIZES), max(host.SIZES)
+        what = f"100 particles: host's work of a step at {long:,} tokens, ms more than at {short}"
+        return [
+            (f"{what}, {label}", f"{ms[f'{kind}, {long}'] - ms[f'{kind}, {short}']:.1f}", aim)
+            for kind, label, aim in (
+                ("list", "plain lists", "6"),
+                ("context", "`lm.context`", "0.5"),
+            )
+        ]
 
 
 class PrefillMix(Workload):

@@ -4,93 +4,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import weakref
 from array import array
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
 from typing import final
 
+from genlm_backend.cache.node import Match, Node, Place, Spot
 from genlm_backend.cache.slots import Slots
 from genlm_backend.common_prefix import common_length
 from genlm_backend.errors import CacheError
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """Slots of consecutive tokens of a context.
-
-    Attributes:
-        owner: What the slots belong to. In one batch, two runs of one owner begin with the same
-            tokens in the same slots.
-        slots: The owner's slots, in order.
-        num_tokens: How many of them, from the first, the context has.
-    """
-
-    owner: object
-    slots: Sequence[int]
-    num_tokens: int
-
-
-@final
-class Node:
-    """An edge of the tree and the subtree at its end.
-
-    ``num_locks`` counts the live matches that end here or below, so that a node with none has
-    none below it either.
-    """
-
-    __slots__ = ("children", "last_used", "num_locks", "parent", "slots", "tokens")
-
-    def __init__(self, parent: Node | None, tokens: array[int], slots: array[int]) -> None:
-        self.parent = parent
-        self.tokens = tokens
-        self.slots = slots
-        self.children: dict[int, Node] = {}
-        self.num_locks = 0
-        self.last_used = 0
-
-    def path(self) -> Iterator[Node]:
-        """Yield this node, its parent, and so on up to the root."""
-        node: Node | None = self
-        while node is not None:
-            yield node
-            node = node.parent
-
-    def subtree(self) -> Iterator[Node]:
-        """Yield this node and everything below it."""
-        stack: list[Node] = [self]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False)
-class Match:
-    """A locked cached prefix of one context; valid until it is unlocked or inserted below.
-
-    Attributes:
-        node: The node at whose end the prefix ends.
-        num_tokens: Number of the context's tokens that need not be computed.
-    """
-
-    node: Node
-    num_tokens: int
-
-    def runs(self) -> tuple[Run, ...]:
-        """Return the prefix as runs, one for each node from the root on.
-
-        They hold until the tree is changed. Matches that go through one node have equal owners
-        there if the runs of all are asked for after the last of them was made.
-        """
-        runs: list[Run] = []
-        node = self.node
-        while node.parent is not None:
-            runs.append(Run(node, node.slots, len(node.slots)))
-            node = node.parent
-        return tuple(reversed(runs))
 
 
 @final
@@ -129,10 +52,52 @@ class PrefixTree:
         ``namespace`` separates contexts whose keys and values differ for equal tokens, such as
         those of different adapters. The cost grows with the tokens of the prefix.
         """
+        return self.match_from(self.recall(None, namespace), array("i", token_ids))
+
+    def place(self, match: Match) -> Place:
+        """Return where a match ends, so that it can be found again without being walked to."""
+        return Place(weakref.ref(match.node), match.num_tokens)
+
+    def recall(self, place: Place | None, namespace: Hashable = None, most: int = 0) -> Spot:
+        """Return where the first tokens of a context are: up to ``most``, and maybe none.
+
+        The cost grows with the nodes above the place, and not with their tokens.
+
+        Args:
+            place: Where the context was found, or another one that begins with the same tokens;
+                ``None`` where that is not known.
+            namespace: Namespace of the context; a place in another one counts for nothing.
+            most: Number of the context's tokens that are asked for.
+        """
         root = self._roots.get(namespace)
         if root is None:
-            root = self._roots[namespace] = Node(None, array("q"), array("q"))
-        return self._lock(*self._walk(root, array("q", token_ids)))
+            root = self._roots[namespace] = Node(None, array("i"), array("q"))
+        node = None if place is None else place.node()
+        if place is None or node is None:
+            return Spot(root, 0, 0)
+        stop, top = 0, node
+        while top.parent is not None:
+            stop += len(top.tokens)
+            top = top.parent
+        if top is not root:  # evicted, or of another tree or namespace
+            return Spot(root, 0, 0)
+        num_tokens = min(place.num_tokens, most)
+        while node.parent is not None:
+            start = stop - len(node.tokens)
+            if start < num_tokens:
+                return Spot(node, num_tokens, stop - num_tokens)
+            node, stop = node.parent, start
+        return Spot(root, 0, 0)
+
+    def match_from(self, spot: Spot, tokens: array[int]) -> Match:
+        """Lock and return the longest cached prefix of a context.
+
+        Args:
+            spot: Where its first tokens are, as ``recall`` has just returned it.
+            tokens: The tokens after them, as 32-bit integers.
+        """
+        node, done = self._walk(spot.node, tokens, spot.num_left)
+        return self._lock(node, spot.num_tokens + done)
 
     def allocate(self, count: int) -> list[int] | None:
         """Take ``count`` slots, evicting what is old and unlocked; ``None`` if there is no room."""
@@ -158,7 +123,7 @@ class PrefixTree:
             raise CacheError("this match has been unlocked")
         if not slots:
             return match
-        tokens, new = array("q", token_ids), array("q", slots)
+        tokens, new = array("i", token_ids), array("q", slots)
         end, known = self._walk(match.node, tokens)
         self.slots.free(new[:known])
         if known < len(tokens):
@@ -198,7 +163,7 @@ class PrefixTree:
 
     def num_cached(self, token_ids: Sequence[int], namespace: Hashable = None) -> int:
         """Return how many of the first tokens are cached; locks nothing and changes no age."""
-        tokens, done = array("q", token_ids), 0
+        tokens, done = array("i", token_ids), 0
         node = self._roots.get(namespace)
         while node is not None and done < len(tokens):
             node = node.children.get(tokens[done])
@@ -291,20 +256,27 @@ class PrefixTree:
 
     # ---------------------------------------------------------------- nodes
 
-    def _walk(self, node: Node, tokens: array[int]) -> tuple[Node, int]:
-        """Follow ``tokens`` from ``node``, splitting the last edge; return where and how far."""
+    def _walk(self, node: Node, tokens: array[int], num_left: int = 0) -> tuple[Node, int]:
+        """Follow ``tokens``, splitting the last edge; return where that ends and how far it is.
+
+        Args:
+            node: Where to begin.
+            tokens: What to follow.
+            num_left: How many tokens before the end of ``node`` to begin.
+        """
         done = 0
-        while done < len(tokens):
-            child = node.children.get(tokens[done])
+        while True:
+            if num_left:
+                size = len(node.tokens)
+                edge = node.tokens if num_left == size else node.tokens[size - num_left :]
+                if edge != tokens[done : done + num_left]:
+                    shared = common_length(edge, tokens[done:])
+                    return self._split(node, size - num_left + shared), done + shared
+                done += num_left
+            child = node.children.get(tokens[done]) if done < len(tokens) else None
             if child is None:
-                break
-            size = len(child.tokens)
-            if child.tokens == tokens[done : done + size]:
-                node, done = child, done + size
-                continue
-            shared = common_length(child.tokens, tokens[done:])
-            return self._split(child, shared), done + shared
-        return node, done
+                return node, done
+            node, num_left = child, len(child.tokens)
 
     def _split(self, node: Node, size: int) -> Node:
         """Give the first ``size`` tokens of ``node`` to a new parent of it; return that."""
@@ -332,13 +304,18 @@ class PrefixTree:
 
     def _shorten(self, leaf: Node, count: int) -> None:
         """Free the last ``count`` slots of an unlocked leaf, and the leaf with the last of them."""
-        start = len(leaf.slots) - count
+        start, parent = len(leaf.slots) - count, leaf.parent
         self.slots.free(leaf.slots[start:])
-        if start:
-            del leaf.slots[start:], leaf.tokens[start:]
-            self._offer(leaf)
-        else:
+        if not start:
             self._remove_leaf(leaf)
+            return
+        assert parent is not None
+        shorter = Node(parent, leaf.tokens, leaf.slots)
+        del shorter.tokens[start:], shorter.slots[start:]
+        shorter.last_used = leaf.last_used
+        parent.children[shorter.tokens[0]] = shorter
+        leaf.parent = None  # whoever remembers it looks elsewhere
+        self._offer(shorter)
 
     def _remove_leaf(self, node: Node) -> None:
         parent = node.parent

@@ -16,7 +16,7 @@ from genlm_backend.errors import (
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.constraint import Constraint
 from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.query import TokenIds, check_context, check_known_ids
+from genlm_backend.llm.query import TokenIds, check_known_ids
 
 Chat = Sequence[Mapping[str, Any]]
 """A chat's messages, each with its ``role`` and ``content``."""
@@ -61,7 +61,7 @@ class Prompt:
             ContextTypeError: (``TypeError``) If its ids are not integers.
             GenerationConfigError: (``ValueError``) If the configuration does not go with the model.
         """
-        token_ids = check_context(_encoded(lm, prompt), len(lm.byte_vocab))
+        token_ids = tuple(lm.contexts.check(_encoded(lm, prompt)))
         lm.check_adapter(config.lora_name)
         for name in ("stop_words_ids", "bad_words_ids"):
             for word in getattr(config, name):

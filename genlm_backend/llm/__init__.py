@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from genlm_backend.llm.absent import AsyncMlxLM, AsyncSGLTransformer
     from genlm_backend.llm.base import AsyncLM
     from genlm_backend.llm.batched import BatchedLM
+    from genlm_backend.llm.context import Context
     from genlm_backend.llm.evaluator import (
         Evaluator,
         EvaluatorCounts,
@@ -31,6 +32,7 @@ __all__ = [
     "AsyncTransformer",
     "AsyncVirtualLM",
     "BatchedLM",
+    "Context",
     "Evaluator",
     "EvaluatorCounts",
     "EvaluatorInfo",
@@ -55,6 +57,7 @@ __getattr__, __dir__ = lazy_names(
         "AsyncTransformer": "genlm_backend.llm.hf.model",
         "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
         "BatchedLM": "genlm_backend.llm.batched",
+        "Context": "genlm_backend.llm.context",
         "Evaluator": "genlm_backend.llm.evaluator",
         "EvaluatorCounts": "genlm_backend.llm.evaluator",
         "EvaluatorInfo": "genlm_backend.llm.evaluator",

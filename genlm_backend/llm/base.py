@@ -21,8 +21,10 @@ from genlm_backend.checks import (
 from genlm_backend.closing import Closing
 from genlm_backend.errors import AdapterError, UnknownAdapterError
 from genlm_backend.llm.adapters import UNKNOWN_ADAPTER
+from genlm_backend.llm.context import Context
+from genlm_backend.llm.contexts import Contexts
 from genlm_backend.llm.draw import AnyRow, RandomGenerator, draw
-from genlm_backend.llm.query import TokenIds, check_context
+from genlm_backend.llm.query import TokenIds
 from genlm_backend.llm.row_scores import scores_by, scores_by_sync
 from genlm_backend.llm.sampling import Sampler, check_sampling
 from genlm_backend.llm.statistics import LMStatistics
@@ -58,6 +60,7 @@ class AsyncLM(Closing):
             id that no token has, ``<|empty_7|>`` for a token without bytes.
         special_ids: Ids of special tokens.
         undefined_ids: Ids that no token has.
+        contexts: What checks token ids and makes a ``Context`` of them.
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
@@ -80,6 +83,7 @@ class AsyncLM(Closing):
         self.str_vocab: list[str] = vocabulary.str_vocab
         self.special_ids = vocabulary.special_ids
         self.undefined_ids = vocabulary.undefined_ids
+        self.contexts = Contexts(len(self.byte_vocab))
 
     max_length: int | None = None
     """Longest context that the model takes, in tokens; ``None`` where nothing bounds it."""
@@ -100,6 +104,17 @@ class AsyncLM(Closing):
         """
         check_option_names(cls, options, cls.nested_options)
         checked(cls.option_checks, options)
+
+    def context(self, token_ids: TokenIds = ()) -> Context:
+        """Return token ids as a ``Context``, which may be passed wherever token ids are.
+
+        ``context + [token]`` is another, made and asked at a cost that is the same at any length.
+
+        Raises:
+            ContextTypeError: (``TypeError``) If the ids are not integers.
+            ContextError: (``ValueError``) If one is outside the vocabulary, or another model's.
+        """
+        return self.contexts.of(token_ids)
 
     # ---------------------------------------------------------------- rows
 
@@ -140,8 +155,7 @@ class AsyncLM(Closing):
     ) -> torch.Tensor:
         """Return the same row as ``next_token_logprobs``, blocking the calling thread.
 
-        Works from any thread, inside a running event loop too (a notebook), which stands still
-        meanwhile.
+        Works from any thread, inside a running event loop too (a notebook), which waits for it.
         """
 
     async def batch_next_token_logprobs(
@@ -289,14 +303,13 @@ class AsyncLM(Closing):
         sampler: Sampler,
         lora_name: str | None,
     ) -> list[int]:
-        prompt, generated = list(check_context(prompt_token_ids, len(self.byte_vocab))), []
-        while len(generated) < max_tokens:
-            row = await self.next_token_logprobs(prompt + generated, lora_name=lora_name)
-            token_id = sampler.draw(row)
+        prompt = context = self.contexts.check(prompt_token_ids)
+        while len(context) < len(prompt) + max_tokens:
+            token_id = sampler.draw(await self.next_token_logprobs(context, lora_name=lora_name))
             if token_id in eos_token_ids:
                 break
-            generated.append(token_id)
-        return generated
+            context = context.extend(token_id)
+        return list(context.packed(len(prompt)))
 
     # ---------------------------------------------------------------- keys and values
 

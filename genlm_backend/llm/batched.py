@@ -30,7 +30,7 @@ from genlm_backend.llm.adapters import ADAPTER_CHECKS, AdapterNames, check_adapt
 from genlm_backend.llm.answering import Answering
 from genlm_backend.llm.base import AsyncLM
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorInfo
-from genlm_backend.llm.query import Adapter, Query, TokenIds, check_context
+from genlm_backend.llm.query import Adapter, Query, TokenIds
 from genlm_backend.llm.row import Row, table_of
 from genlm_backend.llm.row_scores import scores_of_rows, scores_of_rows_sync
 from genlm_backend.llm.scoring import Question, Scoring, check_scorings, distinct, own_scores
@@ -180,7 +180,7 @@ class BatchedLM(AsyncLM):
     def _query(self, token_ids: TokenIds, lora_name: str | None) -> Query:
         self._batcher.check_open()
         adapter = None if lora_name is None else self._adapter(lora_name)
-        return Query(check_context(token_ids, len(self.byte_vocab), self.max_length), adapter)
+        return Query(self.contexts.check(token_ids, self.max_length), adapter)
 
     def _queries(self, token_ids_list: Sequence[TokenIds], lora_name: str | None) -> list[Query]:
         contexts = listed("token_ids_list", token_ids_list)
@@ -244,8 +244,8 @@ class BatchedLM(AsyncLM):
 
     def _scorings(self, prompts: Any, continuations: Any, lora_name: str | None) -> list[Scoring]:
         self._batcher.check_open()
-        size, adapter = len(self.byte_vocab), self._adapter(lora_name)
-        return check_scorings(prompts, continuations, size, self.max_length, adapter)
+        adapter = self._adapter(lora_name)
+        return check_scorings(self.contexts, prompts, continuations, self.max_length, adapter)
 
     # ---------------------------------------------------------------- on the worker thread
 
@@ -310,12 +310,12 @@ class BatchedLM(AsyncLM):
         self, token_ids: TokenIds, lora_name: str | None = None, keep: int = 0
     ) -> None:
         """Free the keys and values of a context beyond its first ``keep`` tokens."""
-        ids = check_context(token_ids, len(self.byte_vocab), max_length=None)
+        context = self.contexts.check(token_ids)
         keep = integer(0)("keep", keep)
         if lora_name is not None:
             check_adapter_name(lora_name)
         try:
-            query = Query(ids, self._adapter(lora_name))
+            query = Query(context, self._adapter(lora_name))
         except UnknownAdapterError:  # what was computed with it has gone with it
             return
         await self._acall(lambda: self._evaluator.forget(query, keep))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import struct
-from array import array
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Self, final
+from collections.abc import Iterable
+from functools import cached_property
+from typing import NamedTuple, Self, final
 
-from genlm_backend.checks import integer, shown
-from genlm_backend.errors import ContextError, ContextTypeError, OptionError, OptionTypeError
-from genlm_backend.tokenization import Token
+from genlm_backend.errors import OptionError
+from genlm_backend.llm.context import Context
+from genlm_backend.llm.contexts import of_no_model
 
 TokenIds = Iterable[int]
-"""A context: token ids, as Python or NumPy integers, or a 1-D integer array or tensor."""
+"""A context: a ``Context``, or token ids as Python or NumPy integers or a 1-D integer array."""
 
 
 class Adapter(NamedTuple):
@@ -28,42 +27,42 @@ class Adapter(NamedTuple):
 
 
 @final
-class Query(tuple[Adapter | None, bytes]):
+class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
     """A context and the adapter to read it with. Equal queries have equal answers.
 
-    Immutable. It is a tuple of the adapter and of the context's bytes, whose hash Python keeps,
+    Immutable. It is a tuple of the adapter and of the context's bytes, whose hashes Python keeps,
     so that looking a query up takes no time that grows with its context.
 
+    Args:
+        token_ids: A ``Context``, or token ids to make one of.
+        adapter: See below.
+
     Attributes:
-        token_ids: The whole context.
+        context: The whole context.
         adapter: The adapter, or ``None`` for the base model; contexts of different adapters share
             no keys and values.
-        tokens: The ids as an array of 64-bit integers.
     """
 
-    token_ids: tuple[int, ...]
+    context: Context
     adapter: Adapter | None
-    tokens: array[int]
 
-    def __new__(cls, token_ids: tuple[int, ...], adapter: Adapter | None = None) -> Self:
+    def __new__(cls, token_ids: Iterable[int], adapter: Adapter | None = None) -> Self:
         """Make a query; see the class."""
-        packed = struct.pack(f"{len(token_ids)}q", *token_ids)  # faster than an array's own way
-        tokens = array("q")
-        tokens.frombytes(packed)
-        query = super().__new__(cls, (adapter, packed))
-        vars(query).update(token_ids=token_ids, adapter=adapter, tokens=tokens)
+        context = of_no_model(token_ids)
+        query = super().__new__(cls, (adapter, *context.key))
+        vars(query).update(context=context, adapter=adapter)
         return query
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Query cannot be changed")
 
-    def __reduce__(self) -> tuple[type[Query], tuple[tuple[int, ...], Adapter | None]]:
-        return Query, (self.token_ids, self.adapter)
+    def __reduce__(self) -> tuple[type[Query], tuple[Context, Adapter | None]]:
+        return Query, (self.context, self.adapter)
 
-    @property
-    def context(self) -> tuple[int, ...]:
-        """The tokens that the model has to read: the whole context."""
-        return self.token_ids
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """The whole context as a tuple, which takes a moment for each token."""
+        return tuple(self.context)
 
     @property
     def lora_name(self) -> str | None:
@@ -72,76 +71,10 @@ class Query(tuple[Adapter | None, bytes]):
 
     def prefix(self, num_tokens: int) -> Query:
         """Return the query of the first tokens, with the same adapter."""
-        return Query(self.token_ids[:num_tokens], self.adapter)
+        return Query(self.context[:num_tokens], self.adapter)
 
     def __repr__(self) -> str:
-        ids = self.token_ids
-        shown = repr(list(ids)) if len(ids) <= 8 else f"[{ids[0]}, … {ids[-1]}] ({len(ids)} ids)"
-        return f"Query({shown}, lora_name={self.lora_name!r})"
-
-
-def check_context(
-    token_ids: Any, vocab_size: int, max_length: int | None = None, name: str = "token_ids"
-) -> tuple[int, ...]:
-    """Return ``token_ids`` as a tuple of at least one ``int``.
-
-    Raises:
-        ContextTypeError: If they are not integers, as ``check_token_ids`` says.
-        ContextError: If there are none, more than ``max_length``, or one outside
-            ``0 … vocab_size - 1``.
-    """
-    ids = check_token_ids(token_ids, vocab_size, name)
-    if not ids:
-        raise ContextError(f"{name} is empty: a context needs at least one token")
-    if max_length is not None and len(ids) > max_length:
-        raise ContextError(
-            f"the context has {len(ids)} tokens, more than the model's maximum of {max_length}"
-        )
-    return ids
-
-
-def check_token_ids(token_ids: Any, vocab_size: int, name: str = "token_ids") -> tuple[int, ...]:
-    """Return any number of token ids, or none, as a tuple of ``int``.
-
-    Accepts any iterable of Python or NumPy integers and one-dimensional integer arrays and
-    tensors. ``name`` is what messages call them.
-
-    Raises:
-        ContextTypeError: If they are not integers (a ``bool`` is none), or not iterable.
-        ContextError: If there is one outside ``0 … vocab_size - 1``.
-    """
-    if hasattr(token_ids, "tolist") and hasattr(token_ids, "ndim"):
-        if token_ids.ndim != 1:
-            raise ContextTypeError(
-                f"{name} must have one dimension, got an array of shape {tuple(token_ids.shape)}"
-            )
-        try:
-            token_ids = token_ids.tolist()
-        except (RuntimeError, TypeError) as error:  # a tensor on "meta", or one of sparse layout
-            raise ContextTypeError(f"{name} hold no integers: {shown(token_ids)}") from error
-    elif isinstance(token_ids, Mapping):  # as tokenizers and chat templates return
-        raise ContextTypeError(
-            f"{name} must be integers, got a {type(token_ids).__name__}: pass its 'input_ids'"
-        )
-    elif isinstance(token_ids, (str, bytes, bytearray)):
-        raise ContextTypeError(
-            f"{name} must be integers, got {type(token_ids).__name__}: encode the text with "
-            "the model's tokenizer first"
-        )
-    try:
-        ids = tuple(token_ids)
-    except TypeError:
-        message = f"{name} must be a list of integers, got {shown(token_ids)}"
-        raise ContextTypeError(message) from None
-    if ids and set(map(type, ids)) != {int}:
-        ids = tuple(map(_to_int, ids))
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        wrong = next(i for i in ids if not 0 <= i < vocab_size)
-        raise ContextError(
-            f"token id {wrong} is outside the vocabulary: "
-            f"the model has {vocab_size} ids, 0 to {vocab_size - 1}"
-        )
-    return ids
+        return f"Query({self.context!r}, lora_name={self.lora_name!r})"
 
 
 def check_known_ids(
@@ -160,14 +93,3 @@ def check_known_ids(
             raise error(
                 f"{name} has {token_id}, which is outside the vocabulary of {vocab_size} ids"
             )
-
-
-_token_id = integer()
-
-
-def _to_int(token_id: Any) -> int:
-    try:
-        return _token_id("token_ids", token_id)
-    except OptionTypeError:
-        hint = "; pass its token_id" if isinstance(token_id, Token) else ""
-        raise ContextTypeError(f"token ids must be integers, got {shown(token_id)}{hint}") from None

@@ -50,7 +50,7 @@ async def scores_by(
     """Return the scores of texts from rows of any model, ``batch_size`` at a time."""
 
     def ask(queries: list[Query]) -> Awaitable[torch.Tensor]:
-        contexts = [query.token_ids for query in queries]
+        contexts = [query.context for query in queries]
         return lm.batch_next_token_logprobs(contexts, lora_name=lora_name)
 
     scorings = _checked(lm, prompts, continuations, lora_name)
@@ -63,7 +63,7 @@ def scores_by_sync(
     """Return the same scores as ``scores_by``, blocking the calling thread."""
 
     def ask(queries: list[Query]) -> torch.Tensor:
-        contexts = [query.token_ids for query in queries]
+        contexts = [query.context for query in queries]
         return lm.batch_next_token_logprobs_sync(contexts, lora_name=lora_name)
 
     scorings = _checked(lm, prompts, continuations, lora_name)
@@ -72,7 +72,7 @@ def scores_by_sync(
 
 def _checked(lm: AsyncLM, prompts: Any, continuations: Any, lora_name: str | None) -> list[Scoring]:
     lm.check_adapter(lora_name)
-    return check_scorings(prompts, continuations, len(lm.byte_vocab), lm.max_length)
+    return check_scorings(lm.contexts, prompts, continuations, lm.max_length)
 
 
 @final
@@ -95,7 +95,7 @@ class RowScores:
         places = [
             (scoring.text, end)
             for scoring in self._scorings
-            for end in range(scoring.start, len(scoring.text.token_ids))
+            for end in range(scoring.start, len(scoring.text.context))
         ]
         for begin in range(0, len(places), self._chunk_size):
             chunk = places[begin : begin + self._chunk_size]

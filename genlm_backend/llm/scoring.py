@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
@@ -11,7 +10,9 @@ import torch
 
 from genlm_backend.checks import listed
 from genlm_backend.errors import OptionError
-from genlm_backend.llm.query import Adapter, Query, check_context, check_token_ids
+from genlm_backend.llm.context import Context
+from genlm_backend.llm.contexts import Contexts
+from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row
 
 
@@ -37,24 +38,19 @@ class Scoring:
         return self.text.adapter
 
     @property
-    def tokens(self) -> array[int]:
-        """The text as an array of 64-bit integers."""
-        return self.text.tokens
-
-    @property
     def targets(self) -> tuple[int, ...]:
         """The tokens whose log-probabilities are wanted."""
-        return self.text.token_ids[self.start :]
+        return tuple(self.text.context.packed(self.start))
 
     @property
     def num_targets(self) -> int:
         """Number of log-probabilities that are wanted."""
-        return len(self.text.token_ids) - self.start
+        return len(self.text.context) - self.start
 
     @property
-    def context(self) -> tuple[int, ...]:
+    def context(self) -> Context:
         """The tokens that the model has to read: all but the last."""
-        return self.text.token_ids[:-1]
+        return self.text.context[:-1]
 
     def is_answered_by(self, answer: Any) -> bool:
         """Return whether ``answer`` has one log-probability for each target, as callers get it."""
@@ -70,9 +66,9 @@ Answer: TypeAlias = Row | torch.Tensor
 
 
 def check_scorings(
+    contexts: Contexts,
     prompts: Any,
     continuations: Any,
-    vocab_size: int,
     max_length: int | None = None,
     adapter: Adapter | None = None,
 ) -> list[Scoring]:
@@ -84,8 +80,8 @@ def check_scorings(
         OptionTypeError: If prompts or continuations are no list.
         OptionError: If these are not of one length.
         ContextTypeError: If a prompt or a continuation is not integers.
-        ContextError: If a prompt is empty, an id is outside ``0 … vocab_size - 1``, or a text has
-            more tokens than ``max_length`` before its last one.
+        ContextError: If a prompt is empty, an id is outside the vocabulary, it is another model's
+            ``Context``, or a text has more tokens than ``max_length`` before its last one.
     """
     before, behind = listed("prompts", prompts), listed("continuations", continuations)
     if len(before) != len(behind):
@@ -95,10 +91,10 @@ def check_scorings(
         )
     scorings = []
     for prompt, continuation in zip(before, behind, strict=True):
-        ids = check_context(prompt, vocab_size, max_length, name="prompt")
-        text = (*ids, *check_token_ids(continuation, vocab_size, name="continuation"))
-        check_context(text[:-1] or text, vocab_size, max_length)
-        scorings.append(Scoring(Query(text, adapter), len(ids)))
+        context = contexts.check(prompt, max_length, name="prompt")
+        text = context.followed_by(contexts.packed(continuation, name="continuation"))
+        contexts.check(text[:-1] or text, max_length)
+        scorings.append(Scoring(Query(text, adapter), len(context)))
     return scorings
 
 

@@ -1,5 +1,7 @@
 """The tree against a plain dictionary that remembers what each slot holds."""
 
+from array import array
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -42,6 +44,7 @@ class Tree(RuleBasedStateMachine):
 
     num_slots = 24
     matches = Bundle("matches")
+    places = Bundle("places")
 
     def __init__(self):
         super().__init__()
@@ -79,6 +82,38 @@ class Tree(RuleBasedStateMachine):
         self.check_match(longer, token_ids, namespace)
         return longer, token_ids, namespace
 
+    @rule(target=places, held=matches)
+    def remember(self, held):
+        match, token_ids, namespace = held
+        return self.cache.place(match), token_ids[: match.num_tokens], namespace
+
+    @rule(
+        target=matches,
+        held=places,
+        num_kept=st.integers(0, 10),
+        more=st.lists(st.integers(0, 2), max_size=6),
+    )
+    def look_up_from(self, held, num_kept, more):
+        """What begins as a remembered context does is found as from the beginning."""
+        place, token_ids, namespace = held
+        wanted = [*token_ids[:num_kept], *more]
+        most = num_kept if num_kept < len(token_ids) else len(wanted)
+        num_cached = self.cache.num_cached(wanted, namespace)
+        spot = self.cache.recall(place, namespace, most)
+        assert spot.num_tokens <= most
+        match = self.cache.match_from(spot, array("i", wanted[spot.num_tokens :]))
+        self.live.add(match)
+        assert match.num_tokens == num_cached
+        self.check_match(match, wanted, namespace)
+        return match, wanted, namespace
+
+    @rule(held=places)
+    def look_up_elsewhere(self, held):
+        """A place counts for nothing in another namespace."""
+        place, _, namespace = held
+        other = "adapter" if namespace is None else None
+        assert self.cache.recall(place, other, 10).num_tokens == 0
+
     @rule(held=consumes(matches))
     def give_back(self, held):
         self.cache.unlock(held[0])
@@ -102,7 +137,7 @@ class Tree(RuleBasedStateMachine):
         self.live.discard(match)
         self.pinned.append((namespace, token_ids[: match.num_tokens]))
 
-    @rule(count=st.integers(0, 30))
+    @rule(count=st.integers(0, 4) | st.integers(0, 30))
     def evict(self, count):
         used = self.cache.num_used
         freed = self.cache.evict(count)
@@ -153,6 +188,47 @@ def test_a_fork_shares_its_parents_slots():
     second = fill(cache, [1, 2, 3, 5])
     assert slots_of(second)[:3] == slots_of(first)[:3]
     assert cache.num_used == 5
+
+
+def recalled(cache, place, token_ids):
+    spot = cache.recall(place, None, len(token_ids))
+    return spot.num_tokens, slots_of(
+        cache.match_from(spot, array("i", token_ids[spot.num_tokens :]))
+    )
+
+
+def test_a_place_stays_where_it_is_while_the_tree_changes_around_it():
+    cache = make(40)
+    match = fill(cache, [1, 2, 3, 4])
+    place, own = cache.place(match), slots_of(match)
+    match = cache.insert(match, [5, 6], cache.allocate(2))  # the node grows
+    longer = slots_of(match)
+    for other in ([1, 2, 9], [1, 2, 3, 4, 5, 8], [1, 7]):  # and is split on both sides
+        fill(cache, other)
+        assert recalled(cache, place, [1, 2, 3, 4, 5, 6, 7]) == (4, longer)
+        assert recalled(cache, place, [1, 2, 3]) == (3, own[:3])
+        assert recalled(cache, place, [1, 2, 3, 4, 9]) == (4, own)
+    cache.check_integrity()
+
+
+def test_a_place_is_nothing_once_some_of_its_tokens_have_gone():
+    cache = make(40)
+    match = fill(cache, [1, 2, 3, 4])
+    place = cache.place(match)
+    cache.unlock(match)
+    cache.evict(2)
+    other = fill(cache, [1, 2, 5, 6, 7])  # grows from what is left
+    assert recalled(cache, place, [1, 2, 3, 4]) == (0, slots_of(other)[:2])
+    assert recalled(cache, None, [1, 2]) == (0, slots_of(other)[:2])
+    place = cache.place(other)
+    assert cache.recall(place, "adapter", 5).num_tokens == 0
+    assert make(4).recall(place, None, 5).num_tokens == 0
+    cache = make(40)
+    match = fill(cache, [1, 2, 3])
+    place = cache.place(match)
+    cache.unlock(match)
+    cache.clear()
+    assert cache.recall(place, None, 3).num_tokens == 0
 
 
 def test_the_oldest_unlocked_leaf_goes_first_from_its_end():

@@ -1,11 +1,10 @@
-import copy
 import pickle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.llm.query import Adapter, Query, check_context
+from genlm_backend.llm.query import Adapter, Query
 
 
 @given(st.lists(st.integers(0, 9), min_size=1), st.lists(st.integers(0, 9), min_size=1))
@@ -29,8 +28,3 @@ def test_a_query_cannot_be_changed():
         query.token_ids = (3,)
     assert "[1, 2]" in repr(query)
     assert "300 ids" in repr(Query(tuple(range(300))))
-
-
-@given(st.lists(st.integers(0, 99), min_size=1, max_size=50))
-def test_a_good_context_comes_back_as_it_is(token_ids):
-    assert check_context(copy.copy(token_ids), 100, 50) == tuple(token_ids)

@@ -187,21 +187,21 @@ class HFEvaluator(Evaluator):
 
     def num_cached(self, query: Query) -> int:
         """Return how many of a context's tokens have their keys and values in slots."""
-        if len(query.token_ids) > self._rotary_limit:
+        if len(query.context) > self._rotary_limit:
             return 0
         # The last token always goes through the model: its logits are the answer.
-        return self.passes.tree.num_cached(query.tokens[:-1], query.adapter)
+        return self.passes.tree.num_cached(query.context.packed()[:-1], query.adapter)
 
     def forget(self, query: Query, keep: int) -> None:
         """Free the slots of a context beyond its first ``keep`` tokens."""
-        self.passes.tree.forget(query.tokens, query.adapter, keep)
+        self.passes.tree.forget(query.context.packed(), query.adapter, keep)
 
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
         with self._adapters.in_place(query.adapter):
             self._answers([query])
-        match = self.passes.tree.match(query.tokens, query.adapter)
-        if match.num_tokens < len(query.token_ids):
+        match = self.passes.match(query, len(query.context))
+        if match.num_tokens < len(query.context):
             self.passes.tree.unlock(match)
             return False
         self.passes.tree.pin(match)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import dataclass, field
 from typing import Self, final
 
 import torch
 
 from genlm_backend.cache import Match, Run
+from genlm_backend.llm.context import Context
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.row import Row
 from genlm_backend.llm.scoring import Answer, Question
+
+
+def first_output(question: Question) -> int:
+    """Return the first position of a question's context behind which logits are wanted."""
+    num_outputs = 1 if isinstance(question, Query) else question.num_targets
+    return len(question.context) - num_outputs
 
 
 @final
@@ -26,32 +34,32 @@ class Job:
         targets: The tokens whose log-probabilities are wanted behind the context's last positions,
             one behind each; empty where a row is wanted behind the last one.
         first: Position of the first output.
+        start: Number of tokens of the prefix that was cached at first.
+        missing: The tokens after them.
         row: What comes of it where a row is wanted.
         scores: What comes of it otherwise.
     """
 
-    token_ids: tuple[int, ...]
+    token_ids: Context
     match: Match | None = None
     targets: tuple[int, ...] = ()
     first: int = field(init=False)
+    start: int = field(init=False)
+    missing: array[int] = field(init=False)
     row: Row | None = None
     scores: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
         self.first = len(self.token_ids) - (len(self.targets) or 1)
+        self.start = 0 if self.match is None else self.match.num_tokens
+        self.missing = self.token_ids.packed(self.start)
         self.scores = [0.0] * len(self.targets)
 
     @classmethod
-    def of(cls, question: Question) -> Self:
+    def of(cls, question: Question, match: Match | None = None) -> Self:
         """Return the job of a query or of a scoring."""
-        if isinstance(question, Query):
-            return cls(question.token_ids)
-        return cls(question.context, targets=question.targets)
-
-    @property
-    def num_past(self) -> int:
-        """Number of tokens that need not be computed."""
-        return 0 if self.match is None else self.match.num_tokens
+        targets = () if isinstance(question, Query) else question.targets
+        return cls(question.context, match, targets)
 
     def past_runs(self) -> tuple[Run, ...]:
         """Return the slots of the tokens that need not be computed."""

@@ -185,7 +185,7 @@ class AsyncTransformer(BatchedLM):
 
         if not self._call(pin) and self.kv_reuse:
             raise CacheError(
-                f"a prompt of {len(query.token_ids)} tokens does not fit into the "
+                f"a prompt of {len(query.context)} tokens does not fit into the "
                 f"{self.kv_capacity} tokens of kv_cache_bytes that are not pinned"
             )
 

@@ -8,10 +8,10 @@ from typing import final
 
 import torch
 
-from genlm_backend.cache import KVLayout, KVStore, PrefixTree, Slots
+from genlm_backend.cache import KVLayout, KVStore, Match, PrefixTree, Slots
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm.hf.attend import Attend, WholeAttend
-from genlm_backend.llm.hf.job import Job
+from genlm_backend.llm.hf.job import Job, first_output
 from genlm_backend.llm.hf.memory import is_out_of_memory, release_cached_memory
 from genlm_backend.llm.hf.plan import (
     CostModel,
@@ -148,26 +148,33 @@ class Passes:
 
     # ---------------------------------------------------------------- with slots
 
+    def match(self, question: Question, most: int) -> Match:
+        """Lock and return the longest cached prefix of a context, of up to ``most`` tokens."""
+        context = question.context
+        spot = self.tree.recall(context.place, question.adapter, most)
+        return self.tree.match_from(spot, context.packed(spot.num_tokens, most))
+
     def _from_slots(self, questions: list[Question]) -> list[Answer]:
         if not self.keeps:
             return self.whole(questions)
-        jobs = [Job.of(question) for question in questions]
-        adapter = questions[0].adapter
+        jobs: list[Job] = []
         try:
-            for job, question in zip(jobs, questions, strict=True):
+            for question in questions:
                 # What has an output always goes through the model: logits are not kept.
-                job.match = self.tree.match(question.tokens[: job.first], adapter)
+                match = self.match(question, first_output(question))
+                jobs.append(Job.of(question, match))
             segments = plan_segments(jobs, self.cost)
             slots = self.tree.allocate(sum(segment.num_tokens for segment in segments))
             if slots is not None:
-                num_reused = sum(job.num_past for job in jobs)
-                is_sound = self._run(jobs, segments, slots, adapter)
+                num_reused = sum(job.start for job in jobs)
+                is_sound = self._run(jobs, segments, slots, questions[0].adapter)
                 self.tokens_reused += num_reused
                 return [job.answer for job in jobs] if is_sound else self.whole(questions)
         finally:
             for job in jobs:
-                if job.match is not None:
-                    self.tree.unlock(job.match)
+                assert job.match is not None
+                job.token_ids.place = self.tree.place(job.match)
+                self.tree.unlock(job.match)
         if len(questions) == 1:
             return self.whole(questions)
         return _in_halves(questions, self._from_slots)
@@ -217,7 +224,7 @@ class Passes:
         if job.match.num_tokens < segment.start:
             # An ancestor was inserted on behalf of another context of the batch.
             self.tree.unlock(job.match)
-            job.match = self.tree.match(job.token_ids[: segment.start], adapter)
+            job.match = self.tree.match(job.token_ids.packed(0, segment.start), adapter)
         job.match = self.tree.insert(job.match, segment.token_ids, segment.slots)
 
 

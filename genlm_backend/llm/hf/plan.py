@@ -9,14 +9,18 @@ logits are wanted, and by whom, are a segment's *outputs*.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple, Self
 
 from genlm_backend.cache import Run
+from genlm_backend.cache.node import Node
 from genlm_backend.common_prefix import common_length
+from genlm_backend.llm.context import Context
 from genlm_backend.llm.hf.job import Job
 from genlm_backend.llm.hf.packing import Span
 
@@ -82,9 +86,10 @@ class Segment:
         return self.stop - self.start
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> array[int]:
         """The tokens to compute."""
-        return self.job.token_ids[self.start : self.stop]
+        first = self.job.start
+        return self.job.missing[self.start - first : self.stop - first]
 
     @property
     def size(self) -> Size:
@@ -126,15 +131,16 @@ def plan_segments(jobs: Sequence[Job], cost: CostModel) -> list[Segment]:
     The jobs are of one adapter.
     """
     segments: list[Segment] = []
-
-    def order(job: Job) -> tuple[int, tuple[int, ...]]:
-        return job.num_past, job.token_ids
-
-    # Contexts with different cached lengths share nothing uncached: had they more in common
-    # than the shorter length, the cache would have found it for both. (Of a text that is scored,
-    # what is wanted counts as uncached; where others have it cached, it is computed for itself.)
-    for start, group in groupby(sorted(jobs, key=order), lambda job: job.num_past):
-        for part in _split(group, start, from_beginning=True):
+    # Contexts whose cached prefixes end at different nodes share nothing uncached: had they more
+    # in common, the cache would have found it for both. (Of a text that is scored, what is wanted
+    # counts as uncached; where others have it cached, it is computed for itself.)
+    by_node: defaultdict[Node, list[Job]] = defaultdict(list)
+    for job in jobs:
+        assert job.match is not None
+        by_node[job.match.node].append(job)
+    for group in by_node.values():
+        start = group[0].start
+        for part in _split(sorted(group, key=lambda job: job.missing), start):
             _place(part, start, start, None, 0, cost, segments)
     return _chunk(segments, cost)
 
@@ -148,7 +154,7 @@ def plan_whole(wanted: Iterable[tuple[Job, range]]) -> list[Segment]:
     Args:
         wanted: Jobs, and positions behind which each wants logits.
     """
-    segments: dict[tuple[int, ...], Segment] = {}
+    segments: dict[Context, Segment] = {}
     for job, positions in sorted(wanted, key=lambda pair: pair[1].start):
         ids = job.token_ids[: positions.stop]
         segment = segments.setdefault(ids, Segment(job, 0, positions.stop, None, 0))
@@ -157,13 +163,9 @@ def plan_whole(wanted: Iterable[tuple[Job, range]]) -> list[Segment]:
     return list(segments.values())
 
 
-def _split(jobs: Iterable[Job], position: int, from_beginning: bool = False) -> list[list[Job]]:
-    """Group sorted jobs by the token at ``position`` (by all tokens up to it, where asked)."""
-
-    def key(job: Job) -> tuple[int, ...]:
-        return job.token_ids[0 if from_beginning else position : position + 1]
-
-    return [list(part) for _, part in groupby(jobs, key)]
+def _split(jobs: Iterable[Job], position: int) -> list[list[Job]]:
+    """Group sorted jobs of one cached prefix by the token at ``position``."""
+    return [list(part) for _, part in groupby(jobs, lambda job: job.missing[position - job.start])]
 
 
 def _place(
@@ -177,14 +179,15 @@ def _place(
 ) -> None:
     """Add segments for sorted jobs that agree up to and including position ``start``.
 
-    What they want before position ``answered`` is an output of another segment already.
+    All have the same tokens cached. What they want before position ``answered`` is an output of
+    another segment already.
     """
     segment = Segment(part[0], start, start, parent, wave)
     segments.append(segment)
     while True:
         shared = len(part[0].token_ids)
         if len(part) > 1:  # of sorted contexts, what the first and the last share all share
-            shared = common_length(part[0].token_ids, part[-1].token_ids)
+            shared = part[0].start + common_length(part[0].missing, part[-1].missing)
         segment.job, segment.stop = part[-1], shared
         for job in part:
             for position in job.outputs_in(answered, shared):

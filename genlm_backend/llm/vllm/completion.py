@@ -58,7 +58,7 @@ class Completion:
     @property
     def num_possible(self) -> int:
         """Tokens that can be sampled before the context would be too long."""
-        return min(self.max_tokens, self.max_length + 1 - len(self.prompt.token_ids))
+        return min(self.max_tokens, self.max_length + 1 - len(self.prompt.context))
 
     def extend(self, token_ids: list[int], is_finished: bool) -> None:
         """Add what a step has sampled; settle the future with the last of it."""
@@ -70,7 +70,7 @@ class Completion:
         elif len(self.token_ids) >= self.max_tokens:
             self._settle(result=self.token_ids)
         else:
-            length = len(self.prompt.token_ids) + len(self.token_ids)
+            length = len(self.prompt.context) + len(self.token_ids)
             self._settle(
                 error=ContextError(
                     f"the context has {length} tokens, more than the model's maximum of "

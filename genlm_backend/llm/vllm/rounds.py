@@ -61,7 +61,7 @@ class Rounds:
                 self.table.commit()
                 reused = sum(placement.num_shared for placement in placements)
                 self.tokens_reused += reused
-                self.tokens_computed += sum(len(p.query.token_ids) for p in placements) - reused
+                self.tokens_computed += sum(len(p.query.context) for p in placements) - reused
         return rows
 
     def _plan_round(self, queries: Sequence[Query]) -> list[Placement]:
@@ -83,7 +83,7 @@ class Rounds:
                         continue
                     self.table.withdraw(placement)
                     raise EvaluationError(
-                        f"a context of {len(query.token_ids)} tokens does not fit into vLLM's "
+                        f"a context of {len(query.context)} tokens does not fit into vLLM's "
                         f"{self._engine.num_blocks} blocks of {self._engine.block_size} tokens"
                     )
             reserved += needed
@@ -98,7 +98,7 @@ class Rounds:
         size = self._engine.block_size
         num_shared = placement.num_shared
         there = num_shared // size if placement.is_new else -(-num_shared // size)
-        return -(-len(placement.query.token_ids) // size) - there
+        return -(-len(placement.query.context) // size) - there
 
     def _make_room(self, num_blocks: int) -> bool:
         """End the oldest sessions until the round fits; return whether it does."""

@@ -8,7 +8,6 @@ Decides only, and knows no engine.
 from __future__ import annotations
 
 import itertools
-from array import array
 from dataclasses import dataclass
 from typing import final
 
@@ -38,8 +37,7 @@ class Placement:
     @property
     def new_tokens(self) -> tuple[int, ...]:
         """The tokens to send: the whole context, or what it has beyond the session's."""
-        ids = self.query.token_ids
-        return ids if self.is_new else ids[self.num_shared :]
+        return tuple(self.query.context.packed(0 if self.is_new else self.num_shared))
 
 
 @final
@@ -53,7 +51,7 @@ class _Session:
 
     def hold(self, context: Query) -> None:
         self.context = context
-        self.token_ids = array("q", context.token_ids)  # compared without a loop in Python
+        self.token_ids = context.context.packed()  # compared without a loop in Python
 
 
 @final
@@ -161,11 +159,11 @@ class SessionTable:
 
         At equal length one that ends there and is free comes first, because it can be extended.
         """
-        ids = query.token_ids
-        parent = self._by_context.get(query.prefix(len(ids) - 1)) if ids[:-1] else None
+        most = len(query.context) - 1
+        parent = self._by_context.get(query.prefix(most)) if most else None
         if parent is not None:
-            return parent, len(ids) - 1
-        wanted = array("q", ids[:-1])
+            return parent, most
+        wanted = query.context.packed(0, most)
         best, best_key = None, (0, False)
         for session in self._sessions.values():
             if session.context.adapter != query.adapter:

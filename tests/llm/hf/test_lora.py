@@ -65,6 +65,18 @@ async def test_adapters_share_batches_and_never_keys_or_values(lm, models):
         torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
 
 
+async def test_a_context_goes_from_adapter_to_adapter(lm, models):
+    """Where it has been found with one of them counts for nothing with another."""
+    context = lm.context([3, 4])
+    for token_id in (5, 6, 7, 8):
+        for name in (None, "poet", "poet", "clerk", None):
+            lm._rows.clear()
+            row = await lm.next_token_logprobs(context, name)
+            expected = fresh_row(models[name], context)
+            torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
+        context = context.extend(token_id)
+
+
 async def test_texts_and_requests_with_an_adapter(lm, models):
     texts = await asyncio.gather(
         *(generate(lm, [3, 4], max_new_tokens=6, lora_name=name) for name in models)

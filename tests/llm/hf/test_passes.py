@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend.cache import KVLayout, KVStore
+from genlm_backend.common_prefix import common_length
 from genlm_backend.errors import QueryDroppedError
+from genlm_backend.llm.contexts import of_no_model
 from genlm_backend.llm.hf.attend import WholeAttend
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.plan import CostModel
@@ -88,20 +90,52 @@ def make(num_slots, **cost):
     return passes
 
 
-def question(asked, adapter=None):
+class Afresh:
+    """Contexts that are made anew whenever they are asked."""
+
+    def __getitem__(self, token_ids):
+        return of_no_model(token_ids)
+
+
+class Grown(dict):
+    """Contexts that stay, each grown from the one before it when it is first asked."""
+
+    def __missing__(self, token_ids):
+        before = self[token_ids[:-1]] if token_ids else of_no_model(())
+        self[token_ids] = before.extend(token_ids[-1]) if token_ids else before
+        return self[token_ids]
+
+
+class Branched(dict):
+    """Contexts that stay, each made of the beginning of one that was asked before it."""
+
+    def __missing__(self, token_ids):
+        most, source = 0, of_no_model(())
+        for known, context in self.items():
+            shared = common_length(known, token_ids)
+            if shared > most:
+                most, source = shared, context
+        self[token_ids] = source[:most] + token_ids[most:]
+        return self[token_ids]
+
+
+AFRESH = Afresh()
+
+
+def question(asked, adapter=None, made=AFRESH):
     """A query of a context, or a scoring of a text from a place on."""
     if isinstance(asked, Split):
-        return Scoring(Query(asked.text, adapter), asked.start)
-    return Query(asked, adapter)
+        return Scoring(Query(made[asked.text], adapter), asked.start)
+    return Query(made[asked], adapter)
 
 
 def logprobs_after(context):
     return logits_after(context).float().log_softmax(-1)
 
 
-def check(passes, asked, adapter=None):
+def check(passes, asked, adapter=None, made=AFRESH):
     passes.runner.adapter = adapter
-    answers = passes.evaluate([question(one, adapter) for one in asked])
+    answers = passes.evaluate([question(one, adapter, made) for one in asked])
     for one, answer in zip(asked, answers, strict=True):
         if isinstance(one, Split):
             ends = range(one.start, len(one.text))
@@ -147,24 +181,26 @@ steps = st.lists(
     st.sampled_from([1, 3, 1000]),
     st.sampled_from([4, 1000]),
     st.sampled_from([1, 2, 1000]),
+    st.sampled_from([None, Grown, Branched]),
 )
 def test_whatever_happens_rows_and_scores_are_those_of_their_contexts(
-    steps, num_slots, per_forward, max_segment, max_tokens, max_outputs
+    steps, num_slots, per_forward, max_segment, max_tokens, max_outputs, kind
 ):
+    made = AFRESH if kind is None else kind()
     cost = {"per_forward": per_forward, "max_segment": max_segment, "max_tokens": max_tokens}
     passes = make(num_slots, **cost, max_outputs=max_outputs)
     for action, first, second in steps:
         if action == "ask":
-            check(passes, first, second)
+            check(passes, first, second, made)
         elif action == "clear":
             passes.tree.clear()
             assert passes.tree.num_used == 0
         elif action == "forget":
-            passes.tree.forget(Query(first).tokens, None, second)
+            passes.tree.forget(first, None, second)
         elif action == "no memory":
             passes.runner.failing = [MemoryError()] + [None] * second
             if len(first) > 1:
-                check(passes, first)
+                check(passes, first, None, made)
             passes.runner.failing = []
         else:
             trouble = IndexError("by the test")
@@ -174,21 +210,22 @@ def test_whatever_happens_rows_and_scores_are_those_of_their_contexts(
                 passes.wanted.extend([False] + [True] * second)
             passes.runner.adapter = None
             with contextlib.suppress(IndexError, QueryDroppedError):  # or it needed fewer passes
-                passes.evaluate([question(one) for one in first])
+                passes.evaluate([question(one, None, made) for one in first])
             passes.runner.failing = []
             passes.wanted.clear()
         passes.tree.check_integrity()
 
 
+@pytest.mark.parametrize("made", [AFRESH, Grown()], ids=["afresh", "grown"])
 @pytest.mark.parametrize("num_slots", [4000, 150])
-def test_a_thousand_particles_compute_what_is_distinct(num_slots):
+def test_a_thousand_particles_compute_what_is_distinct(num_slots, made):
     """Every distinct token once, where there is room for all of them."""
     passes, generator = make(num_slots), random.Random(0)
     prompt = tuple(generator.randrange(3) for _ in range(40))
     particles, seen = [prompt] * 50, set()
     for _ in range(20):
         distinct = list(dict.fromkeys(particles))
-        check(passes, distinct)
+        check(passes, distinct, None, made)
         seen.update(p[: n + 1] for p in distinct for n in range(len(p)))
         if num_slots == 4000:
             # A few shared tokens may be computed again where a pass more would cost more.
@@ -243,3 +280,40 @@ def test_a_prompt_under_a_hundred_continuations_is_computed_once_and_kept():
     assert passes.runner.tokens_computed == len(distinct) + 1
     check(passes, [Split((*prompt, 4, 4), 60)])  # all but the token before the first score
     assert passes.runner.tokens_computed == len(distinct) + 3
+
+
+def test_the_beginning_of_a_context_remembers_nothing_of_its_end():
+    passes, made = make(100), of_no_model((0, 1, 2, 0, 1, 2))
+    passes.runner.adapter = None
+    passes.evaluate([Query(made)])
+    for ids in [(*made[:3], 1, 1, 1), (*made[:-1], 0, 0, 0)]:
+        start = 3 if ids[3] == 1 else 5
+        branch = made[:start] + ids[start:]
+        (row,) = passes.evaluate([Query(branch)])
+        torch.testing.assert_close(row.logprobs, logprobs_after(ids), rtol=0, atol=1e-6)
+    passes.tree.check_integrity()
+
+
+def test_what_a_context_remembers_is_found_without_a_look_at_its_tokens():
+    """Only what comes after the place is handed to the tree."""
+    passes, followed = make(4000), []
+    walk = passes.tree._walk
+
+    def noted(node, tokens, num_left=0):
+        followed.append(len(tokens))
+        return walk(node, tokens, num_left)
+
+    passes.tree._walk = noted
+    passes.runner.adapter = None
+    context = of_no_model((1, 2) * 1000)
+    passes.evaluate([Query(context)])
+    for token_id in (3, 4, 3):
+        followed.clear()
+        context = context.extend(token_id)
+        passes.evaluate([Query(context)])
+        assert followed == [0, 1]  # what is cached, and what is inserted
+    passes.tree.forget(context, keep=1500)
+    followed.clear()
+    passes.evaluate([Query(context.extend(1))])
+    assert followed[0] == 2003  # from the beginning
+    passes.tree.check_integrity()

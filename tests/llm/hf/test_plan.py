@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from genlm_backend.cache import PrefixTree, Slots
+from genlm_backend.llm.contexts import of_no_model
 from genlm_backend.llm.hf.job import Job
 from genlm_backend.llm.hf.plan import (
     CostModel,
@@ -30,16 +31,16 @@ def tree_of(cached):
 def jobs_of(contexts, cached=()):
     """Jobs for rows of contexts over a tree that holds ``cached``."""
     tree = tree_of(cached)
-    return [Job(context, tree.match(context[:-1])) for context in contexts]
+    return [Job(of_no_model(context), tree.match(context[:-1])) for context in contexts]
 
 
 def mixed_jobs(wanted, cached=()):
     """Jobs for rows, where no output is asked for, and for scores of so many tokens."""
     tree, jobs = tree_of(cached), []
     for context, num_outputs in wanted:
-        job = Job(context, targets=(9,) * min(num_outputs, len(context)))
-        job.match = tree.match(context[: job.first])
-        jobs.append(job)
+        targets = (9,) * min(num_outputs, len(context))
+        match = tree.match(context[: len(context) - (len(targets) or 1)])
+        jobs.append(Job(of_no_model(context), match, targets))
     return jobs
 
 
@@ -95,14 +96,14 @@ def test_segments_answer_every_job_from_what_comes_before(
 
 @given(wanted, st.integers(1, 5))
 def test_whole_segments_begin_with_the_first_token_and_end_with_an_output(wanted, size):
-    jobs = mixed_jobs(wanted)
+    jobs = [Job(job.token_ids, targets=job.targets) for job in mixed_jobs(wanted)]
     segments = plan_whole([(job, part) for job in jobs for part in job.parts(size)])
     for segment in segments:
         assert (segment.start, segment.parent) == (0, None)
         assert list(segment.outputs) == sorted(segment.outputs)
         assert max(segment.outputs) == segment.stop - 1
         assert 0 < len(segment.outputs) <= size
-    texts = [segment.token_ids for segment in segments]
+    texts = [tuple(segment.token_ids) for segment in segments]
     assert len(set(texts)) == len(texts)
     check_answered(segments, jobs)
 
@@ -175,7 +176,7 @@ def test_spans_have_the_slots_of_all_tokens_before_them(contexts, cached, size):
         ids = segment.job.token_ids
         assert [written[slot] for slot in slots] == [ids[: n + 1] for n in range(segment.start)]
         assert (span.num_past, span.num_new) == (segment.start, segment.num_tokens)
-        assert tuple(span.token_ids) == ids[segment.start : segment.stop]
+        assert tuple(span.token_ids) == tuple(ids[segment.start : segment.stop])
         assert list(span.slots) == list(segment.slots)
         assert [segment.start + n for n in span.outputs] == list(segment.outputs)
 

@@ -1,0 +1,82 @@
+"""What a step costs the host: everything but the forward pass, by the length of the context."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.workloads import free_forward
+from genlm_backend.llm.hf.attend.sharing import FEW_TOKENS, plan_reading
+
+Numbers = dict[str, Any]
+
+NUM_PARTICLES = 100
+SIZES = (40, 1000, 4000)
+
+
+def host(repeats: int, num_steps: int = 20) -> Numbers:
+    """Milliseconds of a step of 100 particles behind one prompt, with a forward that is free.
+
+    Each particle has a few last tokens of its own and gets one more a step. ``list`` asks plain
+    lists, ``context`` what ``lm.context`` returns. ``reading`` is what planning how to read the
+    cached tokens of such a step takes beside that.
+    """
+    lm = free_forward(max_length=10_000, kv_cache_bytes=1 << 26, row_cache_bytes=1 << 20)
+    last_spans = _remembering(lm)
+    numbers: Numbers = {}
+
+    async def ask(contexts: list[Any]) -> None:
+        await asyncio.gather(*map(lm.next_token_logprobs, contexts))
+
+    async def steps(contexts: list[Any], is_list: bool) -> list[float]:
+        await ask(contexts)
+        found = []
+        for step in range(num_steps):
+            token, start = (7 * step) % 1000, time.perf_counter()
+            if is_list:
+                for context in contexts:
+                    context.append(token)
+            else:
+                contexts = [context.extend(token) for context in contexts]
+            await ask(contexts)
+            found.append(1e3 * (time.perf_counter() - start))
+        return found
+
+    for _ in range(repeats):
+        for size in SIZES:
+            prompt = [(31 * i) % 1000 for i in range(size - 5)]
+            own = [[*divmod(i, 10), 5, 6, 7] for i in range(NUM_PARTICLES)]
+            behind = lm.context(prompt)
+            asked = {
+                "list": [prompt + ids for ids in own],
+                "context": [behind + ids for ids in own],
+            }
+            for kind, contexts in asked.items():
+                lm.clear_cache()
+                found = asyncio.run(steps(contexts, kind == "list"))
+                numbers.setdefault(f"{kind}, {size}", []).extend(found)
+                reading = [_milliseconds_of_reading(last_spans[0]) for _ in range(3)]
+                numbers.setdefault(f"reading, {size}", []).extend(reading)
+    lm.close()
+    return numbers
+
+
+def _remembering(lm: Any) -> list[Any]:
+    """Have the free forward remember what it was given last; return where."""
+    forward, last = lm._hf.passes.runner.forward, [None]
+
+    def remembering(spans: Any, attend: Any) -> torch.Tensor:
+        last[0] = spans
+        return forward(spans, attend)
+
+    lm._hf.passes.runner.forward = remembering
+    return last
+
+
+def _milliseconds_of_reading(spans: Any) -> float:
+    start = time.perf_counter()
+    plan_reading(spans, FEW_TOKENS)
+    return 1e3 * (time.perf_counter() - start)

@@ -1,0 +1,167 @@
+"""Context: token ids that grow by one at a cost that does not depend on how many there are."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Self, final, overload
+
+from genlm_backend.cache import Place
+from genlm_backend.llm.beginnings import TOKENS_PER_BLOCK
+
+if TYPE_CHECKING:
+    from genlm_backend.llm.contexts import Contexts
+
+_ID = struct.Struct("i")
+_BLOCK: Final = TOKENS_PER_BLOCK * _ID.size
+
+
+@final
+class Context(Sequence[int]):
+    """An immutable sequence of a model's token ids, made by ``lm.context(token_ids)``.
+
+    It goes wherever token ids go, and costs less than a list: its ids are checked once, when it is
+    made, and ``context + [token]`` or ``context.extend(token)`` makes a longer one at a cost that
+    does not depend on its length, however many are made of one context and on whatever threads.
+    Asking it costs as little: where the keys and values of the context that it extends are cached
+    is remembered.
+
+    It iterates, indexes and slices as a tuple does (a slice is a ``Context``), equals any other
+    ``Context`` with the same ids, and nothing else, and can be the key of a dictionary. Unpickled,
+    it belongs to no model: whichever it is asked of checks its ids.
+
+    Attributes:
+        blocks: Its ids as 32-bit integers, block by block; those after the last full one are left
+            out.
+        contexts: What has checked its ids; contexts of one model have the same.
+        place: Where the evaluator of the model has found it, or what it extends, for evaluators to
+            write and read; no part of its value.
+    """
+
+    # Full blocks of packed ids, and the ids after them. What extends a context shares its blocks;
+    # the hash of each is Python's to keep, and two contexts that share one compare it at once.
+    __slots__ = ("_tail", "blocks", "contexts", "place")
+
+    _tail: bytes
+    blocks: tuple[bytes, ...]
+    contexts: Contexts
+    place: Place | None
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        """Refuse; see the class."""
+        raise TypeError("a Context is made by lm.context(token_ids)")
+
+    @classmethod
+    def of(
+        cls,
+        contexts: Contexts,
+        packed: bytes,
+        blocks: tuple[bytes, ...] = (),
+        place: Place | None = None,
+    ) -> Self:
+        """Return the context of full blocks and of packed ids after them, which are not checked."""
+        if len(packed) >= _BLOCK:
+            stop = len(packed) - len(packed) % _BLOCK
+            starts = range(0, stop, _BLOCK)
+            blocks += tuple([packed[start : start + _BLOCK] for start in starts])
+            packed = packed[stop:]
+        context = object.__new__(cls)
+        context.blocks, context._tail = blocks, packed
+        context.contexts, context.place = contexts, place
+        return context
+
+    def extend(self, token_id: int) -> Context:
+        """Return the context with one more token.
+
+        Raises:
+            ContextTypeError: (``TypeError``) If it is no integer.
+            ContextError: (``ValueError``) If it is outside the vocabulary.
+        """
+        return self.followed_by(_ID.pack(self.contexts.check_id(token_id)))
+
+    def __add__(self, token_ids: Any) -> Context:
+        """Return the context with more tokens, which are checked; it may be none."""
+        if type(token_ids) is list and len(token_ids) == 1:
+            return self.extend(token_ids[0])
+        return self.followed_by(self.contexts.packed(token_ids))
+
+    def followed_by(self, packed: bytes) -> Context:
+        """Return the context with more ids, as 32-bit integers that have been checked."""
+        return Context.of(self.contexts, self._tail + packed, self.blocks, self.place)
+
+    # ---------------------------------------------------------------- a sequence
+
+    def __len__(self) -> int:
+        return len(self.blocks) * TOKENS_PER_BLOCK + len(self._tail) // _ID.size
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Context: ...
+
+    def __getitem__(self, index: int | slice) -> int | Context:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(len(self))
+            if step != 1:
+                return Context.of(self.contexts, self.packed()[index].tobytes())
+            if start == 0:
+                return self._first(stop)
+            return Context.of(self.contexts, self.packed(start, stop).tobytes())
+        block, rest = divmod(range(len(self))[index], TOKENS_PER_BLOCK)
+        packed = self.blocks[block] if block < len(self.blocks) else self._tail
+        return _ID.unpack_from(packed, rest * _ID.size)[0]
+
+    def _first(self, count: int) -> Context:
+        block, rest = divmod(count, TOKENS_PER_BLOCK)
+        packed = self.blocks[block] if block < len(self.blocks) else self._tail
+        packed, place = packed[: rest * _ID.size], self.place
+        if place is not None and place.num_tokens > count:
+            place = Place(place.node, count)  # what extends this may go on with other tokens
+        return Context.of(self.contexts, packed, self.blocks[:block], place)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.packed())
+
+    def packed(self, start: int = 0, stop: int | None = None) -> array[int]:
+        """Return the ids from ``start`` to ``stop``, neither negative, as 32-bit integers."""
+        first = min(start // TOKENS_PER_BLOCK, len(self.blocks))
+        found, skipped = array("i"), first * TOKENS_PER_BLOCK
+        found.frombytes(b"".join((*self.blocks[first:], self._tail)))
+        if stop is not None:
+            del found[max(start, stop) - skipped :]
+        del found[: start - skipped]
+        return found
+
+    # ---------------------------------------------------------------- a value
+
+    @property
+    def key(self) -> tuple[tuple[bytes, ...], bytes]:
+        """Its ids as a value that is hashed and compared without a look at each."""
+        return self.blocks, self._tail
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Context):
+            return NotImplemented
+        return self._tail == other._tail and self.blocks == other.blocks
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __copy__(self) -> Context:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
+        return self
+
+    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+        from genlm_backend.llm.contexts import unpickled
+
+        return unpickled, (b"".join((*self.blocks, self._tail)),)
+
+    def __repr__(self) -> str:
+        size = len(self)
+        if size <= 8:
+            return f"Context({list(self)})"
+        return f"Context([{self[0]}, … {self[-1]}], {size} ids)"

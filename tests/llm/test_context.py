@@ -1,0 +1,199 @@
+"""A Context is a tuple that grows cheaply: each operation against the tuple of the same ids."""
+
+import copy
+import pickle
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlm_backend.errors import ContextError, ContextTypeError
+from genlm_backend.llm import Context
+from genlm_backend.llm.beginnings import TOKENS_PER_BLOCK
+from genlm_backend.llm.contexts import Contexts
+
+VOCAB = 100
+bounds = st.none() | st.integers(-1200, 1200)
+
+
+@st.composite
+def long_ids(draw):
+    """Ids of a length around whole blocks, or anywhere."""
+    near = draw(st.sampled_from([0, 1, 2])) * TOKENS_PER_BLOCK
+    length = max(0, near + draw(st.integers(-2, 9)))
+    seed = draw(st.integers(0, 3))
+    return tuple((7 * i + seed) % VOCAB for i in range(length))
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("extend"), st.integers(0, VOCAB - 1)),
+        st.tuples(st.just("add"), long_ids()),
+        st.tuples(st.just("add"), st.lists(st.integers(0, VOCAB - 1), max_size=3)),
+        st.tuples(st.just("slice"), st.tuples(bounds, bounds, st.sampled_from([None, 1, 2, -1]))),
+    ),
+    max_size=12,
+)
+
+
+def check_equal(context, ids):
+    assert isinstance(context, Sequence)
+    assert (len(context), tuple(context), bool(context)) == (len(ids), ids, bool(ids))
+    afresh = Contexts(VOCAB).of(ids)
+    assert context == afresh
+    assert hash(context) == hash(afresh)
+    assert pickle.loads(pickle.dumps(context)) == context
+    assert tuple(reversed(context)) == ids[::-1]
+    for start, stop in ((0, None), (3, 600), (512, 513), (600, 3), (len(ids), None)):
+        assert tuple(context.packed(start, stop)) == ids[start:stop]
+    for index in {0, -1, len(ids) // 2, -len(ids)} if ids else ():
+        assert context[index] == ids[index]
+    for index in (len(ids), -len(ids) - 1):
+        with pytest.raises(IndexError):
+            context[index]
+
+
+@settings(deadline=None)
+@given(long_ids(), steps, st.data())
+def test_whatever_it_is_grown_and_cut_from_it_is_the_tuple_of_its_ids(ids, steps, data):
+    """Each step goes on from any of the contexts so far, none of which changes by it."""
+    made = [(Contexts(VOCAB).of(ids), ids)]
+    for action, value in steps:
+        context, ids = made[data.draw(st.integers(0, len(made) - 1))]
+        if action == "extend":
+            made.append((context.extend(value), (*ids, value)))
+        elif action == "add":
+            made.append((context + value, (*ids, *value)))
+        else:
+            made.append((context[slice(*value)], ids[slice(*value)]))
+    for context, ids in made:
+        check_equal(context, ids)
+    for first, own in made:
+        for second, other in made:
+            assert (first == second) == (own == other)
+
+
+def test_it_is_a_value():
+    context = Contexts(VOCAB).of([3, 4, 5])
+    assert context.index(4) == 1
+    assert context.count(5) == 1
+    assert 3 in context
+    assert 9 not in context
+    assert context != [3, 4, 5]
+    assert context != (3, 4, 5)
+    assert {context: 1}[context[:2].extend(5)] == 1
+    assert copy.copy(context) is copy.deepcopy(context) is context
+    assert repr(context) == "Context([3, 4, 5])"
+    assert repr(context + range(50)) == "Context([3, … 49], 53 ids)"
+    with pytest.raises(TypeError, match=r"lm\.context"):
+        Context([1, 2])
+    with pytest.raises(AttributeError):
+        context.more = 1
+
+
+def test_many_threads_may_extend_one_context():
+    context = Contexts(VOCAB).of(range(40)) + [1] * 990
+
+    def grow(seed):
+        mine = context
+        for step in range(600):
+            mine = mine.extend((seed * step) % VOCAB)
+        return tuple(mine[1030:])
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(grow, range(16)))
+    assert found == [tuple((seed * step) % VOCAB for step in range(600)) for seed in range(16)]
+    assert tuple(context) == (*range(40), *[1] * 990)
+
+
+def test_what_it_is_extended_by_is_checked():
+    context = Contexts(VOCAB).of([1])
+    for wrong in (VOCAB, -1, 1 << 40):
+        for extend in (context.extend, lambda i: context + [i], lambda i: context + [2, i]):
+            with pytest.raises(ContextError, match=f"token id {wrong} is outside"):
+                extend(wrong)
+    for wrong in (True, 1.0, "1", None):
+        for extend in (context.extend, lambda i: context + [i], lambda i: context + (2, i)):
+            with pytest.raises(ContextTypeError):
+                extend(wrong)
+    for wrong in (5, "12", b"12", {"input_ids": [1]}, np.zeros((2, 2), int)):
+        with pytest.raises(ContextTypeError):
+            context + wrong
+    assert tuple(context + np.array([1, 2])) == (1, 1, 2)
+    assert tuple(context.extend(np.int64(5)) + context + torch.tensor([7])) == (1, 5, 1, 7)
+
+
+def test_a_context_of_another_model_is_refused_and_an_unpickled_one_is_checked():
+    ours, theirs = Contexts(VOCAB), Contexts(VOCAB)
+    context = theirs.of([1, 2])
+    for use in (ours.of, ours.check, ours.of([1]).__add__):
+        with pytest.raises(ContextError, match="another model"):
+            use(context)
+    loaded = pickle.loads(pickle.dumps(context)) + [99]
+    assert ours.of(loaded).contexts is ours
+    with pytest.raises(ContextError, match="token id 99"):
+        Contexts(50).of(loaded)
+    assert ours.of(list(context)) == context
+
+
+# -------------------------------------------------------------------- lists that begin alike
+
+VALUES = [0, 1, 2, 98, 1000, True, False, 1.0, 2.0, np.int64(1), np.float64(2), np.True_]
+VALUES += [np.bool_(False), torch.tensor(1), torch.tensor(True), "2", None]
+
+
+def outcome(contexts, ids):
+    """What becomes of ids: themselves, or the kind of error."""
+    try:
+        return tuple(contexts.of(ids))
+    except (ContextError, ContextTypeError) as error:
+        return type(error)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1),
+            st.integers(500, 1600),
+            st.lists(st.tuples(st.integers(0, 1599), st.sampled_from(VALUES)), max_size=2),
+        ),
+        max_size=12,
+    )
+)
+def test_what_was_asked_before_does_not_change_what_a_list_is(asked):
+    contexts = Contexts(VOCAB)
+    prompts = [[i % 9 for i in range(1600)], [(i + 1) % 9 for i in range(1600)]]
+    for which, length, changes in asked:
+        ids = prompts[which][:length]
+        for place, value in changes:
+            if place < length:
+                ids[place] = value
+        assert outcome(contexts, ids) == outcome(Contexts(VOCAB), ids)
+
+
+def test_a_list_may_change_once_it_has_been_asked():
+    contexts, ids = Contexts(VOCAB), [5] * 1100
+    made = [contexts.of(ids) for _ in range(3)]
+    ids[:3] = [6, 6, 6]
+    ids.append(7)
+    made.append(contexts.of(ids))
+    assert [tuple(context) for context in made[:3]] == [(5,) * 1100] * 3
+    assert tuple(made[3]) == (6, 6, 6, *[5] * 1097, 7)
+    tensors = [torch.tensor(5) for _ in range(600)]
+    for value in (5, 6, 7):
+        for tensor in tensors:
+            tensor.fill_(value)
+        assert set(contexts.of(tensors)) == {value}
+
+
+def test_lists_that_begin_alike_share_their_blocks():
+    contexts, prompt = Contexts(VOCAB), [i % VOCAB for i in range(1200)]
+    made = [contexts.of([*prompt, i]) for i in range(5)]
+    assert all(own.blocks[1] is made[1].blocks[1] for own in made[2:])
+    longer = [contexts.of([*prompt, *range(90), *range(90), *range(90), *range(90)])] * 2
+    assert longer[1].blocks[0] is made[1].blocks[0]
