@@ -96,7 +96,7 @@ class HFEvaluator(Evaluator):
             can_forget=True,
             takes_adapters=True,
             uses_openmp=runner.device.type == "cpu",
-            scores=True,
+            scores=not support.reason,  # which tells that what follows a token is not seen
         )
 
     def _make_room(self, support: KVSupport) -> None:

@@ -102,11 +102,13 @@ class Runner:
         the model, so that the hook minds its own only.
         """
         thread, shape = threading.get_ident(), batch.input_ids.shape
-        is_picked = False
+        is_picked = is_over = False
 
         def pick(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
             nonlocal is_picked
-            if threading.get_ident() != thread or not args or args[0].shape[:2] != shape:
+            if is_over or threading.get_ident() != thread:  # a copy of the model keeps the hook
+                return None
+            if not args or args[0].shape[:2] != shape:
                 return None
             is_picked = True
             return _at_outputs(args[0], batch).unsqueeze(0), *args[1:]
@@ -116,6 +118,7 @@ class Runner:
         try:
             logits = self.model(**inputs).logits
         finally:
+            is_over = True
             if hook is not None:
                 hook.remove()
         return logits[0] if is_picked else _at_outputs(logits, batch)

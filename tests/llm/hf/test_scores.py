@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from genlm_backend import AsyncTransformer
@@ -222,3 +223,16 @@ async def test_positions_that_depend_on_the_length_of_the_context(make, options)
                 check(scores, expected[start - 1 : end - 1])
             for n, row in zip((4, limit + 5), await others, strict=True):
                 check(row, rows[n - 1])
+
+
+async def test_a_model_that_looks_ahead_is_scored_by_its_rows():
+    config = transformers.Gemma3TextConfig(
+        **{**families.COMMON, "head_dim": 8, "use_bidirectional_attention": True}
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma3ForCausalLM(config).eval()
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        assert not lm.kv_reuse
+        found = await lm.score([5, 6, 7], [8, 9, 10])
+    expected = [fresh_row(model, [5, 6, 7, 8, 9, 10][:n])[n + 5] for n in (3, 4, 5)]
+    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=3e-5)

@@ -1,18 +1,22 @@
 """Who reads what together: every cached token of every row once, and nothing else."""
 
+import copy
 import itertools
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaForCausalLM
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.cache import KVLayout, KVStore, LayerLayout, Run
 from genlm_backend.errors import ModelStateError
 from genlm_backend.llm.hf.attend import SharedAttend, dispatch, sharing
+from genlm_backend.llm.hf.attend.block import Block
 from genlm_backend.llm.hf.attend.sharing import plan_reading
 from genlm_backend.llm.hf.packing import Span
 from tests.llm import families
@@ -128,10 +132,87 @@ def test_the_model_attends_as_ever_on_other_threads_and_afterwards(name):
         hook = model.get_input_embeddings().register_forward_pre_hook(meanwhile)
         row = lm.next_token_logprobs_sync(ids)
         hook.remove()
-    assert names == [dispatch.NAME]
+    assert names == [dispatch.PREFIX + before]
     assert model.config._attn_implementation == before
     torch.testing.assert_close(row, fresh_row(model, ids), rtol=0, atol=3e-5)
     torch.testing.assert_close(found[0], fresh_row(model, ids), rtol=0, atol=3e-5)
+
+
+def test_two_models_with_one_config_pass_at_once():
+    config = families.PER_TOKEN["llama"]()
+    models = [LlamaForCausalLM(config).eval() for _ in range(2)]
+    entered, ended = threading.Event(), threading.Event()
+    with (
+        AsyncTransformer(models[0], word_tokenizer()) as first,
+        AsyncTransformer(models[1], word_tokenizer()) as second,
+    ):
+        expected = [fresh_row(model, [1, 2, 3]) for model in models]
+
+        def first_waits(*_):
+            entered.wait(60)
+
+        def second_waits(*_):
+            entered.set()
+            ended.wait(60)
+
+        hooks = [
+            model.model.layers[1].register_forward_pre_hook(wait)
+            for model, wait in zip(models, (first_waits, second_waits), strict=True)
+        ]
+        with ThreadPoolExecutor(1) as pool:
+            later = pool.submit(second.next_token_logprobs_sync, [1, 2, 3])
+            found = [first.next_token_logprobs_sync([1, 2, 3])]
+            ended.set()
+            found.append(later.result())
+        for hook in hooks:
+            hook.remove()
+    for row, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(row, wanted, rtol=0, atol=3e-5)
+    assert config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-eager"])
+def test_a_copy_made_during_a_pass_attends_as_the_model(name):
+    model = families.make(name)
+    copies = []
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        layer = model.model.layers[1]
+        hook = layer.register_forward_pre_hook(lambda *_: copies.append(copy.deepcopy(model)))
+        lm.next_token_logprobs_sync([1, 2, 3])
+        hook.remove()
+    made = copies[0]
+    made.model.layers[1]._forward_pre_hooks.clear()
+    torch.testing.assert_close(fresh_row(made, [1, 2, 3]), fresh_row(model, [1, 2, 3]))
+    with AsyncTransformer(made, word_tokenizer()) as lm:
+        row = lm.next_token_logprobs_sync([1, 2, 3])
+        torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=3e-5)
+    assert made.config._attn_implementation == model.config._attn_implementation
+
+
+def test_what_its_owner_chooses_during_a_pass_stays():
+    model = families.make("llama")
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+
+        def changed(*_):
+            model.set_attn_implementation("eager")
+
+        hook = model.model.layers[1].register_forward_hook(changed)
+        lm.next_token_logprobs_sync([1, 2, 3])
+        hook.remove()
+        assert model.config._attn_implementation == "eager"
+        row = lm.next_token_logprobs_sync([1, 2, 3, 4])
+        torch.testing.assert_close(row, fresh_row(model, [1, 2, 3, 4]), rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_large_values_of_many_tokens_do_not_overflow(dtype):
+    generator = torch.Generator().manual_seed(0)
+    query, keys = (
+        torch.randn(1, 1, n, 8, generator=generator).mul(0.01).to(dtype) for n in (2, 6000)
+    )
+    values = (torch.randn(1, 1, 6000, 8, generator=generator) + 14).to(dtype)
+    found = Block(0.1, softcap=50.0).attend(query, keys, values, None).values
+    assert float((found.float() - 14).abs().max()) < 0.1
 
 
 def test_a_model_that_fails_midway_has_its_own_attention_back():

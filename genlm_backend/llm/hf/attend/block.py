@@ -85,7 +85,8 @@ class Block:
                 for zeros. Each query attends to something.
         """
         if self.is_fused(query, values):
-            return Attended(*_FUSED(query, keys, values, attn_mask=mask, scale=self.scaling))
+            added = mask.double() if mask is not None and query.dtype is torch.float64 else mask
+            return Attended(*_FUSED(query, keys, values, attn_mask=added, scale=self.scaling))
         return self.attend_if_any(query, keys, values, mask)
 
     def attend_causally(
@@ -160,7 +161,8 @@ class Block:
         weights = scores.sub_(largest).exp_()
         total = weights.sum(-1, keepdim=True)
         logsumexp = largest.add_(total.log()).squeeze(-1)
-        found = torch.matmul(weights.to(values.dtype), values)
         if mask is not None:
             total = total.clamp_(min=torch.finfo(torch.float32).tiny)
-        return Attended(found.div_(total), logsumexp)
+        if values.dtype is not torch.float32:  # the sum may be out of their range
+            return Attended(torch.matmul(weights.div_(total).to(values.dtype), values), logsumexp)
+        return Attended(torch.matmul(weights, values).div_(total), logsumexp)

@@ -1,9 +1,10 @@
 """Dispatch: lets a model of transformers attend in a way of ours for one forward pass.
 
 Most models of transformers call the attention function, and the function that makes their masks,
-that are registered under the name in their config. Ours are registered once, under a name of their
-own; a config has that name for as long as a pass of ours runs. On a thread that runs none they
-hand on to those that the config had before.
+that are registered under the name in their config. Ours are registered once for each function that
+a config may name, and a config has their name for as long as a pass of ours runs. On a thread that
+runs none they hand on to that function, and so they do in a copy of the config that was made
+meanwhile.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import abc
 import contextlib
 import functools
 import inspect
+import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from transformers import AttentionInterface
@@ -27,7 +28,7 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-NAME: Final = "genlm_backend"
+PREFIX: Final = "genlm_backend-"
 
 
 class Attention(abc.ABC):
@@ -72,10 +73,65 @@ class _Current(threading.local):
 
     attention: Attention | None = None
 
+    def clear(self) -> None:
+        """Note that none of ours runs."""
+        self.attention = None
+
 
 _current = _Current()
-_former: Final[dict[int, str]] = {}
-"""Identity of a config → the name that it has while no pass of ours runs."""
+
+
+class _Borrowed(NamedTuple):
+    """A config that passes of ours run with.
+
+    Attributes:
+        config: The config.
+        num_passes: How many run now.
+    """
+
+    config: Any
+    num_passes: int
+
+
+@final
+class _Configs:
+    """The configs that passes of ours run with, on whatever threads and for whatever models."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget all of them, and the lock, which a thread of a parent process may hold."""
+        self._lock = threading.Lock()
+        self._borrowed: dict[int, _Borrowed] = {}
+
+    def borrow(self, config: Any) -> None:
+        """Have a config name our functions until it is given back as often."""
+        with self._lock:
+            name = config._attn_implementation
+            ours = _name_of(name.removeprefix(PREFIX))
+            num_passes = self._borrowed.get(id(config), _Borrowed(config, 0)).num_passes
+            self._borrowed[id(config)] = _Borrowed(config, num_passes + 1)
+            if name != ours:
+                config._attn_implementation = {"": ours}  # and not of the configs within it
+
+    def give_back(self, config: Any) -> None:
+        """Have a config name the model's own functions again after the last pass."""
+        with self._lock:
+            num_passes = self._borrowed[id(config)].num_passes - 1
+            if num_passes:
+                self._borrowed[id(config)] = _Borrowed(config, num_passes)
+                return
+            del self._borrowed[id(config)]
+            name = config._attn_implementation
+            if name.startswith(PREFIX):  # or its owner has chosen another one meanwhile
+                config._attn_implementation = {"": name.removeprefix(PREFIX)}
+
+
+_configs = _Configs()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_configs.renew)
 
 
 @final
@@ -97,23 +153,26 @@ class Dispatch:
     @contextlib.contextmanager
     def to(self, attention: Attention) -> Iterator[None]:
         """Have the model's layers call an attention, on this thread."""
-        before = [(config, config._attn_implementation) for config in self._configs]
-        _current.attention = attention
-        try:
-            for config, name in before:
-                if name != NAME and id(config) not in _former:
-                    weakref.finalize(config, _former.pop, id(config), None)
-                if name != NAME:
-                    _former[id(config)] = name
-                config._attn_implementation = {"": NAME}  # and not of the configs within it
+        with contextlib.ExitStack() as stack:
+            for config in self._configs:
+                _configs.borrow(config)
+                stack.callback(_configs.give_back, config)
+            _current.attention = attention
+            stack.callback(_current.clear)
             yield
-        finally:
-            for config, name in before:
-                config._attn_implementation = {"": name}
-            _current.attention = None
+
+
+@functools.cache
+def _name_of(former: str) -> str:
+    """Register our functions in the place of those of a name; return what they are called."""
+    name = PREFIX + former
+    AttentionInterface.register(name, functools.partial(_attention, former))
+    AttentionMaskInterface.register(name, functools.partial(_mask, former))
+    return name
 
 
 def _attention(
+    former: str,
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -122,14 +181,13 @@ def _attention(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attend as the pass of this thread does, or as the model would without one."""
-    name = _former[id(module.config)]
-    if name in ALL_ATTENTION_FUNCTIONS:
-        function = ALL_ATTENTION_FUNCTIONS[name]
+    if former in ALL_ATTENTION_FUNCTIONS:
+        function = ALL_ATTENTION_FUNCTIONS[former]
     else:  # each file of transformers has its own
         function = sys.modules[type(module).__module__].eager_attention_forward
     if _current.attention is None:
         return function(module, query, key, value, attention_mask, **options)
-    if name == "sdpa":  # which heeds nothing but what it names: no soft caps, no sinks
+    if former == "sdpa":  # which heeds nothing but what it names: no soft caps, no sinks
         named = _parameters(function)
         options = {name: value for name, value in options.items() if name in named}
     return _current.attention.attended(query, key, value, attention_mask, **options), None
@@ -140,11 +198,11 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _mask(**given: Any) -> torch.Tensor | None:
+def _mask(former: str, **given: Any) -> torch.Tensor | None:
     """Make a mask as the pass of this thread does, or as the model would without one."""
     attention = _current.attention
     if attention is None:
-        return ALL_MASK_ATTENTION_FUNCTIONS[_former[id(given["config"])]](**given)
+        return ALL_MASK_ATTENTION_FUNCTIONS[former](**given)
     if given.get("use_vmap") or given.get("attention_mask") is not None:
         raise NotImplementedError("masks that are not functions of two positions")
     allows, window = given["mask_function"], given.get("local_size")
@@ -152,7 +210,3 @@ def _mask(**given: Any) -> torch.Tensor | None:
     is_bare = given.get("allow_is_causal_skip", True)
     is_causal = allows is causal_mask_function
     return attention.mask(allows, is_causal, window if is_bare else None)
-
-
-AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)
