@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Final, NamedTuple, final
 
 TOKENS_PER_BLOCK: Final = 512
@@ -66,17 +65,20 @@ class Beginnings:
 
 
 def _begin_alike(ids: list[Any], others: list[Any]) -> bool:
-    first = ids[:TOKENS_PER_BLOCK]
-    return first == others[:TOKENS_PER_BLOCK] and _are_integers(first)
+    first, second = ids[:TOKENS_PER_BLOCK], others[:TOKENS_PER_BLOCK]
+    return _are_integers(first) and _are_integers(second) and first == second
 
 
 def _are_integers(ids: list[Any]) -> bool:
-    """Whether nothing is among values that equals an integer and is none, but for a bool."""
+    """Whether all values are integers of Python, or bools, of which comparing tells the truth.
+
+    A tensor of eight bits equals every integer that has the same last ones, and the sum of
+    integers and anything else is no integer.
+    """
     try:
-        math.gcd(*ids)  # which looks at the types of all and, after a few, at no value
-    except Exception:  # whatever an index method raises: who converts the ids says of which
+        return type(sum(ids)) is int
+    except Exception:  # whatever adding raises: who converts the ids says of which
         return False
-    return True
 
 
 def _blocks(ids: list[Any], packed: tuple[bytes, ...]) -> tuple[_Block, ...]:
@@ -96,7 +98,7 @@ def _shared(ids: list[Any], blocks: tuple[_Block, ...]) -> tuple[bytes, ...]:
     start = 0
     for block in blocks:  # one after another, so that each is read from memory once
         own = ids[start : start + TOKENS_PER_BLOCK]
-        if own != block.ids or not _are_integers(own):
+        if not _are_integers(own) or own != block.ids:
             break
         if block.like_bools and {type(own[index]) for index in block.like_bools} != {int}:
             break

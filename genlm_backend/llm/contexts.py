@@ -103,7 +103,7 @@ class Contexts:
             return packed
         values = np.frombuffer(packed, np.uint32)  # where a negative one is very large
         if np.maximum.reduce(values) >= self.vocab_size:
-            self.check_id(next(i for i in ids if not 0 <= i < self.vocab_size))
+            self.check_id(ids[int(np.argmax(values >= self.vocab_size))])
         if np.minimum.reduce(values) < 2:  # which is how a bool is packed
             for index in np.flatnonzero(values < 2).tolist():
                 self.check_id(ids[index])
