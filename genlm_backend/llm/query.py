@@ -31,11 +31,8 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
     """A context and the adapter to read it with. Equal queries have equal answers.
 
     Immutable. It is a tuple of the adapter and of the context's bytes, whose hashes Python keeps,
-    so that looking a query up takes no time that grows with its context.
-
-    Args:
-        token_ids: A ``Context``, or token ids to make one of.
-        adapter: See below.
+    so that looking a query up takes no time that grows with its context. It is made of a
+    ``Context``, or of token ids, and of an adapter.
 
     Attributes:
         context: The whole context.
