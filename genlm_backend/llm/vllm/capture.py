@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import queue
 import time
-from typing import Any, ClassVar, final
+import uuid
+from concurrent.futures import Future, wait
+from typing import Any, ClassVar, Final, final
 
 import numpy as np
 import torch
 from vllm import envs
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
@@ -29,6 +31,9 @@ from genlm_backend.llm.row import Row, rows_of_logits
 
 TAG = "genlm_row"
 """Key of a request's tag among its extra arguments."""
+
+_PULSE: Final = 0.5
+"""Seconds between two looks at whether a core that owes an answer is alive."""
 
 
 @final
@@ -177,13 +182,13 @@ class Core:
         # Another process would begin with the first before the last has come.
         is_paused = not self.is_local and len(requests) > 1
         if is_paused:
-            self._client.call_utility("pause_scheduler", "keep", False)
+            self._ask("pause_scheduler", "keep", False)
         try:
             for request in requests:
                 self._client.add_request(request)
         finally:
             if is_paused:
-                self._client.call_utility("resume_scheduler")
+                self._ask("resume_scheduler")
 
     def abort(self, request_ids: list[str]) -> None:
         """End requests; their blocks are free at once, or at the next step of another process."""
@@ -223,7 +228,7 @@ class Core:
         """
         if self.is_local:
             return RowCapture.take_rows(tags)
-        answers = self._client.collective_rpc("take_genlm_rows", args=(tags,))
+        answers = self._ask("collective_rpc", "take_genlm_rows", None, (tags,), None)
         found = [answer for answer in answers if answer is not None]
         if len(found) != 1:
             raise EvaluationError(f"{len(found)} of vLLM's workers have the rows, instead of one")
@@ -239,19 +244,48 @@ class Core:
         if self.is_local:
             RowExtension.forget_genlm_logits(None, tags)  # pyright: ignore[reportArgumentType]
         else:
-            self._client.collective_rpc("forget_genlm_logits", args=(tags,))
+            self._ask("collective_rpc", "forget_genlm_logits", None, (tags,), None)
 
     def add_lora(self, request: Any) -> None:
         """Load an adapter, so that a wrong one is told of now."""
-        self._client.add_lora(request)
+        self._ask("add_lora", request)
 
     def remove_lora(self, number: int) -> None:
         """Remove an adapter by its number."""
-        self._client.remove_lora(number)
+        self._ask("remove_lora", number)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of requests that have ended."""
+        self._ask("reset_prefix_cache", False, False)
 
     def shutdown(self) -> None:
         """End the core."""
         self._client.shutdown()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the core was in another process, which has ended."""
+        return not self.is_local and self._client.resources.engine_dead
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the core, wherever it is, and return its answer.
+
+        vLLM's client waits for the answer of another process without an end, so that one that
+        dies while it is asked would never be noticed.
+
+        Raises:
+            EngineDeadError: If the core's process has ended.
+        """
+        client = self._client
+        if self.is_local:
+            return getattr(client, method)(*args)
+        number = uuid.uuid4().int >> 64
+        answer: Future[Any] = Future()
+        client.utility_results[number] = answer
+        client._send_input(EngineCoreRequestType.UTILITY, (0, number, method, args))
+        while not wait([answer], _PULSE).done:
+            client.ensure_alive()
+        return answer.result()
 
 
 def forget_environment() -> None:

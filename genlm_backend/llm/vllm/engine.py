@@ -196,8 +196,7 @@ class VLLMEngine:
         self._wait_for_ends()
         if self._core.is_local:
             self._step()  # lets the scheduler see who has gone
-        assert self._llm is not None
-        self._call(self._llm.reset_prefix_cache)
+        self._call(self._core.reset_prefix_cache)
 
     # ---------------------------------------------------------------- completions
 
@@ -332,7 +331,10 @@ class VLLMEngine:
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except capture.EngineDeadError as error:
+        except Exception as error:
+            if not (isinstance(error, capture.EngineDeadError) or self._core.is_dead):
+                raise
+            # A dead core's sockets are closed by another thread, while they may be written to.
             raise EngineDiedError(
                 "vLLM's engine has ended, and what it printed says why; close this model and "
                 "load it again"

@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -99,13 +100,56 @@ def test_clearing_and_asking_again(lm):
     check(lm.next_token_logprobs_sync([1, 2, 3, 4]), [1, 2, 3, 4])
 
 
+def children():
+    return set(psutil.Process().children(recursive=True))
+
+
+def core_of(processes):
+    return next(p for p in processes if "EngineCore" in " ".join([p.name(), *p.cmdline()]))
+
+
+@pytest.mark.parametrize(
+    "verb",
+    [
+        "rows",
+        pytest.param("row", marks=pytest.mark.slow),
+        pytest.param("clear_cache", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_that_dies_while_it_owes_an_answer(monkeypatch, verb):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    before = children()
+    with AsyncVirtualLM(real.load_tiny(), row_cache_bytes=0) as lm:
+        lm.next_token_logprobs_sync([1, 2, 3])
+        core = core_of(children() - before)
+        core.send_signal(signal.SIGSTOP)  # it takes what it is sent, and answers nothing
+
+        def ask():
+            if verb == "row":
+                lm.next_token_logprobs_sync([1, 2, 4])
+            elif verb == "rows":
+                lm.batch_next_token_logprobs_sync([[1, 2], [3, 4]])
+            else:
+                lm.clear_cache()
+
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask)
+            with pytest.raises(TimeoutError):
+                asked.result(timeout=2)
+            core.kill()
+            with pytest.raises(EngineDiedError, match="load it again"):
+                asked.result(timeout=60)
+        with pytest.raises(EngineDiedError, match="load it again"):
+            lm.next_token_logprobs_sync([1, 2, 5])
+
+
 def test_a_second_model_beside_one_in_this_process_and_a_dead_engine(monkeypatch):
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     first = AsyncVirtualLM(real.tiny_engine(), row_cache_bytes=0)
-    children = set(psutil.Process().children(recursive=True))
+    before = children()
     engine = real.load_tiny()
     second = AsyncVirtualLM(engine, row_cache_bytes=0)
-    new = set(psutil.Process().children(recursive=True)) - children
+    new = children() - before
     assert (first._evaluator.engine._core.is_local, engine._core.is_local) == (True, False)
     for context in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 9]):
         check(first.next_token_logprobs_sync(context), context)
@@ -118,10 +162,8 @@ def test_a_second_model_beside_one_in_this_process_and_a_dead_engine(monkeypatch
             return_exceptions=True,
         )
         await asyncio.sleep(0.02)
-        for process in new:
-            if "EngineCore" in process.name() or "EngineCore" in " ".join(process.cmdline()):
-                process.send_signal(signal.SIGKILL)
-        results = await asyncio.wait_for(asked, 30)
+        core_of(new).kill()
+        results = await asyncio.wait_for(asked, 60)
         assert isinstance(results[-1], EngineDiedError)
         for i, row in enumerate(results[:-1]):
             if not isinstance(row, EngineDiedError):
