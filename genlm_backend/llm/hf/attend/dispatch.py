@@ -28,6 +28,8 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from genlm_backend.errors import ModelStateError
+
 PREFIX: Final = "genlm_backend-"
 
 
@@ -65,6 +67,17 @@ class Attention(abc.ABC):
             is_causal: Whether that means all tokens before it, and itself.
             window: How many tokens it allows at most, if that is all beside causality.
         """
+
+
+def attends_otherwise(how: str) -> ModelStateError:
+    """Return the error of a model that attends in a way that ours cannot stand for.
+
+    A model that always does is found out before it is asked anything.
+    """
+    return ModelStateError(
+        f"the model attends otherwise than it did when it was wrapped: {how}; has it been changed, "
+        "or has its attn_implementation been set while it was asked?"
+    )
 
 
 @final
@@ -204,7 +217,7 @@ def _mask(former: str, **given: Any) -> torch.Tensor | None:
     if attention is None:
         return ALL_MASK_ATTENTION_FUNCTIONS[former](**given)
     if given.get("use_vmap") or given.get("attention_mask") is not None:
-        raise NotImplementedError("masks that are not functions of two positions")
+        raise attends_otherwise("with masks that are not functions of two positions")
     allows, window = given["mask_function"], given.get("local_size")
     # Where it may not be left out, something has been added to the pattern.
     is_bare = given.get("allow_is_causal_skip", True)

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from genlm_backend.cache import PADDING_SLOT, KVStore
 from genlm_backend.llm.hf.attend.base import Attend
 from genlm_backend.llm.hf.attend.indices import by_token
+from genlm_backend.llm.hf.attend.layer import SlotLayer
 from genlm_backend.llm.hf.packing import PackedBatch, Span
 
 
@@ -102,19 +103,12 @@ class _Indices(NamedTuple):
 
 
 @final
-class _GatheredLayer(CacheLayerMixin):
-    """One layer: new keys and values go into their slots, past and new ones come out gathered.
-
-    It always hands out the whole past, so it is not a sliding layer even where the model slides
-    a window over it: the mask does that.
-    """
-
-    is_sliding = False
+class _GatheredLayer(SlotLayer):
+    """One layer: new keys and values go into their slots, past and new ones come out gathered."""
 
     def __init__(self, store: KVStore, layer: int, indices: _Indices, num_past: int) -> None:
-        super().__init__()
-        self._store, self._layer, self._indices, self._num_past = store, layer, indices, num_past
-        self.is_initialized = True
+        super().__init__(num_past)
+        self._store, self._layer, self._indices = store, layer, indices
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -129,18 +123,3 @@ class _GatheredLayer(CacheLayerMixin):
             for flat, of_heads in zip(kept, states, strict=True)
         )
         return keys, values
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the slots exist."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length of past and new together, and the offset of the first column: 0."""
-        return self._num_past + int(query_length), 0
-
-    def get_seq_length(self) -> int:
-        """Return ``P``, the columns before the new tokens."""
-        return self._num_past
-
-    def get_max_length(self) -> int:
-        """Return -1: there is no maximum."""
-        return -1

@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from genlm_backend.cache import KVStore
-from genlm_backend.errors import ModelStateError
 from genlm_backend.llm.hf.attend import sharing
 from genlm_backend.llm.hf.attend.base import Attend
 from genlm_backend.llm.hf.attend.block import Attended, Block
-from genlm_backend.llm.hf.attend.dispatch import Attention, Dispatch
+from genlm_backend.llm.hf.attend.dispatch import Attention, Dispatch, attends_otherwise
 from genlm_backend.llm.hf.attend.indices import Indices, PassMasks, new_positions
+from genlm_backend.llm.hf.attend.layer import SlotLayer
 from genlm_backend.llm.hf.attend.sharing import plan_reading
 from genlm_backend.llm.hf.packing import PackedBatch
 
@@ -102,9 +102,9 @@ class _SharedAttention(Attention):
         """Raise a ``ModelStateError`` unless every layer has attended once."""
         num_layers = len(self._store.layout.layers)
         if self._new is not None or self._num_attended != num_layers:
-            raise ModelStateError(
+            raise attends_otherwise(
                 f"{self._num_attended} of {num_layers} layers called the attention function that "
-                "their config names: has the model been changed meanwhile?"
+                "their config names"
             )
 
     # ---------------------------------------------------------------- called by the model
@@ -112,7 +112,7 @@ class _SharedAttention(Attention):
     def keep(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store the new keys and values of a layer: ``[B, key_heads, Q, dim]``."""
         if self._new is not None:
-            raise NotImplementedError("a layer whose attention is computed elsewhere")
+            raise attends_otherwise("a layer has attended elsewhere")
         self._on(layer).write(self._store, layer, keys, values)
         self._new = layer, keys, values
 
@@ -149,11 +149,11 @@ class _SharedAttention(Attention):
         """Attend to the parts and to the rest, and merge."""
         unknown = {name for name, value in options.items() if value is not None} - _HARMLESS
         if unknown or is_causal is False:
-            raise NotImplementedError(f"attention with {sorted(unknown) or 'is_causal=False'}")
+            raise attends_otherwise(f"with {sorted(unknown) or 'is_causal=False'}")
         if self._new is None or self._new[1] is not keys or self._new[2] is not values:
-            raise NotImplementedError("keys or values that are others than the kept ones")
+            raise attends_otherwise("to keys or values that are others than the kept ones")
         if mask is not None and id(mask) not in self._allowed:
-            raise NotImplementedError("a mask that is made in another way")
+            raise attends_otherwise("with a mask that is made in another way")
         layer = self._new[0]
         self._new = None
         self._num_attended += 1
@@ -213,15 +213,12 @@ def _apart(found: Attended, num_rows: int) -> Attended:
 
 
 @final
-class _NewTokens(CacheLayerMixin):
+class _NewTokens(SlotLayer):
     """One layer: new keys and values go into their slots, and come out as they are."""
 
-    is_sliding = False
-
     def __init__(self, attention: _SharedAttention, layer: int, num_past: int) -> None:
-        super().__init__()
-        self._attention, self._layer, self._num_past = attention, layer, num_past
-        self.is_initialized = True
+        super().__init__(num_past)
+        self._attention, self._layer = attention, layer
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -229,18 +226,3 @@ class _NewTokens(CacheLayerMixin):
         """Store and return ``[B, heads, Q, dim]``, keys and values."""
         self._attention.keep(self._layer, key_states, value_states)
         return key_states, value_states
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Do nothing: the slots exist."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the length of past and new together, and the offset of the first column: 0."""
-        return self._num_past + int(query_length), 0
-
-    def get_seq_length(self) -> int:
-        """Return the length of the longest past."""
-        return self._num_past
-
-    def get_max_length(self) -> int:
-        """Return -1: there is no maximum."""
-        return -1
