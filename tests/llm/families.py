@@ -131,6 +131,13 @@ PER_TOKEN = {
 """Families whose keys and values are kept token by token."""
 
 WHOLE = {
+    "cpm-ant": lambda: _config(  # takes no mask: what is padded is another context
+        "CpmAntConfig",
+        dim_head=16,
+        dim_ff=64,
+        prompt_length=4,
+        segment_types=4,
+    ),
     "mamba": lambda: _bare(
         "MambaConfig", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8
     ),

@@ -85,6 +85,7 @@ class HFEvaluator(Evaluator):
             use_num_threads(self._num_threads)
         with self._adapters.in_place():
             support = examine(runner, width, self._max_length)
+        self.passes.pads = support.pads
         if self._wanted_bytes != 0:
             self._make_room(support)
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's

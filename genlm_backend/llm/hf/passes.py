@@ -48,6 +48,7 @@ class Passes:
         store: Their keys and values.
         attend: The way to attend to them.
         keeps: Whether keys and values are kept.
+        pads: Whether contexts that are run whole may be padded beside longer ones; it can be set.
         tokens_reused: Number of tokens whose keys and values were there.
     """
 
@@ -61,6 +62,7 @@ class Passes:
     ) -> None:
         self.runner = runner
         self.cost = cost
+        self.pads = True
         self.tokens_reused = 0
         self._finish = finish
         self._score = score
@@ -104,7 +106,8 @@ class Passes:
         wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
         while wanted:
             segments = plan_whole(wanted)
-            for group in plan_groups([segment.size for segment in segments], self.cost):
+            sizes = [segment.size for segment in segments]
+            for group in plan_groups(sizes, self.cost, pads=self.pads):
                 self._forward([segments[i] for i in group], WholeAttend())
             spoilt = [(job, part) for job, part in wanted if len(part) > 1 and job.is_spoilt(part)]
             wanted = [

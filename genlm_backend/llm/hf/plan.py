@@ -241,12 +241,13 @@ def plan_waves(segments: Sequence[Segment]) -> list[list[Segment]]:
     return waves
 
 
-def plan_groups(sizes: Sequence[Size], cost: CostModel) -> list[list[int]]:
+def plan_groups(sizes: Sequence[Size], cost: CostModel, *, pads: bool = True) -> list[list[int]]:
     """Divide rows into forward passes of the least total cost.
 
     Args:
         sizes: Size of each row.
         cost: What a pass costs.
+        pads: Whether rows of different numbers of new tokens may be in one pass.
 
     Returns:
         Groups of indices into ``sizes``. Rows are sorted by size and cut into runs by dynamic
@@ -256,13 +257,14 @@ def plan_groups(sizes: Sequence[Size], cost: CostModel) -> list[list[int]]:
     cuts = [0]  # candidate boundaries; rows of about one size are never parted
     for rank in range(1, len(order)):
         (new, past, _), (base_new, base_past, _) = sizes[order[rank]], sizes[order[cuts[-1]]]
-        if new > base_new + base_new // 8 or past > 2 * base_past + 64 or past * 2 + 64 < base_past:
+        most = base_new + base_new // 8 if pads else base_new
+        if new > most or past > 2 * base_past + 64 or past * 2 + 64 < base_past:
             cuts.append(rank)
     cuts.append(len(order))
     best: list[tuple[float, int]] = [(0.0, 0)]
     for end in range(1, len(cuts)):
         options = []
-        for start in range(max(0, end - 32), end):
+        for start in range(max(0, end - 32) if pads else end - 1, end):
             rows = [sizes[i] for i in order[cuts[start] : cuts[end]]]
             num_new, num_past = max(row.num_new for row in rows), max(row.num_past for row in rows)
             num_outputs = sum(row.num_outputs for row in rows)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -39,11 +39,13 @@ class KVSupport:
             states and so runs every context whole.
         attend: The way to attend to them that gives the model's own rows.
         reason: Why there is no layer; empty where there are some.
+        pads: Whether a context run whole may be padded beside a longer one.
     """
 
     layout: KVLayout = field(default_factory=KVLayout)
     attend: Callable[[KVStore], Attend] = GatherAttend
     reason: str = ""
+    pads: bool = True
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -117,10 +119,38 @@ def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSuppor
     The rows of two short contexts are computed whole and then from slots, in two steps and padded
     to one batch. The first way to attend is taken whose difference is rounding, compared with the
     difference that one wrong token makes. That takes four passes, of a small model on one thread.
+    Where nothing can be kept, two more tell whether the model minds the padding of its rows.
 
     Raises:
         UnsupportedModelError: If the model gives other rows when it is told positions.
     """
+    support = _examine_slots(runner, vocab_size, max_length)
+    if not support.reason or _bears_padding(runner, vocab_size, max_length):
+        return support
+    return replace(support, pads=False)
+
+
+def _bears_padding(runner: Runner, vocab_size: int, max_length: int | None) -> bool:
+    """Whether a context beside a longer one has the row that it has alone."""
+    length = min(_PROBE_LENGTH, max_length or _PROBE_LENGTH)
+    generator = random.Random(1)
+    long = [generator.randrange(vocab_size) for _ in range(length)]
+    short = Span(long[: length // 2], outputs=(length // 2 - 1,))
+    if not short.num_new:
+        return True
+    try:
+        with one_thread() if _is_small(runner) else contextlib.nullcontext():
+            alone = _row(runner.forward([short], WholeAttend()))
+            beside = _row(runner.forward([short, Span(long, outputs=(length - 1,))], WholeAttend()))
+    except Exception as error:  # third-party model code may raise anything; alone it may do
+        logger.debug("%s takes no padding", type(runner.model).__name__, exc_info=error)
+        return False
+    dtype = next((p.dtype for p in runner.model.parameters()), torch.float32)
+    spread = _distance(beside[0], beside[1])
+    return _distance(alone[0], beside[0]) <= max(rounding(dtype), _SHARE_OF_SPREAD * spread)
+
+
+def _examine_slots(runner: Runner, vocab_size: int, max_length: int | None) -> KVSupport:
     config = runner.model.config.get_text_config(decoder=True)
     if "past_key_values" not in runner.parameters:
         return KVSupport(reason="its state is not one of keys and values")

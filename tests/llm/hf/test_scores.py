@@ -13,11 +13,17 @@ from genlm_backend import AsyncTransformer
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
+LOOK_AHEAD = {"cpmant"}
 SLOT = 2 * 2 * 2 * 8 * 4
 
 
 def fresh_scores(model, text, start):
-    """What one forward pass of the bare model over all of a text says."""
+    """What one forward pass of the bare model over all of a text says.
+
+    A model that looks ahead says what it says of each beginning alone.
+    """
+    if model.config.model_type in LOOK_AHEAD:
+        return torch.stack([fresh_row(model, text[:n])[text[n]] for n in range(start, len(text))])
     with torch.no_grad():
         logprobs = model(input_ids=torch.tensor([text])).logits[0].float().log_softmax(-1)
     return logprobs[range(start - 1, len(text) - 1), text[start:]]
