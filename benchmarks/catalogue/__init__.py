@@ -8,6 +8,7 @@ from benchmarks.workload import Workload
 _WORKLOADS: tuple[Workload, ...] = (
     particles.Sis(),
     particles.LongPrompt(),
+    particles.Behind(),
     particles.Smc(),
     particles.Clients(),
     models.SharedContext(),

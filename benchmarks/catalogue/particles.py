@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import clients, workloads
+from benchmarks import behind, clients, workloads
 from benchmarks.workload import SHARE, Found, Numbers, Row, Workload, median
 
 SYSTEMS = ("genlm_backend", "generate", "continuous batching", "peer + cache_kv", "peer")
@@ -62,6 +62,21 @@ class LongPrompt(Workload):
 
     def rows(self, found: Found) -> list[Row]:
         return ratios(found, {}, "32 particles behind 512 tokens")
+
+
+class Behind(Workload):
+    """20 particles sample 16 tokens each behind a cached prompt of 51, 512 and 4,096 tokens."""
+
+    name = "behind"
+    variants = ("genlm_backend", "LLM.generate")
+    is_repeated = True
+    needs = "vllm"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return (behind.ours if variant == "genlm_backend" else behind.theirs)(3)
+
+    def rows(self, found: Found) -> list[Row]:
+        return behind.rows(found)
 
 
 class Smc(Workload):
