@@ -14,6 +14,7 @@ from genlm_backend.errors import OptionError, QueryDroppedError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.llm.hf.lora import Adapters
 from genlm_backend.llm.hf.memory import default_kv_budget, is_out_of_memory, release_cached_memory
+from genlm_backend.llm.hf.packed_weights import pack_weights
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.plan import CostModel
 from genlm_backend.llm.hf.runner import Runner
@@ -45,6 +46,10 @@ class HFEvaluator(Evaluator):
         kv_cache_bytes: Bytes of keys and values to keep; ``None`` for a part of what is free.
         num_threads: Number of threads of a forward pass on the CPU; ``None`` for torch's own.
         output_device: Where rows are returned.
+        packs_weights: Whether weights are packed where that is faster (``pack_weights``).
+
+    Attributes:
+        packed_weight_bytes: Number of bytes of packed weights, once it is open.
 
     Raises:
         UnsupportedModelError: If it is no causal language model.
@@ -58,6 +63,7 @@ class HFEvaluator(Evaluator):
         kv_cache_bytes: int | None = None,
         num_threads: int | None = None,
         output_device: torch.device | None = None,
+        packs_weights: bool = False,
     ) -> None:
         check_model(model)
         model.eval()
@@ -72,6 +78,7 @@ class HFEvaluator(Evaluator):
         self._wanted_bytes = kv_cache_bytes
         self._budget = 0
         self._num_threads = num_threads
+        self._packs_weights, self.packed_weight_bytes = packs_weights, 0
         limit = rotary_limit(model)
         self._rotary_limit = math.inf if limit is None else limit
 
@@ -84,6 +91,8 @@ class HFEvaluator(Evaluator):
         if self._num_threads is not None:
             use_num_threads(self._num_threads)
         with self._adapters.in_place():
+            if self._packs_weights:
+                self.packed_weight_bytes = pack_weights(runner.model)
             support = examine(runner, width, self._max_length)
         self.passes.pads = support.pads
         if self._wanted_bytes != 0:
