@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from genlm_backend.llm.hf.attend import sharing
+from genlm_backend.llm.hf.attend import block, sharing
 
 collect_ignore = [] if find_spec("peft") else ["test_adapter_kinds.py", "test_lora.py"]
 
@@ -13,3 +13,4 @@ collect_ignore = [] if find_spec("peft") else ["test_adapter_kinds.py", "test_lo
 def shared_early(monkeypatch):
     """A few cached tokens are worth reading together, or contexts of tests never would be."""
     monkeypatch.setattr(sharing, "FEW_TOKENS", 4)
+    monkeypatch.setattr(block, "SHORTEST_STRETCH", 1)

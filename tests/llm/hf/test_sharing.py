@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 from genlm_backend import AsyncTransformer
 from genlm_backend.cache import KVLayout, KVStore, LayerLayout, Run
 from genlm_backend.errors import ModelStateError
-from genlm_backend.llm.hf.attend import SharedAttend, dispatch, sharing
+from genlm_backend.llm.hf.attend import SharedAttend, block, dispatch, sharing
 from genlm_backend.llm.hf.attend.block import Block
 from genlm_backend.llm.hf.attend.sharing import plan_reading
 from genlm_backend.llm.hf.packing import Span
@@ -202,6 +202,29 @@ def test_what_its_owner_chooses_during_a_pass_stays():
         assert model.config._attn_implementation == "eager"
         row = lm.next_token_logprobs_sync([1, 2, 3, 4])
         torch.testing.assert_close(row, fresh_row(model, [1, 2, 3, 4]), rtol=0, atol=3e-5)
+
+
+@given(
+    st.integers(1, 70),
+    st.integers(1, 20),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 9),
+)
+@settings(deadline=None, max_examples=60)
+def test_keys_that_are_parted_are_attended_to_as_one(num_keys, num_queries, dtype, shortest):
+    generator = torch.Generator().manual_seed(num_keys)
+    query, keys, values = (
+        torch.randn(1, 2, n, 8, generator=generator).to(dtype)
+        for n in (num_queries, num_keys, num_keys)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block, "SHORTEST_STRETCH", shortest)
+        found = Block(0.7).attend(query, keys, values, None)
+    scores = query.double() @ keys.double().transpose(2, 3) * 0.7
+    tolerance = {"rtol": 0, "atol": 1e-5 if dtype is torch.float32 else 3e-2}
+    torch.testing.assert_close(found.logsumexp.double(), scores.logsumexp(-1), **tolerance)
+    expected = scores.softmax(-1) @ values.double()
+    torch.testing.assert_close(found.values.double(), expected, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

@@ -13,6 +13,15 @@ import torch
 
 _FUSED: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
+FEW_QUERIES: Final = 16
+"""Queries up to which keys are parted: the fused operator has one thread for each head of them."""
+
+NUM_STRETCHES: Final = 4
+"""Stretches that keys are parted into, each of which a thread takes."""
+
+SHORTEST_STRETCH = 512
+"""Keys that are worth a stretch."""
+
 MAX_SCORES: Final = 4 << 20
 """Number of scores that are held at once, at most; more queries go one stretch after another."""
 
@@ -85,9 +94,32 @@ class Block:
                 for zeros. Each query attends to something.
         """
         if self.is_fused(query, values):
+            if mask is None and len(query) == 1 and query.shape[2] <= FEW_QUERIES:
+                return self._attend_in_stretches(query, keys, values)
             added = mask.double() if mask is not None and query.dtype is torch.float64 else mask
             return Attended(*_FUSED(query, keys, values, attn_mask=added, scale=self.scaling))
         return self.attend_if_any(query, keys, values, mask)
+
+    def _attend_in_stretches(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> Attended:
+        """Attend from few queries to keys of which all threads take stretches at once."""
+        size = keys.shape[2] // NUM_STRETCHES
+        if size < SHORTEST_STRETCH:
+            return Attended(*_FUSED(query, keys, values, scale=self.scaling))
+        stop, kept = size * NUM_STRETCHES, (keys, values)
+        found, logsumexp = _FUSED(
+            query.expand(NUM_STRETCHES, -1, -1, -1),
+            *(all_of[0, :, :stop].unflatten(1, (-1, size)).transpose(0, 1) for all_of in kept),
+            scale=self.scaling,
+        )
+        shares = logsumexp.softmax(0).unsqueeze(-1)
+        merged = (found * shares).sum(0, keepdim=True).to(found.dtype)
+        total = Attended(merged, logsumexp.logsumexp(0, keepdim=True))
+        if stop < keys.shape[2]:
+            left = _FUSED(query, keys[:, :, stop:], values[:, :, stop:], scale=self.scaling)
+            total.merge(Attended(*left), None)
+        return total
 
     def attend_causally(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group_size: int
