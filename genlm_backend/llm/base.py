@@ -14,7 +14,6 @@ from genlm_backend.checks import (
     check_option_names,
     checked,
     integer,
-    listed,
     optional,
     switch,
 )
@@ -22,7 +21,7 @@ from genlm_backend.closing import Closing
 from genlm_backend.errors import AdapterError, UnknownAdapterError
 from genlm_backend.llm.adapters import UNKNOWN_ADAPTER
 from genlm_backend.llm.context import Context
-from genlm_backend.llm.contexts import Contexts
+from genlm_backend.llm.contexts import Contexts, listed_contexts
 from genlm_backend.llm.draw import AnyRow, RandomGenerator, draw
 from genlm_backend.llm.query import TokenIds
 from genlm_backend.llm.row_scores import scores_by, scores_by_sync
@@ -165,7 +164,7 @@ class AsyncLM(Closing):
 
         The library's own models check all contexts before any is queued.
         """
-        contexts = listed("token_ids_list", token_ids_list)
+        contexts = listed_contexts("token_ids_list", token_ids_list)
         asked = (self.next_token_logprobs(ids, lora_name=lora_name) for ids in contexts)
         return self._stacked(await together(asked))
 
@@ -173,7 +172,7 @@ class AsyncLM(Closing):
         self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same rows as ``batch_next_token_logprobs``, blocking the calling thread."""
-        contexts = listed("token_ids_list", token_ids_list)
+        contexts = listed_contexts("token_ids_list", token_ids_list)
         rows = [self.next_token_logprobs_sync(ids, lora_name=lora_name) for ids in contexts]
         return self._stacked(rows)
 
@@ -281,7 +280,9 @@ class AsyncLM(Closing):
         list, so that its continuation does not depend on the prompts behind it. ``progress``
         shows a bar of the continuations that are complete, on a terminal or in a notebook.
         """
-        prompts = listed("prompt_token_ids_list", prompt_token_ids_list)
+        name = "prompt_token_ids_list"
+        prompts = listed_contexts(name, prompt_token_ids_list)
+        prompts = [self.contexts.check(p, name=f"{name}[{i}]") for i, p in enumerate(prompts)]
         size = len(self.byte_vocab)
         given = check_sampling(size, max_tokens=max_tokens, eos_token_ids=eos_token_ids)
         check_sampling(size, progress=progress)

@@ -20,7 +20,6 @@ from genlm_backend.checks import (
     checked,
     instance,
     integer,
-    listed,
     number,
     optional,
 )
@@ -29,6 +28,7 @@ from genlm_backend.errors import AdapterError, BatcherClosedError, OptionError, 
 from genlm_backend.llm.adapters import ADAPTER_CHECKS, AdapterNames, check_adapter_name
 from genlm_backend.llm.answering import Answering
 from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.contexts import listed_contexts
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.llm.query import Adapter, Query, TokenIds
 from genlm_backend.llm.row import Row, table_of
@@ -183,7 +183,7 @@ class BatchedLM(AsyncLM):
         return Query(self.contexts.check(token_ids, self.max_length), adapter)
 
     def _queries(self, token_ids_list: Sequence[TokenIds], lora_name: str | None) -> list[Query]:
-        contexts = listed("token_ids_list", token_ids_list)
+        contexts = listed_contexts("token_ids_list", token_ids_list)
         return [self._query(token_ids, lora_name) for token_ids in contexts]
 
     def _known(self, queries: Sequence[Query]) -> tuple[dict[Query, Row], list[Query]]:

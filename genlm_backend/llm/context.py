@@ -86,6 +86,10 @@ class Context(Sequence[int]):
             return self.extend(token_ids[0])
         return self.followed_by(self.contexts.packed(token_ids))
 
+    def __radd__(self, token_ids: Any) -> Context:
+        """Return the context behind more tokens, which are checked."""
+        return self.contexts.of(token_ids).followed_by(self.packed().tobytes())
+
     def followed_by(self, packed: bytes) -> Context:
         """Return the context with more ids, as 32-bit integers that have been checked."""
         return Context.of(self.contexts, self._tail + packed, self.blocks, self.place)
@@ -109,7 +113,14 @@ class Context(Sequence[int]):
             if start == 0:
                 return self._first(stop)
             return Context.of(self.contexts, self.packed(start, stop).tobytes())
-        block, rest = divmod(range(len(self))[index], TOKENS_PER_BLOCK)
+        try:
+            position = range(len(self))[index]
+        except IndexError:
+            raise IndexError(f"index {index} of a context of {len(self)} tokens") from None
+        except TypeError:
+            message = f"a context's indices must be integers or slices, got {index!r}"
+            raise TypeError(message) from None
+        block, rest = divmod(position, TOKENS_PER_BLOCK)
         packed = self.blocks[block] if block < len(self.blocks) else self._tail
         return _ID.unpack_from(packed, rest * _ID.size)[0]
 

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 import numpy as np
 
-from genlm_backend.checks import MAX_VOCAB, integer, shown
+from genlm_backend.checks import MAX_VOCAB, integer, listed, shown
 from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError
 from genlm_backend.llm.beginnings import TOKENS_PER_BLOCK, Beginnings
 from genlm_backend.llm.context import Context
@@ -130,6 +130,22 @@ def of_no_model(token_ids: Any) -> Context:
     return token_ids if isinstance(token_ids, Context) else _NOBODYS.of(token_ids)
 
 
+def listed_contexts(name: str, value: Any) -> list[Any]:
+    """Return an iterable of contexts as a list, without a look into them.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If it is no list, or one context in place of a list.
+    """
+    contexts = listed(name, value)
+    first = contexts[0] if contexts else None
+    is_id = isinstance(first, (int, np.integer)) or getattr(first, "ndim", 1) == 0
+    if is_id or isinstance(value, Context):
+        raise OptionTypeError(
+            f"{name} must be a list of contexts, got one context: put it into a list"
+        )
+    return contexts
+
+
 def _listed(token_ids: Any, name: str) -> list[Any]:
     """Return token ids as a list: a list itself, and not a copy of it.
 
@@ -158,6 +174,8 @@ def _listed(token_ids: Any, name: str) -> list[Any]:
         return token_ids if type(token_ids) is list else list(token_ids)
     except TypeError:
         message = f"{name} must be a list of integers, got {shown(token_ids)}"
+        if isinstance(token_ids, (int, np.integer)):
+            message += "; put it into a list"
         raise ContextTypeError(message) from None
 
 
@@ -169,4 +187,6 @@ def _to_int(token_id: Any) -> int:
         return _token_id("token_ids", token_id)
     except OptionTypeError:
         hint = "; pass its token_id" if isinstance(token_id, Token) else ""
+        if isinstance(token_id, (list, tuple, Context)):
+            hint = "; a context + several makes a longer one"
         raise ContextTypeError(f"token ids must be integers, got {shown(token_id)}{hint}") from None

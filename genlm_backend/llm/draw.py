@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
 import sys
@@ -112,7 +113,8 @@ def checked_row(row: Any, vocab_size: int) -> NDArray[np.float32]:
     else:
         is_row = isinstance(row, np.ndarray) and np.issubdtype(row.dtype, np.floating)
     if not is_row:
-        raise OptionTypeError(f"row must be a tensor or array of floats, got {shown(row)}")
+        hint = ": await it first" if inspect.isawaitable(row) else ""
+        raise OptionTypeError(f"row must be a tensor or array of floats, got {shown(row)}{hint}")
     if row.shape != (vocab_size,):
         raise OptionError(
             f"row must be one of {vocab_size} elements, as the vocabulary has; got the shape "

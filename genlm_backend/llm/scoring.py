@@ -8,10 +8,9 @@ from typing import Any, TypeAlias, final
 
 import torch
 
-from genlm_backend.checks import listed
 from genlm_backend.errors import OptionError
 from genlm_backend.llm.context import Context
-from genlm_backend.llm.contexts import Contexts
+from genlm_backend.llm.contexts import Contexts, listed_contexts
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row
 
@@ -83,7 +82,8 @@ def check_scorings(
         ContextError: If a prompt is empty, an id is outside the vocabulary, it is another model's
             ``Context``, or a text has more tokens than ``max_length`` before its last one.
     """
-    before, behind = listed("prompts", prompts), listed("continuations", continuations)
+    before = listed_contexts("prompts", prompts)
+    behind = listed_contexts("continuations", continuations)
     if len(before) != len(behind):
         raise OptionError(
             "prompts and continuations belong together one by one, "

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast, final
 
 import torch
@@ -14,7 +15,7 @@ from genlm_backend.errors import OptionError, QueryDroppedError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.llm.hf.lora import Adapters
 from genlm_backend.llm.hf.memory import default_kv_budget, is_out_of_memory, release_cached_memory
-from genlm_backend.llm.hf.packed_weights import pack_weights
+from genlm_backend.llm.hf.packed_weights import PackedWeights
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.plan import CostModel
 from genlm_backend.llm.hf.runner import Runner
@@ -46,10 +47,10 @@ class HFEvaluator(Evaluator):
         kv_cache_bytes: Bytes of keys and values to keep; ``None`` for a part of what is free.
         num_threads: Number of threads of a forward pass on the CPU; ``None`` for torch's own.
         output_device: Where rows are returned.
-        packs_weights: Whether weights are packed where that is faster (``pack_weights``).
+        packs_weights: Whether weights are packed where that is faster (``PackedWeights``).
 
     Attributes:
-        packed_weight_bytes: Number of bytes of packed weights, once it is open.
+        packed: The packed weights.
 
     Raises:
         UnsupportedModelError: If it is no causal language model.
@@ -78,7 +79,7 @@ class HFEvaluator(Evaluator):
         self._wanted_bytes = kv_cache_bytes
         self._budget = 0
         self._num_threads = num_threads
-        self._packs_weights, self.packed_weight_bytes = packs_weights, 0
+        self._packs_weights, self.packed = packs_weights, PackedWeights()
         limit = rotary_limit(model)
         self._rotary_limit = math.inf if limit is None else limit
 
@@ -90,9 +91,10 @@ class HFEvaluator(Evaluator):
         width = vocab_width(runner.model)
         if self._num_threads is not None:
             use_num_threads(self._num_threads)
-        with self._adapters.in_place():
-            if self._packs_weights:
-                self.packed_weight_bytes = pack_weights(runner.model)
+        if self._packs_weights:
+            with self._adapters.in_place():
+                self.packed.pack(runner.model)
+        with self._in_place():
             support = examine(runner, width, self._max_length)
         self.passes.pads = support.pads
         if self._wanted_bytes != 0:
@@ -135,7 +137,7 @@ class HFEvaluator(Evaluator):
             for adapter in dict.fromkeys(query.adapter for query in queries):
                 own = [query for query in queries if query.adapter == adapter]
                 try:
-                    with self._adapters.in_place(adapter):
+                    with self._in_place(adapter):
                         answers.update(zip(own, self._answers(own), strict=True))
                 except QueryDroppedError:  # nobody waits for any of them
                     raise
@@ -143,9 +145,15 @@ class HFEvaluator(Evaluator):
                     answers.update(dict.fromkeys(own, error))
         return [answers[query] for query in queries]
 
+    @contextlib.contextmanager
+    def _in_place(self, adapter: Adapter | None = None) -> Iterator[None]:
+        """Let the model compute with an adapter, or as it came, and with packed weights."""
+        with self._adapters.in_place(adapter), self.packed.in_place():
+            yield
+
     def evaluate_whole(self, query: Query) -> Row:
         """Return the row of a context run whole and alone, past whatever is kept."""
-        with self._adapters.in_place(query.adapter):
+        with self._in_place(query.adapter):
             if len(query.token_ids) > self._rotary_limit:
                 return self._row_apart(query)
             (row,) = self.passes.whole([query])
@@ -208,7 +216,7 @@ class HFEvaluator(Evaluator):
 
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
-        with self._adapters.in_place(query.adapter):
+        with self._in_place(query.adapter):
             self._answers([query])
         match = self.passes.match(query, len(query.context))
         if match.num_tokens < len(query.context):
@@ -218,8 +226,10 @@ class HFEvaluator(Evaluator):
         return True
 
     def clear(self) -> None:
-        """Free all slots, pinned ones too."""
+        """Free all slots, pinned ones too, and look whether weights are others now."""
         self.passes.tree.clear()
+        with self._adapters.in_place():
+            self.packed.look_again()
 
     # ---------------------------------------------------------------- adapters
 
@@ -249,6 +259,7 @@ class HFEvaluator(Evaluator):
     def close(self) -> None:
         """Let go of the model and of the slots."""
         self.passes.keep_nothing()
+        self.packed.clear()
         self.passes.runner.model = None
         self._budget = 0
         self._adapters.close()

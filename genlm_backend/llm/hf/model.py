@@ -43,7 +43,8 @@ class AsyncTransformer(BatchedLM):
         packs_weights: Whether linear layers get their weights a second time, in the layout that
             this processor reads fastest, where a short trial says that it is faster;
             ``packed_weight_bytes`` tells how much memory that takes, a quarter of what is free
-            at most. Rows are the same but for rounding. The layers of ``hf_model`` stay so.
+            at most. They are in use only while this computes, and rows are the same but for
+            rounding. What is tried holds for the process; another may come to another result.
         self_check: Compare a few probe texts with the bytes of their tokens.
 
     The model is not to be converted or moved afterwards (``model.half()``, ``model.to(…)``):
@@ -58,7 +59,6 @@ class AsyncTransformer(BatchedLM):
 
     Attributes:
         device: Device on which the model takes its token ids.
-        packed_weight_bytes: Number of bytes of packed weights, beside the model's own.
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
@@ -102,7 +102,6 @@ class AsyncTransformer(BatchedLM):
             output_device=output_device,
             self_check=self_check,
         )
-        self.packed_weight_bytes = self._hf.packed_weight_bytes
 
     @classmethod
     def from_name(
@@ -170,6 +169,11 @@ class AsyncTransformer(BatchedLM):
     def model(self) -> Any:
         """The model as it was given; ``None`` after ``close()``."""
         return self._hf.passes.runner.model
+
+    @property
+    def packed_weight_bytes(self) -> int:
+        """Number of bytes of packed weights, beside the model's own."""
+        return self._hf.packed.nbytes
 
     @property
     def kv_reuse(self) -> bool:

@@ -6,12 +6,14 @@ that is faster depends on the processor and on the shape, so it is tried.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from typing import Any, Final, final
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Self, final
 
 import psutil
 import torch
@@ -31,27 +33,81 @@ _SHARE_OF_MEMORY: Final = 0.25
 
 
 @final
-class PackedLinear(nn.Linear):
-    """A linear layer that has its weight a second time, packed.
+class PackedWeights:
+    """The weights of a model's linear layers a second time, packed, of those shapes where it pays.
 
-    A copy of it has its weight once, and one whose weight has been replaced or trained does without
-    the packed one; both compute as any linear layer does.
+    The layers compute with them only while they are in place; before and after, the model is as
+    its owner left it. A layer whose weight has been replaced, or modified as torch counts it,
+    computes without; other modifications (by way of ``.data``, or by fused optimizers) are found by
+    ``look_again``. Products are the same but for rounding.
     """
 
-    def pack(self) -> None:
-        """Pack the weight as it is now.
+    def __init__(self) -> None:
+        self._packed: list[_Packed] = []
 
-        Raises:
-            RuntimeError: If this processor, or this build of torch, cannot.
+    def pack(self, model: Any) -> None:
+        """Pack the weights of a model, for whose layers as much memory is needed again.
+
+        It takes a quarter of what is free at most. To be called on the thread that the model runs
+        on, which tries each shape for a moment; what it finds holds for as many threads in the
+        whole process, so that equal models have equal rows.
         """
-        with torch.no_grad():
-            packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _NUM_ROWS)
-        vars(self)["packed"] = packed, _state(self.weight)
+        by_shape: defaultdict[tuple[Any, ...], list[nn.Linear]] = defaultdict(list)
+        for layer in getattr(model, "modules", list)():
+            if type(layer) is nn.Linear and _can_be_packed(layer.weight):
+                by_shape[layer.weight.dtype, *layer.weight.shape].append(layer)
+        left = int(psutil.virtual_memory().available * _SHARE_OF_MEMORY)
+        for shape, layers in by_shape.items():
+            num_bytes = sum(layer.weight.nbytes for layer in layers)
+            if num_bytes <= left and _is_worth_it(shape, layers[:_NUM_LAYERS]):
+                left -= num_bytes
+                self._packed += map(_Packed.of, layers)
+                logger.info("packed %d weights of %s", len(layers), shape)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the layers compute with packed weights."""
+        try:
+            for packed in self._packed:
+                packed.put()
+            yield
+        finally:
+            for packed in self._packed:
+                packed.take_away()
+
+    def look_again(self) -> None:
+        """Pack the weights again that are others now; reads all of them once."""
+        before, self._packed = self._packed, []
+        for one in before:
+            if one.is_current and one.checksum == _checksum(one.layer.weight):
+                self._packed.append(one)
+            elif _can_be_packed(one.layer.weight):
+                self._packed.append(_Packed.of(one.layer))
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._packed.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the packed weights."""
+        return sum(one.weight.nbytes for one in self._packed)
+
+
+@final
+class PackedLinear(nn.Linear):
+    """What a linear layer is while it computes with its packed weight.
+
+    A copy that is made of it meanwhile has none, and computes as any linear layer does. So does it
+    itself where gradients are recorded, or somebody compiles or casts.
+    """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the products of the weight and of ``[…, in_features]``, plus the bias."""
-        packed, state = vars(self).get("packed", (None, None))
-        if packed is None or _state(self.weight) != state or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return functional.linear(input, self.weight, self.bias)
+        packed = vars(self).get("packed")
+        if packed is None or torch.is_autocast_enabled("cpu"):
             return functional.linear(input, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(input, packed, self.bias, "none", [], "")
 
@@ -59,60 +115,97 @@ class PackedLinear(nn.Linear):
         return {name: value for name, value in vars(self).items() if name != "packed"}
 
 
-def _state(weight: torch.Tensor) -> tuple[int, int]:
-    """Return what changes when a weight is replaced, or modified in place."""
-    return weight.data_ptr(), weight._version
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class _Packed:
+    """The packed weight of one layer, and the weight as it was then.
 
-
-def pack_weights(model: Any) -> int:
-    """Pack the weights of a model's linear layers, of those shapes whose products it makes faster.
-
-    Weights stay where they are as well, so that as much memory is needed again for the packed
-    ones, a quarter of what is free at most. Their products are the same but for rounding. To be
-    called on the thread that the model runs on, which tries each shape for a moment.
-
-    Args:
-        model: A model of transformers, which nobody else runs meanwhile.
-
-    Returns:
-        Number of bytes of the packed weights.
+    Attributes:
+        layer: The layer.
+        parameter: Its weight, as the parameter that it is.
+        weight: Its memory, which nothing else can have as long as this is there.
+        version: How often it had been modified.
+        checksum: The sum of its bits.
+        packed: The packed weight.
     """
-    by_shape: defaultdict[tuple[Any, ...], list[nn.Linear]] = defaultdict(list)
-    for layer in getattr(model, "modules", list)():
-        if type(layer) is nn.Linear and _can_be_packed(layer.weight):
-            by_shape[layer.weight.dtype, *layer.weight.shape].append(layer)
-    left = int(psutil.virtual_memory().available * _SHARE_OF_MEMORY)
-    total = 0
-    for shape, layers in by_shape.items():
-        num_bytes = sum(layer.weight.nbytes for layer in layers)
-        if num_bytes <= left - total and _is_worth_it(layers[:_NUM_LAYERS]):
-            total += num_bytes
-            for layer in layers:
-                _pack(layer)
-            logger.info("packed %d weights of %s", len(layers), shape)
-    return total
+
+    layer: nn.Linear
+    parameter: torch.Tensor
+    weight: torch.Tensor
+    version: int
+    checksum: int
+    packed: torch.Tensor
+
+    @classmethod
+    def of(cls, layer: nn.Linear) -> Self:
+        """Pack the weight of a layer.
+
+        Raises:
+            RuntimeError: If this processor, or this build of torch, cannot.
+        """
+        weight = layer.weight.detach()
+        with torch.no_grad():
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight, _NUM_ROWS)
+        parameter = layer.weight
+        return cls(layer, parameter, weight, parameter._version, _checksum(weight), packed)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the layer's weight is the one that was packed, as far as torch tells."""
+        own = self.layer.weight
+        if own is not self.parameter or own.dtype is not self.weight.dtype or own.is_inference():
+            return False
+        return own.data_ptr() == self.weight.data_ptr() and own._version == self.version
+
+    def put(self) -> None:
+        """Let the layer compute with it, if it is current."""
+        if type(self.layer) is nn.Linear and self.is_current:
+            vars(self.layer)["packed"] = self.packed
+            _set_class(self.layer, PackedLinear)
+
+    def take_away(self) -> None:
+        """Let the layer be as it was."""
+        if type(self.layer) is PackedLinear:
+            _set_class(self.layer, nn.Linear)
+        vars(self.layer).pop("packed", None)
+
+
+def _set_class(layer: Any, kind: type[nn.Linear]) -> None:
+    layer.__class__ = kind
+
+
+def _checksum(weight: torch.Tensor) -> int:
+    """Return the sum of a weight's bits, which other weights hardly ever have too."""
+    bits = torch.int32 if weight.dtype is torch.float32 else torch.int16
+    return int(weight.detach().view(bits).sum(dtype=torch.int64))
 
 
 def _can_be_packed(weight: torch.Tensor) -> bool:
     is_plain = type(weight) is nn.Parameter and weight.layout is torch.strided
     if not is_plain or weight.is_inference():  # which counts no modifications
         return False
-    return weight.device.type == "cpu" and weight.dtype in DTYPES and weight.ndim == 2
+    is_matrix = weight.ndim == 2 and weight.is_contiguous()
+    return is_matrix and weight.device.type == "cpu" and weight.dtype in DTYPES
 
 
-def _pack(layer: nn.Linear) -> None:
-    layer.__class__ = PackedLinear
-    assert isinstance(layer, PackedLinear)
-    layer.pack()
+_found: dict[tuple[Any, ...], bool] = {}
+"""What has been found out of this processor: dtype, shape and number of threads, and whether."""
 
 
-def _is_worth_it(layers: list[nn.Linear]) -> bool:
+def _is_worth_it(shape: tuple[Any, ...], layers: list[nn.Linear]) -> bool:
     """Whether packed layers of one shape are faster, and compute the same but for rounding."""
+    key = (*shape, torch.get_num_threads())
+    if key not in _found:
+        _found[key] = _is_better(layers)
+    return _found[key]
+
+
+def _is_better(layers: list[nn.Linear]) -> bool:
     packed = [PackedLinear(1, 1, device="meta") for _ in layers]
     try:
         for own, layer in zip(packed, layers, strict=True):
             own.weight, own.bias = layer.weight, layer.bias
-            own.pack()
+            vars(own)["packed"] = _Packed.of(layer).packed
         return _is_same(packed[0], layers[0]) and _is_faster(packed, layers)
     except (RuntimeError, AttributeError) as error:  # a processor or a build that knows no packing
         logger.debug("weights cannot be packed", exc_info=error)

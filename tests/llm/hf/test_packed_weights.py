@@ -1,6 +1,7 @@
 """Packed weights: the same rows, whatever becomes of the layers, and only where they are faster."""
 
 import copy
+import gc
 import pickle
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.llm.hf import packed_weights
-from genlm_backend.llm.hf.packed_weights import PackedLinear, pack_weights
+from genlm_backend.llm.hf.packed_weights import PackedLinear, PackedWeights
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 
@@ -22,99 +23,220 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def faster(monkeypatch):
     """Every shape is packed, whatever the clock says."""
+    monkeypatch.setattr(packed_weights, "_found", {})
     monkeypatch.setattr(packed_weights, "_is_faster", lambda packed, layers: True)
 
 
-def packed_layers(model):
-    return [layer for layer in model.modules() if isinstance(layer, PackedLinear)]
+@pytest.fixture
+def used(monkeypatch):
+    """The layers that have computed with packed weights."""
+    layers = []
+    forward = PackedLinear.forward
+
+    def counted(self, input):
+        layers.append(self)
+        return forward(self, input)
+
+    monkeypatch.setattr(PackedLinear, "forward", counted)
+    return layers
+
+
+def is_plain(model):
+    return not any(
+        isinstance(layer, PackedLinear) or "packed" in vars(layer) for layer in model.modules()
+    )
+
+
+def check_rows(lm, model, contexts=([1, 2, 3], [4, 5], [1, 2, 7, 8])):
+    for context in contexts:
+        row = lm.next_token_logprobs_sync(context)
+        torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt-oss"])
 @pytest.mark.usefixtures("faster")
-async def test_rows_are_the_bare_models(name):
+async def test_rows_are_the_bare_models(name, used):
     model = families.make(name)
     expected = {
         tuple(context): fresh_row(model, context) for context in random_contexts(20, max_length=30)
     }
     with AsyncTransformer(model, word_tokenizer(), packs_weights=True) as lm:
-        layers = packed_layers(lm.model)
-        assert layers
-        assert lm.packed_weight_bytes == sum(layer.weight.nbytes for layer in layers)
+        assert lm.packed_weight_bytes > 0
+        used.clear()
         found = await lm.batch_next_token_logprobs([list(context) for context in expected])
+        assert used
+        assert is_plain(model)
+        assert sum(layer.weight.nbytes for layer in set(used)) == lm.packed_weight_bytes
         for own, row in zip(found, expected.values(), strict=True):
             torch.testing.assert_close(own, row, rtol=0, atol=3e-5)
+    assert lm.packed_weight_bytes == 0
 
 
-def test_a_model_of_ones_own_is_left_alone_and_one_that_is_loaded_may_opt_out(tmp_path, faster):
+@pytest.mark.usefixtures("faster")
+def test_a_model_of_ones_own_is_left_alone_and_one_that_is_loaded_may_opt_out(tmp_path):
     model = families.make("llama")
     with AsyncTransformer(model, word_tokenizer()) as lm:
-        assert (packed_layers(lm.model), lm.packed_weight_bytes) == ([], 0)
+        assert lm.packed_weight_bytes == 0
     model.save_pretrained(tmp_path)
     PreTrainedTokenizerFast(tokenizer_object=word_tokenizer()).save_pretrained(tmp_path)
     with AsyncTransformer.from_name(str(tmp_path)) as lm:
-        assert packed_layers(lm.model)
+        assert lm.packed_weight_bytes > 0
+        check_rows(lm, model)
     with AsyncTransformer.from_name(str(tmp_path), packs_weights=False) as lm:
-        assert (packed_layers(lm.model), lm.packed_weight_bytes) == ([], 0)
+        assert lm.packed_weight_bytes == 0
 
 
-def layer_and_rows(bias=True, dtype=torch.float32):
+def layer_and_rows(bias=True):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(24, 40, bias=bias, dtype=dtype))
-    return model, torch.randn(3, 5, 24, dtype=dtype)
+    return nn.Sequential(nn.Linear(24, 40, bias=bias)), torch.randn(3, 5, 24)
+
+
+def packed_of(model):
+    packed = PackedWeights()
+    packed.pack(model)
+    return packed
+
+
+def check_layer(model, rows, is_packed):
+    """The layer computes what its weight says, with or without a packed one."""
+    layer = model[0]
+    assert (type(layer) is PackedLinear) == is_packed
+    with torch.inference_mode():
+        expected = nn.functional.linear(rows, layer.weight, layer.bias)
+        torch.testing.assert_close(model(rows), expected)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.usefixtures("faster")
-def test_a_layer_computes_what_it_did(bias):
+def test_a_layer_computes_what_it_did_and_is_what_it_was(bias):
     model, rows = layer_and_rows(bias)
-    expected = model(rows)
-    assert pack_weights(model) == 24 * 40 * 4
-    with torch.inference_mode():
+    packed = packed_of(model)
+    assert packed.nbytes == 24 * 40 * 4
+    with packed.in_place():
         for few in (rows, rows[0], rows[0, 0], rows[:0], rows.transpose(0, 1), rows[1:, ::2]):
-            own = nn.functional.linear(few, model[0].weight, model[0].bias)
-            torch.testing.assert_close(model(few), own)
-        torch.testing.assert_close(model(rows), expected)
-    rows.requires_grad_()
-    model(rows).sum().backward()  # as any layer's, where somebody trains
-    assert rows.grad is not None
-    torch.testing.assert_close(rows.grad[0, 0], model[0].weight.sum(0))
+            check_layer(model, few, is_packed=True)
+        rows.requires_grad_()
+        model(rows).sum().backward()  # as any layer's, where somebody trains
+        torch.testing.assert_close(rows.grad[0, 0], model[0].weight.sum(0))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert model(rows).dtype is torch.bfloat16
+        with torch.no_grad():
+            compiled = torch.compile(model, backend="eager")
+            torch.testing.assert_close(compiled(rows), model(rows))
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with torch.no_grad():
+                torch.testing.assert_close(copied(rows), model(rows))
+                copied[0].weight.zero_()
+                assert not copied(rows)[..., 0].std()
+    assert is_plain(model)
+    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
 
 
-def step(model, rows):
-    with torch.enable_grad():
-        loss = model(rows).square().sum()
-        loss.backward()
-    return loss
+def _replaced(model):
+    model[0].weight = nn.Parameter(torch.ones(40, 24))
+
+
+def _written(model):
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+
+
+def _converted(model):
+    model.double()
+    model.float()
+    model[0].weight.data = model[0].weight.data * 1.5
+
+
+def _trained(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(torch.ones(1, 24)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", [_replaced, _written, _converted, _trained])
+@pytest.mark.usefixtures("faster")
+def test_a_weight_that_torch_says_is_another_is_not_the_packed_one(change):
+    model, rows = layer_and_rows()
+    packed = packed_of(model)
+    for _ in range(20):  # memory that is freed comes again
+        change(model)
+        gc.collect()
+        with packed.in_place():
+            check_layer(model, rows, is_packed=False)
+        if model[0].weight.dtype is torch.float32:
+            packed.look_again()
+            with packed.in_place():
+                check_layer(model, rows, is_packed=True)
+
+
+def _through_data(model):
+    model[0].weight.data.mul_(3)
+
+
+def _fused(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+    model(torch.ones(1, 24)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", [_through_data, _fused])
+@pytest.mark.usefixtures("faster")
+def test_a_weight_that_torch_says_nothing_of_is_found_by_another_look(change):
+    model, rows = layer_and_rows()
+    packed = packed_of(model)
+    change(model)
+    packed.look_again()
+    with packed.in_place():
+        check_layer(model, rows, is_packed=True)
 
 
 @pytest.mark.usefixtures("faster")
-def test_what_becomes_of_a_layer():
-    model, rows = layer_and_rows()
-    pack_weights(model)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        with torch.inference_mode():
-            torch.testing.assert_close(copied(rows), model(rows))
-        with torch.no_grad():
-            copied[0].weight.zero_()
-            torch.testing.assert_close(copied(rows), copied[0].bias.expand(3, 5, 40))
-    assert model.state_dict().keys() == {"0.weight", "0.bias"}
-    torch.optim.SGD(model.parameters(), lr=0.5).step(lambda: step(model, rows))
-    with torch.inference_mode():
-        own = nn.functional.linear(rows, model[0].weight, model[0].bias)
-        torch.testing.assert_close(model(rows), own)
-    model[0].weight = nn.Parameter(torch.zeros(40, 24))
-    with torch.inference_mode():
-        torch.testing.assert_close(model(rows), model[0].bias.expand(3, 5, 40))
-    assert model.double()(rows.double()).dtype is torch.float64
+def test_a_model_that_is_trained_answers_anew_once_its_cache_is_cleared():
+    model = families.make("llama")
+    with AsyncTransformer(model, word_tokenizer(), packs_weights=True) as lm:
+        check_rows(lm, model)
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.data.mul_(1.1)
+            lm.clear_cache()
+            check_rows(lm, model)
+            assert lm.packed_weight_bytes > 0
+
+
+@pytest.mark.usefixtures("faster")
+def test_who_uses_a_model_beside_and_after_one_that_packs_it():
+    model = families.make("llama")
+    expected = fresh_row(model, [1, 2, 3])
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as beside:
+        options = {"row_cache_bytes": 0, "packs_weights": True}
+        with (
+            AsyncTransformer(model, word_tokenizer(), **options) as lm,
+            AsyncTransformer(model, word_tokenizer(), **options) as other,
+        ):
+            assert lm.packed_weight_bytes == other.packed_weight_bytes > 0
+            assert beside.packed_weight_bytes == 0
+            for one in (lm, beside, other, lm):
+                check_rows(one, model)
+            assert torch.equal(fresh_row(model, [1, 2, 3]), expected)
+        check_rows(beside, model)
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    changed = peft.get_peft_model(model, config).merge_and_unload()
+    with AsyncTransformer(changed, word_tokenizer(), packs_weights=True) as lm:
+        check_rows(lm, changed)
+        assert (fresh_row(changed, [1, 2, 3]) - expected).abs().max() > 0.01
 
 
 def test_only_what_is_faster_is_packed_and_what_fits(monkeypatch):
     model, _ = layer_and_rows()
+    monkeypatch.setattr(packed_weights, "_found", {})
     monkeypatch.setattr(packed_weights, "_is_faster", lambda packed, layers: False)
-    assert (pack_weights(model), packed_layers(model)) == (0, [])
+    assert packed_of(model).nbytes == 0
     monkeypatch.setattr(packed_weights, "_is_faster", lambda packed, layers: True)
+    assert packed_of(model).nbytes == 0  # what has been found out holds for the process
+    monkeypatch.setattr(packed_weights, "_found", {})
     monkeypatch.setattr(packed_weights, "_SHARE_OF_MEMORY", 0.0)
-    assert (pack_weights(model), packed_layers(model)) == (0, [])
+    assert packed_of(model).nbytes == 0
 
 
 @pytest.mark.usefixtures("faster")
@@ -122,41 +244,39 @@ def test_what_is_no_plain_weight_is_left_alone():
     class Own(nn.Linear):
         pass
 
+    with torch.inference_mode():
+        of_inference = nn.Linear(8, 8)
     for layer in (
         Own(8, 8),
         nn.Linear(8, 8, dtype=torch.float64),
         nn.Linear(8, 8, device="meta"),
         nn.Embedding(8, 8),
+        of_inference,
     ):
-        assert (pack_weights(layer), pack_weights(nn.Sequential(layer))) == (0, 0)
+        assert packed_of(nn.Sequential(layer)).nbytes == 0
 
 
 @pytest.mark.usefixtures("faster")
 def test_a_build_that_packs_otherwise_or_not_at_all(monkeypatch):
-    model, rows = layer_and_rows()
-    expected = model(rows)
+    model, _ = layer_and_rows()
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedLinear, "forward", lambda self, input: input.new_zeros(20, 40))
+        assert packed_of(model).nbytes == 0
 
-    def refuse(self):
+    def refuse(layer):
         raise RuntimeError("mkldnn is not there")
 
-    monkeypatch.setattr(PackedLinear, "pack", refuse)
-    assert pack_weights(model) == 0
-    monkeypatch.setattr(PackedLinear, "pack", lambda self: None)
-    monkeypatch.setattr(PackedLinear, "forward", lambda self, input: input.new_zeros(20, 40))
-    assert pack_weights(model) == 0
-    torch.testing.assert_close(model(rows), expected)
+    monkeypatch.setattr(packed_weights, "_found", {})
+    monkeypatch.setattr(packed_weights._Packed, "of", refuse)
+    assert packed_of(model).nbytes == 0
 
 
 def test_the_clock_decides():
-    model, _ = layer_and_rows()
-    layers = [model[0]] * 2
-    slow = packed_weights._is_faster
-
     class Waiting(nn.Linear):
         def forward(self, input):
             torch.mm(torch.ones(400, 400), torch.ones(400, 400))
             return super().forward(input)
 
-    waiting = [Waiting(24, 40), Waiting(24, 40)]
-    assert slow(layers, waiting)
-    assert not slow(waiting, layers)
+    layers, waiting = [nn.Linear(24, 40)] * 2, [Waiting(24, 40)] * 2
+    assert packed_weights._is_faster(layers, waiting)
+    assert not packed_weights._is_faster(waiting, layers)
