@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from genlm_backend.generation.generation import generate, stream
     from genlm_backend.llm.absent import AsyncMlxLM
     from genlm_backend.llm.base import AsyncLM
+    from genlm_backend.llm.context import Context
     from genlm_backend.llm.hf.model import AsyncTransformer
     from genlm_backend.llm.mock import MockAsyncLM
     from genlm_backend.llm.registry import load_model_by_name
@@ -43,6 +44,7 @@ __all__ = [
     "AsyncTransformer",
     "AsyncVirtualLM",
     "Constraint",
+    "Context",
     "Engine",
     "GenerationConfig",
     "LMStatistics",
@@ -68,6 +70,7 @@ __getattr__, __dir__ = lazy_names(
         "AsyncTransformer": "genlm_backend.llm.hf.model",
         "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
         "Constraint": "genlm_backend.generation.constraint",
+        "Context": "genlm_backend.llm.context",
         "Engine": "genlm_backend.generation.engine",
         "GenerationConfig": "genlm_backend.generation.config",
         "LMStatistics": "genlm_backend.llm.statistics",

@@ -156,7 +156,7 @@ class AsyncGLM:
         for new, whole in (("max_new_tokens", "max_length"), ("min_new_tokens", "min_length")):
             if whole in own and new not in own:
                 kwargs.pop(new, None)  # or the constructor's would go before it
-        rows, mask = rows_of(inputs)
+        rows, mask = rows_of(inputs, self._lm.contexts)
         width = rows.shape[1]
         configs = [config_of_kwargs(self._base, kwargs, row, width) for row in range(len(rows))]
         prompts: list[Prompt] = []

@@ -13,6 +13,8 @@ from genlm_backend.checks import checked, integer, optional, shown
 from genlm_backend.errors import ContextError, GenerationConfigError
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.hf_config import SHARED_FIELDS
+from genlm_backend.llm.context import Context
+from genlm_backend.llm.contexts import Contexts
 
 HONOURED = (*SHARED_FIELDS, "early_stopping", "num_return_sequences", "pad_token_id", "seed")
 """The ``generation_kwargs`` that are honoured: those of ``model.generate``, and ``seed``."""
@@ -98,9 +100,13 @@ _KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels"}
 
 
 def rows_of(
-    inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any],
+    inputs: torch.Tensor | Sequence[Any] | Mapping[str, Any], contexts: Contexts
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return token ids ``[batch, length]`` and which of them count, bool of the same shape.
+
+    Args:
+        inputs: What ``AsyncGLM.submit`` takes.
+        contexts: Those of the model; a ``Context`` of another one is refused.
 
     Raises:
         ContextError: (``ValueError``) If they are none, empty, of another shape or type, or come
@@ -114,7 +120,7 @@ def rows_of(
             f"a text model cannot read {', '.join(map(repr, unknown))}; the inputs may have "
             f"{', '.join(sorted(_KNOWN_INPUTS))}"
         )
-    ids = _tensor("input_ids", inputs["input_ids"] if is_mapping else inputs)
+    ids = _tensor("input_ids", _listed(inputs["input_ids"] if is_mapping else inputs, contexts))
     if ids.numel() == 0:
         raise ContextError("the inputs are empty: a context needs at least one token")
     given = inputs.get("attention_mask") if is_mapping else None
@@ -133,6 +139,15 @@ def rows_of(
             f"attention_mask has shape {list(mask.shape)} and input_ids {list(rows.shape)}"
         )
     return rows, mask
+
+
+def _listed(value: Any, contexts: Contexts) -> Any:
+    """Return each ``Context`` as a list, and whatever else it is as it came."""
+    if isinstance(value, Context):
+        return list(contexts.of(value))
+    if isinstance(value, (list, tuple)) and any(isinstance(row, Context) for row in value):
+        return [_listed(row, contexts) for row in value]
+    return value
 
 
 def _tensor(name: str, value: Any) -> torch.Tensor:

@@ -43,6 +43,8 @@ class Context(Sequence[int]):
     # the hash of each is Python's to keep, and two contexts that share one compare it at once.
     __slots__ = ("_tail", "blocks", "contexts", "place")
 
+    __array_ufunc__ = None  # an array + a context is a longer context, and no sum
+
     _tail: bytes
     blocks: tuple[bytes, ...]
     contexts: Contexts

@@ -101,6 +101,10 @@ class Contexts:
             packed = struct.pack(f"{len(ids)}i", *map(self.check_id, ids))
         if not ids:
             return packed
+        if len(ids) <= _FEW:  # NumPy would take longer to begin
+            few = struct.unpack(f"{len(ids)}i", packed)
+            if min(few) > 1 and max(few) < self.vocab_size:
+                return packed
         values = np.frombuffer(packed, np.uint32)  # where a negative one is very large
         if np.maximum.reduce(values) >= self.vocab_size:
             self.check_id(ids[int(np.argmax(values >= self.vocab_size))])
@@ -117,6 +121,7 @@ class Contexts:
             )
 
 
+_FEW: Final = 64
 _NOBODYS: Final = Contexts(MAX_VOCAB)
 
 

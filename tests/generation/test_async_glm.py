@@ -49,6 +49,20 @@ async def test_four_hundred_tasks_from_sixteen_threads(lm):
     assert lm.statistics().mean_batch_size > 3
 
 
+def test_contexts_are_token_ids_too_of_the_model_alone(lm, model):
+    with (
+        AsyncTransformer(model, word_tokenizer()) as other,
+        AsyncGLM(lm, generation_kwargs={"max_new_tokens": 2}) as glm,
+    ):
+        own = lm.context([1, 2, 3])
+        for inputs in (own, [own], [own, [1, 2, 3]], {"input_ids": own}, {"input_ids": [own]}):
+            result = glm.get_result(glm.submit(inputs), 60)
+            assert result[0].tolist() == glm.get_result(glm.submit([1, 2, 3]), 60)[0].tolist()
+        for inputs in (other.context([1, 2]), [other.context([1, 2])]):
+            with pytest.raises(ContextError, match="of another model"):
+                glm.submit(inputs)
+
+
 def test_a_full_queue_blocks_times_out_and_goes_on():
     lm = GatedLM()
     kwargs = {"max_new_tokens": 2}

@@ -34,6 +34,7 @@ steps = st.lists(
         st.tuples(st.just("extend"), st.integers(0, VOCAB - 1)),
         st.tuples(st.just("add"), long_ids()),
         st.tuples(st.just("add"), st.lists(st.integers(0, VOCAB - 1), max_size=3)),
+        st.tuples(st.just("behind"), st.lists(st.integers(0, VOCAB - 1), max_size=3)),
         st.tuples(st.just("slice"), st.tuples(bounds, bounds, st.sampled_from([None, 1, 2, -1]))),
     ),
     max_size=12,
@@ -53,7 +54,7 @@ def check_equal(context, ids):
     for index in {0, -1, len(ids) // 2, -len(ids)} if ids else ():
         assert context[index] == ids[index]
     for index in (len(ids), -len(ids) - 1):
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match=f"index {index} of a context of {len(ids)} tokens"):
             context[index]
 
 
@@ -68,6 +69,8 @@ def test_whatever_it_is_grown_and_cut_from_it_is_the_tuple_of_its_ids(ids, steps
             made.append((context.extend(value), (*ids, value)))
         elif action == "add":
             made.append((context + value, (*ids, *value)))
+        elif action == "behind":
+            made.append((value + context, (*value, *ids)))
         else:
             made.append((context[slice(*value)], ids[slice(*value)]))
     for context, ids in made:
@@ -124,6 +127,16 @@ def test_what_it_is_extended_by_is_checked():
         with pytest.raises(ContextTypeError):
             context + wrong
     assert tuple(context + np.array([1, 2])) == (1, 1, 2)
+    for ids in ([1, 2], (1, 2), np.array([1, 2]), torch.tensor([1, 2])):
+        assert tuple(ids + context) == (1, 2, 1)
+    with pytest.raises(ContextError, match="token id 100"):
+        [100] + context
+    with pytest.raises(ContextTypeError, match="a context \\+ several makes a longer one"):
+        context.extend([5, 6])
+    with pytest.raises(ContextTypeError, match="got 5; put it into a list"):
+        context + 5
+    with pytest.raises(TypeError, match="indices must be integers or slices, got 'a'"):
+        context["a"]
     assert tuple(context.extend(np.int64(5)) + context + torch.tensor([7])) == (1, 5, 1, 7)
 
 

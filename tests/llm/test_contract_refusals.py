@@ -48,6 +48,24 @@ async def test_bad_input_is_refused_before_anything_is_queued(
     close(await good, backend.expected([3, 4]))
 
 
+async def test_one_context_in_place_of_many_is_refused(lm):
+    before = lm.statistics().num_awaits
+    for one in ([1, 2], (1,), np.array([1, 2]), torch.tensor([1, 2]), lm.context([1, 2])):
+        with pytest.raises(TypeError, match="token_ids_list must be a list of contexts, got one"):
+            await lm.batch_next_token_logprobs(one)
+        with pytest.raises(TypeError, match="got one context: put it into a list"):
+            lm.batch_next_token_logprobs_sync(one)
+        with pytest.raises(TypeError, match="prompts must be a list of contexts, got one"):
+            await lm.batch_score(one, [[3]])
+        with pytest.raises(TypeError, match="continuations must be a list of contexts, got one"):
+            lm.batch_score_sync([[3]], one)
+        with pytest.raises(TypeError, match="prompt_token_ids_list must be a list of contexts"):
+            await lm.batch_sample(one, 3, [])
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        await lm.batch_sample([[1], [2], [10**9]], 3, [])
+    assert lm.statistics().num_awaits == before
+
+
 def test_a_context_beyond_the_maximum_is_refused_with_both_lengths(backend):
     with backend.make(max_length=6) as lm:
         lm.next_token_logprobs_sync([1] * 6)

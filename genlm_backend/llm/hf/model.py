@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from genlm_backend.checks import Check, byte_count, checked, optional, switch, thread_count
-from genlm_backend.errors import CacheError
+from genlm_backend.errors import CacheError, OptionTypeError
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.hf.evaluator import HFEvaluator
 from genlm_backend.llm.hf.options import NESTED, loading_options
@@ -135,6 +135,8 @@ class AsyncTransformer(BatchedLM):
 
         cls.check_options(kwargs)
         options = loading_options(bitsandbytes_opts, hf_opts)
+        for name in options.keys() & cls.option_checks.keys():
+            raise OptionTypeError(f"{name} is an option of {cls.__name__}, not one of hf_opts")
         shared = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only")
         path = resolve_name(model_id)
         options = {**hub_options(path), **options}

@@ -49,6 +49,11 @@ def test_options_reach_transformers(folder, name):
         assert lm.next_token_logprobs_sync([1]).dtype == torch.float32
 
 
+def test_an_option_of_ours_among_those_of_transformers_is_told(folder):
+    with pytest.raises(TypeError, match="kv_cache_bytes is an option of AsyncTransformer, not"):
+        load_model_by_name(folder, "hf", {"hf_opts": {"kv_cache_bytes": 1 << 20}})
+
+
 def test_remote_code_is_not_trusted_unless_asked_for(folder, tmp_path):
     import shutil
 
