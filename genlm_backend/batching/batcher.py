@@ -16,6 +16,7 @@ from genlm_backend.batching.waiter import (
     Entry,
     Settlement,
     Waiter,
+    always,
     call_threadsafe,
     deliver,
     loops_of,
@@ -52,9 +53,10 @@ class Batcher(Generic[Q, R]):
     It belongs to the process that first asks it; a fork of that process gets a ``ForkedError``.
 
     Args:
-        evaluate: Called on the worker thread with 1 to ``policy.max_batch_size`` queries.
+        evaluate: Called on the worker thread with queries that weigh as much as the policy allows.
         policy: When a batch goes.
         key: Queries with equal keys are one query. Default: the query itself.
+        weight: What a query counts for in a batch; 1 by default. One too heavy for any goes alone.
         name: What errors call it, and debuggers the thread, with ``genlm-`` before it.
 
     Raises:
@@ -67,16 +69,18 @@ class Batcher(Generic[Q, R]):
         policy: BatchPolicy | None = None,
         key: Callable[[Q], Hashable] | None = None,
         name: str = "batcher",
+        weight: Callable[[Q], float] | None = None,
     ) -> None:
         self._evaluate = function("evaluate", evaluate)
         self.policy = optional(_POLICY)("policy", policy) or BatchPolicy()
         self._key = optional(function)("key", key)
+        self._weight = optional(function)("weight", weight)
         self._name, self._worker = text("name", name), Worker(f"genlm-{name}")
         self._lock = ProcessLock()
         self._pending: dict[Hashable, Entry] = {}
         self._in_flight: dict[Hashable, Entry] = {}
         self._tickers: dict[asyncio.AbstractEventLoop, Ticker] = {}
-        self._is_wanted: Callable[[], bool] = _always  # what the worker is at
+        self._is_wanted: Callable[[], bool] = always  # what the worker is at
         self._given_up: QueryDroppedError | None = None  # what has ended it
         self._is_busy = self._is_urgent = self._is_closed = False
         self._num_arrived = 0
@@ -321,7 +325,7 @@ class Batcher(Generic[Q, R]):
             self._is_busy = True
 
     def _take(self) -> list[Entry]:
-        batch, num_skipped = take_wanted(self._pending, self.policy.max_batch_size)
+        batch, num_skipped = take_wanted(self._pending, self.policy, self._weight)
         self._in_flight.update((entry.key, entry) for entry in batch)
         self._is_urgent = self._is_urgent and bool(self._pending)
         self._counts.num_skipped += num_skipped
@@ -352,7 +356,7 @@ class Batcher(Generic[Q, R]):
         settlements: list[Settlement] = []
         with self._lock.here:
             is_given_up = error is not None and error is self._given_up and not self._is_ending()
-            self._is_wanted, self._given_up = _always, None
+            self._is_wanted, self._given_up = always, None
             for index, entry in enumerate(batch):
                 del self._in_flight[entry.key]
                 if is_given_up:
@@ -376,7 +380,7 @@ class Batcher(Generic[Q, R]):
     def _run_call(self, call: Call[Any]) -> None:
         self._is_wanted = lambda: call.is_wanted
         call.run()
-        self._is_wanted, self._given_up = _always, None
+        self._is_wanted, self._given_up = always, None
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock.here:
@@ -393,7 +397,3 @@ class Batcher(Generic[Q, R]):
                 self._counts.num_skipped += 1
                 if not self._pending:
                     self._is_urgent = False
-
-
-def _always() -> bool:
-    return True

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Hashable, Iterable
-from typing import final
+from typing import Any, final
 
+from genlm_backend.batching.policy import BatchPolicy
 from genlm_backend.errors import EvaluationError
 
 
@@ -54,20 +55,32 @@ class Entry:
         return [(waiter, result, error) for waiter in waiters]
 
 
-def take_wanted(pending: dict[Hashable, Entry], limit: int) -> tuple[list[Entry], int]:
+def take_wanted(
+    pending: dict[Hashable, Entry],
+    policy: BatchPolicy,
+    weight: Callable[[Any], float] | None = None,
+) -> tuple[list[Entry], int]:
     """Take the oldest entries that somebody wants off a queue.
+
+    Args:
+        pending: The queue.
+        policy: Whose ``max_batch_size`` the queries of the entries weigh together at most, unless
+            it is one that weighs more.
+        weight: What a query weighs, zero or more; ``None`` for 1 each.
 
     Returns:
         The entries, and how many were dropped on the way because nobody wanted them.
     """
     batch: list[Entry] = []
-    num_skipped = 0
+    num_skipped, total = 0, 0.0
     for key in list(pending):
-        if len(batch) == limit:
+        own = 1.0 if weight is None else weight(pending[key].query)
+        if batch and total + own > policy.max_batch_size:
             break
         entry = pending.pop(key)
         if entry.is_wanted():
             batch.append(entry)
+            total += own
         else:
             num_skipped += 1
     return batch, num_skipped
@@ -127,3 +140,8 @@ def call_threadsafe(loop: asyncio.AbstractEventLoop, callback: Callable, *args: 
         if not loop.is_closed():
             raise
         # A closed loop has nobody left to tell.
+
+
+def always() -> bool:
+    """Return ``True``: what is wanted whoever waits."""
+    return True

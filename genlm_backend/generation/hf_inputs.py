@@ -106,7 +106,7 @@ def rows_of(
 
     Args:
         inputs: What ``AsyncGLM.submit`` takes.
-        contexts: Those of the model; a ``Context`` of another one is refused.
+        contexts: What checks each ``Context``; one of another model is refused.
 
     Raises:
         ContextError: (``ValueError``) If they are none, empty, of another shape or type, or come

@@ -15,7 +15,7 @@ from genlm_backend.llm.adapters import AdapterNames
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.row import Row
-from genlm_backend.llm.scoring import Answer, Question
+from genlm_backend.llm.scoring import Answer, Question, weight
 
 T = TypeVar("T")
 
@@ -31,10 +31,11 @@ class Answering:
 
     Attributes:
         counts: What the evaluator had done when it last came back.
+        is_bounded: Whether the evaluator takes so many questions at most, whatever they are.
     """
 
     def __init__(self, evaluator: Evaluator, rows: RowCache[Row], adapters: AdapterNames) -> None:
-        self.counts = EvaluatorCounts()
+        self.counts, self.is_bounded = EvaluatorCounts(), True
         self._evaluator, self._rows, self._adapters = evaluator, rows, adapters
         self._vocab_size = 0
         self._undefined = torch.empty(0, dtype=torch.int64)
@@ -44,6 +45,10 @@ class Answering:
         self._evaluator.undefined_ids = tuple(sorted(undefined_ids))
         self._vocab_size = vocab_size
         self._undefined = torch.tensor(self._evaluator.undefined_ids, dtype=torch.int64)
+
+    def weight(self, question: Question) -> float:
+        """Return what a question counts for in a batch: 1, but for a text by its length."""
+        return 1.0 if self.is_bounded else weight(question)
 
     def answers(self, questions: Sequence[Question]) -> list[Answer | Exception]:
         """Return one answer, or the error of those who asked, for each question of a batch."""

@@ -280,9 +280,8 @@ class AsyncLM(Closing):
         list, so that its continuation does not depend on the prompts behind it. ``progress``
         shows a bar of the continuations that are complete, on a terminal or in a notebook.
         """
-        name = "prompt_token_ids_list"
-        prompts = listed_contexts(name, prompt_token_ids_list)
-        prompts = [self.contexts.check(p, name=f"{name}[{i}]") for i, p in enumerate(prompts)]
+        contexts = listed_contexts("prompt_token_ids_list", prompt_token_ids_list)
+        prompts = [self.contexts.check(context) for context in contexts]
         size = len(self.byte_vocab)
         given = check_sampling(size, max_tokens=max_tokens, eos_token_ids=eos_token_ids)
         check_sampling(size, progress=progress)

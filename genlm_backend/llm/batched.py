@@ -52,7 +52,7 @@ class BatchedLM(AsyncLM):
         tokenizer: Anything that ``decode_vocab`` takes.
         evaluator: What answers queries; no other model's.
         batch_size: Number of distinct contexts evaluated at once, at most; where the evaluator
-            takes fewer, that many.
+            takes fewer, that many. A text that is scored counts as one for each 200 of its tokens.
         timeout: Seconds that the first query of a batch may wait for others. It is an upper
             bound that hardly anybody meets: a batch goes as soon as the event loop has nothing
             more to add to it.
@@ -110,12 +110,14 @@ class BatchedLM(AsyncLM):
         self._closing, self._is_closed = threading.RLock(), False
         policy, name = BatchPolicy(timeout=timeout), type(self).__name__
         # A row for a query, a tensor for a scoring.
-        self._batcher: Batcher[Question, Any] = Batcher(self._answering.answers, policy, name=name)
+        answers, weight = self._answering.answers, self._answering.weight
+        self._batcher: Batcher[Question, Any] = Batcher(answers, policy, name=name, weight=weight)
         evaluator.check_wanted = self._batcher.check_wanted
         try:
             info = self._call(evaluator.open) if evaluator.info is None else evaluator.info
             self._info = instance(EvaluatorInfo, "an EvaluatorInfo")("info", info)
             self._batcher.set_policy(max_batch_size=self._bounded(given["batch_size"]))
+            self._answering.is_bounded = self._info.max_batch_size is not None
             super().__init__(tokenizer, vocab_size=self._info.vocab_size, self_check=self_check)
         except BaseException:
             self._batcher.close()  # or its thread would stay as long as the traceback

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 
+from genlm_backend.checks import listed
 from genlm_backend.errors import OptionError
 from genlm_backend.llm.context import Context
-from genlm_backend.llm.contexts import Contexts, listed_contexts
+from genlm_backend.llm.contexts import Contexts
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row
 
@@ -64,6 +65,20 @@ Answer: TypeAlias = Row | torch.Tensor
 """What it answers: a ``Row`` to a ``Query``, scores to a ``Scoring``."""
 
 
+TOKENS_PER_ROW: Final = 200
+"""Tokens of a text that is scored that count for as much in a batch as a context does."""
+
+
+def weight(question: Question) -> float:
+    """Return what a question counts for in a batch: 1 for a row, and for a text by its length.
+
+    A batch of short texts would be too small a pass otherwise, and one of long texts too large.
+    """
+    if isinstance(question, Query):
+        return 1.0
+    return len(question.text.context) / TOKENS_PER_ROW
+
+
 def check_scorings(
     contexts: Contexts,
     prompts: Any,
@@ -82,8 +97,7 @@ def check_scorings(
         ContextError: If a prompt is empty, an id is outside the vocabulary, it is another model's
             ``Context``, or a text has more tokens than ``max_length`` before its last one.
     """
-    before = listed_contexts("prompts", prompts)
-    behind = listed_contexts("continuations", continuations)
+    before, behind = listed("prompts", prompts), listed("continuations", continuations)
     if len(before) != len(behind):
         raise OptionError(
             "prompts and continuations belong together one by one, "

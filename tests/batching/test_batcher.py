@@ -360,3 +360,18 @@ def test_whatever_happens_every_caller_gets_its_own_answer(plans, batch_size, br
     assert (statistics.num_pending, statistics.num_in_flight) == (0, 0)
     assert sum(fate == "await" for _, _, fate, _ in plans) <= statistics.num_submitted <= len(plans)
     batcher.close()
+
+
+async def test_what_weighs_little_goes_together_and_what_weighs_much_alone(recorder):
+    def weight(query):
+        return (0.25, 2.0, 9.0)[query // 100]
+
+    batcher = Batcher(recorder, BatchPolicy(max_batch_size=4, timeout=1000.0), weight=weight)
+    queries = [*range(20), 100, 101, 200, 20, 102, 201, 103]
+    results = await asyncio.gather(*map(batcher.submit, queries))
+    assert results == [2 * query for query in queries]
+    batcher.close()
+    assert [query for batch in recorder.batches for query in batch] == queries
+    for batch in recorder.batches:
+        assert len(batch) == 1 or sum(map(weight, batch)) <= 4
+    assert 4 < max(map(len, recorder.batches)) <= 16

@@ -55,10 +55,6 @@ async def test_one_context_in_place_of_many_is_refused(lm):
             await lm.batch_next_token_logprobs(one)
         with pytest.raises(TypeError, match="got one context: put it into a list"):
             lm.batch_next_token_logprobs_sync(one)
-        with pytest.raises(TypeError, match="prompts must be a list of contexts, got one"):
-            await lm.batch_score(one, [[3]])
-        with pytest.raises(TypeError, match="continuations must be a list of contexts, got one"):
-            lm.batch_score_sync([[3]], one)
         with pytest.raises(TypeError, match="prompt_token_ids_list must be a list of contexts"):
             await lm.batch_sample(one, 3, [])
     with pytest.raises(ValueError, match="outside the vocabulary"):

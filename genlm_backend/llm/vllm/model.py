@@ -12,11 +12,11 @@ from genlm_backend.checks import (
     Check,
     checked,
     integer,
-    listed,
     mapping,
     optional,
 )
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.llm.contexts import listed_contexts
 from genlm_backend.llm.loading import check_holds, check_reachable, explained, resolve_name
 from genlm_backend.llm.query import TokenIds
 from genlm_backend.llm.sampling import check_sampling
@@ -172,8 +172,9 @@ class AsyncVirtualLM(BatchedLM):
 
         No row leaves vLLM for it. A seed gives other draws than on other backends.
         """
+        prompts = [self.contexts.of(prompt_token_ids)]
         samples = await self.batch_sample(
-            [prompt_token_ids], max_tokens, eos_token_ids, temperature, seed, lora_name
+            prompts, max_tokens, eos_token_ids, temperature, seed, lora_name
         )
         return samples[0]
 
@@ -197,7 +198,7 @@ class AsyncVirtualLM(BatchedLM):
             seed=seed,
         )
         check_sampling(size, progress=progress)
-        contexts = listed("prompt_token_ids_list", prompt_token_ids_list)
+        contexts = listed_contexts("prompt_token_ids_list", prompt_token_ids_list)
         prompts = [self._query(token_ids, lora_name) for token_ids in contexts]
         if max_tokens == 0:
             return [[] for _ in prompts]
