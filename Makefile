@@ -18,7 +18,7 @@ EXTRAS := bitsandbytes,grammar,lora,viz,test,bench,docs
 
 help:
 	@echo "make demo    run sequential Monte Carlo on the bundled real model"
-	@echo "make test    lint, type-check and test everything"
+	@echo "make test    lint, type-check and test all but what takes longest"
 	@echo "make test-bare  what is imported and loaded with the dependencies alone, in $(BARE_VENV)"
 	@echo "make test-vllm  the tests of AsyncVirtualLM, with vLLM for the CPU in $(VLLM_VENV)"
 	@echo "make test-clients  the suites of genlm-control, genlm-bytes, llamppl and the peer, on this library"
@@ -52,7 +52,7 @@ types: $(STAMP)
 
 test: lint types
 	@echo "== tests"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(if $(ALL),,-m "not slow")
 
 test-all: export ALL := yes
 test-all: test-vllm test-clients test-bare test
