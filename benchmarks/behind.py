@@ -6,17 +6,14 @@ import asyncio
 import os
 import random
 import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from benchmarks.limit import Pass, program_seconds
-from benchmarks.virtual import ENGINE_OPTIONS
+from benchmarks.virtual import ENGINE_OPTIONS, NUM_PARTICLES, NUM_TOKENS, rates_of
 from benchmarks.workload import SHARE, Row
 
-NUM_PARTICLES, NUM_TOKENS = 20, 16
 SIZES = (51, 512, 4096)
 """Tokens of the prompt."""
 _AIMS = {51: "1.5×", 512: "3.3×", 4096: "3.2×"}
@@ -28,17 +25,7 @@ def prompt_of(size: int) -> list[int]:
     return [generator.randrange(1000, 40_000) for _ in range(size)]
 
 
-def rates(run: Callable[[int], object], repeats: int) -> list[float]:
-    """Return tokens per second, after one round that is not counted."""
-    found: list[float] = []
-    for seed in range(repeats + 1):
-        start = time.perf_counter()
-        run(seed)
-        found.append(NUM_PARTICLES * NUM_TOKENS / (time.perf_counter() - start))
-    return found[1:]
-
-
-def ours(repeats: int) -> dict[str, Any]:
+def ours() -> dict[str, Any]:
     """Tokens per second of particles that draw from rows, and the seconds of their limit."""
     from benchmarks.workloads import load_ours
 
@@ -58,7 +45,7 @@ def ours(repeats: int) -> dict[str, Any]:
             streams = [np.random.default_rng(1000 * seed + i) for i in range(NUM_PARTICLES)]
             await asyncio.gather(*map(particle, streams))
 
-        found = rates(lambda seed, run=particles: asyncio.run(run(seed)), repeats)
+        found = rates_of({"": lambda seed, run=particles: asyncio.run(run(seed))}, 1)[""]
         steps = [
             Pass(NUM_PARTICLES, NUM_PARTICLES, size + i * NUM_PARTICLES) for i in range(NUM_TOKENS)
         ]
@@ -68,7 +55,7 @@ def ours(repeats: int) -> dict[str, Any]:
     return numbers
 
 
-def theirs(repeats: int) -> dict[str, Any]:
+def theirs() -> dict[str, Any]:
     """Tokens per second of ``LLM.generate`` on an engine that knows nothing of this library."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
@@ -81,7 +68,7 @@ def theirs(repeats: int) -> dict[str, Any]:
 
     def rate(size: int) -> list[float]:
         prompts = [{"prompt_token_ids": prompt_of(size)}] * NUM_PARTICLES
-        return rates(lambda _: llm.generate(prompts, params, use_tqdm=False), repeats)
+        return rates_of({"": lambda _: llm.generate(prompts, params, use_tqdm=False)}, 1)[""]
 
     return {f"{size} rate": rate(size) for size in SIZES}
 

@@ -73,7 +73,7 @@ class Behind(Workload):
     needs = "vllm"
 
     def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
-        return (behind.ours if variant == "genlm_backend" else behind.theirs)(3)
+        return behind.ours() if variant == "genlm_backend" else behind.theirs()
 
     def rows(self, found: Found) -> list[Row]:
         return behind.rows(found)

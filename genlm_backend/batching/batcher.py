@@ -16,7 +16,6 @@ from genlm_backend.batching.waiter import (
     Entry,
     Settlement,
     Waiter,
-    always,
     call_threadsafe,
     deliver,
     loops_of,
@@ -80,7 +79,7 @@ class Batcher(Generic[Q, R]):
         self._pending: dict[Hashable, Entry] = {}
         self._in_flight: dict[Hashable, Entry] = {}
         self._tickers: dict[asyncio.AbstractEventLoop, Ticker] = {}
-        self._is_wanted: Callable[[], bool] = always  # what the worker is at
+        self._is_wanted: Callable[[], bool] | None = None  # what the worker is at
         self._given_up: QueryDroppedError | None = None  # what has ended it
         self._is_busy = self._is_urgent = self._is_closed = False
         self._num_arrived = 0
@@ -210,7 +209,7 @@ class Batcher(Generic[Q, R]):
         if not self._worker.is_current_thread():
             return
         with self._lock.here:
-            if self._is_ending() or not self._is_wanted():
+            if self._is_ending() or (self._is_wanted is not None and not self._is_wanted()):
                 self._given_up = QueryDroppedError("ended before the query was answered")
                 raise self._given_up
 
@@ -356,7 +355,7 @@ class Batcher(Generic[Q, R]):
         settlements: list[Settlement] = []
         with self._lock.here:
             is_given_up = error is not None and error is self._given_up and not self._is_ending()
-            self._is_wanted, self._given_up = always, None
+            self._is_wanted = self._given_up = None
             for index, entry in enumerate(batch):
                 del self._in_flight[entry.key]
                 if is_given_up:
@@ -380,7 +379,7 @@ class Batcher(Generic[Q, R]):
     def _run_call(self, call: Call[Any]) -> None:
         self._is_wanted = lambda: call.is_wanted
         call.run()
-        self._is_wanted, self._given_up = always, None
+        self._is_wanted = self._given_up = None
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock.here:

@@ -50,7 +50,8 @@ class BatchPolicy:
     its first query. Only a program that keeps trickling queries in ever meets the last two.
 
     Attributes:
-        max_batch_size: Distinct queries in one batch, at most; at least 1.
+        max_batch_size: Distinct queries in one batch, at most; at least 1. Where a batcher weighs
+            its queries, so much in one batch, and whoever has come when it goes.
         timeout: Seconds that the first query of a batch may wait for others; zero or more.
             The time for which the worker is busy does not count: nothing could go then.
         quiet_passes: Passes of the event loop without an arrival after which a batch goes.

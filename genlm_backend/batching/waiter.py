@@ -140,8 +140,3 @@ def call_threadsafe(loop: asyncio.AbstractEventLoop, callback: Callable, *args: 
         if not loop.is_closed():
             raise
         # A closed loop has nobody left to tell.
-
-
-def always() -> bool:
-    """Return ``True``: what is wanted whoever waits."""
-    return True

@@ -263,7 +263,7 @@ class BatchedLM(AsyncLM):
 
     @property
     def batch_size(self) -> int:
-        """Number of distinct contexts evaluated at once, at most; can be set, for later batches."""
+        """Number of distinct contexts evaluated at once, at most (see the class); can be set."""
         return self._batcher.policy.max_batch_size
 
     @batch_size.setter

@@ -228,8 +228,7 @@ class HFEvaluator(Evaluator):
     def clear(self) -> None:
         """Free all slots, pinned ones too, and look whether weights are others now."""
         self.passes.tree.clear()
-        with self._adapters.in_place():
-            self.packed.look_again()
+        self.packed.look_again()
 
     # ---------------------------------------------------------------- adapters
 

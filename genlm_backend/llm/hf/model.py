@@ -43,8 +43,8 @@ class AsyncTransformer(BatchedLM):
         packs_weights: Whether linear layers get their weights a second time, in the layout that
             this processor reads fastest, where a short trial says that it is faster;
             ``packed_weight_bytes`` tells how much memory that takes, a quarter of what is free
-            at most. They are in use only while this computes, and rows are the same but for
-            rounding. What is tried holds for the process; another may come to another result.
+            and 4 GiB at most. They are in use only while this computes, and rows are the same but
+            for rounding. What is tried holds for the process; another may find otherwise.
         self_check: Compare a few probe texts with the bytes of their tokens.
 
     The model is not to be converted or moved afterwards (``model.half()``, ``model.to(…)``):

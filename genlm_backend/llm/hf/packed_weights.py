@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, Self, final
 
-import psutil
 import torch
 from torch import nn
 from torch.nn import functional
+
+from genlm_backend.llm.hf.memory import cpu_budget
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,6 @@ _NUM_ROWS: Final = 20  # of a step
 _NUM_LAYERS: Final = 4  # of one shape, one after another, so that none comes from the caches
 _NUM_ROUNDS: Final = 5
 _GAIN: Final = 0.95
-_SHARE_OF_MEMORY: Final = 0.25
 
 
 @final
@@ -48,15 +48,15 @@ class PackedWeights:
     def pack(self, model: Any) -> None:
         """Pack the weights of a model, for whose layers as much memory is needed again.
 
-        It takes a quarter of what is free at most. To be called on the thread that the model runs
-        on, which tries each shape for a moment; what it finds holds for as many threads in the
-        whole process, so that equal models have equal rows.
+        It takes a quarter of what is free, and 4 GiB, at most. To be called on the thread that
+        the model runs on, which tries each shape for a moment; what it finds holds for as many
+        threads in the whole process, so that equal models have equal rows.
         """
         by_shape: defaultdict[tuple[Any, ...], list[nn.Linear]] = defaultdict(list)
         for layer in getattr(model, "modules", list)():
             if type(layer) is nn.Linear and _can_be_packed(layer.weight):
                 by_shape[layer.weight.dtype, *layer.weight.shape].append(layer)
-        left = int(psutil.virtual_memory().available * _SHARE_OF_MEMORY)
+        left = cpu_budget()
         for shape, layers in by_shape.items():
             num_bytes = sum(layer.weight.nbytes for layer in layers)
             if num_bytes <= left and _is_worth_it(shape, layers[:_NUM_LAYERS]):
@@ -125,7 +125,7 @@ class _Packed:
         parameter: Its weight, as the parameter that it is.
         weight: Its memory, which nothing else can have as long as this is there.
         version: How often it had been modified.
-        checksum: The sum of its bits.
+        checksum: What ``_checksum`` made of it.
         packed: The packed weight.
     """
 
@@ -133,7 +133,7 @@ class _Packed:
     parameter: torch.Tensor
     weight: torch.Tensor
     version: int
-    checksum: int
+    checksum: tuple[int, int]
     packed: torch.Tensor
 
     @classmethod
@@ -174,10 +174,18 @@ def _set_class(layer: Any, kind: type[nn.Linear]) -> None:
     layer.__class__ = kind
 
 
-def _checksum(weight: torch.Tensor) -> int:
-    """Return the sum of a weight's bits, which other weights hardly ever have too."""
-    bits = torch.int32 if weight.dtype is torch.float32 else torch.int16
-    return int(weight.detach().view(bits).sum(dtype=torch.int64))
+def _checksum(weight: torch.Tensor) -> tuple[int, int]:
+    """Return sums of a weight's bits, which another weight hardly ever has too.
+
+    They are weighted by the row and by the column, so that a permuted one has others.
+    """
+    bits = weight.detach().view(torch.int32 if weight.dtype is torch.float32 else torch.int16)
+    of_rows, of_columns = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
+    return _weighted(of_rows), _weighted(of_columns)
+
+
+def _weighted(sums: torch.Tensor) -> int:
+    return int((sums * torch.arange(1, len(sums) + 1)).sum())
 
 
 def _can_be_packed(weight: torch.Tensor) -> bool:

@@ -173,13 +173,19 @@ def _through_data(model):
     model[0].weight.data.mul_(3)
 
 
+def _permuted(model):
+    weight = model[0].weight
+    weight.data.copy_(weight.data.flip(0))
+    weight.data.copy_(weight.data.roll(1, 1))
+
+
 def _fused(model):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
     model(torch.ones(1, 24)).square().sum().backward()
     optimizer.step()
 
 
-@pytest.mark.parametrize("change", [_through_data, _fused])
+@pytest.mark.parametrize("change", [_through_data, _permuted, _fused])
 @pytest.mark.usefixtures("faster")
 def test_a_weight_that_torch_says_nothing_of_is_found_by_another_look(change):
     model, rows = layer_and_rows()
@@ -221,7 +227,12 @@ def test_who_uses_a_model_beside_and_after_one_that_packs_it():
         check_rows(beside, model)
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    changed = peft.get_peft_model(model, config).merge_and_unload()
+    adapted = peft.get_peft_model(model, config)
+    with AsyncTransformer(model, word_tokenizer(), packs_weights=True) as lm:
+        adapted.merge_adapter()
+        lm.clear_cache()  # whatever its owner has done to the model
+        adapted.unmerge_adapter()
+    changed = adapted.merge_and_unload()
     with AsyncTransformer(changed, word_tokenizer(), packs_weights=True) as lm:
         check_rows(lm, changed)
         assert (fresh_row(changed, [1, 2, 3]) - expected).abs().max() > 0.01
@@ -235,7 +246,7 @@ def test_only_what_is_faster_is_packed_and_what_fits(monkeypatch):
     monkeypatch.setattr(packed_weights, "_is_faster", lambda packed, layers: True)
     assert packed_of(model).nbytes == 0  # what has been found out holds for the process
     monkeypatch.setattr(packed_weights, "_found", {})
-    monkeypatch.setattr(packed_weights, "_SHARE_OF_MEMORY", 0.0)
+    monkeypatch.setattr(packed_weights, "cpu_budget", lambda: 24 * 40 * 4 - 1)
     assert packed_of(model).nbytes == 0
 
 
@@ -271,12 +282,17 @@ def test_a_build_that_packs_otherwise_or_not_at_all(monkeypatch):
     assert packed_of(model).nbytes == 0
 
 
-def test_the_clock_decides():
-    class Waiting(nn.Linear):
+@pytest.mark.parametrize(("seconds", "is_faster"), [(0.9, True), (0.99, False), (2.0, False)])
+def test_the_clock_decides(monkeypatch, seconds, is_faster):
+    now = 0.0
+
+    class Timed(nn.Linear):
         def forward(self, input):
-            torch.mm(torch.ones(400, 400), torch.ones(400, 400))
+            nonlocal now
+            now += self.seconds
             return super().forward(input)
 
-    layers, waiting = [nn.Linear(24, 40)] * 2, [Waiting(24, 40)] * 2
-    assert packed_weights._is_faster(layers, waiting)
-    assert not packed_weights._is_faster(waiting, layers)
+    plain, packed = Timed(24, 40), Timed(24, 40)
+    plain.seconds, packed.seconds = 1.0, seconds
+    monkeypatch.setattr(packed_weights.time, "perf_counter", lambda: now)
+    assert packed_weights._is_faster([packed] * 2, [plain] * 2) == is_faster

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import dataclasses
 import random
 
 import pytest
@@ -10,6 +11,8 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from genlm_backend import AsyncTransformer
+from genlm_backend.llm import BatchedLM
+from genlm_backend.llm.hf.evaluator import HFEvaluator
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -242,3 +245,26 @@ async def test_a_model_that_looks_ahead_is_scored_by_its_rows():
         found = await lm.score([5, 6, 7], [8, 9, 10])
     expected = [fresh_row(model, [5, 6, 7, 8, 9, 10][:n])[n + 5] for n in (3, 4, 5)]
     torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=3e-5)
+
+
+class Bounded(HFEvaluator):
+    """Takes two questions at a time, whatever they are."""
+
+    def open(self):
+        return dataclasses.replace(super().open(), max_batch_size=2)
+
+    def evaluate(self, queries):
+        assert len(queries) <= 2
+        return super().evaluate(queries)
+
+
+@pytest.mark.parametrize("kind", [HFEvaluator, Bounded])
+async def test_short_texts_go_many_in_a_batch_where_the_evaluator_takes_them(kind):
+    model = families.make("llama")
+    texts = [random_text(n, n) for n in range(2, 40)]
+    with BatchedLM(word_tokenizer(), kind(model), batch_size=4) as lm:
+        scores = await asyncio.gather(*(lm.score(text[:1], text[1:]) for text in texts))
+        for text, found in zip(texts, scores, strict=True):
+            check(found, fresh_scores(model, text, 1))
+        largest = max(lm.statistics().batch_sizes)
+        assert largest > 8 if kind is HFEvaluator else largest == 2
