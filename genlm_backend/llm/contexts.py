@@ -95,16 +95,15 @@ class Contexts:
         return self._packed([*_listed(token_ids, name)])
 
     def _packed(self, ids: list[Any]) -> bytes:
+        are_few_ints = len(ids) <= _FEW and set(map(type, ids)) == {int}
+        if are_few_ints and min(ids) >= 0 and max(ids) < self.vocab_size:
+            return struct.pack(f"{len(ids)}i", *ids)  # NumPy would take longer to begin
         try:
             packed = struct.pack(f"{len(ids)}i", *ids)
         except Exception:  # whatever an index method raises: it is said of which id
             packed = struct.pack(f"{len(ids)}i", *map(self.check_id, ids))
         if not ids:
             return packed
-        if len(ids) <= _FEW:  # NumPy would take longer to begin
-            few = struct.unpack(f"{len(ids)}i", packed)
-            if min(few) > 1 and max(few) < self.vocab_size:
-                return packed
         values = np.frombuffer(packed, np.uint32)  # where a negative one is very large
         if np.maximum.reduce(values) >= self.vocab_size:
             self.check_id(ids[int(np.argmax(values >= self.vocab_size))])
