@@ -213,7 +213,11 @@ ARROWS = {
         {"checks", "common_prefix", "readable", "closing", "process_lock", "llm", "errors", "lazy"},
         {"vllm"},
     ),
-    "llm.hf": ({"checks", "common_prefix", "llm", "cache", "errors", "lazy"}, {"vllm"}),
+    "llm.elsewhere": ({"checks", "llm", "errors", "lazy"}, {"transformers", "vllm"}),
+    "llm.hf": (
+        {"checks", "common_prefix", "llm", "llm.elsewhere", "cache", "errors", "lazy"},
+        {"vllm"},
+    ),
     "llm.vllm": (
         {"checks", "common_prefix", "llm", "cache", "errors", "lazy"},
         {"transformers"},

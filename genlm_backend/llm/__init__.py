@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from genlm_backend.llm.base import AsyncLM
     from genlm_backend.llm.batched import BatchedLM
     from genlm_backend.llm.context import Context
+    from genlm_backend.llm.elsewhere.process import ProcessEvaluator
     from genlm_backend.llm.evaluator import (
         Evaluator,
         EvaluatorCounts,
@@ -38,6 +39,7 @@ __all__ = [
     "EvaluatorInfo",
     "LMStatistics",
     "MockAsyncLM",
+    "ProcessEvaluator",
     "Query",
     "Row",
     "Scoring",
@@ -63,6 +65,7 @@ __getattr__, __dir__ = lazy_names(
         "EvaluatorInfo": "genlm_backend.llm.evaluator",
         "LMStatistics": "genlm_backend.llm.statistics",
         "MockAsyncLM": "genlm_backend.llm.mock",
+        "ProcessEvaluator": "genlm_backend.llm.elsewhere.process",
         "Query": "genlm_backend.llm.query",
         "Row": "genlm_backend.llm.row",
         "Scoring": "genlm_backend.llm.scoring",

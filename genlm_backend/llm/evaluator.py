@@ -95,6 +95,7 @@ class EvaluatorCounts:
         kv_bytes_used: Bytes of the keys and values that are kept.
         kv_bytes_budget: Bytes that they may take.
         num_evicted_tokens: Number of tokens whose keys and values had to go for others.
+        packed_weight_bytes: Bytes of weights that are there a second time, in a faster layout.
     """
 
     num_forwards: int = 0
@@ -103,6 +104,7 @@ class EvaluatorCounts:
     kv_bytes_used: int = 0
     kv_bytes_budget: int = 0
     num_evicted_tokens: int = 0
+    packed_weight_bytes: int = 0
 
 
 def _always_wanted() -> None:

@@ -8,9 +8,18 @@ from collections.abc import Iterator
 from typing import Any
 
 
+_told = False
+
+
 def is_watched() -> bool:
     """Whether standard error is a terminal, or a notebook's."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules
+    return _told or sys.stderr.isatty() or "ipykernel" in sys.modules
+
+
+def tell(is_watched: bool) -> None:
+    """Say for this process whether somebody sees what another one prints for it."""
+    global _told
+    _told = is_watched
 
 
 @contextlib.contextmanager

@@ -253,6 +253,7 @@ class HFEvaluator(Evaluator):
             kv_bytes_used=passes.tree.slots.num_used * passes.store.bytes_per_slot,
             kv_bytes_budget=self._budget,
             num_evicted_tokens=passes.tree.num_evicted,
+            packed_weight_bytes=self.packed.nbytes,
         )
 
     def close(self) -> None:

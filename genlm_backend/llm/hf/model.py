@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 import torch
 
 from genlm_backend.checks import Check, byte_count, checked, optional, switch, thread_count
-from genlm_backend.errors import CacheError, OptionTypeError
+from genlm_backend.errors import CacheError, ModelStateError, OptionError, OptionTypeError
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.llm.elsewhere.process import ProcessEvaluator
 from genlm_backend.llm.hf.evaluator import HFEvaluator
+from genlm_backend.llm.hf.loader import HFLoader
 from genlm_backend.llm.hf.options import NESTED, loading_options
 from genlm_backend.llm.loading import check_holds, explained, hub_options, resolve_name
 from genlm_backend.llm.query import TokenIds
 from genlm_backend.llm.row import Row
+
+
+_OF_THE_EVALUATOR: Final = ("kv_cache_bytes", "max_length", "num_threads", "packs_weights")
+"""Options of ``HFEvaluator``."""
 
 
 class AsyncTransformer(BatchedLM):
@@ -30,7 +36,8 @@ class AsyncTransformer(BatchedLM):
     Its weights may not be changed, nor adapters merged into them.
 
     Args:
-        hf_model: A causal language model, on whatever device; it is put into evaluation mode.
+        hf_model: A causal language model, on whatever device; it is put into evaluation mode. Or
+            an evaluator of one that lives in another process, as ``from_name`` makes it.
         hf_tokenizer: Its tokenizer.
         batch_size: Distinct contexts in one forward pass, at most.
         timeout: Seconds that the first query of a batch may wait for others, at most.
@@ -45,6 +52,7 @@ class AsyncTransformer(BatchedLM):
             ``packed_weight_bytes`` tells how much memory that takes, a quarter of what is free
             and 4 GiB at most. They are in use only while this computes, and rows are the same but
             for rounding. What is tried holds for the process; another may find otherwise.
+        process: ``True`` is for ``from_name``: a model object lives where it has been made.
         self_check: Compare a few probe texts with the bytes of their tokens.
 
     The model is not to be converted or moved afterwards (``model.half()``, ``model.to(…)``):
@@ -66,6 +74,7 @@ class AsyncTransformer(BatchedLM):
         "kv_cache_bytes": optional(byte_count),
         "num_threads": optional(thread_count),
         "packs_weights": switch,
+        "process": switch,
     }
 
     nested_options: ClassVar[Mapping[str, str]] = NESTED
@@ -83,6 +92,7 @@ class AsyncTransformer(BatchedLM):
         num_threads: int | None = None,
         max_length: int | None = None,
         packs_weights: bool = False,
+        process: bool = False,
         self_check: bool = True,
     ) -> None:
         options = {
@@ -90,9 +100,22 @@ class AsyncTransformer(BatchedLM):
             "num_threads": num_threads,
             "packs_weights": packs_weights,
             "max_length": max_length,
-            "output_device": output_device,
         }
-        self._hf = HFEvaluator(hf_model, **checked(self.option_checks, options))
+        given = checked(self.option_checks, options)
+        if checked(self.option_checks, {"process": process})["process"]:
+            raise OptionError(
+                "process=True is for a model that is loaded by name, since an object lives where "
+                f"it has been made: {type(self).__name__}.from_name(name, process=True)"
+            )
+        self._hf: HFEvaluator | ProcessEvaluator
+        if isinstance(hf_model, ProcessEvaluator):
+            for name in _OF_THE_EVALUATOR:
+                if options[name] not in (None, False):
+                    raise OptionError(f"{name} is for what makes the evaluator over there")
+            self._hf = hf_model
+        else:
+            device = self.option_checks["output_device"]("output_device", output_device)
+            self._hf = HFEvaluator(hf_model, output_device=device, **given)
         super().__init__(
             hf_tokenizer,
             self._hf,
@@ -109,6 +132,8 @@ class AsyncTransformer(BatchedLM):
         model_id: str,
         bitsandbytes_opts: dict[str, Any] | None = None,
         hf_opts: dict[str, Any] | None = None,
+        *,
+        process: bool = False,
         **kwargs: Any,
     ) -> Self:
         """Load a model and its tokenizer.
@@ -121,32 +146,46 @@ class AsyncTransformer(BatchedLM):
                 ``device_map="auto"``, ``dtype="auto"`` (``torch_dtype`` means the same).
                 ``revision``, ``token``, ``cache_dir`` and ``trust_remote_code``, which stays off
                 unless it is asked for, go to the tokenizer too.
+            process: Whether the model is loaded, and computes, in a process of its own, so that it
+                and the Python of callers do not wait for each other. It ends with this process;
+                where it ends before, queries are an ``EngineDiedError`` until ``restart()``.
+                ``num_threads`` and devices are those over there. The first tokens of a model take
+                a few seconds longer to come.
             **kwargs: For the constructor; ``packs_weights`` is ``True`` unless it is given.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; as with
-                the next two, nothing is loaded then.
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type, or cannot
+                be given to another process; as with the next two, nothing is loaded then.
             OptionError: (``ValueError``) If one is out of its bounds.
             DeviceError: (``ValueError``) If a device is not there.
             ModelNotFoundError: (``OSError``) If there is no such model.
             MissingExtraError: (``ImportError``) If an extra is needed and absent.
         """
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoTokenizer
 
         cls.check_options(kwargs)
+        is_elsewhere = switch("process", process)
         options = loading_options(bitsandbytes_opts, hf_opts)
         for name in options.keys() & cls.option_checks.keys():
             raise OptionTypeError(f"{name} is an option of {cls.__name__}, not one of hf_opts")
         shared = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only")
         path = resolve_name(model_id)
         options = {**hub_options(path), **options}
+        kwargs = {"packs_weights": True, **kwargs}
+        own = {name: kwargs[name] for name in _OF_THE_EVALUATOR if name in kwargs}
+        others = {name: value for name, value in kwargs.items() if name not in own}
+        loader = HFLoader(path, options, checked(cls.option_checks, own))
+        if is_elsewhere:
+            loader.check_portable()
         with explained(model_id):
             check_holds(path, "config.json")
             tokenizer = AutoTokenizer.from_pretrained(
                 path, **{name: options[name] for name in shared if name in options}
             )
-            model = AutoModelForCausalLM.from_pretrained(path, **options)
-        return cls(model, tokenizer, **{"packs_weights": True, **kwargs})
+            if is_elsewhere:  # where it is loaded when it is asked what it is able to do
+                return cls(ProcessEvaluator(loader), tokenizer, **others)
+            model = loader.model()
+        return cls(model, tokenizer, **kwargs)
 
     def next_token_logprobs_uncached(
         self, token_ids: TokenIds, lora_name: str | None = None
@@ -160,6 +199,8 @@ class AsyncTransformer(BatchedLM):
 
         def whole() -> Row:
             self._adapters.check(query)
+            if isinstance(self._hf, ProcessEvaluator):
+                return self._hf.ask("evaluate_whole", query)
             return self._hf.evaluate_whole(query)
 
         row = self._call(whole)
@@ -169,13 +210,32 @@ class AsyncTransformer(BatchedLM):
 
     @property
     def model(self) -> Any:
-        """The model as it was given; ``None`` after ``close()``."""
-        return self._hf.passes.runner.model
+        """The model as it was given; ``None`` in another process and after ``close()``."""
+        return None if isinstance(self._hf, ProcessEvaluator) else self._hf.passes.runner.model
 
     @property
     def packed_weight_bytes(self) -> int:
         """Number of bytes of packed weights, beside the model's own."""
-        return self._hf.packed.nbytes
+        return self._evaluator.counts().packed_weight_bytes
+
+    @property
+    def process_id(self) -> int | None:
+        """Number of the process that the model lives in; ``None`` where it is this one."""
+        return self._hf.process_id if isinstance(self._hf, ProcessEvaluator) else None
+
+    def restart(self) -> None:
+        """End the process that the model lives in, and load the model and its adapters again.
+
+        Comes after the batch that is being evaluated, and blocks the thread. Rows that are cached
+        stay, keys and values have gone, and counts begin anew.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) If the model lives in this process.
+            Exception: What loading raises; it may be tried again.
+        """
+        if not isinstance(self._hf, ProcessEvaluator):
+            raise ModelStateError("only a model of a process of its own can be restarted")
+        self._info = self._call(self._hf.restart)
 
     @property
     def kv_reuse(self) -> bool:

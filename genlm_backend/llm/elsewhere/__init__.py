@@ -1,0 +1,1 @@
+"""Evaluators that live somewhere else: in a process of their own."""

@@ -1,0 +1,378 @@
+"""An evaluator in a process of its own: its answers, its errors and its end."""
+
+import asyncio
+import copy
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from genlm_backend import AsyncTransformer, load_model_by_name
+from genlm_backend.errors import (
+    EngineDiedError,
+    EvaluationError,
+    ModelStateError,
+    OptionError,
+    OptionTypeError,
+    TokenizerDecodeError,
+)
+from genlm_backend.llm import BatchedLM, ProcessEvaluator
+from tests.llm import toy
+from tests.llm.conftest import word_tokenizer
+from tests.llm.elsewhere import over_there
+from tests.llm.elsewhere.over_there import Told, expected_row
+from tests.llm.vllm.adapters import make_adapter
+
+
+def is_running(process_id):
+    """Whether there is a process of that number that has not ended, not even as a zombie."""
+    try:
+        state = Path(f"/proc/{process_id}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def is_there(process_id):
+    """Whether the process table has it, be it as a zombie."""
+    return Path(f"/proc/{process_id}").exists()
+
+
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def make(evaluator=Told, **options):
+    return BatchedLM(word_tokenizer(), ProcessEvaluator(evaluator), **options)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    shared = set(os.listdir("/dev/shm"))
+    descriptors = len(os.listdir("/proc/self/fd"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= shared
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 2
+
+
+@pytest.fixture
+def lm():
+    with make() as lm:
+        yield lm
+    assert lm._evaluator.process_id is None
+
+
+def close_to(row, token_ids):
+    torch.testing.assert_close(row, expected_row(token_ids), rtol=0, atol=1e-6)
+
+
+# ---------------------------------------------------------------- answers and errors
+
+
+async def test_rows_and_scores_come_back_whole_and_in_order(lm):
+    contexts = [[i, j] for i in range(1, 9) for j in range(10)]
+    rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
+    for row, context in zip(rows, contexts, strict=True):
+        close_to(row, context)
+    rows[0].fill_(0)
+    close_to(await lm.next_token_logprobs(contexts[0]), contexts[0])
+    assert (await lm.score([1], [2, 3, 4])).tolist() == [0, -1, -2]
+
+
+def test_rows_that_do_not_fit_into_the_table_come_in_parts():
+    from genlm_backend.llm.elsewhere.shared_rows import MAX_BYTES
+
+    assert over_there.Wide.WIDTH * 4 * 4 > MAX_BYTES
+    evaluator = ProcessEvaluator(over_there.Wide)
+    try:
+        evaluator.info = evaluator.open()
+        for last in ([5], range(1, 8), [3, 2]):
+            queries = [toy_query([1, i]) for i in last]
+            rows = evaluator.evaluate(queries)
+            assert [float(row.logprobs[-1]) for row in rows] == [-float(i) for i in last]
+    finally:
+        evaluator.close()
+
+
+def toy_query(token_ids):
+    from genlm_backend.llm import Query
+
+    return Query(token_ids)
+
+
+def test_errors_arrive_as_what_they_are(lm):
+    with pytest.raises(TokenizerDecodeError, match=r"token 5 \('five'\): by the test") as caught:
+        lm.next_token_logprobs_sync([94])
+    assert "over_there.py" in caught.value.__notes__[0]
+    with pytest.raises(torch.OutOfMemoryError):
+        lm.next_token_logprobs_sync([85])
+    with pytest.raises(EvaluationError, match="Unpicklable: 1 and 2"):
+        lm.next_token_logprobs_sync([95])
+    with pytest.raises(EvaluationError, match=r"must return a Row of float32 \[96\]"):
+        lm.next_token_logprobs_sync([88])
+    close_to(lm.next_token_logprobs_sync([1]), [1])
+
+
+async def test_an_error_of_one_query_disturbs_no_other(lm):
+    asked = [[1], [89], [2], [88], [95], [3]]
+    found = await asyncio.gather(*map(lm.next_token_logprobs, asked), return_exceptions=True)
+    for answer, context in zip(found, asked, strict=True):
+        if context[0] < 10:
+            close_to(answer, context)
+    assert [type(found[i]) for i in (1, 3, 4)] == [KeyError, EvaluationError, EvaluationError]
+
+
+def test_what_it_prints_appears_here(lm, capfd):
+    lm.next_token_logprobs_sync([86])
+    until(lambda: "said over there" in "".join(lm._evaluator._child._output))
+
+
+def test_a_process_that_makes_no_evaluator_is_told():
+    with pytest.raises(EvaluationError, match="must return an Evaluator, got <class 'int'>"):
+        make(over_there.make_number)
+    with pytest.raises(OSError, match="by the test") as caught:
+        make(over_there.make_nothing)
+    assert caught.value.errno == 28
+    with pytest.raises(OptionTypeError, match="make cannot be given to another process"):
+        ProcessEvaluator(lambda: None)
+    with pytest.raises(OptionTypeError, match="make"):
+        ProcessEvaluator(5)
+
+
+# ---------------------------------------------------------------- callers that go
+
+
+async def test_a_batch_that_nobody_wants_ends_over_there(lm):
+    await lm.next_token_logprobs([1])
+    task = asyncio.ensure_future(lm.next_token_logprobs([90]))
+    await asyncio.sleep(0.3)
+    task.cancel()
+    start = time.monotonic()
+    close_to(await lm.next_token_logprobs([2]), [2])
+    assert time.monotonic() - start < 5
+
+
+def test_close_does_not_wait_for_a_long_batch():
+    lm = make()
+    process_id = lm._evaluator.process_id
+    errors = []
+
+    def ask():
+        try:
+            lm.next_token_logprobs_sync([90])
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.5)
+    start = time.monotonic()
+    lm.close()
+    assert time.monotonic() - start < 3
+    thread.join()
+    assert len(errors) == 1
+    assert not is_there(process_id)
+    lm.close()
+
+
+# ---------------------------------------------------------------- a process that ends
+
+
+@pytest.mark.parametrize(
+    ("last", "how"),
+    [(91, "was killed by SIGKILL"), (92, "exit code 3"), (93, "(?s)SIGABRT.*the last words")],
+)
+async def test_its_death_reaches_every_waiter_and_restart_helps(lm, last, how):
+    close_to(await lm.next_token_logprobs([5]), [5])
+    process_id = lm._evaluator.process_id
+    asked = [[1], [last], [2]]
+    found = await asyncio.wait_for(
+        asyncio.gather(*map(lm.next_token_logprobs, asked), return_exceptions=True), 30
+    )
+    assert {type(error) for error in found} == {EngineDiedError}
+    with pytest.raises(EngineDiedError, match=how):
+        await lm.next_token_logprobs([1])
+    close_to(await lm.next_token_logprobs([5]), [5])  # a row that is kept
+    lm.clear_cache()
+    with pytest.raises(EngineDiedError, match=how):
+        lm.next_token_logprobs_sync([5])
+    assert not is_there(process_id)
+    lm._call(lm._evaluator.restart)
+    close_to(await lm.next_token_logprobs([5]), [5])
+
+
+def test_one_that_is_killed_while_idle_is_noticed_at_once(lm):
+    os.kill(lm._evaluator.process_id, signal.SIGKILL)
+    for _ in range(3):
+        with pytest.raises(EngineDiedError, match="SIGKILL"):
+            lm.next_token_logprobs_sync([1])
+    lm.close()
+
+
+def test_one_that_is_stopped_and_killed_is_noticed():
+    with make() as lm:
+        os.kill(lm._evaluator.process_id, signal.SIGSTOP)
+        found = []
+        thread = threading.Thread(
+            target=lambda: found.append(pytest.raises(EngineDiedError, lm._answers_sync, [toy_query([1])]))
+        )
+        thread.start()
+        time.sleep(0.3)
+        os.kill(lm._evaluator.process_id, signal.SIGKILL)
+        thread.join(20)
+        assert len(found) == 1
+
+
+def test_a_model_that_nobody_refers_to_ends_its_process():
+    lm = make()
+    process_id = lm._evaluator.process_id
+    close_to(lm.next_token_logprobs_sync([1]), [1])
+    del lm
+    until(lambda: gc.collect() >= 0 and not is_there(process_id))
+
+
+# ---------------------------------------------------------------- the process here
+
+
+def script(body, **popen):
+    code = """
+    import os, sys, time, signal, threading
+    from genlm_backend.llm import BatchedLM, ProcessEvaluator
+    from tests.llm.conftest import word_tokenizer
+    from tests.llm.elsewhere.over_there import Told
+    lm = BatchedLM(word_tokenizer(), ProcessEvaluator(Told))
+    print(lm._evaluator.process_id, flush=True)
+    """
+    code = textwrap.dedent(code) + textwrap.dedent(body)
+    root = str(Path(__file__).parents[3])
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **popen,
+    )
+
+
+BUSY = "threading.Thread(target=lm.next_token_logprobs_sync, args=([90],), daemon=True).start()\n"
+
+
+@pytest.mark.parametrize("busy", ["", BUSY], ids=["idle", "busy"])
+@pytest.mark.parametrize("fork", ["", "os.fork() or time.sleep(60)\n"], ids=["alone", "forked"])
+def test_it_ends_when_this_process_is_killed(busy, fork):
+    code = busy + fork + "print('ready', flush=True)\ntime.sleep(60)\n"
+    with script(code, start_new_session=True) as here:
+        child = int(here.stdout.readline())
+        here.stdout.readline()
+        assert is_running(child)
+        here.kill()
+        here.wait()
+        until(lambda: not is_running(child))
+        os.killpg(here.pid, signal.SIGKILL) if fork else None
+
+
+@pytest.mark.parametrize(
+    "end", ["", "lm.close()\n", "raise SystemExit(5)\n", "os._exit(0)\n", "del lm\n"]
+)
+def test_it_ends_when_this_process_ends(end):
+    with script("lm.next_token_logprobs_sync([1])\n" + end) as here:
+        child = int(here.stdout.readline())
+        _, errors = here.communicate(timeout=60)
+        assert not errors
+        until(lambda: not is_running(child))
+
+
+def test_an_interrupt_ends_the_cell_and_not_the_process():
+    code = """
+    try:
+        lm.next_token_logprobs_sync([90])
+    except KeyboardInterrupt:
+        print(len(lm.next_token_logprobs_sync([1])), flush=True)
+    """
+    with script(code, start_new_session=True) as here:
+        here.stdout.readline()
+        time.sleep(1)
+        os.killpg(here.pid, signal.SIGINT)  # as a terminal does it, and a notebook's server
+        out, errors = here.communicate(timeout=60)
+        assert (out.strip(), errors) == ("96", "")
+
+
+# ---------------------------------------------------------------- AsyncTransformer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import PreTrainedTokenizerFast
+
+    folder = over_there.saved("llama")
+    PreTrainedTokenizerFast(tokenizer_object=word_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+def test_a_model_of_transformers_lives_in_a_process(folder, tmp_path):
+    plain = AsyncTransformer.from_name(folder, self_check=False)
+    options = {"process": True, "num_threads": 1, "self_check": False, "packs_weights": False}
+    with load_model_by_name(folder, backend="hf", llm_opts=options) as lm:
+        assert isinstance(lm, AsyncTransformer)
+        assert lm.model is None
+        assert (lm.max_length, lm.device, lm.kv_reuse) == (plain.max_length, plain.device, True)
+        context = [1, 2, 3, 4]
+        expected = plain.next_token_logprobs_sync(context)
+
+        def check(row, expected=expected):
+            torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
+
+        check(lm.next_token_logprobs_sync(context))
+        check(lm.next_token_logprobs_uncached(context))
+        check(lm.score_sync(context[:1], context[1:]), plain.score_sync(context[:1], context[1:]))
+        lm.cache_kv(context)
+        assert asyncio.run(lm.num_cached_tokens([*context, 5])) == 4
+        assert lm.statistics().tokens_computed >= 4
+        make_adapter(tmp_path / "poet", 1, copy.deepcopy(plain.model))
+        path = str(tmp_path / "poet")
+        lm.add_new_lora(path, "one")
+        plain.add_new_lora(path, "one")
+        tuned = plain.next_token_logprobs_sync(context, lora_name="one")
+        assert float((tuned - expected).abs().max()) > 1e-2
+        check(lm.next_token_logprobs_sync(context, lora_name="one"), tuned)
+        first = lm.process_id
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(EngineDiedError, match=r"restart\(\) loads it again"):
+            lm.next_token_logprobs_sync([7])
+        lm.restart()
+        assert lm.process_id != first
+        lm._rows.clear()
+        check(lm.next_token_logprobs_sync(context, lora_name="one"), tuned)
+        check(lm.next_token_logprobs_sync(context))
+        lm.remove_lora("one")
+        lm.restart()
+        check(lm.next_token_logprobs_sync([9]), plain.next_token_logprobs_sync([9]))
+    assert lm.process_id is None
+    with pytest.raises(ModelStateError, match="of a process of its own"):
+        plain.restart()
+    plain.close()
+
+
+def test_mistakes_are_told_before_a_process_is_started(folder, tiny_llama):
+    with pytest.raises(OptionError, match=r"loaded by name.*from_name\(name, process=True\)"):
+        AsyncTransformer(tiny_llama, word_tokenizer(), process=True)
+    hf_opts = {"key_mapping": threading.Lock()}
+    with pytest.raises(OptionTypeError, match=r"hf_opts\['key_mapping'\] cannot be given to"):
+        AsyncTransformer.from_name(folder, process=True, hf_opts=hf_opts)
+    with pytest.raises(OptionTypeError, match="process"):
+        AsyncTransformer.from_name(folder, process="yes")
+    with pytest.raises(OptionError, match="num_threads is for what makes the evaluator"):
+        AsyncTransformer(ProcessEvaluator(partial(toy.ToyEvaluator)), word_tokenizer(), num_threads=1)
