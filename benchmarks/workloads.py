@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -342,7 +342,7 @@ def free_forward(**options: Any) -> Any:
         batch = pack(spans)
         return logits[: len(batch.output_rows)]
 
-    lm._hf.passes.runner.forward = forward
+    cast(Any, lm._hf).passes.runner.forward = forward
     return lm
 
 

@@ -249,7 +249,7 @@ def imports_of(path):
 
 def package_of(relative):
     parts = relative.with_suffix("").parts
-    is_backend = parts[:2] in (("llm", "hf"), ("llm", "vllm"))
+    is_backend = parts[:2] in (("llm", "hf"), ("llm", "vllm"), ("llm", "elsewhere"))
     return ".".join(parts[:2]) if is_backend else parts[0]
 
 

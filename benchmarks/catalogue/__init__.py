@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from benchmarks.catalogue import beginnings, generation, models, particles, tries, virtual
+from benchmarks.catalogue import (
+    beginnings,
+    elsewhere,
+    generation,
+    models,
+    particles,
+    tries,
+    virtual,
+)
 from benchmarks.workload import Workload
 
 _WORKLOADS: tuple[Workload, ...] = (
@@ -31,6 +39,7 @@ _WORKLOADS: tuple[Workload, ...] = (
     tries.TrieFirstCall(),
     tries.TrieDevice(),
     virtual.Virtual(),
+    elsewhere.Process(),
 )
 
 WORKLOADS = {workload.name: workload for workload in _WORKLOADS}

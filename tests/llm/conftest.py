@@ -77,6 +77,15 @@ class Toy(Backend):
         return torch.from_numpy(logits - np.logaddexp.reduce(logits)).float()
 
 
+class InProcess(Backend):
+    """The model in a process of its own."""
+
+    def make(self, max_length=None, **options):
+        from tests.llm.elsewhere.shared import shared_evaluator
+
+        return AsyncTransformer(shared_evaluator(max_length), word_tokenizer(), **options)
+
+
 class FakeVLLM(Backend):
     """vLLM's sessions over an engine that only counts."""
 
@@ -132,6 +141,7 @@ BACKENDS = {
         "hf-no-cache", {"kv_cache_bytes": 0, "row_cache_bytes": 0}, _MODELS["llama"], False
     ),
     "hf-whole": Backend("hf-whole", {}, _MODELS["mamba"]),
+    "hf-process": InProcess("hf-process", {}, _MODELS["llama"]),
     "toy": Toy("toy", {}),
     "vllm-fake": FakeVLLM("vllm-fake", {}),
     "vllm": TinyVLLM("vllm", {}),

@@ -127,9 +127,7 @@ class Server:
         self._waiting = [row for row in rows if len(row.logprobs) == width]
         in_table = {id(row) for row in self._waiting}
         answers = [
-            InTable(answer.normaliser)
-            if id(answer) in in_table
-            else _sendable(answer)
+            InTable(answer.normaliser) if id(answer) in in_table else _sendable(answer)
             for answer in found
         ]
         self._put()

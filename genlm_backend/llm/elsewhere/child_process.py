@@ -48,7 +48,10 @@ class ChildProcess:
                 descriptors = (there.fileno(), self.rows.descriptor)
                 self._process = subprocess.Popen(
                     _command(*descriptors),
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+                    env={
+                        **os.environ,
+                        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+                    },
                     stdin=subprocess.DEVNULL,
                     stdout=writer,
                     stderr=writer,
@@ -146,6 +149,11 @@ def _command(*descriptors: int) -> list[str]:
     arguments = (*descriptors, os.getpid(), int(is_watched()))
     child = "genlm_backend.llm.elsewhere.child"
     return [sys.executable, "-P", "-m", child, *map(str, arguments)]
+
+
+def _environment() -> dict[str, str]:
+    """Return this process's environment, and where it finds modules."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
 
 
 def _relay(reader: int, output: deque[str]) -> None:

@@ -115,14 +115,13 @@ class ProcessEvaluator(Evaluator):
                 return found  # for the caller to refuse
             num_rows = sum(isinstance(answer, InTable) for answer in found.answers)
             rows = iter(self._rows(num_rows, found.width))
-        return [
-            Row(next(rows), answer.normaliser)
-            if isinstance(answer, InTable)
-            else answer.error()
-            if isinstance(answer, PackedError)
-            else answer
-            for answer in found.answers
-        ]
+        answers: list[Any] = []
+        for answer in found.answers:
+            if isinstance(answer, InTable):
+                answers.append(Row(next(rows), answer.normaliser))
+            else:
+                answers.append(answer.error() if isinstance(answer, PackedError) else answer)
+        return answers
 
     def _rows(self, num_rows: int, width: int) -> list[torch.Tensor]:
         """Copy rows out of the shared memory, as many at once as it has."""

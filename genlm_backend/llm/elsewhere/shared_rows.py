@@ -22,7 +22,7 @@ class SharedRows:
     It has no name: nothing of it is left once both have ended, however they did.
 
     Args:
-        descriptor: Of the file behind it, which it owns.
+        descriptor: Number of the open file behind it, which it owns.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -18,7 +18,6 @@ from genlm_backend.llm.loading import check_holds, explained, hub_options, resol
 from genlm_backend.llm.query import TokenIds
 from genlm_backend.llm.row import Row
 
-
 _OF_THE_EVALUATOR: Final = ("kv_cache_bytes", "max_length", "num_threads", "packs_weights")
 """Options of ``HFEvaluator``."""
 

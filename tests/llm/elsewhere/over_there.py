@@ -20,6 +20,14 @@ def make_toy(max_length=None):
     return toy.ToyEvaluator(max_length)
 
 
+def word_tokenizer():
+    """One made-up word for each id."""
+    from tokenizers import Tokenizer, models
+
+    words = {f"<{i}>": i for i in range(toy.VOCAB)}
+    return Tokenizer(models.WordLevel(words, unk_token="<0>"))
+
+
 def make_number():
     return 5
 

@@ -225,9 +225,14 @@ def test_one_that_is_stopped_and_killed_is_noticed():
     with make() as lm:
         os.kill(lm._evaluator.process_id, signal.SIGSTOP)
         found = []
-        thread = threading.Thread(
-            target=lambda: found.append(pytest.raises(EngineDiedError, lm._answers_sync, [toy_query([1])]))
-        )
+
+        def ask():
+            try:
+                lm.next_token_logprobs_sync([1])
+            except EngineDiedError as error:
+                found.append(error)
+
+        thread = threading.Thread(target=ask)
         thread.start()
         time.sleep(0.3)
         os.kill(lm._evaluator.process_id, signal.SIGKILL)
@@ -250,8 +255,7 @@ def script(body, **popen):
     code = """
     import os, sys, time, signal, threading
     from genlm_backend.llm import BatchedLM, ProcessEvaluator
-    from tests.llm.conftest import word_tokenizer
-    from tests.llm.elsewhere.over_there import Told
+    from tests.llm.elsewhere.over_there import Told, word_tokenizer
     lm = BatchedLM(word_tokenizer(), ProcessEvaluator(Told))
     print(lm._evaluator.process_id, flush=True)
     """
@@ -375,4 +379,6 @@ def test_mistakes_are_told_before_a_process_is_started(folder, tiny_llama):
     with pytest.raises(OptionTypeError, match="process"):
         AsyncTransformer.from_name(folder, process="yes")
     with pytest.raises(OptionError, match="num_threads is for what makes the evaluator"):
-        AsyncTransformer(ProcessEvaluator(partial(toy.ToyEvaluator)), word_tokenizer(), num_threads=1)
+        AsyncTransformer(
+            ProcessEvaluator(partial(toy.ToyEvaluator)), word_tokenizer(), num_threads=1
+        )
