@@ -213,7 +213,21 @@ ARROWS = {
         {"checks", "common_prefix", "readable", "closing", "process_lock", "llm", "errors", "lazy"},
         {"vllm"},
     ),
-    "llm.elsewhere": ({"checks", "llm", "errors", "lazy"}, {"transformers", "vllm"}),
+    "llm.elsewhere": ({"checks", "llm", "errors"}, {"transformers", "vllm"}),
+    "llm.replicas": (
+        {
+            "checks",
+            "common_prefix",
+            "process_lock",
+            "batching",
+            "cache",
+            "errors",
+            "llm",
+            "llm.elsewhere",
+            "llm.hf",
+        },
+        {"transformers", "vllm"},
+    ),
     "llm.hf": (
         {"checks", "common_prefix", "llm", "llm.elsewhere", "cache", "errors", "lazy"},
         {"vllm"},
@@ -249,7 +263,7 @@ def imports_of(path):
 
 def package_of(relative):
     parts = relative.with_suffix("").parts
-    is_backend = parts[:2] in (("llm", "hf"), ("llm", "vllm"), ("llm", "elsewhere"))
+    is_backend = parts[0] == "llm" and ".".join(parts[:2]) in ARROWS
     return ".".join(parts[:2]) if is_backend else parts[0]
 
 

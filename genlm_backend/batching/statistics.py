@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import final
+from typing import Self, final
 
 from genlm_backend.readable import Readable
 
@@ -34,6 +34,17 @@ class BatcherStatistics(Readable):
     batch_sizes: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
     num_pending: int = 0
     num_in_flight: int = 0
+
+    @classmethod
+    def sum(cls, several: Iterable[Self]) -> Self:
+        """Return the counts of several batchers together."""
+        several = list(several)
+        sizes: Counter[int] = Counter()
+        for statistics in several:
+            sizes.update(statistics.batch_sizes)
+        names = [field.name for field in fields(cls) if field.name != "batch_sizes"]
+        numbers = {name: sum(getattr(one, name) for one in several) for name in names}
+        return cls(**numbers, batch_sizes=MappingProxyType(dict(sorted(sizes.items()))))
 
 
 @final

@@ -14,12 +14,14 @@ if TYPE_CHECKING:
         Evaluator,
         EvaluatorCounts,
         EvaluatorInfo,
+        RestartableEvaluator,
         StatelessEvaluator,
     )
     from genlm_backend.llm.hf.model import AsyncTransformer
     from genlm_backend.llm.mock import MockAsyncLM
     from genlm_backend.llm.query import Adapter, Query
     from genlm_backend.llm.registry import load_model_by_name
+    from genlm_backend.llm.replicas.model import AsyncReplicas
     from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
     from genlm_backend.llm.scoring import Scoring
     from genlm_backend.llm.statistics import LMStatistics
@@ -29,6 +31,7 @@ __all__ = [
     "Adapter",
     "AsyncLM",
     "AsyncMlxLM",
+    "AsyncReplicas",
     "AsyncSGLTransformer",
     "AsyncTransformer",
     "AsyncVirtualLM",
@@ -41,6 +44,7 @@ __all__ = [
     "MockAsyncLM",
     "ProcessEvaluator",
     "Query",
+    "RestartableEvaluator",
     "Row",
     "Scoring",
     "StatelessEvaluator",
@@ -55,6 +59,7 @@ __getattr__, __dir__ = lazy_names(
         "Adapter": "genlm_backend.llm.query",
         "AsyncLM": "genlm_backend.llm.base",
         "AsyncMlxLM": "genlm_backend.llm.absent",
+        "AsyncReplicas": "genlm_backend.llm.replicas.model",
         "AsyncSGLTransformer": "genlm_backend.llm.absent",
         "AsyncTransformer": "genlm_backend.llm.hf.model",
         "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
@@ -67,6 +72,7 @@ __getattr__, __dir__ = lazy_names(
         "MockAsyncLM": "genlm_backend.llm.mock",
         "ProcessEvaluator": "genlm_backend.llm.elsewhere.process",
         "Query": "genlm_backend.llm.query",
+        "RestartableEvaluator": "genlm_backend.llm.evaluator",
         "Row": "genlm_backend.llm.row",
         "Scoring": "genlm_backend.llm.scoring",
         "StatelessEvaluator": "genlm_backend.llm.evaluator",

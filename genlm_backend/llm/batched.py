@@ -12,17 +12,9 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from genlm_backend.batching import Batcher, BatchPolicy
+from genlm_backend.batching import Asking, Batcher, BatchPolicy
 from genlm_backend.cache import RowCache
-from genlm_backend.checks import (
-    Check,
-    byte_count,
-    checked,
-    instance,
-    integer,
-    number,
-    optional,
-)
+from genlm_backend.checks import Check, byte_count, checked, instance, integer, number, optional
 from genlm_backend.checks import device as check_device
 from genlm_backend.errors import AdapterError, BatcherClosedError, OptionError, UnknownAdapterError
 from genlm_backend.llm.adapters import ADAPTER_CHECKS, AdapterNames, check_adapter_name
@@ -108,10 +100,8 @@ class BatchedLM(AsyncLM):
         self._adapters = AdapterNames()
         self._answering = Answering(evaluator, self._rows, self._adapters)
         self._closing, self._is_closed = threading.RLock(), False
-        policy, name = BatchPolicy(timeout=timeout), type(self).__name__
         # A row for a query, a tensor for a scoring.
-        answers, weight = self._answering.answers, self._answering.weight
-        self._batcher: Batcher[Question, Any] = Batcher(answers, policy, name=name, weight=weight)
+        self._batcher: Asking[Question, Any] = self._asking(BatchPolicy(timeout=timeout))
         evaluator.check_wanted = self._batcher.check_wanted
         try:
             info = self._call(evaluator.open) if evaluator.info is None else evaluator.info
@@ -126,6 +116,11 @@ class BatchedLM(AsyncLM):
         self.max_length = self._info.max_length
         self.device = None if self._info.device is None else torch.device(self._info.device)
         self._answering.set_vocabulary(len(self.byte_vocab), self.undefined_ids)
+
+    def _asking(self, policy: BatchPolicy) -> Asking[Question, Any]:
+        """Return what answers questions, on whatever threads; made once."""
+        answers, weight = self._answering.answers, self._answering.weight
+        return Batcher(answers, policy, name=type(self).__name__, weight=weight)
 
     # ---------------------------------------------------------------- rows
 

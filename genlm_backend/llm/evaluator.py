@@ -200,6 +200,17 @@ class Evaluator(abc.ABC):
         """
 
 
+class RestartableEvaluator(Evaluator):
+    """An evaluator that may end by itself, and can be made again then.
+
+    Whatever it is asked is an ``EngineDiedError`` meanwhile.
+    """
+
+    @abc.abstractmethod
+    def restart(self) -> EvaluatorInfo:
+        """End it, whatever it is doing, make it again, and load its adapters."""
+
+
 class StatelessEvaluator(Evaluator):
     """An evaluator that keeps nothing between two batches and has no adapters.
 

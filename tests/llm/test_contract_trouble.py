@@ -31,20 +31,24 @@ async def test_cancelled_and_timed_out_callers_leave_the_others(lm, backend, clo
 
 
 async def test_an_exception_reaches_its_batch_and_the_next_call_works(lm, backend, close):
-    evaluator = lm._evaluator
-    evaluate = evaluator.evaluate
+    def break_it(evaluator):
+        evaluate = evaluator.evaluate
 
-    def broken(queries):
-        evaluator.evaluate = evaluate
-        raise ZeroDivisionError("by the test")
+        def broken(queries):
+            evaluator.evaluate = evaluate
+            raise ZeroDivisionError("by the test")
 
-    evaluator.evaluate = broken
+        evaluator.evaluate = broken
+
+    for evaluator in backend.evaluators(lm):
+        break_it(evaluator)
     results = await asyncio.gather(
         *(lm.next_token_logprobs([i]) for i in range(4)), return_exceptions=True
     )
     assert [type(result) for result in results] == [ZeroDivisionError] * 4
     close(await lm.next_token_logprobs([2]), backend.expected([2]))
-    evaluator.evaluate = broken
+    for evaluator in backend.evaluators(lm):
+        break_it(evaluator)
     with pytest.raises(ZeroDivisionError):
         lm.next_token_logprobs_sync([9])
     close(lm.next_token_logprobs_sync([9]), backend.expected([9]))

@@ -16,7 +16,12 @@ from genlm_backend.checks import function
 from genlm_backend.errors import EngineDiedError, OptionError, OptionTypeError
 from genlm_backend.llm.elsewhere.child_process import ChildProcess
 from genlm_backend.llm.elsewhere.messages import Answers, InTable, PackedError
-from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.llm.evaluator import (
+    Evaluator,
+    EvaluatorCounts,
+    EvaluatorInfo,
+    RestartableEvaluator,
+)
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row, own_copy
 from genlm_backend.llm.scoring import Answer, Question
@@ -27,7 +32,7 @@ _CLOSING_SECONDS: Final = 0.4
 
 
 @final
-class ProcessEvaluator(Evaluator):
+class ProcessEvaluator(RestartableEvaluator):
     """An evaluator in another process, which ``open()`` starts.
 
     What it computes does not wait for Python here, nor what is computed here for it. Rows come

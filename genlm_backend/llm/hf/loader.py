@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self, final
 
 import torch
 
+from genlm_backend.errors import OptionTypeError
 from genlm_backend.llm.elsewhere.process import pickled
 from genlm_backend.llm.hf.evaluator import HFEvaluator
+from genlm_backend.llm.hf.options import loading_options
+from genlm_backend.llm.loading import check_holds, hub_options, resolve_name
+
+OF_THE_EVALUATOR: Final = ("kv_cache_bytes", "max_length", "num_threads", "packs_weights")
+"""Options of ``HFEvaluator``."""
 
 
 @final
@@ -18,14 +24,29 @@ class HFLoader:
     """A name and options that make a model, and an evaluator of it.
 
     Attributes:
+        name: Name that it was asked for by.
         path: Local path or repository on the hub.
         options: Keyword arguments of ``AutoModelForCausalLM.from_pretrained``.
         evaluator_options: Keyword arguments of ``HFEvaluator``.
     """
 
+    name: str
     path: str
     options: Mapping[str, Any]
     evaluator_options: Mapping[str, Any]
+
+    def tokenizer(self) -> Any:
+        """Load the tokenizer.
+
+        Raises:
+            OSError: If there is no such model.
+        """
+        from transformers import AutoTokenizer
+
+        check_holds(self.path, "config.json")
+        shared = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only")
+        given = {name: self.options[name] for name in shared if name in self.options}
+        return AutoTokenizer.from_pretrained(self.path, **given)
 
     def model(self) -> Any:
         """Load the model."""
@@ -41,6 +62,43 @@ class HFLoader:
             model = self.model()
         cpu = torch.device("cpu")
         return HFEvaluator(model, output_device=cpu, **self.evaluator_options)
+
+    @classmethod
+    def of_name(
+        cls,
+        model_id: str,
+        bitsandbytes_opts: dict[str, Any] | None,
+        hf_opts: dict[str, Any] | None,
+        evaluator_options: Mapping[str, Any],
+        own_names: Collection[str],
+    ) -> Self:
+        """Return what loads the model of a name; nothing is loaded yet.
+
+        Args:
+            model_id: Name that ``AsyncTransformer.from_name`` takes.
+            bitsandbytes_opts: As there.
+            hf_opts: As there.
+            evaluator_options: Options of ``HFEvaluator``, which have been checked.
+            own_names: Names that are options of the model, and not to be among ``hf_opts``.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
+            OptionError: (``ValueError``) If one is out of its bounds.
+        """
+        options = loading_options(bitsandbytes_opts, hf_opts)
+        for name in options.keys() & own_names:
+            raise OptionTypeError(f"{name} is an option of the model, not one of hf_opts")
+        path = resolve_name(model_id)
+        given = {"packs_weights": True, **evaluator_options}
+        return cls(str(model_id), path, {**hub_options(path), **options}, given)
+
+    def on_device(self, device: str) -> HFLoader:
+        """Return what loads the same model onto one device."""
+        return replace(self, options={**self.options, "device_map": device})
+
+    def with_options(self, **evaluator_options: Any) -> HFLoader:
+        """Return what makes an evaluator with other options."""
+        return replace(self, evaluator_options={**self.evaluator_options, **evaluator_options})
 
     def check_portable(self) -> None:
         """Check that the options can be given to another process.

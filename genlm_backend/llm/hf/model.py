@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
 from genlm_backend.checks import Check, byte_count, checked, optional, switch, thread_count
-from genlm_backend.errors import CacheError, ModelStateError, OptionError, OptionTypeError
+from genlm_backend.errors import CacheError, ModelStateError, OptionError
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.elsewhere.process import ProcessEvaluator
 from genlm_backend.llm.hf.evaluator import HFEvaluator
-from genlm_backend.llm.hf.loader import HFLoader
-from genlm_backend.llm.hf.options import NESTED, loading_options
-from genlm_backend.llm.loading import check_holds, explained, hub_options, resolve_name
+from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader
+from genlm_backend.llm.hf.options import NESTED
+from genlm_backend.llm.loading import explained
 from genlm_backend.llm.query import TokenIds
 from genlm_backend.llm.row import Row
-
-_OF_THE_EVALUATOR: Final = ("kv_cache_bytes", "max_length", "num_threads", "packs_weights")
-"""Options of ``HFEvaluator``."""
 
 
 class AsyncTransformer(BatchedLM):
@@ -108,7 +105,7 @@ class AsyncTransformer(BatchedLM):
             )
         self._hf: HFEvaluator | ProcessEvaluator
         if isinstance(hf_model, ProcessEvaluator):
-            for name in _OF_THE_EVALUATOR:
+            for name in OF_THE_EVALUATOR:
                 if options[name] not in (None, False):
                     raise OptionError(f"{name} is for what makes the evaluator over there")
             self._hf = hf_model
@@ -160,31 +157,19 @@ class AsyncTransformer(BatchedLM):
             ModelNotFoundError: (``OSError``) If there is no such model.
             MissingExtraError: (``ImportError``) If an extra is needed and absent.
         """
-        from transformers import AutoTokenizer
-
         cls.check_options(kwargs)
         is_elsewhere = switch("process", process)
-        options = loading_options(bitsandbytes_opts, hf_opts)
-        for name in options.keys() & cls.option_checks.keys():
-            raise OptionTypeError(f"{name} is an option of {cls.__name__}, not one of hf_opts")
-        shared = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only")
-        path = resolve_name(model_id)
-        options = {**hub_options(path), **options}
-        kwargs = {"packs_weights": True, **kwargs}
-        own = {name: kwargs[name] for name in _OF_THE_EVALUATOR if name in kwargs}
-        others = {name: value for name, value in kwargs.items() if name not in own}
-        loader = HFLoader(path, options, checked(cls.option_checks, own))
+        own = {name: kwargs.pop(name) for name in OF_THE_EVALUATOR if name in kwargs}
+        given = checked(cls.option_checks, own)
+        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, given, cls.option_checks)
         if is_elsewhere:
             loader.check_portable()
         with explained(model_id):
-            check_holds(path, "config.json")
-            tokenizer = AutoTokenizer.from_pretrained(
-                path, **{name: options[name] for name in shared if name in options}
-            )
+            tokenizer = loader.tokenizer()
             if is_elsewhere:  # where it is loaded when it is asked what it is able to do
-                return cls(ProcessEvaluator(loader), tokenizer, **others)
+                return cls(ProcessEvaluator(loader), tokenizer, **kwargs)
             model = loader.model()
-        return cls(model, tokenizer, **kwargs)
+        return cls(model, tokenizer, **loader.evaluator_options, **kwargs)
 
     def next_token_logprobs_uncached(
         self, token_ids: TokenIds, lora_name: str | None = None

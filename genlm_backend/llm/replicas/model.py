@@ -1,0 +1,238 @@
+"""AsyncReplicas: one model for callers, several evaluators of it behind it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self, final
+
+import torch
+
+from genlm_backend.batching import Asking, BatchPolicy
+from genlm_backend.checks import Check, checked, instance, integer, listed, number
+from genlm_backend.errors import CacheError, ModelStateError
+from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.llm.elsewhere.process import ProcessEvaluator
+from genlm_backend.llm.evaluator import Evaluator, EvaluatorInfo, RestartableEvaluator
+from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader
+from genlm_backend.llm.hf.model import AsyncTransformer
+from genlm_backend.llm.loading import explained
+from genlm_backend.llm.query import TokenIds
+from genlm_backend.llm.replicas.distributor import Distributor
+from genlm_backend.llm.replicas.replica import Replica
+from genlm_backend.llm.replicas.replica_set import ReplicaSet
+from genlm_backend.llm.scoring import Question
+
+
+@final
+class AsyncReplicas(BatchedLM):
+    """Several evaluators of one model, which is asked like any other.
+
+    Each context goes to the replica that answers it soonest: by what each was sent before, and so
+    has keys and values of, and by what waits there. Rows, batches and adapters are as with one
+    evaluator; ``batch_size`` is that of each.
+
+    A replica that dies gives its contexts to the others, and is restarted where it is of a kind
+    that can be. When all are dead, queries are an ``EngineDiedError``, as is one that three have
+    died with.
+
+    Args:
+        tokenizer: Anything that ``decode_vocab`` takes.
+        evaluators: The evaluators, which no other model uses: of the same model, or rows would
+            depend on where they come from.
+        batch_size: Distinct contexts evaluated at once by a replica, at most.
+        timeout: Seconds that the first query of a batch may wait for others.
+        row_cache_bytes: Bytes of rows to keep, whichever replica they come from; 0 keeps none.
+        output_device: Where rows are returned: "cpu", "cuda:0", …
+        per_forward: What a forward pass costs beside its tokens, counted in tokens; a group of
+            contexts is parted among replicas the later, the larger it is.
+        self_check: Compare a few probe texts with the bytes of their tokens.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an option is of a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds, there is no evaluator, or the
+            widths of their rows differ.
+    """
+
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        **BatchedLM.option_checks,
+        "per_forward": number(0),
+    }
+
+    nested_options: ClassVar[Mapping[str, str]] = AsyncTransformer.nested_options
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        evaluators: Sequence[Evaluator],
+        *,
+        batch_size: int = 20,
+        timeout: float = 0.02,
+        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
+        output_device: str | torch.device = "cpu",
+        per_forward: float = 8.0,
+        self_check: bool = True,
+    ) -> None:
+        cost = checked(self.option_checks, {"per_forward": per_forward})["per_forward"]
+        is_evaluator = instance(Evaluator, "an Evaluator")
+        given = [is_evaluator("evaluators", one) for one in listed("evaluators", evaluators)]
+        self._set = ReplicaSet(given)
+        super().__init__(
+            tokenizer,
+            self._set,
+            batch_size=batch_size,
+            timeout=timeout,
+            row_cache_bytes=row_cache_bytes,
+            output_device=output_device,
+            self_check=self_check,
+        )
+        for replica in self._set.replicas:
+            replica.answering.set_vocabulary(len(self.byte_vocab), self.undefined_ids)
+        self._distributor.opened(self._set.infos, cost)
+
+    def _asking(self, policy: BatchPolicy) -> Asking[Question, Any]:
+        """Make the replicas' threads; return what sends questions to them."""
+
+        def counted() -> None:
+            self._answering.counts = self._set.counts()
+
+        self._set.replicas.extend(
+            Replica(index, evaluator, self._rows, self._adapters, policy, counted)
+            for index, evaluator in enumerate(self._set.evaluators)
+        )
+        name = type(self).__name__
+        self._distributor = Distributor(self._set.replicas, policy, name, self._is_back)
+        self._set.cleared = self._distributor.cleared
+        return self._distributor
+
+    def _is_back(self, index: int, info: EvaluatorInfo) -> None:
+        self._set.infos[index] = info
+        self._info = self._set.info_of_all()
+
+    @classmethod
+    def from_name(
+        cls,
+        model_id: str,
+        replicas: int = 2,
+        bitsandbytes_opts: dict[str, Any] | None = None,
+        hf_opts: dict[str, Any] | None = None,
+        *,
+        kv_cache_bytes: int | None = None,
+        num_threads: int | None = None,
+        max_length: int | None = None,
+        packs_weights: bool = True,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a model of transformers several times, each in a process of its own.
+
+        On CUDA devices they take turns on the devices, unless a ``device_map`` is given. On the
+        CPU they share the cores, unless ``num_threads`` is given, which is that of each.
+
+        Args:
+            model_id: A repository on the hub, a local directory, or ``"smollm2"``.
+            replicas: Number of processes.
+            bitsandbytes_opts: As for ``AsyncTransformer.from_name``.
+            hf_opts: As there.
+            kv_cache_bytes: As for ``AsyncTransformer``, for each replica.
+            num_threads: As there, for each.
+            max_length: As there.
+            packs_weights: As there.
+            **kwargs: For the constructor.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type, or cannot
+                be given to another process; nothing is loaded then.
+            OptionError: (``ValueError``) If one is out of its bounds.
+            ModelNotFoundError: (``OSError``) If there is no such model.
+        """
+        count = integer(1)("replicas", replicas)
+        cls.check_options(kwargs)
+        own = {
+            "kv_cache_bytes": kv_cache_bytes,
+            "num_threads": num_threads,
+            "max_length": max_length,
+            "packs_weights": packs_weights,
+        }
+        given = checked(AsyncTransformer.option_checks, own)
+        names = {*cls.option_checks, *OF_THE_EVALUATOR}
+        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, given, names)
+        loader.check_portable()
+        with explained(model_id):
+            tokenizer = loader.tokenizer()
+            makers = _placed(loader, count, hf_opts or {})
+            return cls(tokenizer, [ProcessEvaluator(maker) for maker in makers], **kwargs)
+
+    # ---------------------------------------------------------------- replicas
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas, dead ones too."""
+        return len(self._set.replicas)
+
+    @property
+    def num_alive(self) -> int:
+        """Number of replicas that answer."""
+        return self._distributor.num_alive
+
+    def restart(self) -> None:
+        """Restart the replicas that are dead, now; blocks the thread.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) If one is dead that cannot be restarted.
+            Exception: What loading raises; it may be tried again.
+        """
+        dead = [replica for replica in self._set.replicas if replica.is_dead]
+        asked = []
+        for replica in dead:
+            evaluator = replica.evaluator
+            if not isinstance(evaluator, RestartableEvaluator):
+                raise ModelStateError(
+                    f"replica {replica.number} is of a kind that cannot be restarted"
+                )
+            asked.append(replica.ask(_restarting(replica, evaluator, self._distributor.back)))
+        for future in asked:
+            future.result()
+
+    # ---------------------------------------------------------------- keys and values
+
+    def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
+        """Compute a prompt on every replica and keep its keys and values until a cache is cleared.
+
+        Blocks the thread.
+
+        Raises:
+            CacheError: If the prompt does not fit into the slots of one of them.
+        """
+        query = self._query(prompt_tokens, lora_name)
+        if not self._call(lambda: self._set.pin(query)) and self._info.num_slots is not None:
+            raise CacheError(
+                f"a prompt of {len(query.context)} tokens does not fit into the slots of a "
+                "replica that are not pinned"
+            )
+        self._distributor.sent_to_all(query)
+
+    def clear_kv_cache(self) -> None:
+        """Forget every cached key and value on all replicas. No answer changes by it."""
+        self._clear_kept()
+
+
+def _restarting(
+    replica: Replica,
+    evaluator: RestartableEvaluator,
+    is_back: Callable[[int, EvaluatorInfo], None],
+) -> Callable[[Evaluator], None]:
+    def restart(_: Evaluator) -> None:
+        if replica.is_dead:  # and has not come back by itself meanwhile
+            replica.restart(evaluator, is_back)
+
+    return restart
+
+
+def _placed(loader: HFLoader, count: int, hf_opts: Mapping[str, Any]) -> list[HFLoader]:
+    """Return what loads each replica: on devices in turns, or with its part of the cores."""
+    num_devices = torch.cuda.device_count()
+    if num_devices and "device_map" not in hf_opts:
+        return [loader.on_device(f"cuda:{index % num_devices}") for index in range(count)]
+    if loader.evaluator_options.get("num_threads") is None:
+        loader = loader.with_options(num_threads=max(1, (os.cpu_count() or 1) // count))
+    return [loader] * count

@@ -1,0 +1,151 @@
+"""ReplicaSet: the verbs of an evaluator, carried out by every replica."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from typing import Any, NoReturn, final
+
+from genlm_backend.errors import EngineDiedError, OptionError
+from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.llm.query import Adapter, Query
+from genlm_backend.llm.replicas.replica import Replica
+
+
+@final
+class ReplicaSet(Evaluator):
+    """Several evaluators of the same model, as far as they are asked for anything but answers.
+
+    Args:
+        evaluators: The evaluators, one or more; no other model's.
+
+    Attributes:
+        evaluators: As given.
+        replicas: The same on threads of their own, once they are asked.
+        infos: What each is able to do, once they are open.
+        cleared: Called when no replica keeps anything.
+
+    Raises:
+        OptionError: (``ValueError``) If there is none, one is there twice, or one is another
+            model's.
+    """
+
+    def __init__(self, evaluators: Sequence[Evaluator]) -> None:
+        if not evaluators:
+            raise OptionError("evaluators is empty: at least one replica is needed")
+        if len(set(map(id, evaluators))) < len(evaluators):
+            raise OptionError("evaluators has one twice: each replica is an evaluator of its own")
+        if any("check_wanted" in vars(evaluator) for evaluator in evaluators):
+            raise OptionError("one of the evaluators is another model's, whose thread calls it")
+        self.evaluators = list(evaluators)
+        self.replicas: list[Replica] = []
+        self.infos: list[EvaluatorInfo] = []
+        self.cleared: Callable[[], None] = lambda: None
+
+    def open(self) -> EvaluatorInfo:
+        """Open all replicas at once, each on its thread; return what they all are able to do.
+
+        Raises:
+            OptionError: If they are not of one model, by the width of their rows.
+        """
+        self.infos = self._of_all(lambda e: e.open() if e.info is None else e.info)
+        for info in self.infos:
+            if not isinstance(info, EvaluatorInfo):
+                return info  # for the caller to refuse
+        widths = [info.vocab_size for info in self.infos]
+        if len(set(widths)) > 1:
+            raise OptionError(f"replicas must be of one model, got vocabularies of {widths} ids")
+        for replica, info in zip(self.replicas, self.infos, strict=True):
+            replica.answering.is_bounded = info.max_batch_size is not None
+        return self.info_of_all()
+
+    def info_of_all(self) -> EvaluatorInfo:
+        """Return what every replica is able to do, and how many slots there are in all."""
+        slots = [info.num_slots for info in self.infos]
+        return replace(
+            self.infos[0],
+            max_length=_least(info.max_length for info in self.infos),
+            max_batch_size=_least(info.max_batch_size for info in self.infos),
+            num_slots=None if None in slots else sum(filter(None, slots)),
+            can_forget=all(info.can_forget for info in self.infos),
+            takes_adapters=all(info.takes_adapters for info in self.infos),
+            uses_openmp=any(info.uses_openmp for info in self.infos),
+            scores=all(info.scores for info in self.infos),
+        )
+
+    def _of_all(self, verb: Callable[[Evaluator], Any]) -> list[Any]:
+        """Return what a verb returns on each replica, all of which are waited for."""
+        return _results([replica.ask(verb) for replica in self.replicas])
+
+    def _of_living(self, verb: Callable[[Evaluator], Any]) -> list[Any]:
+        asked = [replica.ask(verb) for replica in self.replicas if not replica.is_dead]
+        concurrent.futures.wait(asked)
+        dead = [f for f in asked if isinstance(f.exception(), EngineDiedError)]
+        return _results([future for future in asked if future not in dead])
+
+    # ---------------------------------------------------------------- verbs
+
+    def evaluate(self, queries: Sequence[Any]) -> NoReturn:
+        """Refuse: each replica answers what it is sent."""
+        raise NotImplementedError("questions go to replicas one by one")
+
+    def num_cached(self, query: Query) -> int:
+        """Return how many of a context's tokens some replica need not compute."""
+        return max(self._of_living(lambda e: e.num_cached(query)), default=0)
+
+    def forget(self, query: Query, keep: int) -> None:
+        """Free the keys and values of a context wherever they are."""
+        self._of_living(lambda e: e.forget(query, keep))
+
+    def pin(self, query: Query) -> bool:
+        """Compute a context everywhere and keep it; return whether there was room everywhere."""
+        return all(self._of_living(lambda e: e.pin(query)))
+
+    def clear(self) -> None:
+        """Free all keys and values."""
+        self._of_living(lambda e: e.clear())
+        self.cleared()
+
+    def add_adapter(self, adapter: Adapter, path: str) -> None:
+        """Load an adapter everywhere; where that fails for one, no other has it."""
+        asked = [
+            replica.ask(lambda _, replica=replica: replica.add_adapter(adapter, path))
+            for replica in self.replicas
+        ]
+        try:
+            _results(asked)
+        except BaseException:
+            done = [r for r, f in zip(self.replicas, asked, strict=True) if f.exception() is None]
+            _results([r.ask(lambda _, r=r: r.remove_adapter(adapter)) for r in done])
+            raise
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """Remove an adapter everywhere."""
+        _results(
+            [
+                replica.ask(lambda _, replica=replica: replica.remove_adapter(adapter))
+                for replica in self.replicas
+            ]
+        )
+        self.cleared()
+
+    def counts(self) -> EvaluatorCounts:
+        """Return what all replicas have done."""
+        counts = [replica.answering.counts for replica in self.replicas]
+        names = [field.name for field in fields(EvaluatorCounts)]
+        return EvaluatorCounts(**{n: sum(getattr(c, n) for c in counts) for n in names})
+
+    def close(self) -> None:
+        """Close all replicas."""
+        for replica in self.replicas:
+            replica.close()
+
+
+def _least(values: Any) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _results(futures: Sequence[concurrent.futures.Future[Any]]) -> list[Any]:
+    concurrent.futures.wait(futures)
+    return [future.result() for future in futures]

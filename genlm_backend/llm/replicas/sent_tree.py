@@ -1,0 +1,162 @@
+"""SentTree: which tokens each of several replicas was sent, and so may have keys and values of."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Final, final
+
+from genlm_backend.common_prefix import common_length
+
+_ID_BYTES: Final = 4
+_KEPT: Final = 0.8
+"""Part of a replica's tokens that stays when there have become too many."""
+
+
+@final
+class _Node:
+    """A run of tokens behind that of its parent.
+
+    Attributes:
+        run: Token ids as 32-bit integers.
+        stamps: Replicas that were sent the whole of it, and when each was last.
+    """
+
+    __slots__ = ("children", "parent", "run", "stamps")
+
+    def __init__(self, run: bytes, parent: _Node | None, stamps: dict[int, int]) -> None:
+        self.run, self.parent, self.stamps = run, parent, stamps
+        self.children: dict[bytes, _Node] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.run) // _ID_BYTES
+
+    @property
+    def key(self) -> bytes:
+        return self.run[:_ID_BYTES]
+
+
+@final
+class SentTree:
+    """A radix tree of contexts, with the replicas that each was sent to. It is an estimate: what a
+    replica has evicted by itself is not known here.
+
+    Args:
+        capacities: Number of tokens that each replica keeps; ``None`` where nothing bounds it.
+    """
+
+    def __init__(self, capacities: Sequence[int | None]) -> None:
+        self._capacities = list(capacities)
+        self._roots: dict[Hashable, _Node] = {}
+        self._clock = itertools.count(1)
+        self.num_tokens = [0] * len(self._capacities)
+
+    def known(self, space: Hashable, packed: bytes) -> list[int]:
+        """Return how many of a context's first tokens each replica was sent.
+
+        Args:
+            space: What contexts share tokens within: an adapter, or ``None``.
+            packed: The context's ids as 32-bit integers.
+        """
+        found = [0] * len(self._capacities)
+        for node, depth, matched in self._path(space, packed):
+            for replica in node.stamps:
+                found[replica] = (depth + matched) // _ID_BYTES
+        return found
+
+    def _path(self, space: Hashable, packed: bytes) -> Iterable[tuple[_Node, int, int]]:
+        """Yield the nodes that begin as a context does: each, where it begins, how much is so."""
+        node, depth = self._roots.get(space), 0
+        while node is not None and depth < len(packed):
+            node = node.children.get(packed[depth : depth + _ID_BYTES])
+            if node is None:
+                return
+            matched = _matched(node.run, packed, depth)
+            yield node, depth, matched
+            if matched < len(node.run):
+                return
+            depth += matched
+
+    def add(self, space: Hashable, packed: bytes, replica: int) -> None:
+        """Remember that a replica was sent a context."""
+        stamp, depth = next(self._clock), 0
+        node = self._roots.setdefault(space, _Node(b"", None, {}))
+        while depth < len(packed):
+            child = node.children.get(packed[depth : depth + _ID_BYTES])
+            if child is None:
+                self._append(node, packed[depth:], replica, stamp)
+                break
+            matched = _matched(child.run, packed, depth)
+            if matched < len(child.run):
+                child = _split(child, matched)
+            self._mark(child, replica, stamp)
+            node, depth = child, depth + matched
+        capacity = self._capacities[replica]
+        if capacity is not None and self.num_tokens[replica] > capacity:
+            self._evict(replica, int(capacity * _KEPT))
+
+    def _append(self, node: _Node, run: bytes, replica: int, stamp: int) -> None:
+        if node.parent is not None and not node.children and set(node.stamps) == {replica}:
+            node.run += run
+        else:
+            node.children[run[:_ID_BYTES]] = _Node(run, node, {replica: stamp})
+        self.num_tokens[replica] += len(run) // _ID_BYTES
+
+    def _mark(self, node: _Node, replica: int, stamp: int) -> None:
+        if replica not in node.stamps:
+            self.num_tokens[replica] += node.num_tokens
+        node.stamps[replica] = stamp
+
+    # ---------------------------------------------------------------- forgetting
+
+    def forget(self, replica: int) -> None:
+        """Forget what a replica was sent."""
+        self._evict(replica, 0)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._roots.clear()
+        self.num_tokens = [0] * len(self._capacities)
+
+    def _evict(self, replica: int, limit: int) -> None:
+        """Forget the ends of contexts that a replica was sent longest ago, down to a limit."""
+        while self.num_tokens[replica] > limit:
+            for node in sorted(self._ends(replica), key=lambda node: node.stamps[replica]):
+                if self.num_tokens[replica] <= limit:
+                    return
+                del node.stamps[replica]
+                self.num_tokens[replica] -= node.num_tokens
+                if not node.stamps and node.parent is not None:
+                    del node.parent.children[node.key]
+
+    def _ends(self, replica: int) -> list[_Node]:
+        """Return the nodes behind which a replica was sent nothing."""
+        ends: list[_Node] = []
+        waiting = [child for root in self._roots.values() for child in root.children.values()]
+        while waiting:
+            node = waiting.pop()
+            own = [child for child in node.children.values() if replica in child.stamps]
+            waiting.extend(own)
+            if not own and replica in node.stamps:
+                ends.append(node)
+        return ends
+
+
+def _matched(run: bytes, packed: bytes, depth: int) -> int:
+    """Return how many bytes of whole tokens a run has in common with a context from a depth on."""
+    if packed.startswith(run, depth):
+        return len(run)
+    common = common_length(run, packed[depth : depth + len(run)])
+    return common - common % _ID_BYTES
+
+
+def _split(node: _Node, matched: int) -> _Node:
+    """Part a node in two; return the first, which takes its place."""
+    parent = node.parent
+    assert parent is not None
+    first = _Node(node.run[:matched], parent, dict(node.stamps))
+    parent.children[first.key] = first
+    node.run, node.parent = node.run[matched:], first
+    first.children[node.key] = node
+    return first
