@@ -8,14 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.systems import PROMPT_TOKENS, TEXT
 from benchmarks.workload import Numbers, Row
-from genlm_backend import AsyncTransformer
-from genlm_backend.llm import ProcessEvaluator, Query, StatelessEvaluator
+from genlm_backend import AsyncLM, AsyncTransformer
+from genlm_backend.llm import AsyncReplicas, ProcessEvaluator, Query, StatelessEvaluator
 from genlm_backend.llm import Row as ModelRow
 
 PYTHON_SECONDS = 0.03
@@ -50,7 +51,7 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 
 async def walk(
-    lm: AsyncTransformer, prompt: list[int], num_particles: int, num_tokens: int, seed: int
+    lm: AsyncLM, prompt: list[int], num_particles: int, num_tokens: int, seed: int
 ) -> None:
     """Sample with particles that await by themselves."""
 
@@ -102,6 +103,30 @@ def measure() -> Numbers:
                     took = seconds_of(partial(asyncio.run, way(lm, prompt, seed)))
                     numbers.setdefault(f"{place}, {way.__name__} s", []).append(took)
     return numbers
+
+
+def measure_replicas() -> Numbers:
+    """Two replicas with a thread each beside one model with one thread, in turns."""
+    numbers: Numbers = {"one s": [], "two s": []}
+    options: dict[str, Any] = {"num_threads": 1, "row_cache_bytes": 0, "batch_size": 64}
+    with (
+        AsyncTransformer.from_name("smollm2", process=True, **options) as one,
+        AsyncReplicas.from_name("smollm2", 2, **options) as two,
+    ):
+        prompt = one.tokenizer.encode(TEXT)[:PROMPT_TOKENS]
+        for seed in range(6):
+            for name, lm in (("one s", one), ("two s", two)):
+                lm.clear_cache()
+                took = seconds_of(partial(asyncio.run, walk(lm, prompt, 64, 16, seed)))
+                numbers[name] += [took] if seed else []
+    return numbers
+
+
+def replica_rows(numbers: Numbers) -> list[Row]:
+    """Return how much faster two replicas are."""
+    ratio = statistics.median(numbers["one s"]) / statistics.median(numbers["two s"])
+    what = "SIS of 64 particles, two replicas of one thread each over one of one thread"
+    return [(what, f"{ratio:.2f}×", "1.3×")]
 
 
 async def apart(lm: AsyncTransformer, prompt: list[int], seed: int) -> None:

@@ -40,6 +40,8 @@ _WORKLOADS: tuple[Workload, ...] = (
     tries.TrieDevice(),
     virtual.Virtual(),
     elsewhere.Process(),
+    elsewhere.Replicas(),
+    elsewhere.Routing(),
 )
 
 WORKLOADS = {workload.name: workload for workload in _WORKLOADS}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import elsewhere
+from benchmarks import elsewhere, routing
 from benchmarks.workload import Found, Numbers, Row, Workload
 
 
@@ -17,3 +17,29 @@ class Process(Workload):
 
     def rows(self, found: Found) -> list[Row]:
         return elsewhere.rows(found[""])
+
+
+class Replicas(Workload):
+    """Two replicas of one thread each beside one model of one thread."""
+
+    name = "replicas"
+    table = "scaling"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return elsewhere.measure_replicas()
+
+    def rows(self, found: Found) -> list[Row]:
+        return elsewhere.replica_rows(found[""])
+
+
+class Routing(Workload):
+    """Where 10,000 particles go among 64 replicas, simulated."""
+
+    name = "routing"
+    table = "routing"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return routing.measure()
+
+    def rows(self, found: Found) -> list[Row]:
+        return routing.rows(found[""])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from genlm_backend.common_prefix import common_length
 
@@ -20,12 +20,15 @@ class _Node:
     Attributes:
         run: Token ids as 32-bit integers.
         stamps: Replicas that were sent the whole of it, and when each was last.
+        waiting: Those of them that have not answered yet what it came with.
     """
 
-    __slots__ = ("children", "parent", "run", "stamps")
+    __slots__ = ("children", "parent", "run", "stamps", "waiting")
 
-    def __init__(self, run: bytes, parent: _Node | None, stamps: dict[int, int]) -> None:
-        self.run, self.parent, self.stamps = run, parent, stamps
+    def __init__(
+        self, run: bytes, parent: _Node | None, stamps: dict[int, int], waiting: set[int]
+    ) -> None:
+        self.run, self.parent, self.stamps, self.waiting = run, parent, stamps, waiting
         self.children: dict[bytes, _Node] = {}
 
     @property
@@ -35,6 +38,35 @@ class _Node:
     @property
     def key(self) -> bytes:
         return self.run[:_ID_BYTES]
+
+
+class _Step(NamedTuple):
+    """A node on the path of a context.
+
+    Attributes:
+        node: The node.
+        start: Number of the context's bytes before it.
+        matched: Number of its bytes that the context has.
+    """
+
+    node: _Node
+    start: int
+    matched: int
+
+
+class Place(NamedTuple):
+    """What a replica was sent of a context.
+
+    Attributes:
+        num_known: Number of its first tokens that the replica was sent.
+        num_waiting: Number of these that it has not answered yet.
+        part: The context's part in the others. Tokens that go on in several ways are shared: they
+            are counted once for all ways that have been seen.
+    """
+
+    num_known: int
+    num_waiting: int
+    part: float
 
 
 @final
@@ -52,28 +84,39 @@ class SentTree:
         self._clock = itertools.count(1)
         self.num_tokens = [0] * len(self._capacities)
 
-    def known(self, space: Hashable, packed: bytes) -> list[int]:
-        """Return how many of a context's first tokens each replica was sent.
+    def places(self, space: Hashable, packed: bytes) -> list[Place]:
+        """Return what each replica was sent of a context.
 
         Args:
             space: What contexts share tokens within: an adapter, or ``None``.
             packed: The context's ids as 32-bit integers.
         """
-        found = [0] * len(self._capacities)
-        for node, depth, matched in self._path(space, packed):
-            for replica in node.stamps:
-                found[replica] = (depth + matched) // _ID_BYTES
+        path = list(self._path(space, packed))
+        end = path[-1].start + path[-1].matched if path else 0
+        parts = [(len(packed) - end) / _ID_BYTES]  # of what follows each node, from the last one
+        num_ways = 1
+        for step in reversed(path):
+            num_ways = max(num_ways, len(step.node.children))
+            parts.append(parts[-1] + step.matched / _ID_BYTES / num_ways)
+        parts.reverse()
+        found = [Place(0, 0, parts[0])] * len(self._capacities)
+        for step, part in zip(path, parts[1:], strict=True):
+            own = step.matched // _ID_BYTES
+            for replica in step.node.stamps:
+                known, waiting, _ = found[replica]
+                waiting += own if replica in step.node.waiting else 0
+                found[replica] = Place(known + own, waiting, part)
         return found
 
-    def _path(self, space: Hashable, packed: bytes) -> Iterable[tuple[_Node, int, int]]:
-        """Yield the nodes that begin as a context does: each, where it begins, how much is so."""
+    def _path(self, space: Hashable, packed: bytes) -> Iterable[_Step]:
+        """Yield the nodes that begin as a context goes on."""
         node, depth = self._roots.get(space), 0
         while node is not None and depth < len(packed):
             node = node.children.get(packed[depth : depth + _ID_BYTES])
             if node is None:
                 return
             matched = _matched(node.run, packed, depth)
-            yield node, depth, matched
+            yield _Step(node, depth, matched)
             if matched < len(node.run):
                 return
             depth += matched
@@ -81,7 +124,7 @@ class SentTree:
     def add(self, space: Hashable, packed: bytes, replica: int) -> None:
         """Remember that a replica was sent a context."""
         stamp, depth = next(self._clock), 0
-        node = self._roots.setdefault(space, _Node(b"", None, {}))
+        node = self._roots.setdefault(space, _Node(b"", None, {}, set()))
         while depth < len(packed):
             child = node.children.get(packed[depth : depth + _ID_BYTES])
             if child is None:
@@ -99,14 +142,21 @@ class SentTree:
     def _append(self, node: _Node, run: bytes, replica: int, stamp: int) -> None:
         if node.parent is not None and not node.children and set(node.stamps) == {replica}:
             node.run += run
+            node.waiting.add(replica)
         else:
-            node.children[run[:_ID_BYTES]] = _Node(run, node, {replica: stamp})
+            node.children[run[:_ID_BYTES]] = _Node(run, node, {replica: stamp}, {replica})
         self.num_tokens[replica] += len(run) // _ID_BYTES
 
     def _mark(self, node: _Node, replica: int, stamp: int) -> None:
         if replica not in node.stamps:
             self.num_tokens[replica] += node.num_tokens
+            node.waiting.add(replica)
         node.stamps[replica] = stamp
+
+    def answered(self, space: Hashable, packed: bytes, replica: int) -> None:
+        """Take note that a replica has computed a context."""
+        for step in self._path(space, packed):
+            step.node.waiting.discard(replica)
 
     # ---------------------------------------------------------------- forgetting
 
@@ -126,6 +176,7 @@ class SentTree:
                 if self.num_tokens[replica] <= limit:
                     return
                 del node.stamps[replica]
+                node.waiting.discard(replica)
                 self.num_tokens[replica] -= node.num_tokens
                 if not node.stamps and node.parent is not None:
                     del node.parent.children[node.key]
@@ -155,7 +206,7 @@ def _split(node: _Node, matched: int) -> _Node:
     """Part a node in two; return the first, which takes its place."""
     parent = node.parent
     assert parent is not None
-    first = _Node(node.run[:matched], parent, dict(node.stamps))
+    first = _Node(node.run[:matched], parent, dict(node.stamps), set(node.waiting))
     parent.children[first.key] = first
     node.run, node.parent = node.run[matched:], first
     first.children[node.key] = node
