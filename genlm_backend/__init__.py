@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from genlm_backend.llm.hf.model import AsyncTransformer
     from genlm_backend.llm.mock import MockAsyncLM
     from genlm_backend.llm.registry import load_model_by_name
+    from genlm_backend.llm.replicas.model import AsyncReplicas
     from genlm_backend.llm.statistics import LMStatistics
     from genlm_backend.llm.vllm.model import AsyncVirtualLM
     from genlm_backend.tokenization.token import Token
@@ -40,6 +41,7 @@ __all__ = [
     "AsyncGLM",
     "AsyncLM",
     "AsyncMlxLM",
+    "AsyncReplicas",
     "AsyncTokenCharacterTrie",
     "AsyncTransformer",
     "AsyncVirtualLM",
@@ -67,6 +69,7 @@ __getattr__, __dir__ = lazy_names(
         "AsyncLM": "genlm_backend.llm.base",
         "AsyncMlxLM": "genlm_backend.llm.absent",
         "AsyncTokenCharacterTrie": "genlm_backend.trie.async_trie",
+        "AsyncReplicas": "genlm_backend.llm.replicas.model",
         "AsyncTransformer": "genlm_backend.llm.hf.model",
         "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
         "Constraint": "genlm_backend.generation.constraint",

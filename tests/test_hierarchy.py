@@ -35,6 +35,7 @@ DEFAULTS = {
         "sample",
         "statistics",
     },
+    "BatchedLM": {"_asking"},
     "VocabularyTrie": {"release"},
 }
 

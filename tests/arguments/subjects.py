@@ -9,6 +9,7 @@ import torch
 
 from genlm_backend import (
     AsyncGLM,
+    AsyncReplicas,
     AsyncTokenCharacterTrie,
     AsyncTransformer,
     AsyncVirtualLM,
@@ -32,6 +33,7 @@ from genlm_backend.errors import ModelNotFoundError, UnknownTaskError
 from genlm_backend.generation import RuntimeConfig
 from genlm_backend.generation.hf_inputs import HONOURED
 from genlm_backend.llm.batched import BatchedLM
+from genlm_backend.llm.mock import MockEvaluator
 from genlm_backend.llm.sampling import Sampler
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
@@ -80,6 +82,12 @@ SHARED: dict[str, Any] = {}
 EOS = range(families.VOCAB)
 SAMPLE = {"max_tokens": 2, "eos_token_ids": EOS}
 BACKENDS = {"mock": LM, "hf": HF, "vllm": VLLM}
+REPLICAS = [MockEvaluator(families.VOCAB) for _ in range(2)]
+BACKENDS["replicas"] = AsyncReplicas(word_tokenizer(), REPLICAS)
+
+
+def new_evaluators():
+    return [MockEvaluator(families.VOCAB) for _ in range(2)]
 
 
 def engine_method(name):
@@ -107,6 +115,23 @@ SUBJECTS: dict[str, Subject] = {
         AsyncTransformer,
         {"hf_model": MODEL, "hf_tokenizer": word_tokenizer(), "kv_cache_bytes": 1 << 16},
         (AsyncTransformer.__init__,),
+    ),
+    "AsyncReplicas": Subject(
+        lambda **given: AsyncReplicas(
+            **{"tokenizer": word_tokenizer(), "evaluators": new_evaluators(), **given}
+        ),
+        names=tuple(inspect.signature(AsyncReplicas).parameters),
+    ),
+    "AsyncReplicas.from_name": Subject(
+        AsyncReplicas.from_name,
+        {"model_id": "/no/such/model"},
+        names=tuple(
+            name
+            for method in (AsyncReplicas.from_name, AsyncReplicas.__init__)
+            for name in inspect.signature(method).parameters
+            if name not in ("self", "tokenizer", "evaluators", "kwargs")
+        ),
+        accepting=(ModelNotFoundError,),
     ),
     "AsyncVirtualLM": Subject(
         lambda **given: AsyncVirtualLM(FakeEngine(), **given),

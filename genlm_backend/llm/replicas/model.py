@@ -131,12 +131,12 @@ class AsyncReplicas(BatchedLM):
         Args:
             model_id: A repository on the hub, a local directory, or ``"smollm2"``.
             replicas: Number of processes.
-            bitsandbytes_opts: As for ``AsyncTransformer.from_name``.
-            hf_opts: As there.
-            kv_cache_bytes: As for ``AsyncTransformer``, for each replica.
-            num_threads: As there, for each.
-            max_length: As there.
-            packs_weights: As there.
+            bitsandbytes_opts: Options of ``BitsAndBytesConfig``; see ``AsyncTransformer.from_name``.
+            hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``; see there.
+            kv_cache_bytes: Bytes of keys and values that each replica keeps.
+            num_threads: Threads of each replica's forward passes on the CPU.
+            max_length: The longest context to accept. Default: what the model's config says.
+            packs_weights: Whether weights are packed where that is faster, on the CPU.
             **kwargs: For the constructor.
 
         Raises:

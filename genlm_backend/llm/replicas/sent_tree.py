@@ -20,7 +20,7 @@ class _Node:
     Attributes:
         run: Token ids as 32-bit integers.
         stamps: Replicas that were sent the whole of it, and when each was last.
-        waiting: Those of them that have not answered yet what it came with.
+        waiting: Replicas that have not answered yet what it came with.
     """
 
     __slots__ = ("children", "parent", "run", "stamps", "waiting")
@@ -71,8 +71,9 @@ class Place(NamedTuple):
 
 @final
 class SentTree:
-    """A radix tree of contexts, with the replicas that each was sent to. It is an estimate: what a
-    replica has evicted by itself is not known here.
+    """A radix tree of contexts, with the replicas that each was sent to.
+
+    It is an estimate: what a replica has evicted by itself is not known here.
 
     Args:
         capacities: Number of tokens that each replica keeps; ``None`` where nothing bounds it.
