@@ -18,6 +18,7 @@ EXTENSIBLE = {"AsyncTransformer", "BatchedLM", "MockAsyncLM"}
 # Optional capabilities: what a class can do without has a default, and may be overridden.
 DEFAULTS = {
     "AsyncLM": {
+        "_drawn",
         "add_new_lora",
         "batch_next_token_logprobs",
         "batch_next_token_logprobs_sync",

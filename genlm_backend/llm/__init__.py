@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from genlm_backend.llm.base import AsyncLM
     from genlm_backend.llm.batched import BatchedLM
     from genlm_backend.llm.context import Context
+    from genlm_backend.llm.drawing import Drawing
     from genlm_backend.llm.elsewhere.process import ProcessEvaluator
     from genlm_backend.llm.evaluator import (
         Evaluator,
@@ -37,6 +38,7 @@ __all__ = [
     "AsyncVirtualLM",
     "BatchedLM",
     "Context",
+    "Drawing",
     "Evaluator",
     "EvaluatorCounts",
     "EvaluatorInfo",
@@ -65,6 +67,7 @@ __getattr__, __dir__ = lazy_names(
         "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
         "BatchedLM": "genlm_backend.llm.batched",
         "Context": "genlm_backend.llm.context",
+        "Drawing": "genlm_backend.llm.drawing",
         "Evaluator": "genlm_backend.llm.evaluator",
         "EvaluatorCounts": "genlm_backend.llm.evaluator",
         "EvaluatorInfo": "genlm_backend.llm.evaluator",

@@ -8,15 +8,8 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from genlm_backend.checks import (
-    MAX_VOCAB,
-    Check,
-    check_option_names,
-    checked,
-    integer,
-    optional,
-    switch,
-)
+from genlm_backend.checks import MAX_VOCAB, Check, checked, integer, optional, switch
+from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.closing import Closing
 from genlm_backend.errors import AdapterError, UnknownAdapterError
 from genlm_backend.llm.adapters import UNKNOWN_ADAPTER
@@ -101,7 +94,7 @@ class AsyncLM(Closing):
             OptionTypeError: (``TypeError``) If there is none of a name, or one is of a wrong type.
             OptionError: (``ValueError``) If one is out of its bounds.
         """
-        check_option_names(cls, options, cls.nested_options)
+        check_names(cls, options, cls.nested_options)
         checked(cls.option_checks, options)
 
     def context(self, token_ids: TokenIds = ()) -> Context:
@@ -305,11 +298,14 @@ class AsyncLM(Closing):
     ) -> list[int]:
         prompt = context = self.contexts.check(prompt_token_ids)
         while len(context) < len(prompt) + max_tokens:
-            token_id = sampler.draw(await self.next_token_logprobs(context, lora_name=lora_name))
+            token_id = await self._drawn(context, sampler, lora_name)
             if token_id in eos_token_ids:
                 break
             context = context.extend(token_id)
         return list(context.packed(len(prompt)))
+
+    async def _drawn(self, context: Context, sampler: Sampler, lora_name: str | None) -> int:
+        return sampler.draw(await self.next_token_logprobs(context, lora_name=lora_name))
 
     # ---------------------------------------------------------------- keys and values
 

@@ -20,11 +20,13 @@ from genlm_backend.errors import AdapterError, BatcherClosedError, OptionError, 
 from genlm_backend.llm.adapters import ADAPTER_CHECKS, AdapterNames, check_adapter_name
 from genlm_backend.llm.answering import Answering
 from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.context import Context
 from genlm_backend.llm.contexts import listed_contexts
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.llm.query import Adapter, Query, TokenIds
 from genlm_backend.llm.row import Row, table_of
 from genlm_backend.llm.row_scores import scores_of_rows, scores_of_rows_sync
+from genlm_backend.llm.sampling import Sampler
 from genlm_backend.llm.scoring import Question, Scoring, check_scorings, distinct, own_scores
 from genlm_backend.llm.statistics import LMStatistics
 from genlm_backend.llm.threads import release_idle_threads
@@ -100,7 +102,6 @@ class BatchedLM(AsyncLM):
         self._adapters = AdapterNames()
         self._answering = Answering(evaluator, self._rows, self._adapters)
         self._closing, self._is_closed = threading.RLock(), False
-        # A row for a query, a tensor for a scoring.
         self._batcher: Asking[Question, Any] = self._asking(BatchPolicy(timeout=timeout))
         evaluator.check_wanted = self._batcher.check_wanted
         try:
@@ -122,7 +123,7 @@ class BatchedLM(AsyncLM):
         answers, weight = self._answering.answers, self._answering.weight
         return Batcher(answers, policy, name=type(self).__name__, weight=weight)
 
-    # ---------------------------------------------------------------- rows
+    # ---------------------------------------------------------------- rows, scores, draws
 
     async def next_token_logprobs(
         self, token_ids: TokenIds, lora_name: str | None = None
@@ -205,8 +206,6 @@ class BatchedLM(AsyncLM):
         if self._info.uses_openmp:
             release_idle_threads()
 
-    # ---------------------------------------------------------------- scores
-
     async def batch_score(
         self,
         prompts: Sequence[TokenIds],
@@ -244,7 +243,16 @@ class BatchedLM(AsyncLM):
         adapter = self._adapter(lora_name)
         return check_scorings(self.contexts, prompts, continuations, self.max_length, adapter)
 
-    # ---------------------------------------------------------------- on the worker thread
+    async def _drawn(self, context: Context, sampler: Sampler, lora_name: str | None) -> int:
+        if not self._info.draws:
+            return await super()._drawn(context, sampler, lora_name)
+        query = self._query(context, lora_name)
+        row = self._rows.get(query)
+        if row is None:  # and none has to come here
+            return await self._batcher.submit(sampler.drawing(query))
+        return sampler.draw(row.logprobs)
+
+    # ---------------------------------------------------------------- the worker thread and its queue
 
     def _call(self, verb: Callable[[], T]) -> T:
         """Have the worker do something after the batches already sent; block for it."""
@@ -253,8 +261,6 @@ class BatchedLM(AsyncLM):
     async def _acall(self, verb: Callable[[], T]) -> T:
         counted = partial(self._answering.counted, verb)
         return await asyncio.wrap_future(self._batcher.call_soon(counted))
-
-    # ---------------------------------------------------------------- the queue
 
     @property
     def batch_size(self) -> int:
@@ -321,8 +327,7 @@ class BatchedLM(AsyncLM):
 
     def add_new_lora(self, lora_path: str | Path, lora_name: str = "lora_1") -> None:
         """Load a LoRA adapter; where that raises, the model stays as it was."""
-        given = {"lora_path": lora_path, "lora_name": lora_name}
-        checked(ADAPTER_CHECKS, given, AdapterError)
+        checked(ADAPTER_CHECKS, {"lora_path": lora_path, "lora_name": lora_name}, AdapterError)
         if not self._info.takes_adapters:
             super().add_new_lora(str(lora_path), lora_name)
 

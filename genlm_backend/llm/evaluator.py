@@ -31,6 +31,7 @@ class EvaluatorInfo:
         uses_openmp: Whether it computes on OpenMP threads of this process, which idle threads of
             callers slow down.
         scores: Whether it answers a ``Scoring`` too. Where not, texts are scored by rows.
+        draws: Whether it answers a ``Drawing`` too. Where not, samples are drawn from rows.
     """
 
     vocab_size: int | None = None
@@ -43,6 +44,7 @@ class EvaluatorInfo:
     takes_adapters: bool = False
     uses_openmp: bool = False
     scores: bool = False
+    draws: bool = False
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -81,6 +83,7 @@ _CHECKS: Final = {
     "takes_adapters": switch,
     "uses_openmp": switch,
     "scores": switch,
+    "draws": switch,
 }
 
 
@@ -148,7 +151,8 @@ class Evaluator(abc.ABC):
 
         Where ``info.scores`` says so, there may be a ``Scoring`` among the queries. Its answer is a
         float32 tensor ``[num_targets]``, on any device, of what rows without ``undefined_ids``
-        say: those are left out, and a target among them is ``-inf``.
+        say: those are left out, and a target among them is ``-inf``. Where ``info.draws`` says so,
+        there may be a ``Drawing``, whose answer is a token id, of none of ``undefined_ids``.
         """
 
     @abc.abstractmethod

@@ -9,7 +9,8 @@ import torch
 
 from genlm_backend.checks import checked, integer, optional, sequence, switch
 from genlm_backend.llm.draw import TEMPERATURE, as_scores, draw_token
-from genlm_backend.llm.query import check_known_ids
+from genlm_backend.llm.drawing import Drawing
+from genlm_backend.llm.query import Query, check_known_ids
 
 
 @final
@@ -44,6 +45,11 @@ class Sampler:
             EvaluationError: (``RuntimeError``) If the row is NaN, or no token is possible.
         """
         return draw_token(as_scores(row), self.temperature, self._random.random)
+
+    def drawing(self, query: Query) -> Drawing:
+        """Return what asks for the token that ``draw`` would return of the context's row."""
+        uniform = self._random.random() if self.temperature else 0.0
+        return Drawing(query, self.temperature, uniform)
 
 
 CHECKS: Final = {

@@ -12,6 +12,7 @@ from genlm_backend.checks import listed
 from genlm_backend.errors import OptionError
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.contexts import Contexts
+from genlm_backend.llm.drawing import Drawing
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row
 
@@ -58,11 +59,11 @@ class Scoring:
         return is_tensor and answer.shape == (self.num_targets,) and not answer.requires_grad
 
 
-Question: TypeAlias = Query | Scoring
-"""What is asked of an evaluator: the row of a context, or the scores of a text."""
+Question: TypeAlias = Query | Scoring | Drawing
+"""What is asked of an evaluator: a context's row, a text's scores, or a sample's next token."""
 
-Answer: TypeAlias = Row | torch.Tensor
-"""What it answers: a ``Row`` to a ``Query``, scores to a ``Scoring``."""
+Answer: TypeAlias = Row | torch.Tensor | int
+"""What it answers: a ``Row`` to a ``Query``, scores to a ``Scoring``, an id to a ``Drawing``."""
 
 
 TOKENS_PER_ROW: Final = 200
@@ -74,9 +75,9 @@ def weight(question: Question) -> float:
 
     A batch of short texts would be too small a pass otherwise, and one of long texts too large.
     """
-    if isinstance(question, Query):
-        return 1.0
-    return len(question.text.context) / TOKENS_PER_ROW
+    if isinstance(question, Scoring):
+        return len(question.text.context) / TOKENS_PER_ROW
+    return 1.0
 
 
 def check_scorings(

@@ -16,10 +16,12 @@ from typing import Any, Final, final
 import torch
 
 from genlm_backend.errors import EvaluationError, QueryDroppedError
+from genlm_backend.llm.drawing import Drawing
 from genlm_backend.llm.elsewhere.messages import DROP, Answers, InTable, PackedError, Reply, Request
 from genlm_backend.llm.elsewhere.shared_rows import SharedRows
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.llm.row import Row, put
+from genlm_backend.llm.scoring import Question
 
 _LOOK_SECONDS: Final = 0.2
 """Seconds between two looks at whether the parent process lives."""
@@ -101,8 +103,10 @@ class Server:
         if request.verb == "undefined_ids":
             (evaluator.undefined_ids,) = request.arguments
             return None
-        found = getattr(evaluator, request.verb)(*request.arguments)
-        return self._answers(found) if request.verb == "evaluate" else found
+        if request.verb == "evaluate":
+            (questions,) = request.arguments
+            return self._answers(evaluate(evaluator, questions))
+        return getattr(evaluator, request.verb)(*request.arguments)
 
     def _open(self, made_by: bytes) -> Any:
         try:
@@ -143,6 +147,36 @@ class Server:
                 put(row.logprobs, own)
             self._waiting = self._waiting[len(batch) :]
         return len(self._waiting)
+
+
+def evaluate(evaluator: Evaluator, questions: Sequence[Question]) -> Any:
+    """Return what an evaluator answers; a ``Drawing`` by a row, where it answers none itself."""
+    if not any(isinstance(question, Drawing) for question in questions):
+        return evaluator.evaluate(questions)
+    asked = [q.query if isinstance(q, Drawing) else q for q in questions]
+    distinct = list(dict.fromkeys(asked))
+    found = evaluator.evaluate(distinct)
+    if not isinstance(found, Sequence) or len(found) != len(distinct):
+        return found  # for the parent process to refuse
+    answers = dict(zip(distinct, found, strict=True))
+    return [
+        _drawn(question, answers[own], evaluator.undefined_ids)
+        if isinstance(question, Drawing)
+        else answers[own]
+        for question, own in zip(questions, asked, strict=True)
+    ]
+
+
+def _drawn(drawing: Drawing, answer: Any, undefined_ids: Sequence[int]) -> Any:
+    if not _is_row(answer):
+        return answer
+    if undefined_ids:
+        ids = torch.tensor(undefined_ids)
+        answer = Row(answer.logprobs.cpu().clone(), answer.normaliser).without(ids)
+    try:
+        return drawing.of_row(answer)
+    except EvaluationError as error:
+        return error
 
 
 def _is_row(answer: Any) -> bool:

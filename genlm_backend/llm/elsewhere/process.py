@@ -72,7 +72,8 @@ class ProcessEvaluator(RestartableEvaluator):
         info = self.ask("open", self._made_by)
         if not isinstance(info, EvaluatorInfo):
             return info  # for the caller to refuse
-        return replace(info, uses_openmp=False)  # the threads are not of this process
+        # The threads are not of this process, and what is drawn over there is no row on its way.
+        return replace(info, uses_openmp=False, draws=True)
 
     def restart(self) -> EvaluatorInfo:
         """End the process, whatever it is doing, start another, and load its adapters again."""

@@ -13,6 +13,7 @@ import torch
 from genlm_backend.cache import KVStore
 from genlm_backend.errors import OptionError, QueryDroppedError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.llm.hf.job import Asked, Found
 from genlm_backend.llm.hf.lora import Adapters
 from genlm_backend.llm.hf.memory import default_kv_budget, is_out_of_memory, release_cached_memory
 from genlm_backend.llm.hf.packed_weights import PackedWeights
@@ -135,7 +136,7 @@ class HFEvaluator(Evaluator):
         answers: dict[Question, Answer | Exception] = {}
         with frequent_switches():
             for adapter in dict.fromkeys(query.adapter for query in queries):
-                own = [query for query in queries if query.adapter == adapter]
+                own = [q for q in cast(Sequence[Asked], queries) if q.adapter == adapter]
                 try:
                     with self._in_place(adapter):
                         answers.update(zip(own, self._answers(own), strict=True))
@@ -165,7 +166,7 @@ class HFEvaluator(Evaluator):
     def _scored(self, logits: torch.Tensor, places: list[int], targets: list[int]) -> torch.Tensor:
         return scores_of_logits(logits, places, targets, self.undefined_ids)
 
-    def _answers(self, questions: list[Question]) -> list[Answer]:
+    def _answers(self, questions: list[Asked]) -> list[Found]:
         # Where the model computes other rotary frequencies for long contexts, no key of a shorter
         # one is theirs: they share no keys, values or pass with others.
         apart = [question for question in questions if len(question.context) > self._rotary_limit]
@@ -177,7 +178,7 @@ class HFEvaluator(Evaluator):
             answers.update(zip(others, self.passes.evaluate(others), strict=True))
         return [answers[question] for question in questions]
 
-    def _apart(self, question: Question) -> Answer:
+    def _apart(self, question: Asked) -> Found:
         """Return the answer to a question about contexts that are longer than the limit."""
         if isinstance(question, Query):
             return self._row_apart(question)

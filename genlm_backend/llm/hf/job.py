@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from dataclasses import dataclass, field
-from typing import Self, final
+from typing import Self, TypeAlias, final
 
 import torch
 
@@ -13,10 +13,16 @@ from genlm_backend.cache import Match, Run
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.row import Row
-from genlm_backend.llm.scoring import Answer, Question
+from genlm_backend.llm.scoring import Scoring
+
+Asked: TypeAlias = Query | Scoring
+"""What forward passes are asked."""
+
+Found: TypeAlias = Row | torch.Tensor
+"""What comes of it."""
 
 
-def first_output(question: Question) -> int:
+def first_output(question: Asked) -> int:
     """Return the first position of a question's context behind which logits are wanted."""
     num_outputs = 1 if isinstance(question, Query) else question.num_targets
     return len(question.context) - num_outputs
@@ -56,7 +62,7 @@ class Job:
         self.scores = [0.0] * len(self.targets)
 
     @classmethod
-    def of(cls, question: Question, match: Match | None = None) -> Self:
+    def of(cls, question: Asked, match: Match | None = None) -> Self:
         """Return the job of a query or of a scoring."""
         targets = () if isinstance(question, Query) else question.targets
         return cls(question.context, match, targets)
@@ -86,7 +92,7 @@ class Job:
         return any(math.isnan(self.scores[i - self.first]) for i in outputs if self.targets)
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> Found:
         """The row, or the scores as float32 ``[num_targets]``."""
         if self.targets:
             return torch.tensor(self.scores, dtype=torch.float32)

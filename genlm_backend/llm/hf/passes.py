@@ -11,7 +11,7 @@ import torch
 from genlm_backend.cache import KVLayout, KVStore, Match, PrefixTree, Slots
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm.hf.attend import Attend, WholeAttend
-from genlm_backend.llm.hf.job import Job, first_output
+from genlm_backend.llm.hf.job import Asked, Found, Job, first_output
 from genlm_backend.llm.hf.memory import is_out_of_memory, release_cached_memory
 from genlm_backend.llm.hf.plan import (
     CostModel,
@@ -24,7 +24,6 @@ from genlm_backend.llm.hf.plan import (
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.query import Adapter
 from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
-from genlm_backend.llm.scoring import Answer, Question
 
 
 @final
@@ -82,7 +81,7 @@ class Passes:
         self.tree = PrefixTree(Slots(num_slots))
         self.store, self.attend = store, attend
 
-    def evaluate(self, questions: list[Question]) -> list[Answer]:
+    def evaluate(self, questions: list[Asked]) -> list[Found]:
         """Return one answer to each question; out of memory, halve the batch and try again."""
         try:
             answers = self._from_slots(questions)
@@ -95,7 +94,7 @@ class Passes:
             return _in_halves(questions, self.evaluate)
         return answers
 
-    def whole(self, questions: list[Question]) -> list[Answer]:
+    def whole(self, questions: list[Asked]) -> list[Found]:
         """Return one answer to each question without reading or writing a slot.
 
         A text with more outputs than one pass may have is run again for those that are left, from
@@ -151,13 +150,13 @@ class Passes:
 
     # ---------------------------------------------------------------- with slots
 
-    def match(self, question: Question, most: int) -> Match:
+    def match(self, question: Asked, most: int) -> Match:
         """Lock and return the longest cached prefix of a context, of up to ``most`` tokens."""
         context = question.context
         spot = self.tree.recall(context.place, question.adapter, most)
         return self.tree.match_from(spot, context.packed(spot.num_tokens, most))
 
-    def _from_slots(self, questions: list[Question]) -> list[Answer]:
+    def _from_slots(self, questions: list[Asked]) -> list[Found]:
         if not self.keeps:
             return self.whole(questions)
         jobs: list[Job] = []
@@ -232,7 +231,7 @@ class Passes:
 
 
 def _in_halves(
-    questions: list[Question], evaluate: Callable[[list[Question]], list[Answer]]
-) -> list[Answer]:
+    questions: list[Asked], evaluate: Callable[[list[Asked]], list[Found]]
+) -> list[Found]:
     middle = len(questions) // 2
     return evaluate(questions[:middle]) + evaluate(questions[middle:])

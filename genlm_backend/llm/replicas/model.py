@@ -131,8 +131,8 @@ class AsyncReplicas(BatchedLM):
         Args:
             model_id: A repository on the hub, a local directory, or ``"smollm2"``.
             replicas: Number of processes.
-            bitsandbytes_opts: Options of ``BitsAndBytesConfig``; see ``AsyncTransformer.from_name``.
-            hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``; see there.
+            bitsandbytes_opts: Options of ``BitsAndBytesConfig``, as for ``AsyncTransformer``.
+            hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as there.
             kv_cache_bytes: Bytes of keys and values that each replica keeps.
             num_threads: Threads of each replica's forward passes on the CPU.
             max_length: The longest context to accept. Default: what the model's config says.

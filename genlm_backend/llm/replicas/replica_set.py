@@ -72,6 +72,7 @@ class ReplicaSet(Evaluator):
             takes_adapters=all(info.takes_adapters for info in self.infos),
             uses_openmp=any(info.uses_openmp for info in self.infos),
             scores=all(info.scores for info in self.infos),
+            draws=all(info.draws for info in self.infos),
         )
 
     def _of_all(self, verb: Callable[[Evaluator], Any]) -> list[Any]:

@@ -1,0 +1,118 @@
+"""Samples that are drawn where the model is."""
+
+import asyncio
+import pickle
+from functools import partial
+
+import pytest
+import torch
+
+from genlm_backend import MockAsyncLM
+from genlm_backend.errors import EvaluationError
+from genlm_backend.llm import (
+    BatchedLM,
+    EvaluatorInfo,
+    ProcessEvaluator,
+    Query,
+    Row,
+    StatelessEvaluator,
+)
+from genlm_backend.llm.drawing import Drawing
+from genlm_backend.llm.elsewhere.child import evaluate
+from genlm_backend.llm.mock import MockEvaluator
+from genlm_backend.llm.sampling import Sampler
+from tests.llm.elsewhere.over_there import word_tokenizer
+from tests.llm.toy import VOCAB
+
+
+def mock_over_there(**options):
+    return BatchedLM(word_tokenizer(), ProcessEvaluator(partial(MockEvaluator, 100)), **options)
+
+
+@pytest.mark.filterwarnings("ignore:.*ids:UserWarning")
+async def test_samples_are_those_of_rows_without_a_row_on_its_way():
+    """Of 100 ids, the last four are of no token."""
+    with MockAsyncLM(word_tokenizer(), vocab_size=100) as here, mock_over_there() as there:
+        for temperature in (0, 0.5, 1.0, float("inf")):
+            options = {"temperature": temperature, "seed": 5}
+            prompts = [[i] for i in range(10)]
+            expected = await here.batch_sample(prompts, 8, range(3), **options)
+            assert await there.batch_sample(prompts, 8, range(3), **options) == expected
+        assert len(there._rows) == 0
+        row = await there.next_token_logprobs([1])
+        assert not row[96:].exp().any()
+        assert await there.sample([1], 1, [], seed=1) == await here.sample([1], 1, [], seed=1)
+        assert there.statistics().row_cache_hits == 1
+
+
+class Drawn(StatelessEvaluator):
+    """Counts what it is asked; rows of a few kinds."""
+
+    def __init__(self):
+        super().__init__(VOCAB)
+        self.asked = []
+
+    def evaluate(self, queries):
+        self.asked.append(list(queries))
+        return [self.row(query.token_ids[-1]) for query in queries]
+
+    def row(self, last):
+        if last == 1:
+            return Row(torch.full((VOCAB,), torch.nan), 0.0)
+        if last == 2:
+            return KeyError("by the test")
+        return Row(torch.zeros(VOCAB).log_softmax(-1), 0.0)
+
+
+def test_drawings_of_one_context_take_one_row():
+    evaluator = Drawn()
+    evaluator.undefined_ids = (0, 95)
+    drawings = [Drawing(Query([5]), 1.0, i / 20) for i in range(20)]
+    found = evaluate(evaluator, [*drawings, Query([5]), Drawing(Query([7]), 0.0, 0.0)])
+    assert evaluator.asked == [[Query([5]), Query([7])]]
+    assert found[:20] == [1 + int(94 * i / 20) for i in range(20)]
+    assert isinstance(found[20], Row)
+    assert float(found[20].logprobs[0]) > -10  # excluded once, by whoever drives the evaluator
+    assert found[21] == 1
+    assert pickle.loads(pickle.dumps(drawings[3])) == drawings[3]
+    wrong = [Drawing(Query([1]), 1.0, 0.5), Drawing(Query([2]), 1.0, 0.5)]
+    errors = evaluate(evaluator, wrong)
+    assert [type(error) for error in errors] == [EvaluationError, KeyError]
+
+
+class DrawsWrong(StatelessEvaluator):
+    info = EvaluatorInfo(VOCAB, draws=True)
+
+    def __init__(self):
+        super().__init__(VOCAB)
+        self.info = type(self).info
+
+    def evaluate(self, queries):
+        return [{3: VOCAB, 4: -1, 5: True, 6: 2.0}.get(q.context[-1], 7) for q in queries]
+
+
+async def test_an_evaluator_of_ones_own_may_draw():
+    with BatchedLM(word_tokenizer(), DrawsWrong()) as lm:
+        assert await lm.sample([1], 3, []) == [7, 7, 7]
+        for wrong in (3, 4, 5, 6):
+            with pytest.raises(EvaluationError, match="must return a token id for a drawing"):
+                await lm.sample([wrong], 1, [])
+        with pytest.raises(EvaluationError, match="must return a Row"):
+            await lm.next_token_logprobs([1])
+
+
+def test_a_drawing_takes_the_number_that_a_draw_takes():
+    row = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    one, other = Sampler(0.7, seed=1), Sampler(0.7, seed=1)
+    for _ in range(50):
+        assert one.draw(row) == other.drawing(Query([1])).of_row(Row(row))
+
+
+async def test_samples_end_with_their_process():
+    with mock_over_there() as lm:
+        sampled = asyncio.ensure_future(lm.batch_sample([[1], [2]], 10**6, []))
+        await asyncio.sleep(0.3)
+        sampled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sampled
+        assert len(await lm.sample([1], 5, [])) == 5
