@@ -252,7 +252,7 @@ class BatchedLM(AsyncLM):
             return await self._batcher.submit(sampler.drawing(query))
         return sampler.draw(row.logprobs)
 
-    # ---------------------------------------------------------------- the worker thread and its queue
+    # ------------------------------------------------------- the worker thread and its queue
 
     def _call(self, verb: Callable[[], T]) -> T:
         """Have the worker do something after the batches already sent; block for it."""
