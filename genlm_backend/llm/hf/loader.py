@@ -9,6 +9,7 @@ from typing import Any, Final, Self, final
 import torch
 
 from genlm_backend.errors import OptionTypeError
+from genlm_backend.llm.bundled import is_bundled
 from genlm_backend.llm.elsewhere.process import pickled
 from genlm_backend.llm.hf.evaluator import HFEvaluator
 from genlm_backend.llm.hf.options import loading_options
@@ -52,7 +53,9 @@ class HFLoader:
         """Load the model."""
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self.path, **self.options)
+        # What ships as a package is wherever the process is that loads it.
+        path = resolve_name(self.name) if is_bundled(self.name) else self.path
+        return AutoModelForCausalLM.from_pretrained(path, **self.options)
 
     def __call__(self) -> HFEvaluator:
         """Load the model; return an evaluator of it whose rows are on the CPU."""

@@ -12,6 +12,7 @@ from genlm_backend.batching import Asking, BatchPolicy
 from genlm_backend.checks import Check, checked, instance, integer, listed, number
 from genlm_backend.errors import CacheError, ModelStateError
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.llm.elsewhere.on_ray import RayEvaluator, connect
 from genlm_backend.llm.elsewhere.process import ProcessEvaluator
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorInfo, RestartableEvaluator
 from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader
@@ -161,6 +162,74 @@ class AsyncReplicas(BatchedLM):
             tokenizer = loader.tokenizer()
             makers = _placed(loader, count, hf_opts or {})
             return cls(tokenizer, [ProcessEvaluator(maker) for maker in makers], **kwargs)
+
+    @classmethod
+    def on_ray(
+        cls,
+        model_id: str,
+        num_replicas: int = 2,
+        *,
+        address: str | None = None,
+        num_cpus: float = 1,
+        num_gpus: float = 0,
+        max_restarts: int = -1,
+        bitsandbytes_opts: dict[str, Any] | None = None,
+        hf_opts: dict[str, Any] | None = None,
+        kv_cache_bytes: int | None = None,
+        num_threads: int | None = None,
+        max_length: int | None = None,
+        packs_weights: bool = True,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a model of transformers several times, each in an actor of a Ray cluster.
+
+        Ray places the actors. Their nodes need this library in the same version, and the model:
+        what a name means is looked up there.
+
+        Args:
+            model_id: A repository on the hub, ``"smollm2"``, or a directory that every node has.
+            num_replicas: Number of actors.
+            address: Address of the cluster, as ``ray.init`` takes it. Default: the cluster that
+                this process is in, what ``RAY_ADDRESS`` says, or a local one.
+            num_cpus: Number of cores that Ray reserves for each, and its threads unless
+                ``num_threads`` is given.
+            num_gpus: Number of GPUs that Ray reserves for each, which may be a fraction.
+            max_restarts: Number of times that Ray starts an actor again; -1 for any number.
+            bitsandbytes_opts: Options of ``BitsAndBytesConfig``, as for ``AsyncTransformer``.
+            hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as there.
+            kv_cache_bytes: Bytes of keys and values that each replica keeps.
+            num_threads: Threads of each replica's forward passes on the CPU.
+            max_length: The longest context to accept. Default: what the model's config says.
+            packs_weights: Whether weights are packed where that is faster, on the CPU.
+            **kwargs: For the constructor.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type, or cannot
+                be given to another process; nothing is loaded then.
+            OptionError: (``ValueError``) If one is out of its bounds, or no cluster answers.
+            MissingExtraError: (``ImportError``) Without Ray.
+            ModelNotFoundError: (``OSError``) If there is no such model.
+        """
+        count = integer(1)("num_replicas", num_replicas)
+        cls.check_options(kwargs)
+        own = {
+            "kv_cache_bytes": kv_cache_bytes,
+            "num_threads": max(1, int(num_cpus)) if num_threads is None else num_threads,
+            "max_length": max_length,
+            "packs_weights": packs_weights,
+        }
+        given = checked(AsyncTransformer.option_checks, own)
+        names = {*cls.option_checks, *OF_THE_EVALUATOR}
+        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, given, names)
+        loader.check_portable()
+        evaluators = [
+            RayEvaluator(loader, num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=max_restarts)
+            for _ in range(count)
+        ]
+        with explained(model_id):
+            tokenizer = loader.tokenizer()
+            connect(address)
+            return cls(tokenizer, evaluators, **kwargs)
 
     # ---------------------------------------------------------------- replicas
 

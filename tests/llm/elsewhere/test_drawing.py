@@ -18,7 +18,7 @@ from genlm_backend.llm import (
     StatelessEvaluator,
 )
 from genlm_backend.llm.drawing import Drawing
-from genlm_backend.llm.elsewhere.child import evaluate
+from genlm_backend.llm.elsewhere.answers import drawn_there
 from genlm_backend.llm.mock import MockEvaluator
 from genlm_backend.llm.sampling import Sampler
 from tests.llm.elsewhere.over_there import word_tokenizer
@@ -68,7 +68,7 @@ def test_drawings_of_one_context_take_one_row():
     evaluator = Drawn()
     evaluator.undefined_ids = (0, 95)
     drawings = [Drawing(Query([5]), 1.0, i / 20) for i in range(20)]
-    found = evaluate(evaluator, [*drawings, Query([5]), Drawing(Query([7]), 0.0, 0.0)])
+    found = drawn_there(evaluator, [*drawings, Query([5]), Drawing(Query([7]), 0.0, 0.0)])
     assert evaluator.asked == [[Query([5]), Query([7])]]
     assert found[:20] == [1 + int(94 * i / 20) for i in range(20)]
     assert isinstance(found[20], Row)
@@ -76,7 +76,7 @@ def test_drawings_of_one_context_take_one_row():
     assert found[21] == 1
     assert pickle.loads(pickle.dumps(drawings[3])) == drawings[3]
     wrong = [Drawing(Query([1]), 1.0, 0.5), Drawing(Query([2]), 1.0, 0.5)]
-    errors = evaluate(evaluator, wrong)
+    errors = drawn_there(evaluator, wrong)
     assert [type(error) for error in errors] == [EvaluationError, KeyError]
 
 
