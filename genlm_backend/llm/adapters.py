@@ -44,7 +44,8 @@ class AdapterNames:
         """
         if name in self._loaded:
             raise AdapterError(f"there is an adapter named {name!r} already; see remove_lora()")
-        return Adapter(name, next(self._numbers))
+        plain = str.__str__(name)  # and no subclass, which another process may not have
+        return Adapter(plain, next(self._numbers))
 
     def add(self, adapter: Adapter) -> None:
         """Make an adapter known that has been loaded."""

@@ -43,12 +43,12 @@ class EvaluatorActor:
         self._evaluator: Evaluator | None = None
         self._current = self._dropped = -1
 
-    def ask(self, number: int, verb: str, arguments: tuple[Any, ...]) -> ActorReply:
-        """Carry out a verb."""
+    def ask(self, number: int, verb: str, arguments: bytes) -> ActorReply:
+        """Carry out a verb with what it is given, pickled."""
         self._current = number
         value, error, table = None, None, None
         try:
-            value, table = self._answer(verb, arguments)
+            value, table = self._answer(verb, pickle.loads(arguments))
         except Exception as raised:  # whatever it is, it is for whoever asked
             error = PackedError.of(raised)
         counts = None if self._evaluator is None else self._evaluator.counts()
@@ -56,7 +56,7 @@ class EvaluatorActor:
 
     def drop(self, number: int) -> None:
         """Take note that nobody waits any more for the request of that number."""
-        self._dropped = number
+        self._dropped = max(self._dropped, number)
 
     def _check_wanted(self) -> None:
         if self._dropped >= self._current:

@@ -7,14 +7,15 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from typing import Any, Final, final
 
 from genlm_backend.errors import EvaluationError, QueryDroppedError
 from genlm_backend.llm.elsewhere.answers import drawn_there, is_row, sendable
+from genlm_backend.llm.elsewhere.channel import Channel
 from genlm_backend.llm.elsewhere.messages import DROP, Answers, InTable, PackedError, Reply, Request
 from genlm_backend.llm.elsewhere.shared_rows import SharedRows
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts
@@ -32,13 +33,13 @@ class Server:
     it any more, or that the parent process has ended, with which this one ends too.
 
     Args:
-        connection: To the parent process.
+        channel: To the parent process.
         rows: Where rows are put for it.
         parent: Number of that process.
     """
 
-    def __init__(self, connection: Connection, rows: SharedRows, parent: int) -> None:
-        self._connection, self._rows, self._parent = connection, rows, parent
+    def __init__(self, channel: Channel, rows: SharedRows, parent: int) -> None:
+        self._channel, self._rows, self._parent = channel, rows, parent
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._evaluator: Evaluator | None = None
         self._waiting: list[Row] = []  # rows that are still to be put into the table
@@ -65,20 +66,21 @@ class Server:
         except Exception as raised:  # whatever the way of pickling of what was returned raises
             error = PackedError.of(EvaluationError(f"what was returned cannot be sent: {raised}"))
             message = pickle.dumps(reply._replace(value=None, error=error))
-        self._connection.send_bytes(message)
+        self._channel.send(message, self._check_parent)
 
     def _read(self) -> None:
         try:
             while True:
-                while not self._connection.poll(_LOOK_SECONDS):
-                    if os.getppid() != self._parent:  # a fork of it may hold the connection open
-                        os._exit(1)
-                request = Request(*pickle.loads(self._connection.recv_bytes()))
+                request = Request(*pickle.loads(self._channel.receive(self._check_parent)))
                 if request.verb == DROP:
                     self._dropped = request.number
                 else:
                     self._requests.put(request)
         except (EOFError, OSError):
+            os._exit(1)
+
+    def _check_parent(self) -> None:
+        if os.getppid() != self._parent:  # a fork of it may hold the socket open
             os._exit(1)
 
     def _check_wanted(self) -> None:
@@ -91,19 +93,20 @@ class Server:
     # ---------------------------------------------------------------- verbs
 
     def _answer(self, request: Request) -> Any:
+        arguments = pickle.loads(request.arguments)
         if request.verb == "open":
-            return self._open(*request.arguments)
+            return self._open(*arguments)
         evaluator = self._evaluator
         assert evaluator is not None
         if request.verb == "more":
             return self._put()
         if request.verb == "undefined_ids":
-            (evaluator.undefined_ids,) = request.arguments
+            (evaluator.undefined_ids,) = arguments
             return None
         if request.verb == "evaluate":
-            (questions,) = request.arguments
+            (questions,) = arguments
             return self._answers(drawn_there(evaluator, questions))
-        return getattr(evaluator, request.verb)(*request.arguments)
+        return getattr(evaluator, request.verb)(*arguments)
 
     def _open(self, made_by: bytes) -> Any:
         try:
@@ -156,8 +159,8 @@ def main(arguments: Sequence[str]) -> None:
     from genlm_backend.llm.watching import tell
 
     tell(bool(is_watched))
-    with Connection(descriptor) as connection:
-        Server(connection, SharedRows(rows), parent).serve()
+    channel = Channel(socket.socket(fileno=descriptor), _LOOK_SECONDS)
+    Server(channel, SharedRows(rows), parent).serve()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # without a wait for whatever threads there are

@@ -13,10 +13,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any, Final, final
 
 from genlm_backend.errors import EngineDiedError, QueryDroppedError
+from genlm_backend.llm.elsewhere.channel import Channel
 from genlm_backend.llm.elsewhere.messages import DROP, Reply, Request
 from genlm_backend.llm.elsewhere.shared_rows import SharedRows
 from genlm_backend.llm.watching import is_watched
@@ -38,40 +38,38 @@ class ChildProcess:
     """
 
     def __init__(self) -> None:
-        self.rows = SharedRows.new()
         self._number = 0
         self._output: deque[str] = deque(maxlen=_LAST_LINES)
-        here, there = socket.socketpair()
-        reader, writer = os.pipe()
-        try:
+        with contextlib.ExitStack() as undo:
+            self.rows = SharedRows.new()
+            undo.callback(self.rows.close)
+            here, there = socket.socketpair()
+            undo.callback(here.close)
+            reader, writer = -1, -1
             with there:
+                reader, writer = os.pipe()
+                undo.callback(os.close, reader)
                 descriptors = (there.fileno(), self.rows.descriptor)
-                self._process = subprocess.Popen(
-                    _command(*descriptors),
-                    env={
-                        **os.environ,
-                        "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
-                    },
-                    stdin=subprocess.DEVNULL,
-                    stdout=writer,
-                    stderr=writer,
-                    pass_fds=descriptors,
-                    start_new_session=True,  # so that it is not of the terminal's foreground group
-                )
-        except BaseException:
-            here.close()
-            os.close(reader)
-            self.rows.close()
-            raise
-        finally:
-            os.close(writer)
-        self._connection = Connection(here.detach())
+                try:
+                    self._process = subprocess.Popen(
+                        _command(*descriptors),
+                        env=_environment(),
+                        stdin=subprocess.DEVNULL,
+                        stdout=writer,
+                        stderr=writer,
+                        pass_fds=descriptors,
+                        start_new_session=True,  # not of the terminal's foreground group
+                    )
+                finally:
+                    os.close(writer)
+            undo.pop_all()
+        self._finalizer = weakref.finalize(self, _kill, self._process, here, os.getpid())
+        self._channel = Channel(here, _LOOK_SECONDS)
         relay = threading.Thread(
             target=_relay, args=(reader, self._output), name="genlm-output", daemon=True
         )
         relay.start()
         self._relay = relay
-        self._finalizer = weakref.finalize(self, _kill, self._process, os.getpid())
 
     @property
     def process_id(self) -> int:
@@ -91,28 +89,25 @@ class ChildProcess:
             EngineDiedError: If the process has ended.
         """
         self._number += 1
-        request = Request(self._number, verb, arguments)
-        message = pickle.dumps(tuple(request), pickle.HIGHEST_PROTOCOL)
+        packed = pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL)
+
+        def look() -> None:
+            if self._process.poll() is not None:
+                raise EOFError
+            check_wanted()
+
         try:
-            self._connection.send_bytes(message)
+            self._channel.send(_message(Request(self._number, verb, packed)), look)
             while True:
-                self._wait(check_wanted)
-                reply: Reply = pickle.loads(self._connection.recv_bytes())
+                reply: Reply = pickle.loads(self._channel.receive(look))
                 if reply.number == self._number:  # and not to one that was dropped
                     return reply
         except QueryDroppedError:
-            with contextlib.suppress(OSError):
-                drop = Request(self._number, DROP)
-                self._connection.send_bytes(pickle.dumps(tuple(drop)))
+            with contextlib.suppress(OSError, EOFError):
+                self._channel.send(_message(Request(self._number, DROP)), _give_up)
             raise
         except (EOFError, OSError):
             raise self.how_it_ended() from None
-
-    def _wait(self, check_wanted: Callable[[], None]) -> None:
-        while not self._connection.poll(_LOOK_SECONDS):
-            if self._process.poll() is not None and not self._connection.poll(0):
-                raise EOFError
-            check_wanted()
 
     def how_it_ended(self) -> EngineDiedError:
         """Return the error that tells how the process has ended, which it has."""
@@ -123,7 +118,7 @@ class ChildProcess:
             code = self._process.wait()
         how = f"ended with exit code {code}"
         if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+            how = f"was killed by {_signal_name(-code)}"
             how += ", as systems do that run out of memory" if -code == signal.SIGKILL else ""
         self._relay.join(1)
         said = "".join(self._output).strip()
@@ -134,15 +129,28 @@ class ChildProcess:
 
     def end(self, seconds: float) -> None:
         """End the process: by itself if it does so within some seconds. Again has no effect."""
-        if self._process.poll() is None and seconds > 0:
-            with contextlib.suppress(OSError):
-                close = Request(self._number + 1, "close")
-                self._connection.send_bytes(pickle.dumps(tuple(close)))
+        if self._process.poll() is None and seconds > 0 and self._channel.is_clear:
+            with contextlib.suppress(OSError, EOFError):
+                self._channel.send(_message(Request(self._number + 1, "close")), _give_up)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
         self._finalizer()
-        self._connection.close()
         self.rows.close()
+
+
+def _message(request: Request) -> bytes:
+    return pickle.dumps(tuple(request), pickle.HIGHEST_PROTOCOL)
+
+
+def _give_up() -> None:
+    raise EOFError
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # one of the real-time signals
+        return f"signal {number}"
 
 
 def _command(*descriptors: int) -> list[str]:
@@ -166,7 +174,8 @@ def _relay(reader: int, output: deque[str]) -> None:
                 sys.stderr.flush()
 
 
-def _kill(process: subprocess.Popen[bytes], owner: int) -> None:
+def _kill(process: subprocess.Popen[bytes], sock: socket.socket, owner: int) -> None:
+    sock.close()
     if os.getpid() != owner:  # a fork has no children of its parent's
         return
     with contextlib.suppress(OSError):

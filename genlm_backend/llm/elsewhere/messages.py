@@ -14,18 +14,22 @@ DROP: Final = "drop"
 """The verb that says that nobody waits for the request of that number any more."""
 
 
+_NOTHING: Final = pickle.dumps(())
+
+
 class Request(NamedTuple):
     """A verb of an evaluator and what it is given.
 
     Attributes:
         number: Number of the request; each is larger than the one before.
         verb: Name of the verb.
-        arguments: Values that pickle.
+        arguments: What it is given, pickled by itself: where that cannot be read, it is known of
+            which request it is.
     """
 
     number: int
     verb: str
-    arguments: tuple[Any, ...] = ()
+    arguments: bytes = _NOTHING
 
 
 class PackedError(NamedTuple):
@@ -33,27 +37,33 @@ class PackedError(NamedTuple):
 
     Attributes:
         packed: The error, pickled, or a ``_Parts``.
+        said: Its name and message.
         where: Its traceback.
     """
 
     packed: bytes
+    said: str
     where: str
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
         """Pack an error. One that cannot be pickled is an ``EvaluationError`` with its message."""
         kind, where = type(error), "".join(traceback.format_exception(error)).rstrip()
+        said = f"{kind.__name__}: {error}"
         for value in (error, _Parts(kind, error.args, vars(error))):
             with contextlib.suppress(Exception):  # whatever an error's own way of pickling raises
-                packed = cls(pickle.dumps(value), where)
+                packed = cls(pickle.dumps(value), said, where)
                 if type(packed.error()) is kind:
                     return packed
-        return cls(pickle.dumps(EvaluationError(f"{kind.__name__}: {error}")), where)
+        return cls(pickle.dumps(EvaluationError(said)), said, where)
 
     def error(self) -> BaseException:
         """Return the error, with a note of where it was raised."""
-        value = pickle.loads(self.packed)
-        error = value.error() if isinstance(value, _Parts) else value
+        try:
+            value = pickle.loads(self.packed)
+            error = value.error() if isinstance(value, _Parts) else value
+        except Exception:  # its class is not to be had here
+            error = EvaluationError(self.said)
         error.add_note(f"Raised where the model lives:\n{self.where}")
         return error
 

@@ -6,6 +6,7 @@ import mmap
 import os
 import sys
 import tempfile
+import weakref
 from typing import Any, Final, Self, final
 
 import numpy as np
@@ -28,6 +29,7 @@ class SharedRows:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._memory: mmap.mmap | None = None
+        self._finalizer = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def new(cls) -> Self:
@@ -55,6 +57,4 @@ class SharedRows:
     def close(self) -> None:
         """Let go of the memory; again has no effect."""
         self._memory = None
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-        self.descriptor = -1
+        self._finalizer()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final, Self, final
 
 import torch
@@ -74,6 +75,7 @@ class HFLoader:
         hf_opts: dict[str, Any] | None,
         evaluator_options: Mapping[str, Any],
         own_names: Collection[str],
+        owner: str,
     ) -> Self:
         """Return what loads the model of a name; nothing is loaded yet.
 
@@ -83,6 +85,7 @@ class HFLoader:
             hf_opts: As there.
             evaluator_options: Options of ``HFEvaluator``, which have been checked.
             own_names: Names that are options of the model, and not to be among ``hf_opts``.
+            owner: Name of the model's class.
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
@@ -90,8 +93,10 @@ class HFLoader:
         """
         options = loading_options(bitsandbytes_opts, hf_opts)
         for name in options.keys() & own_names:
-            raise OptionTypeError(f"{name} is an option of the model, not one of hf_opts")
+            raise OptionTypeError(f"{name} is an option of {owner}, not one of hf_opts")
         path = resolve_name(model_id)
+        if Path(path).is_dir():  # from wherever it is loaded
+            path = str(Path(path).absolute())
         given = {"packs_weights": True, **evaluator_options}
         return cls(str(model_id), path, {**hub_options(path), **options}, given)
 

@@ -161,7 +161,9 @@ class AsyncTransformer(BatchedLM):
         is_elsewhere = switch("process", process)
         own = {name: kwargs.pop(name) for name in OF_THE_EVALUATOR if name in kwargs}
         given = checked(cls.option_checks, own)
-        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, given, cls.option_checks)
+        loader = HFLoader.of_name(
+            model_id, bitsandbytes_opts, hf_opts, given, cls.option_checks, cls.__name__
+        )
         if is_elsewhere:
             loader.check_portable()
         with explained(model_id):

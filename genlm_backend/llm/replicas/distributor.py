@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import concurrent.futures
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, TypeVar, final
 
 from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
-from genlm_backend.batching.call import Call
 from genlm_backend.errors import EngineDiedError
 from genlm_backend.llm.evaluator import EvaluatorInfo
+from genlm_backend.llm.replicas.loop import Loop
 from genlm_backend.llm.replicas.replica import Replica
 from genlm_backend.llm.replicas.router import Choice, Router
 from genlm_backend.llm.scoring import Question
+from genlm_backend.llm.together import together
 from genlm_backend.process_lock import ProcessLock
 
 T = TypeVar("T")
@@ -54,11 +56,13 @@ class Distributor:
         self._lock = ProcessLock()
         self._router = Router([None] * len(replicas), policy.max_batch_size)
         self._asked: dict[Question, tuple[Choice, int]] = {}
-        self._last_death = EngineDiedError("no replica is alive")
+        self._left: deque[_Sent] = deque()  # whose callers wait no more
+        self._last_death = "no replica is alive"
+        self._loop = Loop(f"genlm-{name}-callers")
 
     def opened(self, infos: list[EvaluatorInfo], per_forward: float) -> None:
         """Begin to send questions to replicas that keep so many tokens."""
-        capacities = [info.num_slots for info in infos]
+        capacities = [info.num_slots or 0 for info in infos]  # nothing is where none are kept
         self._router = Router(capacities, self.policy.max_batch_size, per_forward)
 
     # ---------------------------------------------------------------- asking
@@ -72,82 +76,64 @@ class Distributor:
         for is_last in (False,) * (_MOST_DEATHS - 1) + (True,):
             choice = self._send(query)
             try:
-                return await self._replicas[choice.replica].batcher.submit(query)
+                answer = await self._replicas[choice.replica].batcher.submit(query)
+            except GeneratorExit:  # of the garbage collector, maybe where its thread has the lock
+                self._left.append(_Sent(query, choice))
+                raise
             except EngineDiedError as error:
+                self._ended(query, choice)
                 self._died(choice, error)
                 if is_last:
                     raise
-            finally:
+            except BaseException:
                 self._ended(query, choice)
+                raise
+            else:
+                self._ended(query, choice)
+                return answer
         raise AssertionError
 
     def submit_sync(self, queries: Iterable[Question]) -> list[Any]:
         """Return the answers to ``queries``, blocking this thread; see ``Batcher``."""
+        self.check_open()
         wanted = list(queries)
-        missing, answers = list(dict.fromkeys(wanted)), {}
-        for is_last in (False,) * (_MOST_DEATHS - 1) + (True,):
-            sent: list[_Sent] = []
-            try:
-                sent.extend(_Sent(query, self._send(query)) for query in missing)
-                error = self._ask(sent, answers)
-            finally:
-                for query, choice in sent:
-                    self._ended(query, choice)
-            missing = [query for query in missing if query not in answers]
-            if error is not None and (is_last or not missing):
-                raise error
-            if not missing:
-                break
-        return [answers[query] for query in wanted]
+        distinct = list(dict.fromkeys(wanted))
 
-    def _ask(self, sent: list[_Sent], answers: dict[Question, Any]) -> EngineDiedError | None:
-        """Ask replicas at once, all but one on other threads; return the error of one that died."""
+        async def ask() -> list[Any]:
+            return await together(map(self.submit, distinct))
 
-        def ask(number: int) -> None:
-            questions = [query for query, choice in sent if choice.replica == number]
-            found = self._replicas[number].batcher.submit_sync(questions)
-            answers.update(zip(questions, found, strict=True))
-
-        choices = {choice.replica: choice for _, choice in sent}
-        if not choices:
-            return None
-        own, *others = choices
-        death = None
-        with concurrent.futures.ThreadPoolExecutor(max(1, len(others))) as threads:
-            asked = {number: threads.submit(ask, number) for number in others}
-            call = Call(lambda: ask(own))
-            call.run()
-            asked[own] = call.future
-        for number, future in asked.items():
-            error = future.exception()
-            if isinstance(error, EngineDiedError):
-                self._died(choices[number], error)
-                death = error
-            elif error is not None:
-                raise error
-        return death
+        found = dict(zip(distinct, self._loop.run(ask()), strict=True))
+        return [found[query] for query in wanted]
 
     def _send(self, query: Question) -> Choice:
         self.check_open()
         with self._lock.here:
+            self._settle()
             if not self._router.is_alive:
-                raise self._last_death
+                raise EngineDiedError(self._last_death)
             choice, count = self._asked.get(query, (None, 0))
-            if choice is None or not self._router.loads[choice.replica].is_alive:
+            if choice is None or self._router.loads[choice.replica] is not choice.load:
                 choice, count = self._router.choose(query.adapter, _packed(query)), 0
             self._asked[query] = choice, count + 1
             return choice
 
     def _ended(self, query: Question, choice: Choice) -> None:
+        self._left.append(_Sent(query, choice))
         with self._lock.here:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take note of those who wait no more."""
+        while self._left:
+            query, choice = self._left.popleft()
             own, count = self._asked.get(query, (None, 0))
             if own is not choice:  # it was sent elsewhere meanwhile
-                return
+                continue
             if count > 1:
                 self._asked[query] = choice, count - 1
-                return
-            del self._asked[query]
-            self._router.ended(choice)
+            else:
+                del self._asked[query]
+                self._router.ended(choice)
 
     # ---------------------------------------------------------------- dying
 
@@ -156,8 +142,17 @@ class Distributor:
             if self._router.loads[choice.replica] is not choice.load:  # which is known already
                 return
             self._router.lost(choice.replica)
-            self._last_death = EngineDiedError(f"no replica is alive; the last one: {error}")
+            self._last_death = f"no replica is alive; the last one: {error}"
         self._replicas[choice.replica].revive(self.back)
+
+    def died(self, replica: Replica, error: EngineDiedError) -> None:
+        """Take note that a replica has been found dead by something else than a question."""
+        with self._lock.here:
+            if not self._router.loads[replica.number].is_alive:
+                return
+            self._router.lost(replica.number)
+            self._last_death = f"no replica is alive; the last one: {error}"
+        replica.revive(self.back)
 
     def back(self, number: int, info: EvaluatorInfo) -> None:
         """Take note that a replica has been restarted."""
@@ -234,6 +229,7 @@ class Distributor:
         for replica in self._replicas:
             replica.batcher.close()
         self._control.close()
+        self._loop.close()
 
 
 def _packed(query: Question) -> bytes:

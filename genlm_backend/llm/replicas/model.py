@@ -18,7 +18,7 @@ from genlm_backend.llm.evaluator import Evaluator, EvaluatorInfo, RestartableEva
 from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader
 from genlm_backend.llm.hf.model import AsyncTransformer
 from genlm_backend.llm.loading import explained
-from genlm_backend.llm.query import TokenIds
+from genlm_backend.llm.query import Query, TokenIds
 from genlm_backend.llm.replicas.distributor import Distributor
 from genlm_backend.llm.replicas.replica import Replica
 from genlm_backend.llm.replicas.replica_set import ReplicaSet
@@ -103,7 +103,7 @@ class AsyncReplicas(BatchedLM):
         )
         name = type(self).__name__
         self._distributor = Distributor(self._set.replicas, policy, name, self._is_back)
-        self._set.cleared = self._distributor.cleared
+        self._set.cleared, self._set.died = self._distributor.cleared, self._distributor.died
         return self._distributor
 
     def _is_back(self, index: int, info: EvaluatorInfo) -> None:
@@ -156,7 +156,7 @@ class AsyncReplicas(BatchedLM):
         }
         given = checked(AsyncTransformer.option_checks, own)
         names = {*cls.option_checks, *OF_THE_EVALUATOR}
-        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, given, names)
+        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, given, names, cls.__name__)
         loader.check_portable()
         with explained(model_id):
             tokenizer = loader.tokenizer()
@@ -220,7 +220,7 @@ class AsyncReplicas(BatchedLM):
         }
         given = checked(AsyncTransformer.option_checks, own)
         names = {*cls.option_checks, *OF_THE_EVALUATOR}
-        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, given, names)
+        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, given, names, cls.__name__)
         loader.check_portable()
         evaluators = [
             RayEvaluator(loader, num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=max_restarts)
@@ -250,6 +250,7 @@ class AsyncReplicas(BatchedLM):
             ModelStateError: (``RuntimeError``) If one is dead that cannot be restarted.
             Exception: What loading raises; it may be tried again.
         """
+        self._call(lambda: self._set.num_cached(Query([0])))  # which finds those that have died
         dead = [replica for replica in self._set.replicas if replica.is_dead]
         asked = []
         for replica in dead:

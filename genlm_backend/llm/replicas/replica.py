@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final, final
@@ -57,6 +59,8 @@ class Replica:
         self.answering = Answering(evaluator, rows, adapters)
         self._counted, self._adapters = counted, adapters
         self._missed: dict[Adapter, str] = {}  # adapters that were added while it was dead
+        self._gone: set[Adapter] = set()  # and those that were removed
+        self._dying = threading.Lock()  # held while it becomes alive again
         name = f"replica {number}"
         self.batcher: Batcher[Question, Any] = Batcher(
             self._answers, policy, name=name, weight=self.answering.weight
@@ -75,26 +79,42 @@ class Replica:
 
     # ---------------------------------------------------------------- adapters
 
-    def add_adapter(self, adapter: Adapter, path: str) -> None:
+    def add_adapter(self, adapter: Adapter, path: str) -> concurrent.futures.Future[Any]:
         """Load an adapter on its thread; while it is dead, when it is restarted."""
-        try:
-            self.evaluator.add_adapter(adapter, path)
-        except EngineDiedError:
-            self._missed[adapter] = path
 
-    def remove_adapter(self, adapter: Adapter) -> None:
-        """Remove an adapter on its thread, whether it is there or not."""
-        if self._missed.pop(adapter, None) is None:
+        def add(evaluator: Evaluator) -> None:
             try:
-                self.evaluator.remove_adapter(adapter)
+                evaluator.add_adapter(adapter, path)
             except EngineDiedError:
-                self._missed.pop(adapter, None)
+                self._missed[adapter] = path
+
+        with self._dying:
+            if not self.is_dead:
+                return self.ask(add)
+            self._missed[adapter] = path
+        return _done()
+
+    def remove_adapter(self, adapter: Adapter) -> concurrent.futures.Future[Any]:
+        """Remove an adapter on its thread, be it there or not; of a dead one, when it is back."""
+
+        def remove(evaluator: Evaluator) -> None:
+            if self._missed.pop(adapter, None) is None:
+                with contextlib.suppress(EngineDiedError):
+                    evaluator.remove_adapter(adapter)
+
+        with self._dying:
+            if not self.is_dead:
+                return self.ask(remove)
+            self._missed.pop(adapter, None)
+            self._gone.add(adapter)
+        return _done()
 
     # ---------------------------------------------------------------- dying
 
     def revive(self, is_back: Callable[[int, EvaluatorInfo], None]) -> None:
         """Restart it on its thread where that is possible, again and again for a while."""
-        self.is_dead = True
+        with self._dying:
+            self.is_dead = True
         evaluator = self.evaluator
         if isinstance(evaluator, RestartableEvaluator):
             self.batcher.call_soon(lambda: self._revive(evaluator, is_back))
@@ -121,16 +141,26 @@ class Replica:
     ) -> None:
         """Restart it, on its thread, with the adapters that it has missed."""
         info = evaluator.restart()
-        for adapter, path in list(self._missed.items()):
-            try:
-                evaluator.add_adapter(adapter, path)
-            except AdapterError as error:  # its files are not there any more
-                logger.warning("replica %d has no adapter %r: %s", self.number, adapter, error)
-            del self._missed[adapter]
-        self.is_dead = False
+        with self._dying:
+            for adapter, path in self._missed.items():
+                try:
+                    evaluator.add_adapter(adapter, path)
+                except AdapterError as error:  # its files are not there any more
+                    logger.warning("replica %d has no adapter %r: %s", self.number, adapter, error)
+            for adapter in self._gone:
+                evaluator.remove_adapter(adapter)
+            self._missed.clear()
+            self._gone.clear()
+            self.is_dead = False
         is_back(self.number, info)
 
     def close(self) -> None:
         """Let go of what the evaluator holds, once its thread has ended."""
         self.batcher.close()
         self.evaluator.close()
+
+
+def _done() -> concurrent.futures.Future[Any]:
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_result(None)
+    return future

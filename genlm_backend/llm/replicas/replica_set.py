@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn, final
 
@@ -25,6 +25,7 @@ class ReplicaSet(Evaluator):
         replicas: The same on threads of their own, once they are asked.
         infos: What each is able to do, once they are open.
         cleared: Called when no replica keeps anything.
+        died: Called with a replica that has died, and the error that tells it.
 
     Raises:
         OptionError: (``ValueError``) If there is none, one is there twice, or one is another
@@ -42,6 +43,7 @@ class ReplicaSet(Evaluator):
         self.replicas: list[Replica] = []
         self.infos: list[EvaluatorInfo] = []
         self.cleared: Callable[[], None] = lambda: None
+        self.died: Callable[[Replica, EngineDiedError], None] = lambda replica, error: None
 
     def open(self) -> EvaluatorInfo:
         """Open all replicas at once, each on its thread; return what they all are able to do.
@@ -80,10 +82,15 @@ class ReplicaSet(Evaluator):
         return _results([replica.ask(verb) for replica in self.replicas])
 
     def _of_living(self, verb: Callable[[Evaluator], Any]) -> list[Any]:
-        asked = [replica.ask(verb) for replica in self.replicas if not replica.is_dead]
-        concurrent.futures.wait(asked)
-        dead = [f for f in asked if isinstance(f.exception(), EngineDiedError)]
-        return _results([future for future in asked if future not in dead])
+        """Return what a verb returns on each replica that is alive; others are found dead by it."""
+        asked = {r: r.ask(verb) for r in self.replicas if not r.is_dead}
+        concurrent.futures.wait(asked.values())
+        for replica, future in asked.items():
+            error = future.exception()
+            if isinstance(error, EngineDiedError):
+                self.died(replica, error)
+        living = [f for f in asked.values() if not isinstance(f.exception(), EngineDiedError)]
+        return _results(living)
 
     # ---------------------------------------------------------------- verbs
 
@@ -101,7 +108,10 @@ class ReplicaSet(Evaluator):
 
     def pin(self, query: Query) -> bool:
         """Compute a context everywhere and keep it; return whether there was room everywhere."""
-        return all(self._of_living(lambda e: e.pin(query)))
+        pinned = self._of_living(lambda e: e.pin(query))
+        if not pinned:
+            raise EngineDiedError("no replica is alive")
+        return all(pinned)
 
     def clear(self) -> None:
         """Free all keys and values."""
@@ -110,25 +120,17 @@ class ReplicaSet(Evaluator):
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
         """Load an adapter everywhere; where that fails for one, no other has it."""
-        asked = [
-            replica.ask(lambda _, replica=replica: replica.add_adapter(adapter, path))
-            for replica in self.replicas
-        ]
+        asked = {replica: replica.add_adapter(adapter, path) for replica in self.replicas}
         try:
-            _results(asked)
+            _results(asked.values())
         except BaseException:
-            done = [r for r, f in zip(self.replicas, asked, strict=True) if f.exception() is None]
-            _results([r.ask(lambda _, r=r: r.remove_adapter(adapter)) for r in done])
+            done = [replica for replica, future in asked.items() if future.exception() is None]
+            _results([replica.remove_adapter(adapter) for replica in done])
             raise
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Remove an adapter everywhere."""
-        _results(
-            [
-                replica.ask(lambda _, replica=replica: replica.remove_adapter(adapter))
-                for replica in self.replicas
-            ]
-        )
+        _results([replica.remove_adapter(adapter) for replica in self.replicas])
         self.cleared()
 
     def counts(self) -> EvaluatorCounts:
@@ -147,6 +149,6 @@ def _least(values: Any) -> int | None:
     return min((value for value in values if value is not None), default=None)
 
 
-def _results(futures: Sequence[concurrent.futures.Future[Any]]) -> list[Any]:
+def _results(futures: Collection[concurrent.futures.Future[Any]]) -> list[Any]:
     concurrent.futures.wait(futures)
     return [future.result() for future in futures]

@@ -59,6 +59,6 @@ def shared_evaluators(max_length=None, count=2):
 def leave(evaluator):
     if evaluator._actor is not None:
         evaluator.ask("check")
-        for adapter in list(evaluator._adapters):
+        for adapter in list(evaluator.adapters):
             evaluator.remove_adapter(adapter)
     evaluator._actor = None

@@ -49,7 +49,7 @@ def shared_evaluator(max_length=None):
 
     def close():
         evaluator.ask("check")
-        for adapter in list(evaluator._adapters):
+        for adapter in list(evaluator.adapters):
             evaluator.remove_adapter(adapter)
         evaluator._child = None
 

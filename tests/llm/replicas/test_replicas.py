@@ -33,6 +33,7 @@ class Mortal(StatelessEvaluator):
 
     def __init__(self, width=VOCAB):
         super().__init__(width)
+        self.info = EvaluatorInfo(width, num_slots=10_000, can_forget=True)
         self.asked, self.adapters = [], []
         self.dies_with = self.is_dead = False
 
@@ -188,6 +189,7 @@ def test_an_adapter_is_on_all_replicas_or_on_none():
 # ---------------------------------------------------------------- processes
 
 
+@pytest.mark.timeout(300)
 async def test_processes_that_are_killed_come_back_and_callers_notice_nothing():
     """Particles go on while one process after another is killed."""
     evaluators = [ProcessEvaluator(Told) for _ in range(2)]
@@ -213,7 +215,7 @@ async def test_processes_that_are_killed_come_back_and_callers_notice_nothing():
                 while lm.num_alive < 2:
                     await asyncio.sleep(0.01)
 
-        await asyncio.wait_for(asyncio.gather(killer(), *map(particle, range(8))), 100)
+        await asyncio.wait_for(asyncio.gather(killer(), *map(particle, range(8))), 250)
         assert lm.num_alive == 2
         processes = [evaluator.process_id for evaluator in evaluators]
         for process in processes:

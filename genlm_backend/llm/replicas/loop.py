@@ -1,0 +1,68 @@
+"""Loop: an event loop on a thread of its own, for callers that block."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Coroutine
+from typing import Any, TypeVar, final
+
+T = TypeVar("T")
+
+
+@final
+class Loop:
+    """An event loop that begins when it is first needed.
+
+    Args:
+        name: Name of its thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: weakref.finalize | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return what a coroutine returns, blocking this thread; interrupted, it is cancelled."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                thread = threading.Thread(
+                    target=_run, args=(self._loop,), name=self._name, daemon=True
+                )
+                thread.start()
+                self._stop = weakref.finalize(self, _end, self._loop, thread)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """End the thread, once what is under way has been told; again has no effect."""
+        if self._stop is not None:
+            self._stop()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(_stop_soon, loop, 100)
+    if thread is not threading.current_thread():
+        thread.join(1)
+
+
+def _stop_soon(loop: asyncio.AbstractEventLoop, num_passes: int) -> None:
+    """Stop a loop once it has nothing more to tell, or after some passes."""
+    if num_passes and asyncio.all_tasks(loop):
+        loop.call_soon(_stop_soon, loop, num_passes - 1)
+    else:
+        loop.stop()
