@@ -4,6 +4,7 @@ import asyncio
 import copy
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 
 from genlm_backend import AsyncTransformer, load_model_by_name
 from genlm_backend.errors import (
+    AdapterError,
     EngineDiedError,
     EvaluationError,
     ModelStateError,
@@ -26,6 +28,8 @@ from genlm_backend.errors import (
     TokenizerDecodeError,
 )
 from genlm_backend.llm import BatchedLM, ProcessEvaluator
+from genlm_backend.llm.elsewhere import child_process
+from genlm_backend.llm.elsewhere.messages import PackedError
 from tests.llm import toy
 from tests.llm.conftest import word_tokenizer
 from tests.llm.elsewhere import over_there
@@ -240,6 +244,63 @@ def test_one_that_is_stopped_and_killed_is_noticed():
         assert len(found) == 1
 
 
+@pytest.mark.parametrize("size", [10, 1_000_000])
+def test_close_does_not_wait_for_a_stopped_process(size):
+    lm = make()
+    lm.next_token_logprobs_sync([1])
+    os.kill(lm._evaluator.process_id, signal.SIGSTOP)
+    errors = []
+
+    def ask():
+        try:
+            lm.next_token_logprobs_sync([5] * size)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.5)
+    start = time.monotonic()
+    lm.close()
+    assert time.monotonic() - start < 3
+    thread.join(20)
+    assert len(errors) == 1
+
+
+def test_a_signal_without_a_name_is_a_death_too(lm):
+    os.kill(lm._evaluator.process_id, 40)
+    with pytest.raises(EngineDiedError, match="killed by signal 40"):
+        lm.next_token_logprobs_sync([1])
+
+
+def test_what_cannot_be_read_over_there_is_told():
+    class Name(str):
+        """Which the other process cannot import."""
+
+    with make() as lm:
+        evaluator = lm._evaluator
+        with pytest.raises(AttributeError, match="Name"):
+            evaluator.ask("forget", toy_query([1]), Name("x"))
+        close_to(lm.next_token_logprobs_sync([1]), [1])
+
+
+def test_an_error_that_is_unknown_here_keeps_its_message():
+    packed = PackedError(b"no pickle", "Hidden: the reason", "there")
+    error = packed.error()
+    assert isinstance(error, EvaluationError)
+    assert str(error) == "Hidden: the reason"
+
+
+def test_a_start_that_fails_leaves_nothing(monkeypatch):
+    monkeypatch.setattr(child_process, "_command", lambda *_: ["/no/such/interpreter"])
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(FileNotFoundError):
+            make()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
 def test_a_model_that_nobody_refers_to_ends_its_process():
     lm = make()
     process_id = lm._evaluator.process_id
@@ -360,6 +421,12 @@ def test_a_model_of_transformers_lives_in_a_process(folder, tmp_path):
         assert lm.process_id != first
         lm._rows.clear()
         check(lm.next_token_logprobs_sync(context, lora_name="one"), tuned)
+        check(lm.next_token_logprobs_sync(context))
+        shutil.rmtree(path)
+        lm.restart()
+        lm._rows.clear()
+        with pytest.raises(AdapterError, match="no adapter could be loaded"):
+            lm.next_token_logprobs_sync(context, lora_name="one")
         check(lm.next_token_logprobs_sync(context))
         lm.remove_lora("one")
         lm.restart()

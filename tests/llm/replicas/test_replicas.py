@@ -1,11 +1,14 @@
 """Several evaluators of one model: deaths, adapters, mistakes."""
 
 import asyncio
+import gc
 import os
 import random
 import signal
 import threading
 import time
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -19,7 +22,13 @@ from genlm_backend.errors import (
     OptionError,
     OptionTypeError,
 )
-from genlm_backend.llm import AsyncReplicas, EvaluatorInfo, ProcessEvaluator, StatelessEvaluator
+from genlm_backend.llm import (
+    AsyncReplicas,
+    EvaluatorInfo,
+    ProcessEvaluator,
+    Query,
+    StatelessEvaluator,
+)
 from tests.llm.conftest import word_tokenizer
 from tests.llm.elsewhere.over_there import Told, saved
 from tests.llm.elsewhere.test_process import close_to, is_there, nothing_is_left, until
@@ -127,6 +136,89 @@ async def test_loads_are_even_again_after_errors_and_cancelled_callers():
         assert not lm._distributor._asked
 
 
+async def test_a_death_that_is_known_late_goes_to_another_replica():
+    """An old choice is not taken for one of the replica that has come back since."""
+    lm, evaluators = make(2)
+    with lm:
+        distributor = lm._distributor
+        choice = distributor._send(Query([1]))
+        distributor.died(lm._set.replicas[choice.replica], EngineDiedError("by the test"))
+        distributor.back(choice.replica, lm._set.infos[0])
+        evaluators[choice.replica].dies_with = True
+        close_to(await lm.next_token_logprobs([1]), [1])
+        distributor._ended(Query([1]), choice)
+        assert evaluators[1 - choice.replica].asked == [[(1,)]]
+
+
+def test_coroutines_collected_at_any_moment_lock_nobody_out():
+    lm, _ = make(2)
+    threshold = gc.get_threshold()
+    gc.set_threshold(5, 2, 2)  # so that it happens inside of locks
+    try:
+        with lm, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for seed in range(150):
+                generator = random.Random(seed)
+                contexts = [[generator.randrange(80) for _ in range(4)] for _ in range(8)]
+                loop = asyncio.new_event_loop()
+                tasks = [loop.create_task(lm.next_token_logprobs(ids)) for ids in contexts]
+                for _ in range(3):
+                    loop.call_soon(loop.stop)
+                    loop.run_forever()
+                for task in tasks:
+                    task._log_destroy_pending = False
+                loop.close()
+                del tasks, loop, task
+                asyncio.run(ask_all(lm, contexts[:3]))
+
+            def is_idle():
+                gc.collect()
+                asyncio.run(ask_all(lm, [[i, j] for i in range(9) for j in range(9)]))
+                return not any(load.num_contexts for load in lm._distributor._router.loads)
+
+            until(is_idle)
+    finally:
+        gc.set_threshold(*threshold)
+
+
+def test_an_interrupt_reaches_a_blocked_caller_at_once():
+    lm, evaluators = make(2)
+    with lm:
+        threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            lm.batch_next_token_logprobs_sync([[90], [1, 90], [2, 90], [3, 90]])
+        assert time.monotonic() - start < 3
+        close_to(lm.next_token_logprobs_sync([1]), [1])
+        assert [len(evaluator.asked) for evaluator in evaluators] != [0, 0]
+
+
+async def test_where_all_are_dead_callers_are_not_kept():
+    lm, evaluators = make(2)
+    with lm:
+        for evaluator in evaluators:
+            evaluator.dies_with = True
+
+        class Kept(list):
+            pass
+
+        references = []
+        for _ in range(5):
+            kept = Kept([1])
+            references.append(weakref.ref(kept))
+            with pytest.raises(EngineDiedError):
+                await lm.next_token_logprobs(kept)
+            del kept
+        gc.collect()
+        assert not any(reference() for reference in references)
+
+
+def test_nothing_is_remembered_of_replicas_that_keep_nothing():
+    with AsyncReplicas(word_tokenizer(), [Told(), Told()], row_cache_bytes=0) as lm:
+        lm.batch_next_token_logprobs_sync([[i, j] for i in range(10) for j in range(10)])
+        assert lm._distributor._router._sent.num_tokens == [0, 0]
+
+
 def test_mistakes_are_told_before_anything_is_queued():
     with pytest.raises(OptionError, match="evaluators is empty"):
         AsyncReplicas(word_tokenizer(), [])
@@ -210,8 +302,8 @@ async def test_processes_that_are_killed_come_back_and_callers_notice_nothing():
                 while len(done) < enough:
                     await asyncio.sleep(0.01)
                 os.kill(evaluators[number].process_id, signal.SIGKILL)
-                while lm.num_alive == 2:
-                    await asyncio.sleep(0.01)
+                while lm.num_alive == 2:  # until somebody asks it
+                    await ask_all(lm, [[i, number] for i in range(20)])
                 while lm.num_alive < 2:
                     await asyncio.sleep(0.01)
 
@@ -254,6 +346,22 @@ def test_a_model_is_loaded_several_times():
         torch.testing.assert_close(
             lm.batch_next_token_logprobs_sync(contexts), rows, rtol=0, atol=2e-5
         )
+
+
+def test_those_that_died_while_nobody_asked_are_restarted():
+    evaluators = [ProcessEvaluator(Told) for _ in range(2)]
+    with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
+        for evaluator in evaluators:
+            os.kill(evaluator.process_id, signal.SIGKILL)
+        time.sleep(0.3)
+        lm.restart()
+        assert lm.num_alive == 2
+        close_to(lm.next_token_logprobs_sync([1]), [1])
+        for evaluator in evaluators:
+            os.kill(evaluator.process_id, signal.SIGKILL)
+        time.sleep(0.3)
+        with pytest.raises(EngineDiedError):
+            lm.cache_kv([1, 2])
 
 
 def test_close_while_one_is_being_restarted():
