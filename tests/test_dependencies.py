@@ -14,6 +14,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 
 # What is imported where it is needed; tests/test_bare.py tells what happens without it.
 EXTRAS = {
+    "ray": "ray",
     "graphviz": "viz",
     "llguidance": "grammar",
     "peft": "lora",

@@ -1,40 +1,31 @@
 """An evaluator in a process of its own: its answers, its errors and its end."""
 
 import asyncio
-import copy
 import gc
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from genlm_backend import AsyncTransformer, load_model_by_name
 from genlm_backend.errors import (
-    AdapterError,
     EngineDiedError,
     EvaluationError,
-    ModelStateError,
-    OptionError,
     OptionTypeError,
     TokenizerDecodeError,
 )
 from genlm_backend.llm import BatchedLM, ProcessEvaluator
 from genlm_backend.llm.elsewhere import child_process
 from genlm_backend.llm.elsewhere.messages import PackedError
-from tests.llm import toy
 from tests.llm.conftest import word_tokenizer
 from tests.llm.elsewhere import over_there
 from tests.llm.elsewhere.over_there import Told, expected_row
-from tests.llm.vllm.adapters import make_adapter
 
 
 def is_running(process_id):
@@ -373,79 +364,3 @@ def test_an_interrupt_ends_the_cell_and_not_the_process():
         os.killpg(here.pid, signal.SIGINT)  # as a terminal does it, and a notebook's server
         out, errors = here.communicate(timeout=60)
         assert (out.strip(), errors) == ("96", "")
-
-
-# ---------------------------------------------------------------- AsyncTransformer
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    from transformers import PreTrainedTokenizerFast
-
-    folder = over_there.saved("llama")
-    PreTrainedTokenizerFast(tokenizer_object=word_tokenizer()).save_pretrained(folder)
-    return folder
-
-
-def test_a_model_of_transformers_lives_in_a_process(folder, tmp_path):
-    plain = AsyncTransformer.from_name(folder, self_check=False)
-    options = {"process": True, "num_threads": 1, "self_check": False, "packs_weights": False}
-    with load_model_by_name(folder, backend="hf", llm_opts=options) as lm:
-        assert isinstance(lm, AsyncTransformer)
-        assert lm.model is None
-        assert (lm.max_length, lm.device, lm.kv_reuse) == (plain.max_length, plain.device, True)
-        context = [1, 2, 3, 4]
-        expected = plain.next_token_logprobs_sync(context)
-
-        def check(row, expected=expected):
-            torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
-
-        check(lm.next_token_logprobs_sync(context))
-        check(lm.next_token_logprobs_uncached(context))
-        check(lm.score_sync(context[:1], context[1:]), plain.score_sync(context[:1], context[1:]))
-        lm.cache_kv(context)
-        assert asyncio.run(lm.num_cached_tokens([*context, 5])) == 4
-        assert lm.statistics().tokens_computed >= 4
-        make_adapter(tmp_path / "poet", 1, copy.deepcopy(plain.model))
-        path = str(tmp_path / "poet")
-        lm.add_new_lora(path, "one")
-        plain.add_new_lora(path, "one")
-        tuned = plain.next_token_logprobs_sync(context, lora_name="one")
-        assert float((tuned - expected).abs().max()) > 1e-2
-        check(lm.next_token_logprobs_sync(context, lora_name="one"), tuned)
-        first = lm.process_id
-        os.kill(first, signal.SIGKILL)
-        with pytest.raises(EngineDiedError, match=r"restart\(\) loads it again"):
-            lm.next_token_logprobs_sync([7])
-        lm.restart()
-        assert lm.process_id != first
-        lm._rows.clear()
-        check(lm.next_token_logprobs_sync(context, lora_name="one"), tuned)
-        check(lm.next_token_logprobs_sync(context))
-        shutil.rmtree(path)
-        lm.restart()
-        lm._rows.clear()
-        with pytest.raises(AdapterError, match="no adapter could be loaded"):
-            lm.next_token_logprobs_sync(context, lora_name="one")
-        check(lm.next_token_logprobs_sync(context))
-        lm.remove_lora("one")
-        lm.restart()
-        check(lm.next_token_logprobs_sync([9]), plain.next_token_logprobs_sync([9]))
-    assert lm.process_id is None
-    with pytest.raises(ModelStateError, match="of a process of its own"):
-        plain.restart()
-    plain.close()
-
-
-def test_mistakes_are_told_before_a_process_is_started(folder, tiny_llama):
-    with pytest.raises(OptionError, match=r"loaded by name.*from_name\(name, process=True\)"):
-        AsyncTransformer(tiny_llama, word_tokenizer(), process=True)
-    hf_opts = {"key_mapping": threading.Lock()}
-    with pytest.raises(OptionTypeError, match=r"hf_opts\['key_mapping'\] cannot be given to"):
-        AsyncTransformer.from_name(folder, process=True, hf_opts=hf_opts)
-    with pytest.raises(OptionTypeError, match="process"):
-        AsyncTransformer.from_name(folder, process="yes")
-    with pytest.raises(OptionError, match="num_threads is for what makes the evaluator"):
-        AsyncTransformer(
-            ProcessEvaluator(partial(toy.ToyEvaluator)), word_tokenizer(), num_threads=1
-        )
