@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -185,7 +186,7 @@ def test_another_version_over_there_is_told(cluster, monkeypatch):
 
 def test_an_actor_that_is_new_answers_nothing():
     there = actor.EvaluatorActor()
-    reply = there.ask(1, "evaluate", ([Query([1])],))
+    reply = there.ask(1, "evaluate", pickle.dumps(([Query([1])],)))
     assert (reply.value, reply.error, reply.counts) == (actor.NOT_OPEN, None, None)
 
 
