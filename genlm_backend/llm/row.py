@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 import torch
+
+from genlm_backend.spare_memory import SpareMemory
 
 
 @final
@@ -77,13 +79,15 @@ def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
     """Return the log-probabilities of one or more rows, each written once: ``[n, vocab]``."""
     if device.type != "cpu":
         return torch.stack([row.logprobs.to(device) for row in rows])
-    table = np.empty((len(rows), len(rows[0].logprobs)), np.float32)
+    table = _spare.take((len(rows), len(rows[0].logprobs)), np.float32)
     for own, row in zip(table, rows, strict=True):
         put(row.logprobs, own)
     return torch.from_numpy(table)
 
 
 _Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+
+_spare: Final = SpareMemory(32 << 20)
 
 # torch would wake a team of threads for a copy, which is slower than one memcpy; and both torch and
 # NumPy let go of the interpreter lock for it, which a thread that computes in Python keeps for five
@@ -92,7 +96,9 @@ _Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
 def own_copy(row: _Numbers) -> torch.Tensor:
     """Return a copy of a row as a tensor: float32 ``[n]``."""
-    return torch.frombuffer(bytearray(row.data), dtype=torch.float32)
+    own = _spare.take(row.shape, np.float32)
+    own.data.cast("B")[:] = np.ascontiguousarray(row).data.cast("B")
+    return torch.from_numpy(own)
 
 
 def put(row: torch.Tensor, place: _Numbers) -> None:

@@ -241,3 +241,26 @@ def test_rows_own_their_memory_and_can_be_copied():
     loaded = pickle.loads(pickle.dumps(first))
     assert torch.equal(loaded.logprobs, first.logprobs)
     assert loaded.normaliser == first.normaliser
+
+
+@pytest.mark.parametrize(
+    "part", [torch.randn(5, 7)[:, 3], torch.randn(1).expand(5), torch.randn(10)[::2]]
+)
+def test_rows_that_are_not_one_block_are_copied(part):
+    row = Row(part)
+    own = row.own_logprobs(torch.device("cpu"))
+    torch.testing.assert_close(own, part, rtol=0, atol=0)
+    assert own.is_contiguous()
+
+
+def test_rows_in_use_are_never_written_over():
+    """Memory goes to a later row once nobody has it in any form, and not before."""
+    device, kept = torch.device("cpu"), []
+    for number in range(300):
+        row = Row(torch.full((40,), float(number))).own_logprobs(device)
+        as_held = [row, row.numpy(), row[3:9], row.numpy().data, row.view(8, 5)[1]][number % 5]
+        kept.append((number, as_held))
+        if number % 7 == 0:
+            kept.pop(number % len(kept))
+        for value, held in kept:
+            assert (np.asarray(held) == value).all()
