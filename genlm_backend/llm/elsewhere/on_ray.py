@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
 
 import torch
@@ -26,10 +27,14 @@ from genlm_backend.llm.elsewhere.remote import RemoteEvaluator
 from genlm_backend.llm.evaluator import Evaluator
 from genlm_backend.llm.row import own_copy
 
+logger = logging.getLogger(__name__)
+
 _LOOK_SECONDS: Final = 0.05
 """Seconds between two looks at whether anybody waits."""
 _RETURN_SECONDS: Final = 60.0
 """Seconds that Ray has to start an actor again, before another one is asked for."""
+_PLACE_SECONDS: Final = 15.0
+"""Seconds after which it is said that an actor has no place yet."""
 _ANSWER_SECONDS: Final = 5.0
 """Seconds that an address has to take a connection."""
 
@@ -68,15 +73,19 @@ class RayEvaluator(RemoteEvaluator):
             "max_restarts": integer(-1)("max_restarts", max_restarts),
         }
         self._actor: Any = None
+        self._job = ""
         self._number = 0
         self._table: Any = None
 
     def ask(self, verb: str, *arguments: Any) -> Any:
         """Return what a method of the evaluator returns over there; see the base."""
-        import ray  # pyright: ignore[reportMissingImports]
+        import ray
+        from ray.exceptions import RayError
 
         if self._actor is None:
             raise EngineDiedError("the replica has no actor; restart() starts one")
+        if not self._is_of_this_session():
+            raise EngineDiedError("Ray has been shut down, and the replica's actor with it")
         self._number += 1
         try:
             asked = self._actor.ask.remote(self._number, verb, pickle.dumps(arguments))
@@ -86,7 +95,7 @@ class RayEvaluator(RemoteEvaluator):
         except QueryDroppedError:
             self._actor.drop.options(concurrency_group="dropping").remote(self._number)
             raise
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             said = str(error).strip().split("\n")[0]
             raise EngineDiedError(f"the actor of a replica has died: {said}") from error
         if isinstance(reply.value, str) and reply.value == NOT_OPEN:
@@ -98,26 +107,62 @@ class RayEvaluator(RemoteEvaluator):
         return reply.value
 
     def _started(self) -> Any:
-        import ray  # pyright: ignore[reportMissingImports]
+        connect()
+        import ray
 
         if self._actor is None:
-            actor_class = ray.remote(concurrency_groups={"dropping": 1})(EvaluatorActor)
+            remote: Any = ray.remote  # whose types do not tell of these groups
+            actor_class = remote(concurrency_groups={"dropping": 1})(EvaluatorActor)
             self._actor = actor_class.options(**self._options).remote()
+            self._job = ray.get_runtime_context().get_job_id()
+            self._wait_for_place()
         return self.ask("open", self._made_by, library_version())
 
-    def _end(self, is_kind: bool) -> None:
-        import ray  # pyright: ignore[reportMissingImports]
+    def _is_of_this_session(self) -> bool:
+        """Whether this process is in the Ray session that the actor was made in."""
+        import ray
 
-        if not is_kind and self._actor is not None and self._is_there():
+        return ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job
+
+    def _wait_for_place(self) -> None:
+        """Wait until Ray has placed a new actor, and say so where that takes long."""
+        import ray
+
+        placed = self._actor.drop.options(concurrency_group="dropping").remote(-1)
+        begin = time.monotonic()
+        is_told = False
+        while not ray.wait([placed], timeout=_LOOK_SECONDS)[0]:
+            self.check_wanted()
+            if not is_told and time.monotonic() - begin > _PLACE_SECONDS:
+                is_told = True
+                asked = {n: self._options[n] for n in ("num_cpus", "num_gpus")}
+                logger.warning(
+                    "a replica waits for Ray to place it: it asks for %s, and of the cluster's %s "
+                    "there are free %s",
+                    asked,
+                    _countable(ray.cluster_resources()),
+                    _countable(ray.available_resources()),
+                )
+
+    def _end(self, is_kind: bool) -> None:
+        if self._actor is None:
+            return
+        if not self._is_of_this_session():
+            self._actor = None
+            return
+        if not is_kind and self._is_there():
             return  # started again by Ray, maybe on another node
+        import ray
+        from ray.exceptions import RayError
+
         actor, self._actor = self._actor, None
-        if actor is not None and ray.is_initialized():
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):
-                ray.kill(actor)
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(actor)
 
     def _is_there(self) -> bool:
         """Whether the actor answers, or Ray is about to start it again."""
-        import ray  # pyright: ignore[reportMissingImports]
+        import ray
+        from ray.exceptions import ActorUnavailableError, RayError
 
         end = time.monotonic() + _RETURN_SECONDS
         while time.monotonic() < end:
@@ -127,15 +172,19 @@ class RayEvaluator(RemoteEvaluator):
                 if ray.wait([asked], timeout=_LOOK_SECONDS)[0]:
                     ray.get(asked)
                     return True
-            except ray.exceptions.ActorUnavailableError:
+            except ActorUnavailableError:
                 time.sleep(_LOOK_SECONDS)
-            except ray.exceptions.RayError:
+            except RayError:
                 return False
         return False
 
     def _rows(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
         table, self._table = self._table, None
         return iter(()) if table is None else map(own_copy, table)
+
+
+def _countable(resources: Mapping[str, float]) -> dict[str, float]:
+    return {name: resources.get(name, 0.0) for name in ("CPU", "GPU")}
 
 
 def connect(address: Any = None) -> None:
@@ -153,7 +202,7 @@ def connect(address: Any = None) -> None:
     if address is not None and not isinstance(address, str):
         raise OptionTypeError(f"address must be a string or None, got {address!r}")
     try:
-        import ray  # pyright: ignore[reportMissingImports]
+        import ray
     except ImportError as error:
         raise MissingExtraError("Ray is needed: pip install 'genlm-backend[ray]'") from error
     if ray.is_initialized():

@@ -49,6 +49,7 @@ def shared_evaluators(max_length=None, count=2):
         owner, info = opened(number)
         evaluator = RayEvaluator(over_there.Told)
         evaluator._actor, evaluator._number = owner._actor, 10**6 * next(_requests)
+        evaluator._job = owner._job
         evaluator.info = replace(info, max_length=max_length or info.max_length)
         evaluator.ask("renew")
         evaluator.close = partial(leave, evaluator)
