@@ -12,6 +12,7 @@ from genlm_backend.cache import RowCache
 from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError
 from genlm_backend.llm.adapters import AdapterNames
+from genlm_backend.llm.draw import Draw
 from genlm_backend.llm.drawing import Drawing
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.llm.query import Query
@@ -101,13 +102,13 @@ class Answering:
     def _is_answer(self, question: Question, answer: Any) -> bool:
         if isinstance(question, Query):
             return isinstance(answer, Row) and answer.is_of(self._vocab_size)
-        if isinstance(question, Drawing) and isinstance(answer, int):
-            return question.is_answered_by(answer) and answer < self._vocab_size
+        if isinstance(question, Drawing) and isinstance(answer, Draw):
+            return question.is_answered_by(answer) and answer.token_id < self._vocab_size
         return question.is_answered_by(answer)
 
     def _wanted(self, question: Question) -> str:
         if isinstance(question, Query):
             return f"a Row of float32 [{self._vocab_size}] for each query"
         if isinstance(question, Drawing):
-            return "a token id for a drawing"
+            return "a Draw for a drawing"
         return f"a tensor of float32 [{question.num_targets}] for a scoring of so many tokens"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -15,17 +15,15 @@ from genlm_backend.errors import AdapterError, UnknownAdapterError
 from genlm_backend.llm.adapters import UNKNOWN_ADAPTER
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.contexts import Contexts, listed_contexts
-from genlm_backend.llm.draw import AnyRow, RandomGenerator, draw
 from genlm_backend.llm.query import TokenIds
 from genlm_backend.llm.row_scores import scores_by, scores_by_sync
-from genlm_backend.llm.sampling import Sampler, check_sampling
+from genlm_backend.llm.sampling_lm import SamplingLM
 from genlm_backend.llm.statistics import LMStatistics
 from genlm_backend.llm.together import together
-from genlm_backend.llm.watching import progress_bar
 from genlm_backend.tokenization import Token, decode_vocab
 
 
-class AsyncLM(Closing):
+class AsyncLM(SamplingLM, Closing):
     """A language model whose next-token log-probabilities can be awaited.
 
     Concurrent awaits are answered together. A row is a ``torch.Tensor`` of shape
@@ -213,99 +211,6 @@ class AsyncLM(Closing):
     ) -> list[torch.Tensor]:
         """Return the same scores as ``batch_score``, blocking the calling thread."""
         return scores_by_sync(self, prompts, continuations, lora_name)
-
-    # ---------------------------------------------------------------- sampling
-
-    def draw(
-        self, row: AnyRow, *, generator: RandomGenerator | None = None, temperature: float = 1.0
-    ) -> int:
-        """Draw a token id from the softmax of ``row / temperature``, float ``[vocab]``.
-
-        The row need not be normalised and is not modified; masked tokens are ``-inf``. At
-        temperature 0, the first of the most probable. A draw takes one number of ``generator``, or
-        a fresh one. Computed by NumPy on the calling thread: no threads are woken.
-
-        Raises:
-            OptionTypeError: (``TypeError``) If an argument is of another type, such as a seed.
-            OptionError: (``ValueError``) If ``row`` has another shape, a NaN or no possible token,
-                or ``temperature`` is negative.
-        """
-        return draw(row, len(self.byte_vocab), generator, temperature)
-
-    async def sample(
-        self,
-        prompt_token_ids: TokenIds,
-        max_tokens: int,
-        eos_token_ids: Collection[int],
-        temperature: float = 1.0,
-        seed: int | None = None,
-        lora_name: str | None = None,
-    ) -> list[int]:
-        """Sample a continuation of up to ``max_tokens`` ids, token by token.
-
-        Ends before the first of ``eos_token_ids``, which is not returned. ``temperature``
-        divides the log-probabilities; 0 takes the most probable token. Equal seeds give equal
-        continuations, whatever else the model is asked meanwhile.
-
-        Raises:
-            OptionTypeError: (``TypeError``) If an option is of a wrong type.
-            OptionError: (``ValueError``) If ``temperature`` or ``max_tokens`` is negative, or one
-                of ``eos_token_ids`` is outside the vocabulary.
-        """
-        size = len(self.byte_vocab)
-        given = check_sampling(size, max_tokens=max_tokens, eos_token_ids=eos_token_ids)
-        sampler = Sampler(temperature, seed)
-        return await self._sample(prompt_token_ids, **given, sampler=sampler, lora_name=lora_name)
-
-    async def batch_sample(
-        self,
-        prompt_token_ids_list: Sequence[TokenIds],
-        max_tokens: int,
-        eos_token_ids: Collection[int],
-        temperature: float = 1.0,
-        seed: int | None = None,
-        lora_name: str | None = None,
-        progress: bool = False,
-    ) -> list[list[int]]:
-        """Sample a continuation of each prompt, all at the same time; see ``sample``.
-
-        Each prompt has a random stream of its own, derived from ``seed`` and its place in the
-        list, so that its continuation does not depend on the prompts behind it. ``progress``
-        shows a bar of the continuations that are complete, on a terminal or in a notebook.
-        """
-        contexts = listed_contexts("prompt_token_ids_list", prompt_token_ids_list)
-        prompts = [self.contexts.check(context) for context in contexts]
-        size = len(self.byte_vocab)
-        given = check_sampling(size, max_tokens=max_tokens, eos_token_ids=eos_token_ids)
-        check_sampling(size, progress=progress)
-        samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompts))]
-        with progress_bar(len(samplers), progress) as bar:
-
-            async def sample(prompt: TokenIds, sampler: Sampler) -> list[int]:
-                found = await self._sample(prompt, **given, sampler=sampler, lora_name=lora_name)
-                bar.update()
-                return found
-
-            return await together(map(sample, prompts, samplers))
-
-    async def _sample(
-        self,
-        prompt_token_ids: TokenIds,
-        max_tokens: int,
-        eos_token_ids: Collection[int],
-        sampler: Sampler,
-        lora_name: str | None,
-    ) -> list[int]:
-        prompt = context = self.contexts.check(prompt_token_ids)
-        while len(context) < len(prompt) + max_tokens:
-            token_id = await self._drawn(context, sampler, lora_name)
-            if token_id in eos_token_ids:
-                break
-            context = context.extend(token_id)
-        return list(context.packed(len(prompt)))
-
-    async def _drawn(self, context: Context, sampler: Sampler, lora_name: str | None) -> int:
-        return sampler.draw(await self.next_token_logprobs(context, lora_name=lora_name))
 
     # ---------------------------------------------------------------- keys and values
 

@@ -20,13 +20,12 @@ from genlm_backend.errors import AdapterError, BatcherClosedError, OptionError, 
 from genlm_backend.llm.adapters import ADAPTER_CHECKS, AdapterNames, check_adapter_name
 from genlm_backend.llm.answering import Answering
 from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.context import Context
 from genlm_backend.llm.contexts import listed_contexts
+from genlm_backend.llm.drawing import Draw, Drawing
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.llm.query import Adapter, Query, TokenIds
 from genlm_backend.llm.row import Row, table_of
 from genlm_backend.llm.row_scores import scores_of_rows, scores_of_rows_sync
-from genlm_backend.llm.sampling import Sampler
 from genlm_backend.llm.scoring import Question, Scoring, check_scorings, distinct, own_scores
 from genlm_backend.llm.statistics import LMStatistics
 from genlm_backend.llm.threads import release_idle_threads
@@ -243,14 +242,14 @@ class BatchedLM(AsyncLM):
         adapter = self._adapter(lora_name)
         return check_scorings(self.contexts, prompts, continuations, self.max_length, adapter)
 
-    async def _drawn(self, context: Context, sampler: Sampler, lora_name: str | None) -> int:
+    async def _drawn(
+        self, token_ids: TokenIds, drawing: Callable[[Query], Drawing], lora_name: str | None
+    ) -> Draw:
         if not self._info.draws:
-            return await super()._drawn(context, sampler, lora_name)
-        query = self._query(context, lora_name)
-        row = self._rows.get(query)
-        if row is None:  # and none has to come here
-            return await self._batcher.submit(sampler.drawing(query))
-        return sampler.draw(row.logprobs)
+            return await super()._drawn(token_ids, drawing, lora_name)
+        asked = drawing(self._query(token_ids, lora_name))
+        row = self._rows.get(asked.query)  # and where there is none, none has to come here
+        return await self._batcher.submit(asked) if row is None else asked.of_row(row)
 
     # ------------------------------------------------------- the worker thread and its queue
 

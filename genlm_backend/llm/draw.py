@@ -7,7 +7,7 @@ import math
 import random
 import sys
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +41,23 @@ def draw(
     """
     scores, uniform = checked_row(row, vocab_size), uniform_of(generator)
     return draw_token(scores, TEMPERATURE("temperature", temperature), uniform, OptionError)
+
+
+class Draw(NamedTuple):
+    """A token that has been drawn, and what an importance weight is made of.
+
+    Drawn at temperature 1, the token has the probability ``exp(logprob - log_allowed)``, so that a
+    particle that moves on to it gains the log-weight ``log_allowed``.
+
+    Attributes:
+        token_id: Id of the token.
+        logprob: Its log-probability under the model, whatever was allowed, at temperature 1.
+        log_allowed: Logarithm of the probability of all allowed tokens together; 0 where all were.
+    """
+
+    token_id: int
+    logprob: float
+    log_allowed: float
 
 
 TEMPERATURE: Final = number(0, is_finite=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -152,7 +152,7 @@ class Evaluator(abc.ABC):
         Where ``info.scores`` says so, there may be a ``Scoring`` among the queries. Its answer is a
         float32 tensor ``[num_targets]``, on any device, of what rows without ``undefined_ids``
         say: those are left out, and a target among them is ``-inf``. Where ``info.draws`` says so,
-        there may be a ``Drawing``, whose answer is a token id, of none of ``undefined_ids``.
+        there may be a ``Drawing``, whose answer is a ``Draw`` of none of ``undefined_ids``.
         """
 
     @abc.abstractmethod
@@ -208,11 +208,25 @@ class RestartableEvaluator(Evaluator):
     """An evaluator that may end by itself, and can be made again then.
 
     Whatever it is asked is an ``EngineDiedError`` meanwhile.
+
+    Attributes:
+        adapters: Paths of the adapters that it has, and is to have once it has been made again. A
+            mapping that is replaced whole, never changed, so that any thread may do so while the
+            evaluator is dead.
     """
+
+    adapters: Mapping[Adapter, str]
 
     @abc.abstractmethod
     def restart(self) -> EvaluatorInfo:
-        """End it, whatever it is doing, make it again, and load its adapters."""
+        """End it, whatever it is doing, make it again, and load ``adapters``."""
+
+    @abc.abstractmethod
+    def load_adapters(self) -> None:
+        """Load those of ``adapters`` that are not there, and remove what is there beside them.
+
+        One that cannot be loaded is an ``AdapterError`` for those who ask for it, and no other.
+        """
 
 
 class StatelessEvaluator(Evaluator):

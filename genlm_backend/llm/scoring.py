@@ -12,6 +12,7 @@ from genlm_backend.checks import listed
 from genlm_backend.errors import OptionError
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.contexts import Contexts
+from genlm_backend.llm.draw import Draw
 from genlm_backend.llm.drawing import Drawing
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row
@@ -60,10 +61,10 @@ class Scoring:
 
 
 Question: TypeAlias = Query | Scoring | Drawing
-"""What is asked of an evaluator: a context's row, a text's scores, or a sample's next token."""
+"""What is asked of an evaluator: a context's row, a text's scores, or a next token."""
 
-Answer: TypeAlias = Row | torch.Tensor | int
-"""What it answers: a ``Row`` to a ``Query``, scores to a ``Scoring``, an id to a ``Drawing``."""
+Answer: TypeAlias = Row | torch.Tensor | Draw
+"""What it answers: a ``Row`` to a query, scores to a scoring, a ``Draw`` to a drawing."""
 
 
 TOKENS_PER_ROW: Final = 200

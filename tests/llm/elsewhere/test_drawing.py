@@ -1,6 +1,7 @@
 """Samples that are drawn where the model is."""
 
 import asyncio
+import math
 import pickle
 from functools import partial
 
@@ -17,6 +18,7 @@ from genlm_backend.llm import (
     Row,
     StatelessEvaluator,
 )
+from genlm_backend.llm.draw import Draw
 from genlm_backend.llm.drawing import Drawing
 from genlm_backend.llm.elsewhere.answers import drawn_there
 from genlm_backend.llm.mock import MockEvaluator
@@ -70,10 +72,11 @@ def test_drawings_of_one_context_take_one_row():
     drawings = [Drawing(Query([5]), 1.0, i / 20) for i in range(20)]
     found = drawn_there(evaluator, [*drawings, Query([5]), Drawing(Query([7]), 0.0, 0.0)])
     assert evaluator.asked == [[Query([5]), Query([7])]]
-    assert found[:20] == [1 + int(94 * i / 20) for i in range(20)]
+    assert [drawn.token_id for drawn in found[:20]] == [1 + int(94 * i / 20) for i in range(20)]
+    assert found[3].logprob == pytest.approx(-math.log(94))
     assert isinstance(found[20], Row)
     assert float(found[20].logprobs[0]) > -10  # excluded once, by whoever drives the evaluator
-    assert found[21] == 1
+    assert found[21] == Draw(1, found[3].logprob, 0.0)
     assert pickle.loads(pickle.dumps(drawings[3])) == drawings[3]
     wrong = [Drawing(Query([1]), 1.0, 0.5), Drawing(Query([2]), 1.0, 0.5)]
     errors = drawn_there(evaluator, wrong)
@@ -88,14 +91,15 @@ class DrawsWrong(StatelessEvaluator):
         self.info = type(self).info
 
     def evaluate(self, queries):
-        return [{3: VOCAB, 4: -1, 5: True, 6: 2.0}.get(q.context[-1], 7) for q in queries]
+        wrong = {3: Draw(VOCAB, 0, 0), 4: Draw(-1, 0, 0), 5: Draw(True, 0, 0), 6: 2}
+        return [wrong.get(q.context[-1], Draw(7, -1.0, 0.0)) for q in queries]
 
 
 async def test_an_evaluator_of_ones_own_may_draw():
     with BatchedLM(word_tokenizer(), DrawsWrong()) as lm:
         assert await lm.sample([1], 3, []) == [7, 7, 7]
         for wrong in (3, 4, 5, 6):
-            with pytest.raises(EvaluationError, match="must return a token id for a drawing"):
+            with pytest.raises(EvaluationError, match="must return a Draw for a drawing"):
                 await lm.sample([wrong], 1, [])
         with pytest.raises(EvaluationError, match="must return a Row"):
             await lm.next_token_logprobs([1])
@@ -105,7 +109,7 @@ def test_a_drawing_takes_the_number_that_a_draw_takes():
     row = torch.randn(50, generator=torch.Generator().manual_seed(0))
     one, other = Sampler(0.7, seed=1), Sampler(0.7, seed=1)
     for _ in range(50):
-        assert one.draw(row) == other.drawing(Query([1])).of_row(Row(row))
+        assert one.draw(row) == other.drawing(Query([1])).of_row(Row(row)).token_id
 
 
 async def test_samples_end_with_their_process():

@@ -1,0 +1,155 @@
+"""Tokens drawn from a context, where the model is: the same as from its row."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm_backend import MockAsyncLM
+from genlm_backend.errors import (
+    BatcherClosedError,
+    ContextError,
+    ContextTypeError,
+    EvaluationError,
+    OptionError,
+    OptionTypeError,
+    UnknownAdapterError,
+)
+from genlm_backend.llm import BatchedLM, Draw, Row, StatelessEvaluator
+from genlm_backend.llm.drawing import packed_mask
+from tests.llm.conftest import word_tokenizer
+from tests.llm.toy import VOCAB
+
+MASK = np.zeros(VOCAB, bool)
+MASK[[3, 5, 8, 60, 95]] = True
+KINDS = {
+    "all": None,
+    "mask": MASK,
+    "tensor": torch.from_numpy(MASK),
+    "ids": [3, 5, 8, 60, 95],
+    "set of ids": {3, 5, 8, 60, 95},
+    "array of ids": np.array([3, 5, 8, 60, 95]),
+    "one": [7],
+}
+
+
+def masked(row, allowed):
+    """The row where what is not allowed is impossible, and the logarithm of what is left."""
+    if allowed is None:
+        return row, 0.0
+    is_mask = getattr(allowed, "dtype", None) in (torch.bool, np.dtype(bool))
+    ids = np.flatnonzero(allowed) if is_mask else sorted(int(i) for i in allowed)
+    kept = torch.full_like(row, -torch.inf)
+    kept[torch.as_tensor(ids)] = row[torch.as_tensor(ids)]
+    return kept, float(kept.double().logsumexp(0))
+
+
+@pytest.mark.parametrize("temperature", [0, 0.5, 1.0, float("inf")])
+async def test_a_token_is_that_of_the_row(lm, temperature):
+    cases = [(allowed, [i, 1 + i, 2]) for allowed in KINDS.values() for i in range(4)]
+    streams = [np.random.default_rng(number) for number in range(len(cases))]
+    drawn = await asyncio.gather(
+        *(
+            lm.draw_next_token(ids, allowed=allowed, generator=stream, temperature=temperature)
+            for (allowed, ids), stream in zip(cases, streams, strict=True)
+        )
+    )
+    for number, ((allowed, ids), one) in enumerate(zip(cases, drawn, strict=True)):
+        row = await lm.next_token_logprobs(ids)
+        kept, log_allowed = masked(row, allowed)
+        stream = np.random.default_rng(number)
+        again = lm.draw(kept, generator=stream, temperature=temperature)
+        assert type(one) is Draw
+        assert one.token_id == again
+        assert one.logprob == pytest.approx(float(row[again]), abs=1e-4)
+        assert one.log_allowed == pytest.approx(log_allowed, abs=1e-4)
+        assert streams[number].random() == stream.random()
+
+
+async def test_weights_tell_the_distribution_of_the_model():
+    """Drawn from a part and weighted, tokens have the probabilities that the model gives them."""
+    with MockAsyncLM(word_tokenizer(12), vocab_size=12) as lm:
+        row = (await lm.next_token_logprobs([1])).exp()
+        generator = torch.Generator().manual_seed(0)
+        ids = [0, 2, 3, 7]
+        drawn = await asyncio.gather(
+            *(lm.draw_next_token([1], allowed=ids, generator=generator) for _ in range(4000))
+        )
+        found = torch.zeros(12)
+        for one in drawn:
+            found[one.token_id] += np.exp(one.log_allowed) / 4000
+        expected = torch.zeros(12)
+        expected[ids] = row[ids]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+        assert drawn[0].logprob == pytest.approx(float(row[drawn[0].token_id].log()), abs=1e-6)
+
+
+async def test_mistakes_are_told_before_anything_is_asked(lm):
+    asked = lm.statistics().num_awaits
+    for wrong, error, message in (
+        ({"allowed": []}, OptionError, "allowed has no token"),
+        ({"allowed": np.zeros(VOCAB, bool)}, OptionError, "allowed has no token"),
+        ({"allowed": MASK[:-1]}, OptionError, f"allowed must be one of {VOCAB} elements"),
+        ({"allowed": MASK[None]}, OptionError, "allowed must be one of"),
+        ({"allowed": [VOCAB]}, OptionError, f"allowed has {VOCAB}, which is outside"),
+        ({"allowed": [-1]}, OptionError, "allowed has -1, which is outside"),
+        ({"allowed": [True, False]}, OptionTypeError, "allowed"),
+        ({"allowed": MASK.astype(float)}, OptionTypeError, "allowed"),
+        ({"allowed": "abc"}, OptionTypeError, "allowed must be an array of bools or a collection"),
+        ({"allowed": 5}, OptionTypeError, "allowed must be an array of bools or a collection"),
+        ({"generator": 5}, OptionTypeError, "generator must be"),
+        ({"temperature": -1}, OptionError, "temperature"),
+        ({"temperature": "warm"}, OptionTypeError, "temperature"),
+        ({"lora_name": "none"}, UnknownAdapterError, "none"),
+    ):
+        with pytest.raises(error, match=message):
+            await lm.draw_next_token([1], **wrong)
+    with pytest.raises(ContextError, match="empty"):
+        await lm.draw_next_token([])
+    with pytest.raises(ContextTypeError):
+        await lm.draw_next_token("abc")
+    assert lm.statistics().num_awaits == asked
+    lm.close()
+    with pytest.raises(BatcherClosedError):
+        await lm.draw_next_token([1])
+
+
+class Impossible(StatelessEvaluator):
+    """Rows of one possible token each."""
+
+    def __init__(self):
+        super().__init__(VOCAB)
+
+    def evaluate(self, queries):
+        rows = torch.full((len(queries), VOCAB), -torch.inf)
+        rows[:, 4] = 0.0
+        return [Row(row.clone(), 0.0) for row in rows]
+
+
+async def test_where_no_allowed_token_is_possible_only_that_caller_is_told():
+    with BatchedLM(word_tokenizer(), Impossible()) as lm:
+        found = await asyncio.gather(
+            lm.draw_next_token([1], allowed=[3, 4]),
+            lm.draw_next_token([1], allowed=[3, 5]),
+            lm.draw_next_token([2]),
+            return_exceptions=True,
+        )
+    assert found[0] == found[2] == Draw(4, 0.0, 0.0)
+    assert isinstance(found[1], EvaluationError)
+    assert "no token can be chosen" in str(found[1])
+
+
+@given(st.integers(1, 70).flatmap(lambda n: st.lists(st.booleans(), min_size=n, max_size=n)))
+def test_a_mask_is_packed_as_it_is(bits):
+    mask = np.array(bits)
+    if not mask.any():
+        with pytest.raises(OptionError):
+            packed_mask(mask, len(mask))
+        return
+    packed = packed_mask(mask, len(mask))
+    assert packed == packed_mask(np.flatnonzero(mask), len(mask))
+    assert packed == packed_mask(torch.from_numpy(mask), len(mask))
+    assert [bool(packed[i // 8] >> (7 - i % 8) & 1) for i in range(len(mask))] == bits
