@@ -55,7 +55,7 @@ class VLLMEngine:
     def __init__(self, llm: LLM, tokenizer: Any = None, max_adapters: int | None = None) -> None:
         self._llm: LLM | None = llm
         self._core = capture.Core(llm)
-        self.tokenizer: Any = llm.get_tokenizer() if tokenizer is None else tokenizer
+        self._tokenizer = tokenizer
         self.vocab_size: int = self._core.vocab_size
         self.max_length: int = self._core.max_model_len - 1
         self.max_sessions: int = self._core.max_num_seqs
@@ -71,6 +71,14 @@ class VLLMEngine:
         self._max_adapters = max_adapters
         if self._core.is_local:
             VLLMEngine._here = self
+
+    @property
+    def tokenizer(self) -> Any:
+        """What decodes the model's token ids; vLLM's own unless another one was given."""
+        if self._tokenizer is None:
+            assert self._llm is not None, "the engine has been closed"
+            self._tokenizer = self._llm.get_tokenizer()
+        return self._tokenizer
 
     @classmethod
     def load(cls, path: str, options: dict[str, Any], tokenizer: Any = None) -> VLLMEngine:

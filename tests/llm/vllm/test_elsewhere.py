@@ -1,0 +1,60 @@
+"""Replicas of vLLM, each an engine in a process of its own."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+import torch
+
+from genlm_backend.errors import ModelNotFoundError, OptionTypeError
+from genlm_backend.llm import AsyncReplicas, ProcessEvaluator
+from genlm_backend.llm.vllm.loader import VLLMLoader
+from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.vllm import real
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+]
+
+
+async def check(lm, contexts):
+    rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
+    for row, context in zip(rows, contexts, strict=True):
+        expected = fresh_row(real.tiny_model(), context)
+        torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
+
+
+async def test_replicas_of_vllm_answer_and_come_back():
+    load = VLLMLoader(real.tiny_folder(), real.TINY_OPTIONS)
+    evaluators = [ProcessEvaluator(load) for _ in range(2)]
+    with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
+        contexts = [[i, j, 5] for i in range(8) for j in range(4)]
+        for token in range(4):
+            await check(lm, contexts)
+            contexts = [[*context, token] for context in contexts]
+        assert all(replica.answering.counts.tokens_computed for replica in lm._set.replicas)
+        row = await lm.next_token_logprobs([1, 2])
+        drawn = await lm.draw_next_token([1, 2], allowed=[3, 4], temperature=0)
+        assert drawn.token_id == 3 + int(row[3:5].argmax())
+        scores = await lm.score([1, 2], [3])
+        assert float(scores[0]) == pytest.approx(float(row[3]), abs=1e-4)
+        assert await lm.sample([1, 2], 1, [], temperature=0) == [int(row.argmax())]
+        os.kill(evaluators[0].process_id, signal.SIGKILL)
+        await check(lm, contexts)
+        await asyncio.to_thread(lm.restart)
+        assert lm.num_alive == 2
+        await check(lm, contexts[::-1])
+
+
+def test_what_cannot_be_loaded_is_told_here():
+    with pytest.raises(OptionTypeError, match="engine_opts"):
+        VLLMLoader("smollm2", ["float32"])
+    with pytest.raises(OptionTypeError, match="model_name"):
+        VLLMLoader(5)
+    evaluators = [ProcessEvaluator(VLLMLoader("/no/such/model"))]
+    with pytest.raises(ModelNotFoundError, match="/no/such/model"):
+        AsyncReplicas(word_tokenizer(), evaluators)
