@@ -52,6 +52,7 @@ def check_names(
     known: Collection[str],
     of: str,
     error: type[Exception] = OptionTypeError,
+    also: Iterable[str] = (),
 ) -> None:
     """Raise an error with near names unless every name is known.
 
@@ -60,11 +61,13 @@ def check_names(
         known: Names that there are.
         of: What the message calls a name that there is.
         error: Type of the error to raise.
+        also: Names for the message that are known elsewhere.
     """
     for name in given:
         if name not in known:
-            near = near_names(name, known)
-            raise error(f"{name} is no {of}{near or ': there are ' + ', '.join(known)}")
+            names = dict.fromkeys([*known, *also])
+            near = near_names(name, names)
+            raise error(f"{name} is no {of}{near or ': there are ' + ', '.join(names)}")
 
 
 def check_option_names(kind: type, given: Iterable[str], nested: Mapping[str, str]) -> None:
@@ -82,7 +85,16 @@ def check_option_names(kind: type, given: Iterable[str], nested: Mapping[str, st
                 f"{name} is no option of {kind.__name__}: it goes into {nested[name]}, as "
                 f"{nested[name]}={{{name!r}: …}}"
             )
-    check_names(given, known, f"option of {kind.__name__}")
+    check_names(given, known, f"option of {kind.__name__}", also=_loading_names(kind))
+
+
+def _loading_names(kind: type) -> list[str]:
+    """Return the names of the options that loading by a name takes beside the constructor's."""
+    from_name = getattr(kind, "from_name", None)
+    if from_name is None:
+        return []
+    parameters = inspect.signature(from_name).parameters.values()
+    return [p.name for p in parameters if p.default is not p.empty]
 
 
 def _option_names(kind: type) -> Iterator[str]:

@@ -54,7 +54,7 @@ class Batcher(Generic[Q, R]):
     Args:
         evaluate: Called on the worker thread with queries that weigh as much as the policy allows.
         policy: When a batch goes.
-        key: Queries with equal keys are one query. Default: the query itself.
+        key: Queries with equal keys are one query; what it raises refuses one. Default: the query.
         weight: What a query counts for in a batch; 1 by default. One too heavy for any goes alone.
         name: What errors call it, and debuggers the thread, with ``genlm-`` before it.
 
@@ -215,18 +215,19 @@ class Batcher(Generic[Q, R]):
 
     # ---------------------------------------------------------------- ending
 
-    def drop(self, reason: str = "the query was dropped before it was answered") -> int:
+    def drop(self, reason: str | Exception = "the query was dropped before it was answered") -> int:
         """Settle every waiter with a ``QueryDroppedError``; return how many there were.
 
         A batch that is being evaluated ends at its next ``check_wanted()``, and the results of
-        one that does not ask are not delivered.
+        one that does not ask are not delivered. Given an error in place of the reason, those who
+        still wait for a batch get that, and no others.
         """
+        error = reason if isinstance(reason, Exception) else QueryDroppedError(reason)
         with self._lock.here:
-            entries = [*self._pending.values(), *self._in_flight.values()]
+            begun = () if error is reason else self._in_flight.values()
+            entries = [*self._pending.values(), *begun]
             self._pending.clear()
-            settlements = [
-                s for entry in entries for s in entry.settlements(None, QueryDroppedError(reason))
-            ]
+            settlements = [s for entry in entries for s in entry.settlements(None, error)]
             self._is_urgent = False
         deliver(settlements)
         return len(settlements)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from genlm_backend.llm.base import AsyncLM
     from genlm_backend.llm.batched import BatchedLM
     from genlm_backend.llm.context import Context
+    from genlm_backend.llm.draw import Draw
     from genlm_backend.llm.drawing import Drawing
     from genlm_backend.llm.elsewhere.process import ProcessEvaluator
     from genlm_backend.llm.evaluator import (
@@ -38,6 +39,7 @@ __all__ = [
     "AsyncVirtualLM",
     "BatchedLM",
     "Context",
+    "Draw",
     "Drawing",
     "Evaluator",
     "EvaluatorCounts",
@@ -67,6 +69,7 @@ __getattr__, __dir__ = lazy_names(
         "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
         "BatchedLM": "genlm_backend.llm.batched",
         "Context": "genlm_backend.llm.context",
+        "Draw": "genlm_backend.llm.draw",
         "Drawing": "genlm_backend.llm.drawing",
         "Evaluator": "genlm_backend.llm.evaluator",
         "EvaluatorCounts": "genlm_backend.llm.evaluator",

@@ -79,9 +79,13 @@ def check_loading(
             f"unknown backend {backend!r}; known are {', '.join(map(repr, BACKENDS))}"
         )
     if "replicas" in options:
+        if "process" in options:
+            raise OptionError("replicas live in processes of their own: leave process out")
         if backend not in (None, "hf"):
             raise OptionError(f"replicas are of models of transformers, and not of {backend!r}")
         chosen, found = "hf", REPLICAS
+    elif meant := [name for name in options if "replica" in str(name)]:
+        raise OptionTypeError(f"{meant[0]} is no option; did you mean replicas?")
     module, class_name = found
     backend_class = getattr(importlib.import_module(module), class_name)
     if chosen in BACKENDS:

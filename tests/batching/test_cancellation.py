@@ -332,3 +332,35 @@ def test_asking_off_the_worker_thread_raises_nothing(recorder):
     batcher.check_wanted()
     batcher.close()
     batcher.check_wanted()
+
+
+async def test_drop_with_an_error_of_ones_own(recorder):
+    batcher = Batcher(recorder, PATIENT)
+    task = asyncio.ensure_future(batcher.submit(1))
+    await passes(1)
+    error = KeyError("by the test")
+    assert batcher.drop(error) == 1
+    with pytest.raises(KeyError) as raised:
+        await task
+    assert raised.value is error
+    assert batcher.drop(error) == 0
+    batcher.close()
+
+
+async def test_a_query_that_has_no_key_is_refused_and_nothing_is_left_of_it(recorder):
+    def key(query):
+        if query == 2:
+            raise LookupError("by the test")
+        return query
+
+    batcher = Batcher(recorder, PATIENT, key)
+    task = asyncio.ensure_future(batcher.submit(1))
+    with pytest.raises(LookupError, match="by the test"):
+        await batcher.submit(2)
+    with pytest.raises(LookupError, match="by the test"):
+        batcher.submit_sync([3, 2])
+    batcher.flush()
+    assert await task == 2
+    assert recorder.batches == [[1]]
+    assert batcher.statistics().num_pending == 0
+    batcher.close()

@@ -113,9 +113,12 @@ class ChildProcess:
         """Return the error that tells how the process has ended, which it has."""
         try:
             code = self._process.wait(1)
-        except subprocess.TimeoutExpired:  # it has closed its connection, which it never does
+        except subprocess.TimeoutExpired:
             self.end(0)
-            code = self._process.wait()
+            return EngineDiedError(
+                f"the process {self.process_id} that the model lives in has closed its connection "
+                "and was ended; restart() loads it again"
+            )
         how = f"ended with exit code {code}"
         if code < 0:
             how = f"was killed by {_signal_name(-code)}"

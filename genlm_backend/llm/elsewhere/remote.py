@@ -6,7 +6,7 @@ import abc
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -25,14 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteEvaluator(RestartableEvaluator):
-    """Hands verbs on to an evaluator that may end by itself.
-
-    Attributes:
-        adapters: Paths of the adapters that are to be loaded over there.
-    """
+    """Hands verbs on to an evaluator that may end by itself."""
 
     def __init__(self) -> None:
-        self.adapters: dict[Adapter, str] = {}
+        self.adapters: Mapping[Adapter, str] = {}
+        self._loaded: set[Adapter] = set()
         # Adapters that could not be loaded again, and why.
         self._lost: dict[Adapter | None, str] = {}
         self._counts = EvaluatorCounts()
@@ -67,9 +64,16 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def open(self) -> EvaluatorInfo:
-        """Have the evaluator made over there; return what it is able to do."""
+        """Have the evaluator made over there; return what it is able to do.
+
+        Where that fails, nothing of it is left.
+        """
         self._sent_ids = ()
-        info = self._started()
+        try:
+            info = self._started()
+        except BaseException:
+            self._end(True)
+            raise
         if not isinstance(info, EvaluatorInfo):
             return info  # for the caller to refuse
         # The threads are not of this process, and what is drawn over there is no row on its way.
@@ -77,19 +81,12 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def restart(self) -> EvaluatorInfo:
-        """End it, whatever it is doing, have it made again, and load its adapters.
-
-        One that cannot be loaded any more is told to those who ask for it.
-        """
+        """End it, whatever it is doing, have it made again, and load its adapters."""
         self._end(False)
         info = self.open()
+        self._loaded.clear()
         self._lost.clear()
-        for adapter, path in self.adapters.items():
-            try:
-                self.ask("add_adapter", adapter, path)
-            except AdapterError as error:
-                self._lost[adapter] = str(error)
-                logger.warning("the adapter %r could not be loaded again: %s", adapter.name, error)
+        self.load_adapters()
         return info
 
     @final
@@ -107,15 +104,16 @@ class RemoteEvaluator(RestartableEvaluator):
             self.ask("undefined_ids", self.undefined_ids)
             self._sent_ids = self.undefined_ids
         asked = [query for query in queries if query.adapter not in self._lost]
-        if len(asked) < len(queries):
-            found = iter(self._answers(asked) if asked else ())
-            return [
-                AdapterError(self._lost[query.adapter])
-                if query.adapter in self._lost
-                else next(found)
-                for query in queries
-            ]
-        return self._answers(asked)
+        found = self._answers(asked) if asked else ()
+        if not isinstance(found, Sequence) or len(found) != len(asked):
+            return found  # for the caller to refuse
+        answers = iter(found)
+        return [
+            AdapterError(self._lost[query.adapter])
+            if query.adapter in self._lost
+            else next(answers)
+            for query in queries
+        ]
 
     def _answers(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
         with frequent_switches():
@@ -159,15 +157,31 @@ class RemoteEvaluator(RestartableEvaluator):
         """Load an adapter, which is loaded again whenever the evaluator is made again."""
         path = os.path.abspath(path) if Path(path).exists() else path
         self.ask("add_adapter", adapter, path)
-        self.adapters[adapter] = path
+        self._loaded.add(adapter)
+        self.adapters = {**self.adapters, adapter: path}
 
     @final
     def remove_adapter(self, adapter: Adapter) -> None:
         """Remove an adapter, be it there or not."""
-        self.adapters.pop(adapter, None)
-        if self._lost.pop(adapter, None) is None:
-            with contextlib.suppress(EngineDiedError):
-                self.ask("remove_adapter", adapter)
+        self.adapters = {own: path for own, path in self.adapters.items() if own != adapter}
+        with contextlib.suppress(EngineDiedError):
+            self.load_adapters()
+
+    @final
+    def load_adapters(self) -> None:
+        """Load those of ``adapters`` that are not there, and remove what is there beside them."""
+        wanted = self.adapters
+        self._lost = {adapter: why for adapter, why in self._lost.items() if adapter in wanted}
+        for adapter in self._loaded - wanted.keys():
+            self.ask("remove_adapter", adapter)
+            self._loaded.discard(adapter)
+        for adapter in wanted.keys() - self._loaded - self._lost.keys():
+            try:
+                self.ask("add_adapter", adapter, wanted[adapter])
+                self._loaded.add(adapter)
+            except AdapterError as error:  # its files are not there any more
+                self._lost[adapter] = str(error)
+                logger.warning("the adapter %r could not be loaded again: %s", adapter.name, error)
 
     @final
     def counts(self) -> EvaluatorCounts:

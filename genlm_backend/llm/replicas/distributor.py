@@ -11,7 +11,7 @@ from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.errors import EngineDiedError
 from genlm_backend.llm.evaluator import EvaluatorInfo
 from genlm_backend.llm.replicas.loop import Loop
-from genlm_backend.llm.replicas.replica import Replica
+from genlm_backend.llm.replicas.replica import NotAskedError, Replica
 from genlm_backend.llm.replicas.router import Choice, Router
 from genlm_backend.llm.scoring import Question
 from genlm_backend.llm.together import together
@@ -73,17 +73,20 @@ class Distributor:
         Raises:
             EngineDiedError: If no replica is alive, or several have died with the query.
         """
-        for is_last in (False,) * (_MOST_DEATHS - 1) + (True,):
+        num_deaths = 0
+        while True:
             choice = self._send(query)
             try:
                 answer = await self._replicas[choice.replica].batcher.submit(query)
             except GeneratorExit:  # of the garbage collector, maybe where its thread has the lock
                 self._left.append(_Sent(query, choice))
                 raise
-            except EngineDiedError as error:
+            except NotAskedError:
                 self._ended(query, choice)
-                self._died(choice, error)
-                if is_last:
+            except EngineDiedError:
+                self._ended(query, choice)
+                num_deaths += 1
+                if num_deaths == _MOST_DEATHS:
                     raise
             except BaseException:
                 self._ended(query, choice)
@@ -91,7 +94,6 @@ class Distributor:
             else:
                 self._ended(query, choice)
                 return answer
-        raise AssertionError
 
     def submit_sync(self, queries: Iterable[Question]) -> list[Any]:
         """Return the answers to ``queries``, blocking this thread; see ``Batcher``."""
@@ -137,22 +139,11 @@ class Distributor:
 
     # ---------------------------------------------------------------- dying
 
-    def _died(self, choice: Choice, error: EngineDiedError) -> None:
-        with self._lock.here:
-            if self._router.loads[choice.replica] is not choice.load:  # which is known already
-                return
-            self._router.lost(choice.replica)
-            self._last_death = f"no replica is alive; the last one: {error}"
-        self._replicas[choice.replica].revive(self.back)
-
     def died(self, replica: Replica, error: EngineDiedError) -> None:
-        """Take note that a replica has been found dead by something else than a question."""
+        """Take note that a replica has died, before it refuses anybody."""
         with self._lock.here:
-            if not self._router.loads[replica.number].is_alive:
-                return
             self._router.lost(replica.number)
             self._last_death = f"no replica is alive; the last one: {error}"
-        replica.revive(self.back)
 
     def back(self, number: int, info: EvaluatorInfo) -> None:
         """Take note that a replica has been restarted."""
@@ -162,7 +153,9 @@ class Distributor:
 
     @property
     def num_alive(self) -> int:
-        """Number of replicas that answer."""
+        """Number of replicas that answer; none once it is closed."""
+        if self._control.is_closed:
+            return 0
         return sum(load.is_alive for load in self._router.loads)
 
     def sent_to_all(self, query: Question) -> None:

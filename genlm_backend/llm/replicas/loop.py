@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar, final
 
+from genlm_backend.errors import BatcherClosedError
+
 T = TypeVar("T")
 
 
@@ -24,10 +26,18 @@ class Loop:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: weakref.finalize | None = None
+        self._is_closed = False
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return what a coroutine returns, blocking this thread; interrupted, it is cancelled."""
-        with self._lock:
+        """Return what a coroutine returns, blocking this thread; interrupted, it is cancelled.
+
+        Raises:
+            BatcherClosedError: After ``close()``.
+        """
+        with self._lock:  # so that what is begun is begun before the loop is told to stop
+            if self._is_closed:
+                coroutine.close()
+                raise BatcherClosedError(f"{self._name} has been closed and answers no more")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 thread = threading.Thread(
@@ -35,7 +45,7 @@ class Loop:
                 )
                 thread.start()
                 self._stop = weakref.finalize(self, _end, self._loop, thread)
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         except BaseException:
@@ -44,6 +54,8 @@ class Loop:
 
     def close(self) -> None:
         """End the thread, once what is under way has been told; again has no effect."""
+        with self._lock:
+            self._is_closed = True
         if self._stop is not None:
             self._stop()
 
@@ -61,8 +73,12 @@ def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
 
 
 def _stop_soon(loop: asyncio.AbstractEventLoop, num_passes: int) -> None:
-    """Stop a loop once it has nothing more to tell, or after some passes."""
-    if num_passes and asyncio.all_tasks(loop):
-        loop.call_soon(_stop_soon, loop, num_passes - 1)
-    else:
-        loop.stop()
+    """Stop a loop once it has nothing more to tell; what goes on for too long is cancelled."""
+    tasks = asyncio.all_tasks(loop)
+    if not tasks:
+        loop.call_soon(loop.stop)  # after what tells the callers of the last of them
+        return
+    if num_passes == 0:
+        for task in tasks:
+            task.cancel()
+    loop.call_soon(_stop_soon, loop, num_passes - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self, final
 
 import torch
@@ -34,8 +34,8 @@ class AsyncReplicas(BatchedLM):
     evaluator; ``batch_size`` is that of each.
 
     A replica that dies gives its contexts to the others, and is restarted where it is of a kind
-    that can be. When all are dead, queries are an ``EngineDiedError``, as is one that three have
-    died with.
+    that can be: four times within half a minute, and after that by ``restart()``. When all are
+    dead, queries are an ``EngineDiedError``, as is one that three have died with.
 
     Args:
         tokenizer: Anything that ``decode_vocab`` takes.
@@ -45,8 +45,8 @@ class AsyncReplicas(BatchedLM):
         timeout: Seconds that the first query of a batch may wait for others.
         row_cache_bytes: Bytes of rows to keep, whichever replica they come from; 0 keeps none.
         output_device: Where rows are returned: "cpu", "cuda:0", …
-        per_forward: What a forward pass costs beside its tokens, counted in tokens; a group of
-            contexts is parted among replicas the later, the larger it is.
+        per_forward: What a forward pass costs beside its tokens, counted in tokens. The larger it
+            is, the more it counts how many passes wait at a replica already.
         self_check: Compare a few probe texts with the bytes of their tokens.
 
     Raises:
@@ -103,7 +103,9 @@ class AsyncReplicas(BatchedLM):
         )
         name = type(self).__name__
         self._distributor = Distributor(self._set.replicas, policy, name, self._is_back)
-        self._set.cleared, self._set.died = self._distributor.cleared, self._distributor.died
+        self._set.cleared = self._distributor.cleared
+        for replica in self._set.replicas:
+            replica.has_died, replica.is_back = self._distributor.died, self._distributor.back
         return self._distributor
 
     def _is_back(self, index: int, info: EvaluatorInfo) -> None:
@@ -148,16 +150,8 @@ class AsyncReplicas(BatchedLM):
         """
         count = integer(1)("replicas", replicas)
         cls.check_options(kwargs)
-        own = {
-            "kv_cache_bytes": kv_cache_bytes,
-            "num_threads": num_threads,
-            "max_length": max_length,
-            "packs_weights": packs_weights,
-        }
-        given = checked(AsyncTransformer.option_checks, own)
-        names = {*cls.option_checks, *OF_THE_EVALUATOR}
-        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, given, names, cls.__name__)
-        loader.check_portable()
+        own = (kv_cache_bytes, max_length, num_threads, packs_weights)
+        loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own)
         with explained(model_id):
             tokenizer = loader.tokenizer()
             makers = _placed(loader, count, hf_opts or {})
@@ -212,16 +206,10 @@ class AsyncReplicas(BatchedLM):
         """
         count = integer(1)("num_replicas", num_replicas)
         cls.check_options(kwargs)
-        own = {
-            "kv_cache_bytes": kv_cache_bytes,
-            "num_threads": max(1, int(num_cpus)) if num_threads is None else num_threads,
-            "max_length": max_length,
-            "packs_weights": packs_weights,
-        }
-        given = checked(AsyncTransformer.option_checks, own)
-        names = {*cls.option_checks, *OF_THE_EVALUATOR}
-        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, given, names, cls.__name__)
-        loader.check_portable()
+        cores = number(0)("num_cpus", num_cpus)
+        threads = max(1, int(cores)) if num_threads is None else num_threads
+        own = (kv_cache_bytes, max_length, threads, packs_weights)
+        loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own)
         evaluators = [
             RayEvaluator(loader, num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=max_restarts)
             for _ in range(count)
@@ -230,6 +218,29 @@ class AsyncReplicas(BatchedLM):
             tokenizer = loader.tokenizer()
             connect(address)
             return cls(tokenizer, evaluators, **kwargs)
+
+    @classmethod
+    def _loader(
+        cls,
+        model_id: str,
+        bitsandbytes_opts: dict[str, Any] | None,
+        hf_opts: dict[str, Any] | None,
+        own: Sequence[Any],
+    ) -> HFLoader:
+        """Return what loads a replica elsewhere, once all options are checked.
+
+        Args:
+            model_id: Name of the model.
+            bitsandbytes_opts: Options of ``BitsAndBytesConfig``.
+            hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``.
+            own: Options of the evaluator, in the order of ``OF_THE_EVALUATOR``.
+        """
+        options: dict[str, Any] = dict(zip(OF_THE_EVALUATOR, own, strict=True))
+        given = checked(AsyncTransformer.option_checks, options)
+        names = {*cls.option_checks, *OF_THE_EVALUATOR}
+        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, given, names, cls.__name__)
+        loader.check_portable()
+        return loader
 
     # ---------------------------------------------------------------- replicas
 
@@ -259,7 +270,7 @@ class AsyncReplicas(BatchedLM):
                 raise ModelStateError(
                     f"replica {replica.number} is of a kind that cannot be restarted"
                 )
-            asked.append(replica.ask(_restarting(replica, evaluator, self._distributor.back)))
+            asked.append(replica.restart(evaluator))
         for future in asked:
             future.result()
 
@@ -284,18 +295,6 @@ class AsyncReplicas(BatchedLM):
     def clear_kv_cache(self) -> None:
         """Forget every cached key and value on all replicas. No answer changes by it."""
         self._clear_kept()
-
-
-def _restarting(
-    replica: Replica,
-    evaluator: RestartableEvaluator,
-    is_back: Callable[[int, EvaluatorInfo], None],
-) -> Callable[[Evaluator], None]:
-    def restart(_: Evaluator) -> None:
-        if replica.is_dead:  # and has not come back by itself meanwhile
-            replica.restart(evaluator, is_back)
-
-    return restart
 
 
 def _placed(loader: HFLoader, count: int, hf_opts: Mapping[str, Any]) -> list[HFLoader]:

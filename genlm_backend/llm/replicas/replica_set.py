@@ -25,7 +25,6 @@ class ReplicaSet(Evaluator):
         replicas: The same on threads of their own, once they are asked.
         infos: What each is able to do, once they are open.
         cleared: Called when no replica keeps anything.
-        died: Called with a replica that has died, and the error that tells it.
 
     Raises:
         OptionError: (``ValueError``) If there is none, one is there twice, or one is another
@@ -43,7 +42,6 @@ class ReplicaSet(Evaluator):
         self.replicas: list[Replica] = []
         self.infos: list[EvaluatorInfo] = []
         self.cleared: Callable[[], None] = lambda: None
-        self.died: Callable[[Replica, EngineDiedError], None] = lambda replica, error: None
 
     def open(self) -> EvaluatorInfo:
         """Open all replicas at once, each on its thread; return what they all are able to do.
@@ -51,7 +49,7 @@ class ReplicaSet(Evaluator):
         Raises:
             OptionError: If they are not of one model, by the width of their rows.
         """
-        self.infos = self._of_all(lambda e: e.open() if e.info is None else e.info)
+        self.infos = _results([replica.open() for replica in self.replicas])
         for info in self.infos:
             if not isinstance(info, EvaluatorInfo):
                 return info  # for the caller to refuse
@@ -77,20 +75,11 @@ class ReplicaSet(Evaluator):
             draws=all(info.draws for info in self.infos),
         )
 
-    def _of_all(self, verb: Callable[[Evaluator], Any]) -> list[Any]:
-        """Return what a verb returns on each replica, all of which are waited for."""
-        return _results([replica.ask(verb) for replica in self.replicas])
-
     def _of_living(self, verb: Callable[[Evaluator], Any]) -> list[Any]:
         """Return what a verb returns on each replica that is alive; others are found dead by it."""
-        asked = {r: r.ask(verb) for r in self.replicas if not r.is_dead}
-        concurrent.futures.wait(asked.values())
-        for replica, future in asked.items():
-            error = future.exception()
-            if isinstance(error, EngineDiedError):
-                self.died(replica, error)
-        living = [f for f in asked.values() if not isinstance(f.exception(), EngineDiedError)]
-        return _results(living)
+        asked = [replica.ask(verb) for replica in self.replicas if not replica.is_dead]
+        concurrent.futures.wait(asked)
+        return _results([f for f in asked if not isinstance(f.exception(), EngineDiedError)])
 
     # ---------------------------------------------------------------- verbs
 
@@ -123,6 +112,8 @@ class ReplicaSet(Evaluator):
         asked = {replica: replica.add_adapter(adapter, path) for replica in self.replicas}
         try:
             _results(asked.values())
+            if all(replica.is_dead for replica in self.replicas):
+                raise EngineDiedError("no replica is alive that could load an adapter")
         except BaseException:
             done = [replica for replica, future in asked.items() if future.exception() is None]
             _results([replica.remove_adapter(adapter) for replica in done])
@@ -140,9 +131,9 @@ class ReplicaSet(Evaluator):
         return EvaluatorCounts(**{n: sum(getattr(c, n) for c in counts) for n in names})
 
     def close(self) -> None:
-        """Close all replicas."""
-        for replica in self.replicas:
-            replica.close()
+        """Close all replicas, at once, since each may take its time."""
+        with concurrent.futures.ThreadPoolExecutor(max(1, len(self.replicas))) as threads:
+            _results([threads.submit(replica.close) for replica in self.replicas])
 
 
 def _least(values: Any) -> int | None:

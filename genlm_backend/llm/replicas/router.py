@@ -11,8 +11,8 @@ from genlm_backend.llm.replicas.sent_tree import Place, SentTree
 _PER_REPEATED: Final = 4.0
 """What a token that is computed on one more replica counts for, beside one that waits.
 
-By simulation: with 1, two thirds of all tokens of 10,000 particles on 64 replicas are computed
-again after resampling, with 8 the replicas are idle for a sixth of the time.
+A compromise, found by simulating 10,000 particles on 64 replicas that are resampled: with less,
+more tokens are computed again and again; with more, replicas wait longer for the slowest.
 """
 
 
@@ -123,10 +123,11 @@ class Router:
         self.loads[replica].is_alive = True
 
     def sent_to_all(self, space: Hashable, packed: bytes) -> None:
-        """Take note that all replicas were sent a context."""
+        """Take note that all replicas have computed a context."""
         for replica, load in enumerate(self.loads):
             if load.is_alive:
                 self._sent.add(space, packed, replica)
+                self._sent.answered(space, packed, replica)
 
     def cleared(self) -> None:
         """Take note that no replica has anything."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Final, NamedTuple, final
@@ -172,27 +173,34 @@ class SentTree:
 
     def _evict(self, replica: int, limit: int) -> None:
         """Forget the ends of contexts that a replica was sent longest ago, down to a limit."""
-        while self.num_tokens[replica] > limit:
-            for node in sorted(self._ends(replica), key=lambda node: node.stamps[replica]):
-                if self.num_tokens[replica] <= limit:
-                    return
-                del node.stamps[replica]
-                node.waiting.discard(replica)
-                self.num_tokens[replica] -= node.num_tokens
-                if not node.stamps and node.parent is not None:
-                    del node.parent.children[node.key]
+        num_behind = self._num_behind(replica)
+        ends = [(node.stamps[replica], id(node), node) for node, n in num_behind.items() if not n]
+        heapq.heapify(ends)
+        while ends and self.num_tokens[replica] > limit:
+            *_, node = heapq.heappop(ends)
+            parent = node.parent
+            assert parent is not None
+            del node.stamps[replica]
+            node.waiting.discard(replica)
+            self.num_tokens[replica] -= node.num_tokens
+            if not node.stamps:
+                del parent.children[node.key]
+            if parent in num_behind:
+                num_behind[parent] -= 1
+                if not num_behind[parent]:
+                    heapq.heappush(ends, (parent.stamps[replica], id(parent), parent))
 
-    def _ends(self, replica: int) -> list[_Node]:
-        """Return the nodes behind which a replica was sent nothing."""
-        ends: list[_Node] = []
-        waiting = [child for root in self._roots.values() for child in root.children.values()]
-        while waiting:
-            node = waiting.pop()
-            own = [child for child in node.children.values() if replica in child.stamps]
-            waiting.extend(own)
-            if not own and replica in node.stamps:
-                ends.append(node)
-        return ends
+    def _num_behind(self, replica: int) -> dict[_Node, int]:
+        """Return, of each node that a replica was sent, how many of those behind it it was sent."""
+        found: dict[_Node, int] = {}
+        left = [child for root in self._roots.values() for child in root.children.values()]
+        while left:
+            node = left.pop()
+            if replica in node.stamps:
+                own = [child for child in node.children.values() if replica in child.stamps]
+                found[node] = len(own)
+                left.extend(own)
+        return found
 
 
 def _matched(run: bytes, packed: bytes, depth: int) -> int:

@@ -11,62 +11,26 @@ import warnings
 import weakref
 
 import pytest
-import torch
 
 from genlm_backend import load_model_by_name
 from genlm_backend.errors import (
     AdapterError,
+    BatcherClosedError,
     EngineDiedError,
     ModelNotFoundError,
     ModelStateError,
     OptionError,
     OptionTypeError,
+    QueryDroppedError,
 )
-from genlm_backend.llm import (
-    AsyncReplicas,
-    EvaluatorInfo,
-    ProcessEvaluator,
-    Query,
-    StatelessEvaluator,
-)
+from genlm_backend.llm import AsyncReplicas, EvaluatorInfo, Query, RestartableEvaluator
 from tests.llm.conftest import word_tokenizer
-from tests.llm.elsewhere.over_there import Told, saved
-from tests.llm.elsewhere.test_process import close_to, is_there, nothing_is_left, until
+from tests.llm.elsewhere.over_there import Told
+from tests.llm.elsewhere.test_process import close_to, nothing_is_left, until
+from tests.llm.replicas.mortal import Mortal, ask_all, make
 from tests.llm.toy import VOCAB
 
 __all__ = ["nothing_is_left"]  # which every test here uses
-
-
-class Mortal(StatelessEvaluator):
-    """Rows that tell their context; dies when it is told to, and lives on when restarted."""
-
-    def __init__(self, width=VOCAB):
-        super().__init__(width)
-        self.info = EvaluatorInfo(width, num_slots=10_000, can_forget=True)
-        self.asked, self.adapters = [], []
-        self.dies_with = self.is_dead = False
-
-    def evaluate(self, queries):
-        self.asked.append([query.token_ids for query in queries])
-        self.is_dead = self.is_dead or self.dies_with
-        if self.is_dead:
-            raise EngineDiedError("by the test")
-        return Told.evaluate(self, queries)
-
-    log = []
-    told = Told.told
-    take_long = Told.take_long
-
-
-def make(count=3, **options):
-    evaluators = [Mortal() for _ in range(count)]
-    return AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0, **options), evaluators
-
-
-async def ask_all(lm, contexts):
-    rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
-    for row, context in zip(rows, contexts, strict=True):
-        close_to(row, context)
 
 
 async def test_contexts_go_on_where_they_were_and_are_spread():
@@ -143,6 +107,7 @@ async def test_a_death_that_is_known_late_goes_to_another_replica():
         distributor = lm._distributor
         choice = distributor._send(Query([1]))
         distributor.died(lm._set.replicas[choice.replica], EngineDiedError("by the test"))
+        lm._set.replicas[choice.replica].is_dead = False
         distributor.back(choice.replica, lm._set.infos[0])
         evaluators[choice.replica].dies_with = True
         close_to(await lm.next_token_logprobs([1]), [1])
@@ -278,101 +243,150 @@ def test_an_adapter_is_on_all_replicas_or_on_none():
         assert [len(e.adapters) for e in evaluators] == [0, 0, 0]
 
 
-# ---------------------------------------------------------------- processes
+class Reluctant(RestartableEvaluator, Mortal):
+    """One that is restarted when the test wants it to be, with the adapters that are there then."""
+
+    def __init__(self):
+        super().__init__()
+        self.info = EvaluatorInfo(VOCAB, num_slots=10_000, can_forget=True, takes_adapters=True)
+        self.adapters, self.loaded = {}, {}
+        self.may_restart = threading.Event()
+
+    def restart(self):
+        while not self.may_restart.wait(0.01):
+            self.check_wanted()
+        self.dies_with = self.is_dead = False
+        self.loaded = {}
+        self.load_adapters()
+        return self.info
+
+    def load_adapters(self):
+        self.loaded = dict(self.adapters)
 
 
-@pytest.mark.timeout(300)
-async def test_processes_that_are_killed_come_back_and_callers_notice_nothing():
-    """Particles go on while one process after another is killed."""
-    evaluators = [ProcessEvaluator(Told) for _ in range(2)]
+def add_to(self, adapter, path):
+    check_alive(self)
+    self.adapters = {**self.adapters, adapter: path}
+    self.load_adapters()
+
+
+def check_alive(self):
+    if self.is_dead:
+        raise EngineDiedError("by the test")
+
+
+def remove_from(self, adapter):
+    check_alive(self)
+    self.adapters = {own: path for own, path in self.adapters.items() if own != adapter}
+    self.load_adapters()
+
+
+Reluctant.add_adapter, Reluctant.remove_adapter = add_to, remove_from
+Reluctant.num_cached = lambda self, query: check_alive(self) or 0
+
+
+@pytest.mark.parametrize("is_sync", [False, True])
+async def test_those_who_wait_for_one_that_dies_do_not_wait_until_it_is_back(is_sync):
+    evaluators = [Reluctant(), Reluctant()]
+    with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0, batch_size=1) as lm:
+        evaluators[0].dies_with = True
+        contexts = [[i, 1] for i in range(12)]
+        if is_sync:
+            lm.batch_next_token_logprobs_sync(contexts)
+        else:
+            await asyncio.wait_for(ask_all(lm, contexts), 10)
+        assert lm.num_alive == 1
+        assert len(evaluators[0].asked) == 1
+        evaluators[0].may_restart.set()
+        until(lambda: lm.num_alive == 2)
+        await ask_all(lm, contexts)
+        assert len(evaluators[0].asked) > 1
+
+
+async def test_one_that_is_back_has_the_adapters_of_the_others():
+    evaluators = [Reluctant(), Reluctant()]
     with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
-        done = []
+        lm.add_new_lora("before", "one")
+        lm.add_new_lora("before too", "two")
+        evaluators[0].dies_with = True
+        await ask_all(lm, [[i, 1] for i in range(12)])
+        assert lm.num_alive == 1
+        lm.add_new_lora("meanwhile", "three")
+        lm.add_new_lora("for a moment", "four")
+        lm.remove_lora("one")
+        lm.remove_lora("four")
+        evaluators[0].may_restart.set()
+        until(lambda: lm.num_alive == 2)
+        for evaluator in evaluators:
+            found = [(adapter.name, path) for adapter, path in evaluator.loaded.items()]
+            assert sorted(found) == [("three", "meanwhile"), ("two", "before too")]
 
-        async def particle(index):
-            generator, context = random.Random(index), [index]
-            while len(context) < 60:
-                close_to(await lm.next_token_logprobs(context), context)
-                context.append(generator.randrange(80))
-                done.append(1)
-                await asyncio.sleep(0.05)
 
-        async def killer():
-            for number in (0, 1):
-                enough = min(len(done) + 60, 8 * 59)  # of all that there will be
-                while len(done) < enough:
-                    await asyncio.sleep(0.01)
-                os.kill(evaluators[number].process_id, signal.SIGKILL)
-                while lm.num_alive == 2:  # until somebody asks it
-                    await ask_all(lm, [[i, number] for i in range(20)])
-                while lm.num_alive < 2:
-                    await asyncio.sleep(0.01)
-
-        await asyncio.wait_for(asyncio.gather(killer(), *map(particle, range(8))), 250)
-        assert lm.num_alive == 2
-        processes = [evaluator.process_id for evaluator in evaluators]
-        for process in processes:
-            os.kill(process, signal.SIGKILL)
-        with pytest.raises(EngineDiedError):
-            await lm.next_token_logprobs([1])
+async def test_an_adapter_that_is_removed_from_one_that_has_died_is_gone_when_it_is_back():
+    """Nobody had noticed its death."""
+    evaluators = [Reluctant(), Reluctant()]
+    with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
+        lm.add_new_lora("here", "one")
+        evaluators[0].is_dead = True
+        lm.remove_lora("one")
+        evaluators[0].may_restart.set()
+        until(lambda: lm.num_alive == 2)
+        await ask_all(lm, [[i, 1] for i in range(12)])
+        assert [evaluator.loaded for evaluator in evaluators] == [{}, {}]
+        for evaluator in evaluators:
+            evaluator.may_restart.clear()
+            evaluator.is_dead = True
+        with pytest.raises(EngineDiedError, match="no replica is alive"):
+            lm.add_new_lora("there", "two")
+        for evaluator in evaluators:
+            evaluator.may_restart.set()
         lm.restart()
-        assert lm.num_alive == 2
-        close_to(await lm.next_token_logprobs([1]), [1])
-        processes = [evaluator.process_id for evaluator in evaluators]
-    until(lambda: not any(map(is_there, processes)))
+        assert [evaluator.loaded for evaluator in evaluators] == [{}, {}]
 
 
-def test_a_model_is_loaded_several_times():
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+async def test_a_death_that_nobody_waits_for_is_noticed():
+    evaluators = [Reluctant(), Reluctant()]
+    with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
+        task = asyncio.ensure_future(lm.next_token_logprobs([1, 87]))  # which takes a moment
+        while not any(evaluator.asked for evaluator in evaluators):
+            await asyncio.sleep(0.01)
+        (asked,) = [evaluator for evaluator in evaluators if evaluator.asked]
+        asked.is_dead = True
+        task.cancel()
+        await lm.num_cached_tokens([1])
+        until(lambda: lm.num_alive == 1)
+        asked.may_restart.set()
+        until(lambda: lm.num_alive == 2)
 
-    folder = saved("llama")
-    PreTrainedTokenizerFast(tokenizer_object=word_tokenizer()).save_pretrained(folder)
-    plain = AutoModelForCausalLM.from_pretrained(folder)
-    options = {"replicas": 2, "kv_cache_bytes": 1 << 20, "batch_size": 4, "self_check": False}
-    with load_model_by_name(folder, llm_opts=options) as lm:
-        assert isinstance(lm, AsyncReplicas)
-        assert (lm.num_replicas, lm.num_alive, lm.batch_size) == (2, 2, 4)
-        contexts = [[i, 1, 2, j] for i in range(5) for j in range(4)]
-        rows = lm.batch_next_token_logprobs_sync(contexts)
-        with torch.no_grad():
-            logits = plain(input_ids=torch.tensor(contexts)).logits[:, -1]
-        torch.testing.assert_close(rows, logits.log_softmax(-1), rtol=0, atol=2e-5)
-        used = [replica.answering.counts.tokens_computed for replica in lm._set.replicas]
-        assert all(used)
-        lm.cache_kv([7, 7, 7, 7])
-        assert asyncio.run(lm.num_cached_tokens([7, 7, 7, 7, 1])) == 4
-        process = lm._set.evaluators[0].process_id
-        os.kill(process, signal.SIGKILL)
-        lm.clear_cache()
-        torch.testing.assert_close(
-            lm.batch_next_token_logprobs_sync(contexts), rows, rtol=0, atol=2e-5
+
+def test_blocked_callers_are_told_at_close():
+    def ask(lm, start, errors):
+        try:
+            for i in range(10**6):
+                lm.batch_next_token_logprobs_sync([[start, i % 80, j] for j in range(3)])
+        except Exception as error:
+            errors.append(error)
+
+    for history in range(40):
+        lm, _ = make(2)
+        errors = []
+        threads = [threading.Thread(target=ask, args=(lm, i, errors)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.005 + history % 10 / 1000)
+        lm.close()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
+        assert {type(error) for error in errors} <= {BatcherClosedError, QueryDroppedError}
+        assert len(errors) == 4
+
+
+def test_a_prompt_that_all_have_computed_is_waited_for_by_nobody():
+    lm, _ = make(2)
+    with lm:
+        lm._distributor.sent_to_all(Query([*range(50)]))
+        places = lm._distributor._router._sent.places(
+            None, Query([*range(50)]).context.packed().tobytes()
         )
-
-
-def test_those_that_died_while_nobody_asked_are_restarted():
-    evaluators = [ProcessEvaluator(Told) for _ in range(2)]
-    with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
-        for evaluator in evaluators:
-            os.kill(evaluator.process_id, signal.SIGKILL)
-        time.sleep(0.3)
-        lm.restart()
-        assert lm.num_alive == 2
-        close_to(lm.next_token_logprobs_sync([1]), [1])
-        for evaluator in evaluators:
-            os.kill(evaluator.process_id, signal.SIGKILL)
-        time.sleep(0.3)
-        with pytest.raises(EngineDiedError):
-            lm.cache_kv([1, 2])
-
-
-def test_close_while_one_is_being_restarted():
-    evaluators = [ProcessEvaluator(Told) for _ in range(2)]
-    lm = AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0)
-    before = threading.active_count()
-    os.kill(evaluators[0].process_id, signal.SIGKILL)
-    lm.batch_next_token_logprobs_sync([[i] for i in range(10)])
-    time.sleep(0.3)
-    start = time.monotonic()
-    lm.close()
-    assert time.monotonic() - start < 3
-    assert threading.active_count() < before
-    assert all(evaluator.process_id is None for evaluator in evaluators)
+        assert [(place.num_known, place.num_waiting) for place in places] == [(50, 0)] * 2
