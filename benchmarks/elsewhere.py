@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import threading
 import time
@@ -120,6 +121,30 @@ def measure_replicas() -> Numbers:
                 took = seconds_of(partial(asyncio.run, walk(lm, prompt, 64, 16, seed)))
                 numbers[name] += [took] if seed else []
     return numbers
+
+
+def measure_ray() -> Numbers:
+    """One replica on a local Ray cluster beside a model in a process of its own, in turns."""
+    cores = os.cpu_count() or 1
+    numbers: Numbers = {"process s": [], "ray s": []}
+    options: dict[str, Any] = {"num_threads": cores, "row_cache_bytes": 0, "batch_size": 64}
+    with (
+        AsyncTransformer.from_name("smollm2", process=True, **options) as process,
+        AsyncReplicas.on_ray("smollm2", 1, num_cpus=cores, **options) as ray,
+    ):
+        prompt = process.tokenizer.encode(TEXT)[:PROMPT_TOKENS]
+        for seed in range(8):
+            for name, lm in (("process s", process), ("ray s", ray)):
+                lm.clear_cache()
+                took = seconds_of(partial(asyncio.run, walk(lm, prompt, 20, 16, seed)))
+                numbers[name] += [took] if seed else []
+    return numbers
+
+
+def ray_rows(numbers: Numbers) -> list[Row]:
+    """Return how fast a replica on Ray is."""
+    ratio = statistics.median(numbers["process s"]) / statistics.median(numbers["ray s"])
+    return [("SIS, one replica on Ray over `process=True`", f"{ratio:.2f}×", "0.8×")]
 
 
 def replica_rows(numbers: Numbers) -> list[Row]:

@@ -41,6 +41,7 @@ _WORKLOADS: tuple[Workload, ...] = (
     virtual.Virtual(),
     elsewhere.Process(),
     elsewhere.Replicas(),
+    elsewhere.Ray(),
     elsewhere.Routing(),
 )
 

@@ -32,6 +32,19 @@ class Replicas(Workload):
         return elsewhere.replica_rows(found[""])
 
 
+class Ray(Workload):
+    """One replica on a local Ray cluster beside a model in a process of its own."""
+
+    name = "ray"
+    table = "scaling"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return elsewhere.measure_ray()
+
+    def rows(self, found: Found) -> list[Row]:
+        return elsewhere.ray_rows(found[""])
+
+
 class Routing(Workload):
     """Where 10,000 particles go among 64 replicas, simulated."""
 
