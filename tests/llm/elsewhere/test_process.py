@@ -74,7 +74,7 @@ def asking(lm, context):
 
 
 def nobody_elses(names):
-    """Those of the names in /dev/shm that no other living process has mapped: vLLM and Ray have files there."""
+    """Those names in /dev/shm that no other living process has mapped; vLLM and Ray have theirs."""
     mapped = ""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         if maps.parent.name != str(os.getpid()):
