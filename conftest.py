@@ -1,5 +1,6 @@
 """Every Python block in the README and the docs runs as a test."""
 
+import signal
 from importlib.util import find_spec
 
 import pytest
@@ -11,6 +12,12 @@ pytest_collect_file = Sybil(
     patterns=["README.md", "docs/*.md"],
     setup=lambda namespace: namespace.update(find_spec=find_spec, __name__="__main__"),
 ).pytest()
+
+
+def pytest_configure() -> None:
+    """Let a Ctrl-C be one: a shell starts what runs in the background with interrupts ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
