@@ -1,5 +1,6 @@
 """Keys, values and rows that have been computed already; no event loop, no model."""
 
+from genlm_backend.cache.codecs import KV_CACHE_DTYPES, KVCacheDtype
 from genlm_backend.cache.node import Match, Place, Run
 from genlm_backend.cache.rows import RowCache
 from genlm_backend.cache.slots import PADDING_SLOT, Slots
@@ -7,7 +8,9 @@ from genlm_backend.cache.store import KVLayout, KVStore, LayerLayout
 from genlm_backend.cache.tree import PrefixTree
 
 __all__ = [
+    "KV_CACHE_DTYPES",
     "PADDING_SLOT",
+    "KVCacheDtype",
     "KVLayout",
     "KVStore",
     "LayerLayout",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import final
+from dataclasses import dataclass, field, replace
+from typing import Self, final
 
 import torch
 
+from genlm_backend.cache.codecs import Codec, KVCacheDtype, codec_for
 from genlm_backend.cache.slots import PADDING_SLOT
 
 
@@ -22,8 +23,10 @@ class LayerLayout:
         num_value_heads: Number of heads of the values.
         value_dim: Number of elements of one head's value; may differ from ``key_dim`` (latent
             attention).
-        dtype: Type of the elements of both.
+        dtype: Type of the elements of both, as the model computes them.
         device: Device on which the layer runs, and its slots live.
+        kept: Number format in which they are kept; ``None`` for ``dtype``.
+        mean_key: Mean of its keys, all heads in a row, float32; ``None`` where it is not known.
     """
 
     num_key_heads: int
@@ -32,12 +35,34 @@ class LayerLayout:
     value_dim: int
     dtype: torch.dtype
     device: torch.device
+    kept: KVCacheDtype | None = None
+    mean_key: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def key_width(self) -> int:
+        """Number of elements of one token's keys."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def width(self) -> int:
+        """Number of elements of one token's keys and values."""
+        return self.key_width + self.num_value_heads * self.value_dim
+
+    def codec(self) -> Codec:
+        """Return what codes the keys and values of tokens, the keys first.
+
+        Raises:
+            OptionError: (``ValueError``) If the number format is not for vectors of this shape.
+        """
+        dim, mean = math.gcd(self.key_dim, self.value_dim), self.mean_key
+        if mean is not None:
+            mean = torch.nn.functional.pad(mean, (0, self.width - self.key_width))
+        return codec_for(self.kept, self.width, dim, self.dtype, mean)
 
     @property
     def bytes_per_slot(self) -> int:
         """Number of bytes of one token's keys and values in this layer."""
-        elements = self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
-        return elements * self.dtype.itemsize
+        return self.codec().bytes_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +75,27 @@ class KVLayout:
     def bytes_per_slot(self) -> int:
         """Number of bytes of one token's keys and values across all layers."""
         return sum(layer.bytes_per_slot for layer in self.layers)
+
+    def kept_as(
+        self, kept: KVCacheDtype | None, mean_keys: Sequence[torch.Tensor] | None = None
+    ) -> Self:
+        """Return the same shapes, kept in a number format.
+
+        Args:
+            kept: The number format; ``None`` for the types that the layers compute in.
+            mean_keys: Mean of each layer's keys, where the format makes use of them.
+
+        Raises:
+            OptionError: (``ValueError``) If the format is not for vectors of some layer.
+        """
+        means = mean_keys or [None] * len(self.layers)
+        layers = [
+            replace(layer, kept=kept, mean_key=mean)
+            for layer, mean in zip(self.layers, means, strict=True)
+        ]
+        for layer in layers:
+            layer.codec()
+        return replace(self, layers=tuple(layers))
 
     def num_slots(self, budget: int) -> int:
         """Return how many slots ``budget`` bytes hold beside the one for padding."""
@@ -70,55 +116,68 @@ class KVStore:
     Attributes:
         layout: As given.
         bytes_per_slot: Number of bytes of one token's keys and values across all layers.
-        keys: Keys by layer: ``[num_slots + 1, num_key_heads * key_dim]``.
-        values: Values by layer: ``[num_slots + 1, num_value_heads * value_dim]``.
+        is_exact: Whether what is read is what was written.
+        codes: By layer, the tensors of codes, ``[num_slots + 1, columns]`` each.
     """
 
     def __init__(self, layout: KVLayout, num_slots: int) -> None:
         self.layout = layout
         self.bytes_per_slot = layout.bytes_per_slot
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        for layer in layout.layers:
-            for buffers, width in (
-                (self.keys, layer.num_key_heads * layer.key_dim),
-                (self.values, layer.num_value_heads * layer.value_dim),
-            ):
-                shape = (num_slots + 1, width)
-                buffer = torch.empty(shape, dtype=layer.dtype, device=layer.device)
-                buffer[PADDING_SLOT] = 0
-                buffers.append(buffer)
+        self._codecs = [layer.codec() for layer in layout.layers]
+        self.is_exact = all(codec.is_exact for codec in self._codecs)
+        self.codes = [
+            _empty(codec, num_slots + 1, layer.device)
+            for layer, codec in zip(layout.layers, self._codecs, strict=True)
+        ]
 
-    def write(
-        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
+    def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Store the keys and values of some tokens in one layer.
 
         Args:
             layer: The layer's index.
             slots: Where each token goes: int64 ``[n]`` on the layer's device.
-            keys: Its key, all heads in a row: ``[n, num_key_heads * key_dim]``.
-            values: Its value: ``[n, num_value_heads * value_dim]``.
+            rows: Its keys and then its values, all heads in a row: ``[n, width]``.
+
+        Returns:
+            The rows as they will be read.
         """
-        self.keys[layer].index_copy_(0, slots, keys)
-        self.values[layer].index_copy_(0, slots, values)
+        codec = self._codecs[layer]
+        new = codec.encode(rows)
+        for codes, of_tokens in zip(self.codes[layer], new, strict=True):
+            codes.index_copy_(0, slots, of_tokens)
+        return codec.decode(new)
 
     def read(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of some slots in one layer, shaped as in ``write``.
+        """Return the keys and values of some slots in one layer, ``[n, heads * dim]`` each.
 
         Args:
             layer: The layer's index.
             slots: Which: int64 ``[n]`` on the layer's device, as often as wanted each, of which
-                copies are returned; or a slice of them, of which views are.
+                copies are returned; or a slice of them, of which views are if the store is exact.
         """
+        codes = self.codes[layer]
         if isinstance(slots, slice):
-            return self.keys[layer][slots], self.values[layer][slots]
-        return self.keys[layer].index_select(0, slots), self.values[layer].index_select(0, slots)
+            found = tuple(of_slots[slots] for of_slots in codes)
+        else:
+            found = tuple(of_slots.index_select(0, slots) for of_slots in codes)
+        rows = self._codecs[layer].decode(found)
+        key_width = self.layout.layers[layer].key_width
+        return rows[:, :key_width], rows[:, key_width:]
 
     def is_finite(self, slots: Sequence[int]) -> bool:
         """Return whether no key and no value of these slots is infinite or NaN."""
         index = torch.tensor(slots, dtype=torch.int64)
         return all(
-            bool(buffer[index.to(buffer.device)].isfinite().all())
-            for buffer in chain(self.keys, self.values)
+            bool(of_tokens.isfinite().all())
+            for number, layer in enumerate(self.layout.layers)
+            for of_tokens in self.read(number, index.to(layer.device))
         )
+
+
+def _empty(codec: Codec, num_rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    kept: list[torch.Tensor] = []
+    for width, dtype in codec.columns():
+        codes = torch.empty((num_rows, width), dtype=dtype, device=device)
+        codes[PADDING_SLOT] = 0
+        kept.append(codes)
+    return tuple(kept)

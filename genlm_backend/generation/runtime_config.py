@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 
@@ -23,9 +23,14 @@ from genlm_backend.checks import (
 from genlm_backend.errors import DeviceError, OptionError, RuntimeConfigError
 from genlm_backend.generation.fields import replaced
 from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.wishes import Wishes, wished_options
+from genlm_backend.llm.wishes import VLLM_KV_CACHE_DTYPES, Wishes, wished_options
 
-_FUTURE_MODES = ("int8", "uint4")
+_MODES: Final[Mapping[str | None, str]] = {
+    "int8": "int8",
+    "uint4": "uint4",
+    **{named: mode for mode, named in VLLM_KV_CACHE_DTYPES.items()},
+}
+"""Number format of a model's keys and values → ``kv_cache_mode``, where it is not the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +43,8 @@ class RuntimeConfig:
         max_batch: Texts under way at once, at most; the others wait in order.
         max_length: Tokens of a prompt and its text together, at most.
         max_queue_size: Requests that may wait to begin, at most; ``None`` for no bound.
-        kv_cache_mode: How keys and values are stored: ``"default"``, as the model computes them.
+        kv_cache_mode: How keys and values are stored: ``"default"``, as the model does it,
+            ``"int8"`` or ``"uint4"``, in eight or four bits for each element.
         prefix_cache: Whether the keys and values of a request stay for others when it has ended.
             Without, only requests under way at the same time share those of a common beginning.
         kv_cache_bytes: Bytes of keys and values, at most.
@@ -89,6 +95,7 @@ class RuntimeConfig:
             max_batch=lm.batch_size,
             max_length=lm.max_length,
             kv_cache_bytes=lm.statistics().kv_bytes_budget or None,
+            kv_cache_mode=_MODES.get(lm.kv_cache_dtype, "default"),
         )
 
     # ---------------------------------------------------------------- for a model
@@ -105,6 +112,7 @@ class RuntimeConfig:
             device=self.device,
             threads=self.threads,
             kv_cache_bytes=self.kv_cache_bytes,
+            kv_cache_dtype=None if self.kv_cache_mode == "default" else self.kv_cache_mode,
         )
         try:
             return wished_options(backend, wishes, self.llm_opts)
@@ -120,7 +128,9 @@ class RuntimeConfig:
         own = type(self).from_model(lm)
         is_there = self.device is None or _is_on(lm.device, self.device)
         is_budget = self.kv_cache_bytes in (None, own.kv_cache_bytes)
-        for name, is_right in (("device", is_there), ("kv_cache_bytes", is_budget)):
+        is_mode = self.kv_cache_mode in ("default", own.kv_cache_mode)
+        found = {"device": is_there, "kv_cache_bytes": is_budget, "kv_cache_mode": is_mode}
+        for name, is_right in found.items():
             if not is_right:
                 raise RuntimeConfigError(
                     f"{name} is chosen when a model is loaded: it has {getattr(own, name)!r}, "
@@ -147,19 +157,13 @@ class RuntimeConfig:
             raise RuntimeConfigError(f"prefix_cache=False: {type(lm).__name__} cannot forget")
 
 
-def _kv_cache_mode(name: str, value: Any) -> str:
-    if isinstance(value, str) and value in _FUTURE_MODES:
-        raise OptionError(f"{name}={value!r} does not exist yet")
-    return one_of("default")(name, value)
-
-
 _CHECKS = {
     "device": optional(known_device),
     "threads": optional(thread_count),
     "max_batch": optional(integer(1)),
     "max_length": optional(integer(2)),
     "max_queue_size": optional(integer(0)),
-    "kv_cache_mode": _kv_cache_mode,
+    "kv_cache_mode": one_of("default", "int8", "uint4"),
     "prefix_cache": switch,
     "kv_cache_bytes": optional(integer(1, MAX_BYTES)),
     "warm_up": switch,

@@ -78,6 +78,9 @@ class AsyncLM(SamplingLM, Closing):
     max_length: int | None = None
     """Longest context that the model takes, in tokens; ``None`` where nothing bounds it."""
 
+    kv_cache_dtype: str | None = None
+    """Number format in which keys and values are kept; ``None`` for the type of the model."""
+
     batch_size: int = 20
     """Number of distinct contexts that are evaluated at once, at most."""
 

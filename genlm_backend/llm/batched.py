@@ -113,7 +113,7 @@ class BatchedLM(AsyncLM):
             self._batcher.close()  # or its thread would stay as long as the traceback
             evaluator.close()
             raise
-        self.max_length = self._info.max_length
+        self.max_length, self.kv_cache_dtype = self._info.max_length, self._info.kv_cache_dtype
         self.device = None if self._info.device is None else torch.device(self._info.device)
         self._answering.set_vocabulary(len(self.byte_vocab), self.undefined_ids)
 

@@ -22,6 +22,8 @@ class EvaluatorInfo:
         max_length: Longest context that it takes, in tokens; ``None`` where nothing bounds it.
         max_batch_size: Number of queries that it can be asked at once; ``None`` for any number.
         num_slots: Number of tokens whose keys and values it can keep; ``None`` where it keeps none.
+        kv_cache_dtype: Number format in which it keeps them; ``None`` for the type that it computes
+            in.
         slots_per_block: Number of slots that a context takes at once, so that the rest of its last
             ones stays unused.
         device: Device on which it takes token ids: "cpu", "cuda:0", …; ``None`` where it does not
@@ -38,6 +40,7 @@ class EvaluatorInfo:
     max_length: int | None = None
     max_batch_size: int | None = None
     num_slots: int | None = None
+    kv_cache_dtype: str | None = None
     slots_per_block: int = 1
     device: str | None = None
     can_forget: bool = False

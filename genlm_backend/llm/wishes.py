@@ -20,6 +20,7 @@ class Wishes:
         device: Where the model runs: "cpu", "cuda:0", …
         threads: Threads of a forward pass on the CPU.
         kv_cache_bytes: Bytes of keys and values, at most.
+        kv_cache_dtype: Number format of these: "int8", "uint4".
     """
 
     batch_size: int | None = None
@@ -27,6 +28,7 @@ class Wishes:
     device: str | None = None
     threads: int | None = None
     kv_cache_bytes: int | None = None
+    kv_cache_dtype: str | None = None
 
 
 _OF_EVERY: Final = {"batch_size": ("batch_size",), "row_cache_bytes": ("row_cache_bytes",)}
@@ -36,10 +38,20 @@ _OF_BACKEND: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "device": ("hf_opts", "device_map"),
         "threads": ("num_threads",),
         "kv_cache_bytes": ("kv_cache_bytes",),
+        "kv_cache_dtype": ("kv_cache_dtype",),
     },
-    "vllm": {"kv_cache_bytes": ("engine_opts", "kv_cache_memory_bytes")},
+    "vllm": {
+        "kv_cache_bytes": ("engine_opts", "kv_cache_memory_bytes"),
+        "kv_cache_dtype": ("engine_opts", "kv_cache_dtype"),
+    },
 }
 """Backend → wish → the option of ``from_name``, or the mapping and the name in it."""
+
+VLLM_KV_CACHE_DTYPES: Final[Mapping[str, str]] = {
+    "int8": "int8_per_token_head",
+    "uint4": "int4_per_token_head",
+}
+"""Number format of keys and values → what vLLM calls the one that is like it."""
 
 
 def wished_options(
@@ -64,6 +76,8 @@ def wished_options(
             continue
         if name not in known:
             raise OptionError(f"{name} cannot be chosen for backend {backend!r}")
+        if name == "kv_cache_dtype" and backend == "vllm":
+            value = VLLM_KV_CACHE_DTYPES[value]
         option, *inner = known[name]
         options[option] = {inner[0]: value} if inner else value
     for name, value in (more or {}).items():

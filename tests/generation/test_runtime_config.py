@@ -23,9 +23,8 @@ from tests.llm.conftest import word_tokenizer
         ({"max_length": 1}, "max_length must be an integer of 2 or more"),
         ({"max_queue_size": -1}, "max_queue_size must be an integer of 0 or more"),
         ({"kv_cache_bytes": 0}, "kv_cache_bytes must be an integer of 1 or more"),
-        ({"kv_cache_mode": "int8"}, "kv_cache_mode='int8' does not exist yet"),
-        ({"kv_cache_mode": "uint4"}, "kv_cache_mode='uint4' does not exist yet"),
-        ({"kv_cache_mode": "int7"}, "kv_cache_mode must be one of 'default'"),
+        ({"kv_cache_mode": "int7"}, "kv_cache_mode must be one of 'default', 'int8', 'uint4'"),
+        ({"kv_cache_mode": None}, "kv_cache_mode must be one of"),
         ({"prefix_cache": 1}, "prefix_cache must be True or False"),
         ({"warm_up": None}, "warm_up must be"),
         ({"llm_opts": 3}, "llm_opts must be"),
@@ -52,7 +51,8 @@ def test_a_runtime_configuration_goes_with_its_model(engine, lm, model):
         assert (own.device, own.max_batch, own.max_length) == ("cpu", 20, 256)
         assert own.kv_cache_bytes == 1 << 20
         engine.install_model("hf", hf, own, **COLD)
-        for wrong in ({"device": "cuda"}, {"kv_cache_bytes": 1 << 19}):
+        wrongs = ({"device": "cuda"}, {"kv_cache_bytes": 1 << 19}, {"kv_cache_mode": "int8"})
+        for wrong in wrongs:
             with pytest.raises(ValueError, match="is chosen when a model is loaded: it has"):
                 engine.install_model("other", hf, **wrong)
         with pytest.raises(ValueError, match="max_length=300 is more than the model's 257"):
@@ -88,6 +88,7 @@ def test_what_a_runtime_configuration_asks_of_each_backend():
     [
         ("mock", {"device": "cpu"}),
         ("mock", {"kv_cache_bytes": 9}),
+        ("mock", {"kv_cache_dtype": "int8"}),
         ("vllm", {"threads": 2}),
         ("none", {"threads": 2}),
     ],
@@ -107,3 +108,25 @@ def test_wishes_stand_beside_options_in_the_backends_own_words():
         "num_threads": 3,
     }
     assert wished_options("hf", Wishes()) == {}
+
+
+@pytest.mark.parametrize(("mode", "in_vllm"), [("int8", "int8_"), ("uint4", "int4_")])
+def test_number_formats_of_keys_and_values_in_the_backends_own_words(mode, in_vllm):
+    config = RuntimeConfig(kv_cache_mode=mode)
+    assert config.loading_options("hf") == {"kv_cache_dtype": mode}
+    assert config.loading_options("vllm") == {
+        "engine_opts": {"kv_cache_dtype": f"{in_vllm}per_token_head"}
+    }
+    assert RuntimeConfig().loading_options("hf") == {}
+    with pytest.raises(ValueError, match="kv_cache_dtype cannot be chosen for backend 'mock'"):
+        config.loading_options("mock")
+
+
+def test_a_model_that_is_given_has_its_number_format_already(engine, model):
+    options = {"kv_cache_dtype": "int8"}
+    with AsyncTransformer(model, word_tokenizer(), **options) as lm:
+        assert RuntimeConfig.from_model(lm).kv_cache_mode == "int8"
+        engine.install_model("m", lm, kv_cache_mode="int8", **COLD)
+        engine.install_model("n", lm, **COLD)
+        with pytest.raises(ValueError, match="it has 'int8', not 'uint4'"):
+            engine.install_model("o", lm, kv_cache_mode="uint4")

@@ -10,11 +10,13 @@ from typing import Any, cast, final
 
 import torch
 
-from genlm_backend.cache import KVStore
+from genlm_backend.cache import KVCacheDtype, KVLayout, KVStore
 from genlm_backend.errors import OptionError, QueryDroppedError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.llm.hf.attend import WholeAttend
 from genlm_backend.llm.hf.job import Asked, Found
 from genlm_backend.llm.hf.lora import Adapters
+from genlm_backend.llm.hf.mean_keys import mean_keys
 from genlm_backend.llm.hf.memory import default_kv_budget, is_out_of_memory, release_cached_memory
 from genlm_backend.llm.hf.packed_weights import PackedWeights
 from genlm_backend.llm.hf.passes import Passes
@@ -47,6 +49,8 @@ class HFEvaluator(Evaluator):
         max_length: Longest context to accept; ``None`` for what its config says.
         kv_cache_bytes: Bytes of keys and values to keep; ``None`` for a part of what is free.
         num_threads: Number of threads of a forward pass on the CPU; ``None`` for torch's own.
+        kv_cache_dtype: Number format of the keys and values that are kept; ``None`` for the type
+            that the model computes in.
         output_device: Where rows are returned.
         packs_weights: Whether weights are packed where that is faster (``PackedWeights``).
 
@@ -63,6 +67,7 @@ class HFEvaluator(Evaluator):
         *,
         max_length: int | None = None,
         kv_cache_bytes: int | None = None,
+        kv_cache_dtype: KVCacheDtype | None = None,
         num_threads: int | None = None,
         output_device: torch.device | None = None,
         packs_weights: bool = False,
@@ -78,6 +83,7 @@ class HFEvaluator(Evaluator):
         self._adapters = Adapters(model)
         self._max_length = longest_context(model) if max_length is None else max_length
         self._wanted_bytes = kv_cache_bytes
+        self._kept_as: KVCacheDtype | None = kv_cache_dtype
         self._budget = 0
         self._num_threads = num_threads
         self._packs_weights, self.packed = packs_weights, PackedWeights()
@@ -97,14 +103,17 @@ class HFEvaluator(Evaluator):
                 self.packed.pack(runner.model)
         with self._in_place():
             support = examine(runner, width, self._max_length)
+            layout = self._layout(support, width)
         self.passes.pads = support.pads
+        self.passes.attend_whole = WholeAttend(layout)
         if self._wanted_bytes != 0:
-            self._make_room(support)
+            self._make_room(support, layout)
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
         return EvaluatorInfo(
             vocab_size=width,
             max_length=self._max_length,
             num_slots=self.passes.tree.num_slots if self.passes.keeps else None,
+            kv_cache_dtype=self._kept_as,
             device=str(runner.device),
             can_forget=True,
             takes_adapters=True,
@@ -112,8 +121,22 @@ class HFEvaluator(Evaluator):
             scores=not support.reason,  # which tells that what follows a token is not seen
         )
 
-    def _make_room(self, support: KVSupport) -> None:
-        layout, wanted = support.layout, self._wanted_bytes
+    def _layout(self, support: KVSupport, vocab_size: int) -> KVLayout:
+        """Return the shapes of keys and values, and how they are kept."""
+        kept, runner = self._kept_as, self.passes.runner
+        if kept is None:
+            return support.layout
+        if support.reason:
+            raise OptionError(
+                f"kv_cache_dtype={kept!r} is for models whose keys and values are kept, and "
+                f"{type(runner.model).__name__} runs every context whole: {support.reason}"
+            )
+        longest = min(self._max_length or math.inf, self._rotary_limit)
+        means = mean_keys(runner, vocab_size, longest) if kept == "uint4" else None
+        return support.layout.kept_as(kept, means)
+
+    def _make_room(self, support: KVSupport, layout: KVLayout) -> None:
+        wanted = self._wanted_bytes
         if support.reason:
             name = type(self.passes.runner.model).__name__
             logger.info("%s runs every context whole: %s", name, support.reason)

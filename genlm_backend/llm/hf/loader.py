@@ -16,7 +16,13 @@ from genlm_backend.llm.hf.evaluator import HFEvaluator
 from genlm_backend.llm.hf.options import loading_options
 from genlm_backend.llm.loading import check_holds, hub_options, resolve_name
 
-OF_THE_EVALUATOR: Final = ("kv_cache_bytes", "max_length", "num_threads", "packs_weights")
+OF_THE_EVALUATOR: Final = (
+    "kv_cache_bytes",
+    "kv_cache_dtype",
+    "max_length",
+    "num_threads",
+    "packs_weights",
+)
 """Options of ``HFEvaluator``."""
 
 

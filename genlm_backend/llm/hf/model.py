@@ -7,7 +7,16 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from genlm_backend.checks import Check, byte_count, checked, optional, switch, thread_count
+from genlm_backend.cache import KV_CACHE_DTYPES, KVCacheDtype
+from genlm_backend.checks import (
+    Check,
+    byte_count,
+    checked,
+    one_of,
+    optional,
+    switch,
+    thread_count,
+)
 from genlm_backend.errors import CacheError, ModelStateError, OptionError
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.llm.elsewhere.process import ProcessEvaluator
@@ -39,6 +48,12 @@ class AsyncTransformer(BatchedLM):
         timeout: Seconds that the first query of a batch may wait for others, at most.
         kv_cache_bytes: Bytes of keys and values to keep; 0 keeps none. Default: half of a CUDA
             device's free memory, or a quarter of the machine's, 4 GiB at most.
+        kv_cache_dtype: Number format in which keys and values are kept: ``None`` for the type that
+            the model computes in, "bfloat16", "float16", "int8" (a scale for each head of a token)
+            or "uint4" (a scale and a zero point for each 32 elements). Tokens attend to what is
+            kept, so that a row depends on its context and the format alone, and neither on what is
+            cached nor on how the context came to be; ``docs/performance.md`` tells what each
+            format costs.
         row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
         output_device: Where rows are returned: "cpu", "cuda:0", …
         num_threads: Threads of a forward pass on the CPU. Default: torch's own number.
@@ -68,6 +83,7 @@ class AsyncTransformer(BatchedLM):
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
         **BatchedLM.option_checks,
         "kv_cache_bytes": optional(byte_count),
+        "kv_cache_dtype": one_of(None, *KV_CACHE_DTYPES),
         "num_threads": optional(thread_count),
         "packs_weights": switch,
         "process": switch,
@@ -83,6 +99,7 @@ class AsyncTransformer(BatchedLM):
         timeout: float = 0.02,
         *,
         kv_cache_bytes: int | None = None,
+        kv_cache_dtype: KVCacheDtype | None = None,
         row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
         output_device: str | torch.device = "cpu",
         num_threads: int | None = None,
@@ -93,6 +110,7 @@ class AsyncTransformer(BatchedLM):
     ) -> None:
         options = {
             "kv_cache_bytes": kv_cache_bytes,
+            "kv_cache_dtype": kv_cache_dtype,
             "num_threads": num_threads,
             "packs_weights": packs_weights,
             "max_length": max_length,

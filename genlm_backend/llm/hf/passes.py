@@ -46,6 +46,7 @@ class Passes:
         tree: The contexts that are kept.
         store: Their keys and values.
         attend: The way to attend to them.
+        attend_whole: The way of contexts that are run whole; it can be set.
         keeps: Whether keys and values are kept.
         pads: Whether contexts that are run whole may be padded beside longer ones; it can be set.
         tokens_reused: Number of tokens whose keys and values were there.
@@ -74,12 +75,14 @@ class Passes:
         self.tree = PrefixTree(Slots(0))
         self.store = KVStore(KVLayout(), 0)
         self.attend: Attend = WholeAttend()
+        self.attend_whole = WholeAttend()
 
     def keep(self, store: KVStore, num_slots: int, attend: Attend) -> None:
         """Keep keys and values in a store from now on, and attend to them in one way."""
         self.keeps = True
         self.tree = PrefixTree(Slots(num_slots))
         self.store, self.attend = store, attend
+        self.attend_whole = WholeAttend(store.layout)
 
     def evaluate(self, questions: list[Asked]) -> list[Found]:
         """Return one answer to each question; out of memory, halve the batch and try again."""
@@ -107,7 +110,7 @@ class Passes:
             segments = plan_whole(wanted)
             sizes = [segment.size for segment in segments]
             for group in plan_groups(sizes, self.cost, pads=self.pads):
-                self._forward([segments[i] for i in group], WholeAttend())
+                self._forward([segments[i] for i in group], self.attend_whole)
             spoilt = [(job, part) for job, part in wanted if len(part) > 1 and job.is_spoilt(part)]
             wanted = [
                 (job, half)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, final
 import torch
 
 from genlm_backend.batching import Asking, BatchPolicy
+from genlm_backend.cache import KVCacheDtype
 from genlm_backend.checks import Check, checked, instance, integer, listed, number
 from genlm_backend.errors import CacheError, ModelStateError
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
@@ -121,6 +122,7 @@ class AsyncReplicas(BatchedLM):
         hf_opts: dict[str, Any] | None = None,
         *,
         kv_cache_bytes: int | None = None,
+        kv_cache_dtype: KVCacheDtype | None = None,
         num_threads: int | None = None,
         max_length: int | None = None,
         packs_weights: bool = True,
@@ -137,6 +139,7 @@ class AsyncReplicas(BatchedLM):
             bitsandbytes_opts: Options of ``BitsAndBytesConfig``, as for ``AsyncTransformer``.
             hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as there.
             kv_cache_bytes: Bytes of keys and values that each replica keeps.
+            kv_cache_dtype: Number format of these, as for ``AsyncTransformer``.
             num_threads: Threads of each replica's forward passes on the CPU.
             max_length: The longest context to accept. Default: what the model's config says.
             packs_weights: Whether weights are packed where that is faster, on the CPU.
@@ -150,7 +153,7 @@ class AsyncReplicas(BatchedLM):
         """
         count = integer(1)("replicas", replicas)
         cls.check_options(kwargs)
-        own = (kv_cache_bytes, max_length, num_threads, packs_weights)
+        own = (kv_cache_bytes, kv_cache_dtype, max_length, num_threads, packs_weights)
         loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own)
         with explained(model_id):
             tokenizer = loader.tokenizer()
@@ -170,6 +173,7 @@ class AsyncReplicas(BatchedLM):
         bitsandbytes_opts: dict[str, Any] | None = None,
         hf_opts: dict[str, Any] | None = None,
         kv_cache_bytes: int | None = None,
+        kv_cache_dtype: KVCacheDtype | None = None,
         num_threads: int | None = None,
         max_length: int | None = None,
         packs_weights: bool = True,
@@ -192,6 +196,7 @@ class AsyncReplicas(BatchedLM):
             bitsandbytes_opts: Options of ``BitsAndBytesConfig``, as for ``AsyncTransformer``.
             hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as there.
             kv_cache_bytes: Bytes of keys and values that each replica keeps.
+            kv_cache_dtype: Number format of these, as for ``AsyncTransformer``.
             num_threads: Threads of each replica's forward passes on the CPU.
             max_length: The longest context to accept. Default: what the model's config says.
             packs_weights: Whether weights are packed where that is faster, on the CPU.
@@ -208,7 +213,7 @@ class AsyncReplicas(BatchedLM):
         cls.check_options(kwargs)
         cores = number(0)("num_cpus", num_cpus)
         threads = max(1, int(cores)) if num_threads is None else num_threads
-        own = (kv_cache_bytes, max_length, threads, packs_weights)
+        own = (kv_cache_bytes, kv_cache_dtype, max_length, threads, packs_weights)
         loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own)
         evaluators = [
             RayEvaluator(loader, num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=max_restarts)

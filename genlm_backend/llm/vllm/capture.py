@@ -158,6 +158,7 @@ class Core:
         max_num_seqs: Largest number of requests in a step.
         block_size: Number of tokens in a block of keys and values.
         num_blocks: Number of blocks of keys and values.
+        kv_cache_dtype: Number format of these; ``None`` for the type that the model computes in.
         num_free_blocks: Number of blocks that were free after the latest step.
         num_requests: Number of requests after the latest step, idle ones included.
         num_running: Number of requests that the latest step computed.
@@ -173,6 +174,8 @@ class Core:
         self.max_num_seqs: int = config.scheduler_config.max_num_seqs
         self.block_size: int = config.cache_config.block_size
         self.num_blocks: int = config.cache_config.num_gpu_blocks
+        kept = config.cache_config.cache_dtype
+        self.kv_cache_dtype: str | None = None if kept == "auto" else kept
         self.num_free_blocks = self.num_blocks - 1
         self.num_requests = self.num_running = 0
         self.is_fresh = False

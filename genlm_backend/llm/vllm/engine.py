@@ -61,6 +61,7 @@ class VLLMEngine:
         self.max_sessions: int = self._core.max_num_seqs
         self.block_size: int = self._core.block_size
         self.num_blocks: int = self._core.num_blocks - 1  # one is vLLM's own
+        self.kv_cache_dtype: str | None = self._core.kv_cache_dtype
         self.num_steps = 0
         self.completions: dict[str, Completion] = {}
         self._sessions: set[str] = set()

@@ -51,6 +51,7 @@ class VLLMEvaluator(Evaluator):
             max_batch_size=engine.max_sessions,
             num_slots=num_slots,
             slots_per_block=engine.block_size,
+            kv_cache_dtype=engine.kv_cache_dtype,
             takes_adapters=True,
         )
 

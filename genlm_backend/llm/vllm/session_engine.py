@@ -21,6 +21,8 @@ class SessionEngine(Protocol):
         max_sessions: Number of sessions and running completions that it has places for.
         block_size: Number of tokens whose keys and values a block holds.
         num_blocks: Number of blocks.
+        kv_cache_dtype: Number format of these keys and values, in vLLM's words; ``None`` for the
+            type that the model computes in.
         num_steps: Number of steps that have computed something.
         completions: The completions that have not ended, by their ids.
     """
@@ -31,6 +33,7 @@ class SessionEngine(Protocol):
     max_sessions: int
     block_size: int
     num_blocks: int
+    kv_cache_dtype: str | None
     num_steps: int
     completions: dict[str, Completion]
 

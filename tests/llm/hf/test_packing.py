@@ -94,10 +94,10 @@ def test_a_layer_stores_new_tokens_and_hands_out_past_and_new():
     layout = KVLayout((LayerLayout(2, 3, 1, 4, torch.float32, torch.device("cpu")),))
     store = KVStore(layout, 20)
     spans = [span([1, 2], [7, 8], [9, 10], [1]), span([3], [1], [2], [0])]
-    for tensor in (store.keys[0], store.values[0]):
-        tensor[1:] = torch.randn_like(tensor[1:])
+    (codes,) = store.codes[0]
+    codes[1:] = torch.randn_like(codes[1:])
     keys, values = torch.randn(2, 2, 2, 3), torch.randn(2, 1, 2, 4)
-    past_keys = store.keys[0].clone()
+    past_keys = codes[:, :6].clone()
     with GatherAttend(store).attending(pack(spans), None) as inputs:
         (layer,) = inputs["past_key_values"].layers
     found_keys, found_values = layer.update(keys, values)
@@ -107,5 +107,5 @@ def test_a_layer_stores_new_tokens_and_hands_out_past_and_new():
     assert torch.equal(found_keys[1, :, 2:3], keys[1, :, :1])
     assert not found_keys[1, :, 3].any()
     assert torch.equal(found_values[0, :, 2:], values[0])
-    assert torch.equal(store.values[0][2], values[1, 0, 0])
+    assert torch.equal(codes[2, 6:], values[1, 0, 0])
     assert (layer.get_seq_length(), layer.get_mask_sizes(2)) == (2, (4, 0))

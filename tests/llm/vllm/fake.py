@@ -17,6 +17,7 @@ class FakeEngine:
         self.tokenizer = word_tokenizer()
         self.vocab_size = None
         self.max_sessions, self.num_blocks, self.block_size = max_sessions, num_blocks, block_size
+        self.kv_cache_dtype = None
         self.max_length = max_length
         self.num_steps = 0
         self.num_sampled = []  # of each step: how many completions, and of how many

@@ -115,8 +115,8 @@ class _GatheredLayer(SlotLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store ``[B, heads, Q, dim]`` and return ``[B, heads, P + Q, dim]``, keys and values."""
         indices, states = self._indices, (key_states, value_states)
-        new = [by_token(of_heads, indices.new_columns) for of_heads in states]
-        self._store.write(self._layer, indices.new_slots, *new)
+        new = by_token(key_states, value_states, indices.new_columns)
+        self._store.write(self._layer, indices.new_slots, new)
         kept = self._store.read(self._layer, indices.slots)
         keys, values = (
             flat.view(len(of_heads), -1, of_heads.shape[1], of_heads.shape[3]).transpose(1, 2)

@@ -34,9 +34,25 @@ class PartIndices:
             return cls(rows, slice(int(part.slots[0]), int(part.slots[-1]) + 1))
         return cls(rows, torch.from_numpy(part.slots).to(device))
 
-    def read(self, store: KVStore, layer: int, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values, ``[1, heads, n, dim]`` each; views where they lie together."""
-        keys, values = store.read(layer, self.slots)
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the part."""
+        slots = self.slots
+        return slots.stop - slots.start if isinstance(slots, slice) else len(slots)
+
+    def read(
+        self, store: KVStore, layer: int, num_heads: int, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of some tokens of the part, ``[1, heads, n, dim]`` each.
+
+        They are views where they lie together and the store is exact.
+        """
+        slots = self.slots
+        if isinstance(slots, slice):
+            slots = slice(slots.start + start, slots.start + stop)
+        elif stop - start < len(slots):
+            slots = slots[start:stop]
+        keys, values = store.read(layer, slots)
         shape = 1, len(keys), num_heads, -1
         return keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
 
@@ -69,14 +85,16 @@ class Indices:
             tuple(PartIndices.of(part, len(batch.spans), device) for part in reading.parts),
         )
 
-    def write(self, store: KVStore, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store new keys and values, ``[B, heads, Q, dim]``, without the padding."""
-        store.write(
-            layer,
-            self.new_slots,
-            by_token(keys, self.new_columns),
-            by_token(values, self.new_columns),
-        )
+    def write(
+        self, store: KVStore, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values, ``[B, heads, Q, dim]``, without the padding.
+
+        Returns:
+            The same as they will be read, with zeros for the padding.
+        """
+        rows = store.write(layer, self.new_slots, by_token(keys, values, self.new_columns))
+        return (keys, values) if store.is_exact else by_head(rows, self.new_columns, keys, values)
 
     def beside(
         self, store: KVStore, layer: int, keys: torch.Tensor, values: torch.Tensor
@@ -92,11 +110,31 @@ class Indices:
         return joined[0], joined[1]
 
 
-def by_token(states: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
-    """From ``[B, heads, Q, dim]`` to ``[num_new, heads * dim]``, without the padding."""
-    num_rows, num_heads, num_new, dim = states.shape
-    flat = states.transpose(1, 2).reshape(num_rows * num_new, num_heads * dim)
-    return flat if columns is None else flat.index_select(0, columns)
+def by_token(
+    keys: torch.Tensor, values: torch.Tensor, columns: torch.Tensor | None
+) -> torch.Tensor:
+    """From ``[B, heads, Q, dim]`` each to rows of both, ``[num_new, width]``, without padding."""
+    states = [keys.transpose(1, 2), values.transpose(1, 2)]  # [B, Q, heads, dim]
+    if keys.shape[3] != values.shape[3]:
+        states = [of_heads.flatten(2) for of_heads in states]
+    rows = torch.cat(states, 2).view(len(keys) * keys.shape[2], -1)
+    return rows if columns is None else rows.index_select(0, columns)
+
+
+def by_head(
+    rows: torch.Tensor, columns: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """From rows back to keys and values in the shapes of those given, the padding zeros."""
+    num_rows, num_heads, num_new, dim = keys.shape
+    if columns is not None:
+        padded = rows.new_zeros(num_rows * num_new, rows.shape[1])
+        rows = padded.index_copy_(0, columns, rows)
+    found = rows.view(num_rows, num_new, -1).tensor_split([num_heads * dim], 2)
+    kept = [
+        part.unflatten(2, (states.shape[1], states.shape[3])).transpose(1, 2)
+        for part, states in zip(found, (keys, values), strict=True)
+    ]
+    return kept[0], kept[1]
 
 
 def new_positions(batch: PackedBatch) -> torch.Tensor:

@@ -12,6 +12,7 @@ of their sums (Hydragen: Juravsky et al., 2024, arXiv:2402.05099)::
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
@@ -23,10 +24,18 @@ from genlm_backend.llm.hf.attend import sharing
 from genlm_backend.llm.hf.attend.base import Attend
 from genlm_backend.llm.hf.attend.block import Attended, Block
 from genlm_backend.llm.hf.attend.dispatch import Attention, Dispatch, attends_otherwise
-from genlm_backend.llm.hf.attend.indices import Indices, PassMasks, new_positions
+from genlm_backend.llm.hf.attend.indices import (
+    Indices,
+    PartIndices,
+    PassMasks,
+    new_positions,
+)
 from genlm_backend.llm.hf.attend.layer import SlotLayer
 from genlm_backend.llm.hf.attend.sharing import plan_reading
 from genlm_backend.llm.hf.packing import PackedBatch
+
+LONG_COPY: Final = 4096
+"""Tokens of a part, about, whose keys and values are decoded at once where they are in codes."""
 
 _HARMLESS: Final = frozenset(
     {
@@ -109,12 +118,15 @@ class _SharedAttention(Attention):
 
     # ---------------------------------------------------------------- called by the model
 
-    def keep(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Store the new keys and values of a layer: ``[B, key_heads, Q, dim]``."""
+    def keep(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values of a layer, ``[B, key_heads, Q, dim]``; return what is kept."""
         if self._new is not None:
             raise attends_otherwise("a layer has attended elsewhere")
-        self._on(layer).write(self._store, layer, keys, values)
+        keys, values = self._on(layer).write(self._store, layer, keys, values)
         self._new = layer, keys, values
+        return keys, values
 
     def mask(
         self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
@@ -171,15 +183,39 @@ class _SharedAttention(Attention):
             total = block.attend(packed, *beside, masks.rest)
         for part, own, is_read in zip(indices.parts, masks.parts, masks.is_read, strict=True):
             if is_read:
-                kept = part.read(self._store, layer, num_groups)
                 queries = packed if part.rows is None else packed[part.rows]
-                attend = block.attend if own is None else block.attend_if_any
-                found = attend(_together(queries), *kept, own)
+                found = self._in_part(block, _together(queries), layer, part, own, num_groups)
                 total.merge(_apart(found, len(queries)), part.rows)
         if s_aux is not None:
             total.dampen(s_aux.float().view(num_groups, group_size).repeat_interleave(num_new, 1))
         out = total.values.view(num_rows, num_heads, num_new, -1)
         return out.transpose(1, 2).contiguous()
+
+    def _in_part(
+        self,
+        block: Block,
+        query: torch.Tensor,
+        layer: int,
+        part: PartIndices,
+        mask: torch.Tensor | None,
+        num_groups: int,
+    ) -> Attended:
+        """Attend to a part: at once where it is read in place, or else stretch by stretch."""
+        attend = block.attend if mask is None else block.attend_if_any
+        size = part.num_tokens
+        num_stretches = 1 if self._store.is_exact else max(1, round(size / LONG_COPY))
+        bounds = [i * size // num_stretches for i in range(num_stretches + 1)]
+        total: Attended | None = None
+        for start, stop in itertools.pairwise(bounds):
+            kept = part.read(self._store, layer, num_groups, start, stop)
+            own = mask if mask is None else mask[..., start:stop]
+            found = attend(query, *kept, own)
+            if total is None:
+                total = found
+            else:
+                total.merge(found, None)
+        assert total is not None
+        return total
 
     def _on(self, layer: int) -> Indices:
         device = self._store.layout.layers[layer].device
@@ -224,5 +260,4 @@ class _NewTokens(SlotLayer):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store and return ``[B, heads, Q, dim]``, keys and values."""
-        self._attention.keep(self._layer, key_states, value_states)
-        return key_states, value_states
+        return self._attention.keep(self._layer, key_states, value_states)

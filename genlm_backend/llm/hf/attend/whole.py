@@ -7,14 +7,28 @@ from collections.abc import Iterator
 from typing import Any, final
 
 import torch
+from transformers.cache_utils import Cache
 
+from genlm_backend.cache import KVLayout, LayerLayout
 from genlm_backend.llm.hf.attend.base import Attend
+from genlm_backend.llm.hf.attend.indices import by_head, by_token
+from genlm_backend.llm.hf.attend.layer import SlotLayer
 from genlm_backend.llm.hf.packing import PackedBatch
 
 
 @final
 class WholeAttend(Attend):
-    """Attends to the new tokens alone: there are none before them, and nothing is kept."""
+    """Attends to the new tokens alone: there are none before them, and nothing is kept.
+
+    Args:
+        layout: Shapes of the keys and values. Where they would be kept in another number format,
+            the tokens attend to them as they would be read, so that a row does not depend on
+            whether its context is kept.
+    """
+
+    def __init__(self, layout: KVLayout | None = None) -> None:
+        layers = () if layout is None else layout.layers
+        self._rounding = [layer for layer in layers if layer.kept is not None]
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
@@ -22,4 +36,25 @@ class WholeAttend(Attend):
         mask = torch.ones_like(batch.input_ids)
         for row, span in zip(mask, batch.spans, strict=True):
             row[span.num_new :] = 0
-        yield {"attention_mask": mask, "use_cache": False}
+        if not self._rounding:
+            yield {"attention_mask": mask, "use_cache": False}
+            return
+        layers: list[Any] = [_RoundedLayer(layer) for layer in self._rounding]
+        cache = Cache(layers=layers)
+        yield {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+
+
+@final
+class _RoundedLayer(SlotLayer):
+    """One layer: new keys and values come out as they would be read from a store."""
+
+    def __init__(self, layout: LayerLayout) -> None:
+        super().__init__(0)
+        self._codec = layout.codec()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``[B, heads, Q, dim]``, keys and values."""
+        codes = self._codec.encode(by_token(key_states, value_states, None))
+        return by_head(self._codec.decode(codes), None, key_states, value_states)

@@ -1,0 +1,50 @@
+"""Codec: how the keys and values of one token are kept."""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+import torch
+
+
+class Codec(abc.ABC):
+    """A way to keep the keys and values of tokens in one layer: vectors, side by side in a row.
+
+    Rows are coded into rows of a few tensors, and what is attended to is what is decoded of them. A
+    token's codes depend on its own row alone. Codes of zeros decode to finite numbers.
+
+    Args:
+        width: Number of elements of a row.
+        dim: Number of elements of a vector, of which the row has one for each head of the keys and
+            then one for each of the values.
+        dtype: Type that the model computes in, and that rows are decoded to.
+
+    Attributes:
+        width: As given.
+        dim: As given.
+        dtype: As given.
+    """
+
+    is_exact: ClassVar[bool] = False
+    """Whether what is decoded is what was coded, and a view of it."""
+
+    def __init__(self, width: int, dim: int, dtype: torch.dtype) -> None:
+        self.width, self.dim, self.dtype = width, dim, dtype
+
+    @abc.abstractmethod
+    def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
+        """Return the width and the type of a token's row in each tensor of codes."""
+
+    @abc.abstractmethod
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the codes of rows, ``dtype [n, width]``: as many tensors as ``columns`` names."""
+
+    @abc.abstractmethod
+    def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return what is attended to: ``dtype [n, width]``."""
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Number of bytes of one token's codes."""
+        return sum(width * dtype.itemsize for width, dtype in self.columns())

@@ -1,0 +1,44 @@
+"""mean_keys: what the keys of a model have in common, whatever its context."""
+
+from __future__ import annotations
+
+import random
+from typing import Final
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from genlm_backend.llm.hf.runner import Runner
+
+_NUM_TOKENS: Final = 256
+_FARTHEST: Final = 4096
+
+
+@torch.inference_mode()
+def mean_keys(runner: Runner, vocab_size: int, longest: float) -> list[torch.Tensor]:
+    """Return the mean of the keys of each layer over tokens drawn at random, always the same ones.
+
+    Some channels of keys lie far from zero in every context, the more so where rotary positions
+    turn them slowly. The tokens are spread over positions, as those of a long context are.
+
+    Args:
+        runner: What calls the model, whose layers all keep keys and values.
+        vocab_size: Number of token ids.
+        longest: Longest context that the model takes.
+
+    Returns:
+        For each layer, all heads in a row: float32 ``[num_key_heads * key_dim]``.
+    """
+    generator = random.Random(0)
+    farthest = int(min(longest, _FARTHEST))
+    num_tokens = min(_NUM_TOKENS, farthest)
+    ids = [generator.randrange(vocab_size) for _ in range(num_tokens)]
+    positions = torch.arange(num_tokens) * (farthest // num_tokens)
+    inputs = {"input_ids": torch.tensor([ids]), "position_ids": positions.unsqueeze(0)}
+    if "position_ids" not in runner.parameters:
+        del inputs["position_ids"]
+    cache = DynamicCache()
+    on_device = {name: tensor.to(runner.device) for name, tensor in inputs.items()}
+    runner.model(**on_device, past_key_values=cache, use_cache=True)
+    keys = [getattr(layer, "keys") for layer in cache.layers]  # noqa: B009  # once initialised
+    return [of_layer[0].float().mean(1).reshape(-1) for of_layer in keys]
