@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from vllm import envs
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
@@ -31,6 +32,9 @@ from genlm_backend.llm.row import Row, rows_of_logits
 
 TAG = "genlm_row"
 """Key of a request's tag among its extra arguments."""
+
+KV_CACHE_DTYPES_ON_CPU: Final = tuple(CPUAttentionBackend.supported_kv_cache_dtypes)
+"""Number formats of keys and values that vLLM's attention on the CPU knows."""
 
 _PULSE: Final = 0.5
 """Seconds between two looks at whether a core that owes an answer is alive."""

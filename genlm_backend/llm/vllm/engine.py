@@ -102,6 +102,13 @@ class VLLMEngine:
         for name, why in _REFUSED.items():
             if options.get(name) not in (None, 1):
                 raise UnsupportedModelError(f"{name}={options[name]!r}: {why}")
+        kept = options.get("kv_cache_dtype", "auto")
+        if current_platform.is_cpu() and kept not in capture.KV_CACHE_DTYPES_ON_CPU:
+            known = ", ".join(map(repr, capture.KV_CACHE_DTYPES_ON_CPU))
+            raise UnsupportedModelError(
+                f"kv_cache_dtype={kept!r}: on the CPU vLLM takes it and gives wrong rows; its "
+                f"attention there knows {known}"
+            )
         made = {
             "enable_prefix_caching": True,
             "gpu_memory_utilization": 0.9,

@@ -155,7 +155,14 @@ async def test_a_sample_that_outgrows_the_model_is_told(lm):
 
 
 @pytest.mark.parametrize(
-    "option", [{"data_parallel_size": 2}, {"enable_prefix_caching": False}], ids=str
+    "option",
+    [
+        {"data_parallel_size": 2},
+        {"enable_prefix_caching": False},
+        {"kv_cache_dtype": "int8_per_token_head"},  # which it takes on the CPU, for wrong rows
+        {"kv_cache_dtype": "int4_per_token_head"},
+    ],
+    ids=str,
 )
 def test_what_does_not_go_with_sessions_is_refused_by_name(option):
     with pytest.raises(ValueError, match=f"{next(iter(option))}="):
