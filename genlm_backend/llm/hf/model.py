@@ -52,8 +52,7 @@ class AsyncTransformer(BatchedLM):
             the model computes in, "bfloat16", "float16", "int8" (a scale for each head of a token)
             or "uint4" (a scale and a zero point for each 32 elements). Tokens attend to what is
             kept, so that a row depends on its context and the format alone, and neither on what is
-            cached nor on how the context came to be; ``docs/performance.md`` tells what each
-            format costs.
+            cached nor on how the context came to be.
         row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
         output_device: Where rows are returned: "cpu", "cuda:0", …
         num_threads: Threads of a forward pass on the CPU. Default: torch's own number.
