@@ -1,11 +1,13 @@
 """Keys, values and rows that have been computed already; no event loop, no model."""
 
 from genlm_backend.cache.codecs import KV_CACHE_DTYPES, KVCacheDtype
+from genlm_backend.cache.mover import Mover
 from genlm_backend.cache.node import Match, Place, Run
 from genlm_backend.cache.rows import RowCache
 from genlm_backend.cache.slots import PADDING_SLOT, Slots
 from genlm_backend.cache.store import KVLayout, KVStore, LayerLayout
 from genlm_backend.cache.tree import PrefixTree
+from genlm_backend.cache.tier import TierName
 
 __all__ = [
     "KV_CACHE_DTYPES",
@@ -15,9 +17,11 @@ __all__ = [
     "KVStore",
     "LayerLayout",
     "Match",
+    "Mover",
     "Place",
     "PrefixTree",
     "RowCache",
     "Run",
     "Slots",
+    "TierName",
 ]

@@ -6,7 +6,12 @@ import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import TYPE_CHECKING, NamedTuple, final
+
+from genlm_backend.errors import CacheError
+
+if TYPE_CHECKING:
+    from genlm_backend.cache.tier import Tier
 
 
 @final
@@ -31,7 +36,8 @@ class Node:
     """An edge of the tree and the subtree at its end.
 
     ``num_locks`` counts the live matches that end here or below, so that a node with none has
-    none below it either.
+    none below it either. ``tier`` is where its slots are; what is below a node of the host is on
+    the host too. ``num_below`` counts the children in the node's own tier.
 
     The path from the root to the end of a node never loses a token: it may become longer, and its
     tokens may go to other nodes, but where the last of them are evicted another node takes the
@@ -42,19 +48,32 @@ class Node:
         "__weakref__",
         "children",
         "last_used",
+        "num_below",
         "num_locks",
         "parent",
         "slots",
+        "tier",
         "tokens",
     )
 
-    def __init__(self, parent: Node | None, tokens: array[int], slots: array[int]) -> None:
+    def __init__(
+        self, parent: Node | None, tokens: array[int], slots: array[int], tier: Tier
+    ) -> None:
         self.parent = parent
         self.tokens = tokens
         self.slots = slots
+        self.tier = tier
         self.children: dict[int, Node] = {}
+        self.num_below = 0
         self.num_locks = 0
         self.last_used = 0
+
+    def move_to(self, tier: Tier, slots: array[int]) -> None:
+        """Have this node's slots in another tier; its parent is there, or all its children are."""
+        assert self.parent is not None
+        self.parent.num_below += (self.parent.tier is tier) - (self.parent.tier is self.tier)
+        self.tier, self.slots = tier, slots
+        self.num_below = sum(child.tier is tier for child in self.children.values())
 
     def path(self) -> Iterator[Node]:
         """Yield this node, its parent, and so on up to the root."""
@@ -90,9 +109,14 @@ class Match:
 
         They hold until the tree is changed. Matches that go through one node have equal owners
         there if the runs of all are asked for after the last of them was made.
+
+        Raises:
+            CacheError: If a part of it is on the host, and has not been fetched.
         """
         runs: list[Run] = []
         node = self.node
+        if node.tier.name == "host":
+            raise CacheError("a match has slots on the host")
         while node.parent is not None:
             runs.append(Run(node, node.slots, len(node.slots)))
             node = node.parent
@@ -110,6 +134,28 @@ class Place(NamedTuple):
 
     node: weakref.ref[Node]
     num_tokens: int
+
+    def spot(self, root: Node, most: int) -> Spot:
+        """Return where up to ``most`` of these tokens are below a root; none if they are not.
+
+        The cost grows with the nodes above the place, and not with their tokens.
+        """
+        node, stop = self.node(), 0
+        if node is None:
+            return Spot(root, 0, 0)
+        top = node
+        while top.parent is not None:
+            stop += len(top.tokens)
+            top = top.parent
+        if top is not root:  # evicted, or of another tree or namespace
+            return Spot(root, 0, 0)
+        num_tokens = min(self.num_tokens, most)
+        while node.parent is not None:
+            start = stop - len(node.tokens)
+            if start < num_tokens:
+                return Spot(node, num_tokens, stop - num_tokens)
+            node, stop = node.parent, start
+        return Spot(root, 0, 0)
 
 
 @final

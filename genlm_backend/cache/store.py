@@ -97,6 +97,16 @@ class KVLayout:
             layer.codec()
         return replace(self, layers=tuple(layers))
 
+    def on_host(self) -> Self:
+        """Return the same shapes in the memory of the processor."""
+        host = torch.device("cpu")
+        return replace(self, layers=tuple(replace(layer, device=host) for layer in self.layers))
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether all layers are in the memory of the processor."""
+        return all(layer.device.type == "cpu" for layer in self.layers)
+
     def num_slots(self, budget: int) -> int:
         """Return how many slots ``budget`` bytes hold beside the one for padding."""
         return max(0, budget // self.bytes_per_slot - 1) if self.layers else 0
@@ -112,6 +122,8 @@ class KVStore:
     Args:
         layout: The shapes of the layers.
         num_slots: Number of slots, beside the one for padding.
+        pins: Whether the processor's memory is pinned, from where CUDA devices copy by themselves.
+            All of it is taken at once then.
 
     Attributes:
         layout: As given.
@@ -120,13 +132,13 @@ class KVStore:
         codes: By layer, the tensors of codes, ``[num_slots + 1, columns]`` each.
     """
 
-    def __init__(self, layout: KVLayout, num_slots: int) -> None:
+    def __init__(self, layout: KVLayout, num_slots: int, pins: bool = False) -> None:
         self.layout = layout
         self.bytes_per_slot = layout.bytes_per_slot
         self._codecs = [layer.codec() for layer in layout.layers]
         self.is_exact = all(codec.is_exact for codec in self._codecs)
         self.codes = [
-            _empty(codec, num_slots + 1, layer.device)
+            _empty(codec, num_slots + 1, layer.device, pins)
             for layer, codec in zip(layout.layers, self._codecs, strict=True)
         ]
 
@@ -174,10 +186,12 @@ class KVStore:
         )
 
 
-def _empty(codec: Codec, num_rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _empty(
+    codec: Codec, num_rows: int, device: torch.device, pins: bool
+) -> tuple[torch.Tensor, ...]:
     kept: list[torch.Tensor] = []
     for width, dtype in codec.columns():
-        codes = torch.empty((num_rows, width), dtype=dtype, device=device)
+        codes = torch.empty((num_rows, width), dtype=dtype, device=device, pin_memory=pins)
         codes[PADDING_SLOT] = 0
         kept.append(codes)
     return tuple(kept)

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import weakref
 from array import array
-from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import final
+from typing import Protocol, final
 
+from genlm_backend.cache.edges import Edges
+from genlm_backend.cache.integrity import check_nodes, check_slots
 from genlm_backend.cache.node import Match, Node, Place, Spot
 from genlm_backend.cache.slots import Slots
+from genlm_backend.cache.tier import Tier, TierName
 from genlm_backend.common_prefix import common_length
 from genlm_backend.errors import CacheError
+
+
+class Moves(Protocol):
+    """What moves keys and values between the device and the host."""
+
+    def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
+        """Copy slots of the device to as many distinct ones of the host."""
+
+    def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+        """Copy slots of the host to as many distinct ones of the device."""
 
 
 @final
@@ -25,24 +36,29 @@ class PrefixTree:
 
     Args:
         slots: Where the slots come from; nobody else may use it.
+        host_slots: Slots on the host, where what is evicted from the others is kept; ``None`` for
+            none.
+        moves: What moves keys and values to these and back.
 
     Attributes:
         slots: As given.
-        num_evicted: Number of slots evicted to make room so far.
+        host_slots: As given; without any where there is no host tier.
+        num_evicted: Number of tokens that were dropped to make room so far.
+        num_to_host: Number of tokens moved to the host so far.
+        num_to_device: Number of tokens moved back so far.
     """
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(
+        self, slots: Slots, host_slots: Slots | None = None, moves: Moves | None = None
+    ) -> None:
         self.slots = slots
-        self.num_evicted = 0
-        self._roots: dict[Hashable, Node] = {}
+        self.host_slots = Slots(0) if host_slots is None else host_slots
+        self.num_evicted = self.num_to_host = self.num_to_device = 0
+        self._device, self._host = Tier("device", slots), Tier("host", self.host_slots)
+        self._moves = moves
         self._live: set[Match] = set()
         self._pins: list[Match] = []
-        self._clock = itertools.count(1)
-        self._ties = itertools.count()
-        # Leaves nobody locks, oldest first. An entry that its node has outlived (used since,
-        # grown children, gone) stays until it is popped or until the dead outnumber the living.
-        self._evictable: list[tuple[int, int, Node]] = []
-        self._num_nodes = 0
+        self._edges = Edges(self._device)
 
     # ---------------------------------------------------------------- the protocol
 
@@ -69,25 +85,8 @@ class PrefixTree:
             namespace: Namespace of the context; a place in another one counts for nothing.
             most: Number of the context's tokens that are asked for.
         """
-        root = self._roots.get(namespace)
-        if root is None:
-            root = self._roots[namespace] = Node(None, array("i"), array("q"))
-        node = None if place is None else place.node()
-        if place is None or node is None:
-            return Spot(root, 0, 0)
-        stop, top = 0, node
-        while top.parent is not None:
-            stop += len(top.tokens)
-            top = top.parent
-        if top is not root:  # evicted, or of another tree or namespace
-            return Spot(root, 0, 0)
-        num_tokens = min(place.num_tokens, most)
-        while node.parent is not None:
-            start = stop - len(node.tokens)
-            if start < num_tokens:
-                return Spot(node, num_tokens, stop - num_tokens)
-            node, stop = node.parent, start
-        return Spot(root, 0, 0)
+        root = self._edges.root(namespace)
+        return Spot(root, 0, 0) if place is None else place.spot(root, most)
 
     def match_from(self, spot: Spot, tokens: array[int]) -> Match:
         """Lock and return the longest cached prefix of a context.
@@ -96,36 +95,56 @@ class PrefixTree:
             spot: Where its first tokens are, as ``recall`` has just returned it.
             tokens: The tokens after them, as 32-bit integers.
         """
-        node, done = self._walk(spot.node, tokens, spot.num_left)
+        node, done = self._edges.walk(spot.node, tokens, spot.num_left)
         return self._lock(node, spot.num_tokens + done)
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` slots, evicting what is old and unlocked; ``None`` if there is no room."""
-        missing = count - (self.slots.num_slots - self.slots.num_used)
+    def num_on_host(self, match: Match) -> int:
+        """Return how many tokens of a match are on the host."""
+        return sum(len(node.tokens) for node in self._host_path(match))
+
+    def allocate(self, count: int, matches: Sequence[Match] = ()) -> list[int] | None:
+        """Take ``count`` slots, evicting what is old and unlocked; ``None`` if there is no room.
+
+        Args:
+            count: Number of slots.
+            matches: Locked matches, what of which is on the host is moved to the device; nothing
+                is if there is no room.
+        """
+        # From the root on, so that nothing of the device is ever below the host.
+        paths = [reversed(self._host_path(match)) for match in matches]
+        below = list(dict.fromkeys(itertools.chain.from_iterable(paths)))
+        num_below = sum(len(node.tokens) for node in below)
+        missing = count + num_below - (self.slots.num_slots - self.slots.num_used)
         if missing > 0:
             # Evicting in vain would cost others their prefixes for nothing.
             if missing > self._num_unlocked_slots(missing):
                 return None
             self.evict(missing)
+        if below:
+            self._fetch(below, array("q", self.slots.allocate(num_below)))
         return self.slots.allocate(count)
 
     def insert(self, match: Match, token_ids: Sequence[int], slots: Sequence[int]) -> Match:
         """Put ``token_ids`` and their filled ``slots`` below ``match``; return the longer match.
 
-        The given match is spent. Slots for tokens that the tree has by now are free again.
+        The given match is spent. Slots for tokens that the tree has by now are free again; where
+        it has them on the host, the given ones take their place.
 
         Raises:
-            CacheError: If the match has been unlocked, or there is not one slot for each token.
+            CacheError: If the match has been unlocked or is on the host, or there is not one slot
+                for each token.
         """
         if len(token_ids) != len(slots):
             raise CacheError(f"{len(token_ids)} tokens for {len(slots)} slots")
         if match not in self._live:
             raise CacheError("this match has been unlocked")
+        if match.node.tier is not self._device:
+            raise CacheError("this match is on the host")
         if not slots:
             return match
         tokens, new = array("i", token_ids), array("q", slots)
-        end, known = self._walk(match.node, tokens)
-        self.slots.free(new[:known])
+        end, known = self._edges.walk(match.node, tokens)
+        self._adopt(end, match.node, new[:known])
         if known < len(tokens):
             end = self._grow(end, match, tokens[known:], new[known:])
         longer = self._lock(end, match.num_tokens + len(tokens))
@@ -137,8 +156,12 @@ class PrefixTree:
         if match not in self._live:
             return
         self._live.remove(match)
-        self._touch(match.node, -1)
-        self._offer(match.node)
+        self._edges.touch(match.node, -1)
+        self._edges.offer(match.node)
+        if match.node.tier is self._host:
+            top = self._host_path(match)[-1].parent
+            assert top is not None
+            self._edges.offer(top)  # which has no leaf below it but on the host
 
     def free(self, slots: Sequence[int]) -> None:
         """Return slots that were allocated and not inserted."""
@@ -149,46 +172,67 @@ class PrefixTree:
         self._pins.append(match)
 
     def evict(self, count: int) -> int:
-        """Free up to ``count`` unlocked slots, least recently used first; return how many."""
-        freed = 0
-        while freed < count and self._evictable:
-            stamp, _, node = heapq.heappop(self._evictable)
-            if stamp != node.last_used or not self._is_evictable(node):
-                continue
+        """Free up to ``count`` unlocked slots, least recently used first; return how many.
+
+        Their tokens go to the host, as far as there is room for them or for something older.
+        """
+        freed, moved = 0, dict[int, int]()  # slots of the host, and those they are filled from
+        while freed < count and (node := self._device.pop()) is not None:
             num_freed = min(len(node.slots), count - freed)
             freed += num_freed
-            self._shorten(node, num_freed)
-        self.num_evicted += freed
+            if not self.host_slots.num_slots:
+                self.num_evicted += num_freed
+                self._edges.shorten(node, num_freed)
+            else:
+                self._demote(node, num_freed, moved)
+        if moved:
+            assert self._moves is not None
+            try:
+                self._moves.to_host([*moved.values()], [*moved])
+            except BaseException:  # then nobody knows what is there
+                for node in list(self._edges):
+                    if node.tier is self._host and not moved.keys().isdisjoint(node.slots):
+                        self.num_evicted += self._edges.drop(node)
+                raise
+            self.num_to_host += len(moved)
         return freed
 
-    def num_cached(self, token_ids: Sequence[int], namespace: Hashable = None) -> int:
-        """Return how many of the first tokens are cached; locks nothing and changes no age."""
-        tokens, done = array("i", token_ids), 0
-        node = self._roots.get(namespace)
+    def num_cached(
+        self, token_ids: Sequence[int], namespace: Hashable = None, tier: TierName | None = None
+    ) -> int:
+        """Return how many of the first tokens are cached; locks nothing and changes no age.
+
+        Args:
+            token_ids: The tokens.
+            namespace: Their namespace.
+            tier: Which of them are counted: those on the device, on the host, or both.
+        """
+        tokens, done, num_in_tier = array("i", token_ids), 0, 0
+        node = self._edges.find(namespace)
         while node is not None and done < len(tokens):
             node = node.children.get(tokens[done])
             if node is not None:
                 shared = common_length(node.tokens, tokens[done : done + len(node.tokens)])
                 done += shared
+                num_in_tier += shared if node.tier.name == tier else 0
                 node = node if shared == len(node.tokens) else None
-        return done
+        return done if tier is None else num_in_tier
 
     def forget(self, token_ids: Sequence[int], namespace: Hashable = None, keep: int = 0) -> int:
         """Free the unlocked slots of a context beyond its first ``keep`` tokens; return how many.
 
         What another cached context shares with it stays.
         """
-        if namespace not in self._roots:
+        if self._edges.find(namespace) is None:
             return 0
         match = self.match(token_ids, namespace)
         self.unlock(match)
         node, end = match.node, match.num_tokens
-        while end > keep and self._is_evictable(node):
+        while end > keep and node.parent is not None and not (node.children or node.num_locks):
             parent = node.parent
-            assert parent is not None
             num_freed = min(len(node.slots), end - keep)
             end -= num_freed
-            self._shorten(node, num_freed)
+            self._edges.shorten(node, num_freed)
             node = parent
         return match.num_tokens - end
 
@@ -200,14 +244,11 @@ class PrefixTree:
         """
         if len(self._live) > len(self._pins):
             raise CacheError("cleared while a match is locked")
-        for root in self._roots.values():
-            for node in root.subtree():
-                self.slots.free(node.slots)
-        self._roots.clear()
+        self._edges.clear()
         self._live.clear()
         self._pins.clear()
-        self._evictable.clear()
-        self._num_nodes = 0
+        self._device.clear()
+        self._host.clear()
 
     # ---------------------------------------------------------------- counting
 
@@ -227,69 +268,79 @@ class PrefixTree:
         Raises:
             CacheError: If a slot has no owner or two, or a lock count is wrong.
         """
-        nodes = [node for root in self._roots.values() for node in root.subtree()]
-        owned = Counter(slot for node in nodes for slot in node.slots)
-        owned.update(held)
-        owned.update(self.slots.recycled())
-        if wrong := [slot for slot, count in owned.items() if count != 1]:
-            raise CacheError(f"slots with more than one owner: {wrong[:10]}")
-        num_used = sum(len(node.slots) for node in nodes) + len(held)
-        if num_used != self.slots.num_used:
-            raise CacheError(f"{num_used} slots are used, and not {self.slots.num_used}")
-        num_touched = self.slots.num_touched
-        if len(owned) != num_touched or (owned and not 1 <= min(owned) <= num_touched):
-            raise CacheError(f"{len(owned)} slots have an owner, {num_touched} are in use")
-        locks = Counter(node for match in self._live for node in match.node.path())
+        nodes = list(self._edges)
+        check_slots(self._device, nodes, held)
+        check_slots(self._host, nodes)
+        check_nodes(nodes, self._live)
+        if sum(node.parent is not None for node in nodes) != self._edges.num_nodes:
+            raise CacheError(f"the tree does not have {self._edges.num_nodes} nodes")
+
+    # ---------------------------------------------------------------- tiers
+
+    def _host_path(self, match: Match) -> list[Node]:
+        """Return the nodes of a match that are on the host, the last of them first."""
+        path = match.node.path()
+        return list(itertools.takewhile(lambda node: node.tier is self._host, path))
+
+    def _fetch(self, nodes: Sequence[Node], slots: array[int]) -> None:
+        """Move nodes of the host into slots of the device."""
+        assert self._moves is not None
+        try:
+            self._moves.to_device([slot for node in nodes for slot in node.slots], slots)
+        except BaseException:
+            self.slots.free(slots)
+            raise
+        self.num_to_device += len(slots)
+        done = 0
         for node in nodes:
-            if node.num_locks != locks[node]:
-                raise CacheError(f"{locks[node]} matches lock a node that says {node.num_locks}")
-            if len(node.slots) != len(node.tokens):
-                raise CacheError("a node has as many slots as tokens, or it is wrong")
-            for first, child in node.children.items():
-                if child.parent is not node or child.tokens[0] != first:
-                    raise CacheError("a child does not know its parent or its first token")
-        if sum(node.parent is not None for node in nodes) != self._num_nodes:
-            raise CacheError(f"the tree does not have {self._num_nodes} nodes")
-        offered = {node for stamp, _, node in self._evictable if stamp == node.last_used}
-        if any(self._is_evictable(node) and node not in offered for node in nodes):
-            raise CacheError("an unlocked leaf can never be evicted")
+            self.host_slots.free(node.slots)
+            node.move_to(self._device, slots[done : done + len(node.slots)])
+            done += len(node.slots)
 
-    # ---------------------------------------------------------------- nodes
+    def _adopt(self, end: Node, top: Node, slots: array[int]) -> None:
+        """Give filled slots to those nodes from ``top`` to ``end`` that are on the host."""
+        path = list(itertools.takewhile(lambda node: node is not top, end.path()))
+        done = 0
+        for node in reversed(path):
+            part = slots[done : done + len(node.slots)]
+            done += len(part)
+            if node.tier is self._host:
+                self.host_slots.free(node.slots)
+                node.move_to(self._device, part)
+            else:
+                self.slots.free(part)
 
-    def _walk(self, node: Node, tokens: array[int], num_left: int = 0) -> tuple[Node, int]:
-        """Follow ``tokens``, splitting the last edge; return where that ends and how far it is.
+    def _demote(self, node: Node, count: int, moved: dict[int, int]) -> None:
+        """Move the last ``count`` tokens of a leaf of the device to the host.
+
+        What does not fit there is dropped, with all that is below it.
 
         Args:
-            node: Where to begin.
-            tokens: What to follow.
-            num_left: How many tokens before the end of ``node`` to begin.
+            node: The leaf.
+            count: Number of its tokens.
+            moved: Where the slots are noted, those of the host first.
         """
-        done = 0
-        while True:
-            if num_left:
-                size = len(node.tokens)
-                edge = node.tokens if num_left == size else node.tokens[size - num_left :]
-                if edge != tokens[done : done + num_left]:
-                    shared = common_length(edge, tokens[done:])
-                    return self._split(node, size - num_left + shared), done + shared
-                done += num_left
-            child = node.children.get(tokens[done]) if done < len(tokens) else None
-            if child is None:
-                return node, done
-            node, num_left = child, len(child.tokens)
-
-    def _split(self, node: Node, size: int) -> Node:
-        """Give the first ``size`` tokens of ``node`` to a new parent of it; return that."""
-        parent = node.parent
-        assert parent is not None
-        upper = Node(parent, node.tokens[:size], node.slots[:size])
-        upper.num_locks, upper.last_used = node.num_locks, node.last_used
-        parent.children[upper.tokens[0]] = upper
-        del node.tokens[:size], node.slots[:size]
-        node.parent = upper
-        upper.children[node.tokens[0]] = node
-        self._num_nodes += 1
-        return upper
+        if count < len(node.tokens):
+            self._edges.split(node, len(node.tokens) - count)
+        missing = count - self.host_slots.num_free
+        while missing > 0 and (leaf := self._host.pop()) is not None:
+            num_freed = min(len(leaf.slots), missing)
+            missing -= num_freed
+            self.num_evicted += num_freed
+            self._edges.shorten(leaf, num_freed)
+        lower: Node | None = node
+        if missing > 0:
+            lower = self._edges.split(node, count - missing) if missing < count else None
+            self.num_evicted += self._edges.drop(node)
+        if lower is None:
+            return
+        slots = self.host_slots.allocate(len(lower.tokens))
+        moved.update(zip(slots, lower.slots, strict=True))
+        self.slots.free(lower.slots)
+        lower.move_to(self._host, array("q", slots))
+        assert lower.parent is not None
+        self._edges.offer(lower)
+        self._edges.offer(lower.parent)
 
     def _grow(self, end: Node, match: Match, tokens: array[int], slots: array[int]) -> Node:
         if end is match.node and not end.children and end.num_locks == 1 and end.parent is not None:
@@ -298,72 +349,23 @@ class PrefixTree:
             end.tokens.extend(tokens)
             end.slots.extend(slots)
             return end
-        child = end.children[tokens[0]] = Node(end, tokens, slots)
-        self._num_nodes += 1
-        return child
+        return self._edges.grow(end, tokens, slots)
 
-    def _shorten(self, leaf: Node, count: int) -> None:
-        """Free the last ``count`` slots of an unlocked leaf, and the leaf with the last of them."""
-        start, parent = len(leaf.slots) - count, leaf.parent
-        self.slots.free(leaf.slots[start:])
-        if not start:
-            self._remove_leaf(leaf)
-            return
-        assert parent is not None
-        shorter = Node(parent, leaf.tokens, leaf.slots)
-        del shorter.tokens[start:], shorter.slots[start:]
-        shorter.last_used = leaf.last_used
-        parent.children[shorter.tokens[0]] = shorter
-        leaf.parent = None  # whoever remembers it looks elsewhere
-        self._offer(shorter)
-
-    def _remove_leaf(self, node: Node) -> None:
-        parent = node.parent
-        assert parent is not None
-        del parent.children[node.tokens[0]]
-        node.parent = None
-        self._num_nodes -= 1
-        self._offer(parent)
-
-    # ---------------------------------------------------------------- locks and age
+    # ---------------------------------------------------------------- locks
 
     def _lock(self, node: Node, num_tokens: int) -> Match:
         """Return a match that ends with ``node``, whose path has been used now."""
         match = Match(node, num_tokens)
         self._live.add(match)
-        self._touch(node, 1)
+        self._edges.touch(node, 1)
         return match
-
-    def _touch(self, node: Node, num_locks: int) -> None:
-        """Add locks to a node and all above it, which have been used now."""
-        stamp, part = next(self._clock), node
-        while part is not None:
-            part.num_locks += num_locks
-            part.last_used = stamp
-            part = part.parent
-
-    def _is_evictable(self, node: Node) -> bool:
-        return node.parent is not None and not (node.children or node.num_locks)
-
-    def _offer(self, node: Node) -> None:
-        if self._is_evictable(node):
-            heapq.heappush(self._evictable, (node.last_used, next(self._ties), node))
-            if len(self._evictable) > 64 + 4 * self._num_nodes:
-                self._evictable = [
-                    (leaf.last_used, next(self._ties), leaf)
-                    for root in self._roots.values()
-                    for leaf in root.subtree()
-                    if self._is_evictable(leaf)
-                ]
-                heapq.heapify(self._evictable)
 
     def _num_unlocked_slots(self, enough: int) -> int:
         """Return how many slots ``evict`` could free, counted up to ``enough``."""
         total = 0
-        for root in self._roots.values():
-            for node in root.subtree():
-                if not node.num_locks:
-                    total += len(node.slots)
-                    if total >= enough:
-                        return total
+        for node in self._edges:
+            if not node.num_locks and node.tier is self._device:
+                total += len(node.slots)
+                if total >= enough:
+                    break
         return total

@@ -142,7 +142,7 @@ async def test_five_thousand_contexts_stay_within_the_budgets(make):
     statistics = lm.statistics()
     assert statistics.num_evicted_tokens > 25_000
     assert statistics.num_evicted_rows > 4_900
-    assert lm._evaluator.passes.tree._num_nodes <= 200
+    assert lm._evaluator.passes.tree._edges.num_nodes <= 200
 
 
 def test_a_pinned_prompt_is_never_evicted_until_cleared(make):

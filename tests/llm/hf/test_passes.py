@@ -297,13 +297,13 @@ def test_the_beginning_of_a_context_remembers_nothing_of_its_end():
 def test_what_a_context_remembers_is_found_without_a_look_at_its_tokens():
     """Only what comes after the place is handed to the tree."""
     passes, followed = make(4000), []
-    walk = passes.tree._walk
+    walk = passes.tree._edges.walk
 
     def noted(node, tokens, num_left=0):
         followed.append(len(tokens))
         return walk(node, tokens, num_left)
 
-    passes.tree._walk = noted
+    passes.tree._edges.walk = noted
     passes.runner.adapter = None
     context = of_no_model((1, 2) * 1000)
     passes.evaluate([Query(context)])
