@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from numbers import Real
+from pathlib import Path
 from typing import Any, TypeVar
 
 from genlm_backend.errors import DeviceError, OptionError, OptionTypeError
@@ -346,3 +347,11 @@ def timeout(name: str, value: Any) -> float | None:
     """Return seconds to wait at most, or ``None`` for as long as it takes, as for infinity."""
     seconds = _seconds(name, value)
     return None if seconds is None or seconds > threading.TIMEOUT_MAX else seconds
+
+
+def absolute_path(name: str, value: Any) -> str:
+    """Return the absolute path of a file that need not be there."""
+    path = instance((str, Path), "a path")(name, value)
+    if not str(path):
+        raise OptionError(f"{name} must be the path of a file, got {shown(value)}")
+    return str(Path(path).absolute())

@@ -201,5 +201,9 @@ class CacheError(GenlmBackendError, RuntimeError):
     """A cache was misused, or its books do not add up."""
 
 
+class PrefixFileError(GenlmBackendError, ValueError):
+    """A file holds no prefix, or not one of this model, or it has been cut short or changed."""
+
+
 class OutOfSlotsError(CacheError):
     """There are fewer free slots for keys and values than were asked for."""

@@ -6,8 +6,8 @@ from genlm_backend.cache.node import Match, Place, Run
 from genlm_backend.cache.rows import RowCache
 from genlm_backend.cache.slots import PADDING_SLOT, Slots
 from genlm_backend.cache.store import KVLayout, KVStore, LayerLayout
+from genlm_backend.cache.tier import TierName, check_tier
 from genlm_backend.cache.tree import PrefixTree
-from genlm_backend.cache.tier import TierName
 
 __all__ = [
     "KV_CACHE_DTYPES",
@@ -24,4 +24,5 @@ __all__ = [
     "Run",
     "Slots",
     "TierName",
+    "check_tier",
 ]

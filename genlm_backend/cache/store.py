@@ -107,6 +107,11 @@ class KVLayout:
         """Whether all layers are in the memory of the processor."""
         return all(layer.device.type == "cpu" for layer in self.layers)
 
+    @property
+    def is_on_cuda(self) -> bool:
+        """Whether some layers are on CUDA devices."""
+        return any(layer.device.type == "cuda" for layer in self.layers)
+
     def num_slots(self, budget: int) -> int:
         """Return how many slots ``budget`` bytes hold beside the one for padding."""
         return max(0, budget // self.bytes_per_slot - 1) if self.layers else 0
@@ -175,6 +180,22 @@ class KVStore:
         rows = self._codecs[layer].decode(found)
         key_width = self.layout.layers[layer].key_width
         return rows[:, :key_width], rows[:, key_width:]
+
+    def take(self, slots: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
+        """Return copies of the codes of some slots, by layer, in the processor's memory."""
+        index = torch.tensor(slots, dtype=torch.int64)
+        return [
+            tuple(codes.index_select(0, index.to(codes.device)).cpu() for codes in of_layer)
+            for of_layer in self.codes
+        ]
+
+    def put(self, slots: Sequence[int], codes: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        """Fill slots with codes that ``take`` has returned, of this store or one like it."""
+        index = torch.tensor(slots, dtype=torch.int64)
+        for kept, new in zip(self.codes, codes, strict=True):
+            for of_slots, of_tokens in zip(kept, new, strict=True):
+                places = index.to(of_slots.device)
+                of_slots.index_copy_(0, places, of_tokens.to(of_slots.device))
 
     def is_finite(self, slots: Sequence[int]) -> bool:
         """Return whether no key and no value of these slots is infinite or NaN."""

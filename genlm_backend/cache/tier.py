@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, final, get_args
+
+from genlm_backend.checks import Check, one_of
 
 if TYPE_CHECKING:
     from genlm_backend.cache.node import Node
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
 
 TierName: TypeAlias = Literal["device", "host"]
 """Name of a memory that keys and values are kept in."""
+
+check_tier: Final[Check[TierName | None]] = one_of(None, *get_args(TierName))
+"""Check of an argument that names a tier, or none."""
 
 
 @final

@@ -55,7 +55,7 @@ class ResultQueue:
         self._status = GenerationStatus.INIT
         self._error: BaseException | None = None
         self._num_prompt_tokens = num_prompt_tokens
-        self._num_cached_tokens = 0
+        self._num_cached_tokens = self._num_host_tokens = 0
         self._num_preemptions = 0
         self._started = time.monotonic()
         self._begun: float | None = None
@@ -167,6 +167,7 @@ class ResultQueue:
             index=index,
             finish_reason=reason,
             num_cached_tokens=self._num_cached_tokens,
+            num_host_tokens=self._num_host_tokens,
             tokens=tokens,
         )
 
@@ -211,12 +212,13 @@ class ResultQueue:
             if self._begun is None:
                 self._begun = time.monotonic()
 
-    def finish_context(self, num_cached_tokens: int) -> None:
+    def finish_context(self, num_cached_tokens: int, num_host_tokens: int = 0) -> None:
         """Note that the prompt has been computed; once."""
         with self._lock.here:
             if self._status is GenerationStatus.INIT:
                 self._status = GenerationStatus.CONTEXT_FINISHED
                 self._num_cached_tokens = num_cached_tokens
+                self._num_host_tokens = num_host_tokens
                 self._changed.notify()
 
     def preempt(self) -> None:

@@ -228,10 +228,18 @@ class ServedModel:
 
     async def _read_first(self, text: _Entry) -> None:
         draft = text.draft
-        # Both are queued at once: what is counted is what the reading finds.
-        count = self.lm.num_cached_tokens(draft.contexts[0], draft.lora_name)
-        num_cached, _ = await asyncio.gather(count, self._read(text))
-        text.request.queue.finish_context(num_cached)
+        # All are queued at once: what is counted is what the reading finds.
+        num_cached, num_on_host, _ = await asyncio.gather(
+            self.lm.num_cached_tokens(draft.contexts[0], draft.lora_name),
+            self._num_on_host(draft),
+            self._read(text),
+        )
+        text.request.queue.finish_context(num_cached, num_on_host)
+
+    async def _num_on_host(self, draft: Draft) -> int:
+        if not self.lm.has_host_tier:
+            return 0
+        return await self.lm.num_cached_tokens(draft.contexts[0], draft.lora_name, tier="host")
 
     async def _read(self, text: _Entry) -> None:
         with self._lock.here:

@@ -46,6 +46,7 @@ class GeneratedElements:
         finish_reason: ``"eos"``, ``"stop"``, ``"length"`` or ``"interrupted"`` where the text ends
             with these; else ``None``.
         num_cached_tokens: Tokens of the prompt that were found in the prefix cache.
+        num_host_tokens: Those of them that were on the host, and had to be fetched.
         tokens: Each new token with what was asked for of it.
     """
 
@@ -56,7 +57,18 @@ class GeneratedElements:
     index: int = 0
     finish_reason: str | None = None
     num_cached_tokens: int = 0
+    num_host_tokens: int = 0
     tokens: list[GeneratedToken] = field(default_factory=list, repr=False)
+
+    @property
+    def prefix_len_gpu(self) -> int:
+        """Tokens of the prompt that were found in the cache on the model's device."""
+        return self.num_cached_tokens - self.num_host_tokens
+
+    @property
+    def prefix_len_cpu(self) -> int:
+        """Tokens of the prompt that were found in the cache on the host (``num_host_tokens``)."""
+        return self.num_host_tokens
 
     @property
     def token_id(self) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from genlm_backend.cache import TierName
 from genlm_backend.checks import MAX_VOCAB, Check, checked, integer, optional, switch
 from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.closing import Closing
@@ -80,6 +81,9 @@ class AsyncLM(SamplingLM, Closing):
 
     kv_cache_dtype: str | None = None
     """Number format in which keys and values are kept; ``None`` for the type of the model."""
+
+    has_host_tier: bool = False
+    """Whether keys and values that have to leave the device are kept on the host."""
 
     batch_size: int = 20
     """Number of distinct contexts that are evaluated at once, at most."""
@@ -225,8 +229,21 @@ class AsyncLM(SamplingLM, Closing):
         """
         return None
 
-    async def num_cached_tokens(self, token_ids: TokenIds, lora_name: str | None = None) -> int:
-        """Return how many of a context's tokens need not be computed if it is asked now."""
+    async def num_cached_tokens(
+        self,
+        token_ids: TokenIds,
+        lora_name: str | None = None,
+        *,
+        tier: TierName | None = None,
+    ) -> int:
+        """Return how many of a context's tokens need not be computed if it is asked now.
+
+        Args:
+            token_ids: The context.
+            lora_name: The adapter it is for.
+            tier: Which of them are counted: those whose keys and values are on the ``"device"``,
+                on the ``"host"``, from where they are fetched, or both.
+        """
         return 0
 
     can_forget: bool = False

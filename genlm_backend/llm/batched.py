@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from genlm_backend.batching import Asking, Batcher, BatchPolicy
-from genlm_backend.cache import RowCache
+from genlm_backend.cache import RowCache, TierName, check_tier
 from genlm_backend.checks import Check, byte_count, checked, instance, integer, number, optional
 from genlm_backend.checks import device as check_device
 from genlm_backend.errors import AdapterError, BatcherClosedError, OptionError, UnknownAdapterError
@@ -31,7 +31,6 @@ from genlm_backend.llm.statistics import LMStatistics
 from genlm_backend.llm.threads import release_idle_threads
 
 T = TypeVar("T")
-
 DEFAULT_ROW_CACHE_BYTES = 256 << 20
 
 
@@ -85,14 +84,9 @@ class BatchedLM(AsyncLM):
         output_device: str | torch.device = "cpu",
         self_check: bool = True,
     ) -> None:
-        options = {
-            "batch_size": batch_size,
-            "timeout": timeout,
-            "row_cache_bytes": row_cache_bytes,
-            "row_cache": row_cache,
-            "output_device": output_device,
-        }
-        given = checked(self.option_checks, options)
+        bounds: dict[str, Any] = {"batch_size": batch_size, "timeout": timeout}
+        rows = {"row_cache_bytes": row_cache_bytes, "row_cache": row_cache}
+        given = checked(self.option_checks, {**bounds, **rows, "output_device": output_device})
         self._evaluator = instance(Evaluator, "an Evaluator")("evaluator", evaluator)
         if "check_wanted" in vars(evaluator):  # which is put there below
             raise OptionError("the evaluator is another model's, whose thread calls it")
@@ -114,6 +108,7 @@ class BatchedLM(AsyncLM):
             evaluator.close()
             raise
         self.max_length, self.kv_cache_dtype = self._info.max_length, self._info.kv_cache_dtype
+        self.has_host_tier = self._info.num_host_slots is not None
         self.device = None if self._info.device is None else torch.device(self._info.device)
         self._answering.set_vocabulary(len(self.byte_vocab), self.undefined_ids)
 
@@ -185,9 +180,9 @@ class BatchedLM(AsyncLM):
 
     def _known(self, queries: Sequence[Query]) -> tuple[dict[Query, Row], list[Query]]:
         """Return the rows that are cached, and the distinct queries that have none."""
-        rows = {query: self._rows.get(query) for query in dict.fromkeys(queries)}
-        missing = [query for query, row in rows.items() if row is None]
-        return {query: row for query, row in rows.items() if row is not None}, missing
+        found = [(query, self._rows.get(query)) for query in dict.fromkeys(queries)]
+        rows = {query: row for query, row in found if row is not None}
+        return rows, [query for query, row in found if row is None]
 
     def _answers_sync(self, queries: list[Query]) -> list[Row]:
         rows, missing = self._known(queries)
@@ -298,10 +293,12 @@ class BatchedLM(AsyncLM):
         """Number of tokens whose keys and values fit at once; ``None`` where none are kept."""
         return self._info.kv_capacity(self.batch_size)
 
-    async def num_cached_tokens(self, token_ids: TokenIds, lora_name: str | None = None) -> int:
+    async def num_cached_tokens(
+        self, token_ids: TokenIds, lora_name: str | None = None, *, tier: TierName | None = None
+    ) -> int:
         """Return how many of a context's tokens have their keys and values cached."""
-        query = self._query(token_ids, lora_name)
-        return await self._acall(lambda: self._evaluator.num_cached(query))
+        query, tier = self._query(token_ids, lora_name), check_tier("tier", tier)
+        return await self._acall(lambda: self._evaluator.num_cached(query, tier))
 
     @property
     def can_forget(self) -> bool:

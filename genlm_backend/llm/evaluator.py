@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+from genlm_backend.cache import TierName
 from genlm_backend.checks import MAX_VOCAB, checked, integer, known_device, optional, switch
-from genlm_backend.errors import AdapterError
+from genlm_backend.errors import AdapterError, CacheError
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.scoring import Answer, Question
 
@@ -22,6 +23,8 @@ class EvaluatorInfo:
         max_length: Longest context that it takes, in tokens; ``None`` where nothing bounds it.
         max_batch_size: Number of queries that it can be asked at once; ``None`` for any number.
         num_slots: Number of tokens whose keys and values it can keep; ``None`` where it keeps none.
+        num_host_slots: Number of tokens whose keys and values it keeps on the host besides, when
+            they have to leave its device; ``None`` where it has no such tier.
         kv_cache_dtype: Number format in which it keeps them; ``None`` for the type that it computes
             in.
         slots_per_block: Number of slots that a context takes at once, so that the rest of its last
@@ -40,6 +43,7 @@ class EvaluatorInfo:
     max_length: int | None = None
     max_batch_size: int | None = None
     num_slots: int | None = None
+    num_host_slots: int | None = None
     kv_cache_dtype: str | None = None
     slots_per_block: int = 1
     device: str | None = None
@@ -80,6 +84,7 @@ _CHECKS: Final = {
     "max_length": optional(integer(1)),
     "max_batch_size": optional(integer(1)),
     "num_slots": optional(integer(0)),
+    "num_host_slots": optional(integer(0)),
     "slots_per_block": integer(1),
     "device": optional(known_device),
     "can_forget": switch,
@@ -100,7 +105,11 @@ class EvaluatorCounts:
         tokens_reused: Number of tokens whose keys and values were there.
         kv_bytes_used: Bytes of the keys and values that are kept.
         kv_bytes_budget: Bytes that they may take.
+        host_bytes_used: Bytes of those that are kept on the host.
+        host_bytes_budget: Bytes that they may take.
         num_evicted_tokens: Number of tokens whose keys and values had to go for others.
+        num_tokens_to_host: Number of tokens whose keys and values went to the host.
+        num_tokens_from_host: Number of tokens whose keys and values came back.
         packed_weight_bytes: Bytes of weights that are there a second time, in a faster layout.
     """
 
@@ -109,7 +118,11 @@ class EvaluatorCounts:
     tokens_reused: int = 0
     kv_bytes_used: int = 0
     kv_bytes_budget: int = 0
+    host_bytes_used: int = 0
+    host_bytes_budget: int = 0
     num_evicted_tokens: int = 0
+    num_tokens_to_host: int = 0
+    num_tokens_from_host: int = 0
     packed_weight_bytes: int = 0
 
 
@@ -159,8 +172,11 @@ class Evaluator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def num_cached(self, query: Query) -> int:
-        """Return how many of a context's tokens need not be computed if it is asked now."""
+    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
+        """Return how many of a context's tokens need not be computed if it is asked now.
+
+        Those of one tier are counted where one is named; what is in no other is on the device.
+        """
 
     @abc.abstractmethod
     def forget(self, query: Query, keep: int) -> None:
@@ -181,6 +197,25 @@ class Evaluator(abc.ABC):
     @abc.abstractmethod
     def clear(self) -> None:
         """Free all keys and values, pinned ones too."""
+
+    def save_prefix(self, query: Query, path: str) -> None:
+        """Compute a context and write its keys and values into a file.
+
+        Raises:
+            CacheError: If there is no room for them, or they are not kept.
+            OSError: If the file cannot be written; nothing of it stays then.
+        """
+        raise CacheError(f"{type(self).__name__} writes no keys and values")
+
+    def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
+        """Keep the keys and values of a file; return the tokens that they are of.
+
+        Raises:
+            PrefixFileError: If they are not those of this evaluator's model.
+            CacheError: If there is no room for them, or they are not kept.
+            OSError: If the file cannot be read.
+        """
+        raise CacheError(f"{type(self).__name__} reads no keys and values")
 
     @abc.abstractmethod
     def add_adapter(self, adapter: Adapter, path: str) -> None:
@@ -256,7 +291,7 @@ class StatelessEvaluator(Evaluator):
         return self.info
 
     @final
-    def num_cached(self, query: Query) -> int:
+    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
         """Return 0."""
         return 0
 

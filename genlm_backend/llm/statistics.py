@@ -36,8 +36,12 @@ class LMStatistics(Readable):
         row_bytes_budget: Bytes that they may take.
         kv_bytes_used: Bytes of the cached keys and values.
         kv_bytes_budget: Bytes that they may take.
+        host_bytes_used: Bytes of the keys and values that are kept on the host.
+        host_bytes_budget: Bytes that they may take.
         num_evicted_rows: Rows dropped to stay within the budget.
         num_evicted_tokens: Tokens whose keys and values were dropped to stay within the budget.
+        num_tokens_to_host: Tokens whose keys and values were moved to the host.
+        num_tokens_from_host: Tokens whose keys and values were moved back.
     """
 
     _derived: ClassVar[tuple[str, ...]] = ("mean_batch_size",)
@@ -55,8 +59,12 @@ class LMStatistics(Readable):
     row_bytes_budget: int = 0
     kv_bytes_used: int = 0
     kv_bytes_budget: int = 0
+    host_bytes_used: int = 0
+    host_bytes_budget: int = 0
     num_evicted_rows: int = 0
     num_evicted_tokens: int = 0
+    num_tokens_to_host: int = 0
+    num_tokens_from_host: int = 0
 
     @classmethod
     def of(cls, batching: BatcherStatistics, counts: EvaluatorCounts, rows: RowCache[Row]) -> Self:
@@ -77,6 +85,10 @@ class LMStatistics(Readable):
             kv_bytes_budget=counts.kv_bytes_budget,
             num_evicted_rows=rows.num_evicted,
             num_evicted_tokens=counts.num_evicted_tokens,
+            host_bytes_used=counts.host_bytes_used,
+            host_bytes_budget=counts.host_bytes_budget,
+            num_tokens_to_host=counts.num_tokens_to_host,
+            num_tokens_from_host=counts.num_tokens_from_host,
         )
 
     @property

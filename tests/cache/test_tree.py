@@ -285,9 +285,7 @@ class TreeAboveLittle(Tree):
 
 
 for _machine in (TieredTree, TreeAboveMuch, TreeAboveLittle):
-    _machine.TestCase.settings = settings(
-        deadline=None, max_examples=150, stateful_step_count=40
-    )
+    _machine.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
 TestTieredTree = TieredTree.TestCase
 TestTreeAboveMuch = TreeAboveMuch.TestCase
 TestTreeAboveLittle = TreeAboveLittle.TestCase

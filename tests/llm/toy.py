@@ -34,7 +34,7 @@ class ToyEvaluator(Evaluator):
             self.states[ids] = state_after(before, ids[-1])
         return self.states[ids]
 
-    def num_cached(self, query):
+    def num_cached(self, query, tier=None):
         ids = query.token_ids
         return max(n for n in range(len(ids)) if not n or ids[:n] in self.states)
 

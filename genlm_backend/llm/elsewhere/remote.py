@@ -13,6 +13,7 @@ from typing import Any, final
 
 import torch
 
+from genlm_backend.cache import TierName
 from genlm_backend.errors import AdapterError, EngineDiedError
 from genlm_backend.llm.elsewhere.messages import Answers, InTable, PackedError
 from genlm_backend.llm.evaluator import EvaluatorCounts, EvaluatorInfo, RestartableEvaluator
@@ -127,9 +128,21 @@ class RemoteEvaluator(RestartableEvaluator):
     # ---------------------------------------------------------------- what is kept
 
     @final
-    def num_cached(self, query: Query) -> int:
+    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
         """Return how many of a context's tokens need not be computed if it is asked now."""
-        return 0 if query.adapter in self._lost else self.ask("num_cached", query)
+        return 0 if query.adapter in self._lost else self.ask("num_cached", query, tier)
+
+    @final
+    def save_prefix(self, query: Query, path: str) -> None:
+        """Compute a context and have its keys and values written into a file over there."""
+        self._check_adapter(query.adapter)
+        self.ask("save_prefix", query, path)
+
+    @final
+    def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
+        """Have the keys and values of a file kept over there; return their tokens."""
+        self._check_adapter(adapter)
+        return self.ask("load_prefix", path, adapter)
 
     @final
     def forget(self, query: Query, keep: int) -> None:
@@ -140,9 +153,12 @@ class RemoteEvaluator(RestartableEvaluator):
     @final
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its keys and values; return whether there was room."""
-        if query.adapter in self._lost:
-            raise AdapterError(self._lost[query.adapter])
+        self._check_adapter(query.adapter)
         return self.ask("pin", query)
+
+    def _check_adapter(self, adapter: Adapter | None) -> None:
+        if adapter in self._lost:
+            raise AdapterError(self._lost[adapter])
 
     @final
     def clear(self) -> None:

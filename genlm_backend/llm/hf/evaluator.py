@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast, final
 
 import torch
 
-from genlm_backend.cache import KVCacheDtype, KVLayout, KVStore
-from genlm_backend.errors import OptionError, QueryDroppedError
+from genlm_backend.cache import KVCacheDtype, KVLayout, KVStore, Match, TierName
+from genlm_backend.errors import CacheError, OptionError, QueryDroppedError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.llm.hf import prefix_file
 from genlm_backend.llm.hf.attend import WholeAttend
+from genlm_backend.llm.hf.fingerprint import Fingerprint, weights_digest, weights_state
 from genlm_backend.llm.hf.job import Asked, Found
 from genlm_backend.llm.hf.lora import Adapters
 from genlm_backend.llm.hf.mean_keys import mean_keys
@@ -21,6 +25,7 @@ from genlm_backend.llm.hf.memory import default_kv_budget, is_out_of_memory, rel
 from genlm_backend.llm.hf.packed_weights import PackedWeights
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.plan import CostModel
+from genlm_backend.llm.hf.prefix_file import Prefix
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.hf.support import (
     KVSupport,
@@ -48,6 +53,8 @@ class HFEvaluator(Evaluator):
         model: The model, on whatever device; it is put into evaluation mode.
         max_length: Longest context to accept; ``None`` for what its config says.
         kv_cache_bytes: Bytes of keys and values to keep; ``None`` for a part of what is free.
+        host_cache_bytes: Bytes of keys and values to keep on the host when they have to leave the
+            device.
         num_threads: Number of threads of a forward pass on the CPU; ``None`` for torch's own.
         kv_cache_dtype: Number format of the keys and values that are kept; ``None`` for the type
             that the model computes in.
@@ -68,11 +75,17 @@ class HFEvaluator(Evaluator):
         max_length: int | None = None,
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: KVCacheDtype | None = None,
+        host_cache_bytes: int = 0,
         num_threads: int | None = None,
         output_device: torch.device | None = None,
         packs_weights: bool = False,
     ) -> None:
         check_model(model)
+        if host_cache_bytes and kv_cache_bytes == 0:
+            raise OptionError(
+                "kv_cache_bytes=0 keeps no keys and values, so that none can go to the host: "
+                f"host_cache_bytes={host_cache_bytes} needs slots on the device too"
+            )
         model.eval()
         runner = Runner(model)
         cost = CostModel.on(runner.device.type)
@@ -84,7 +97,9 @@ class HFEvaluator(Evaluator):
         self._max_length = longest_context(model) if max_length is None else max_length
         self._wanted_bytes = kv_cache_bytes
         self._kept_as: KVCacheDtype | None = kv_cache_dtype
-        self._budget = 0
+        self._digests: dict[Adapter | None, tuple[object, str]] = {}
+        self._budget = self._host_budget = 0
+        self._wanted_host_bytes = host_cache_bytes
         self._num_threads = num_threads
         self._packs_weights, self.packed = packs_weights, PackedWeights()
         limit = rotary_limit(model)
@@ -113,6 +128,7 @@ class HFEvaluator(Evaluator):
             vocab_size=width,
             max_length=self._max_length,
             num_slots=self.passes.tree.num_slots if self.passes.keeps else None,
+            num_host_slots=self.passes.tree.host_slots.num_slots or None,
             kv_cache_dtype=self._kept_as,
             device=str(runner.device),
             can_forget=True,
@@ -143,14 +159,22 @@ class HFEvaluator(Evaluator):
             return
         budget = default_kv_budget(layout) if wanted is None else wanted
         num_slots = layout.num_slots(budget)
-        try:
+        with _fits("kv_cache_bytes", wanted):
             store = KVStore(layout, num_slots)
-        except (RuntimeError, MemoryError) as error:
-            if wanted is None or not is_out_of_memory(error):
-                raise
-            raise OptionError(f"kv_cache_bytes={budget} do not fit into memory") from error
-        self.passes.keep(store, num_slots, support.attend(store))
-        self._budget = budget
+        host_store, num_host_slots, host = None, 0, self._wanted_host_bytes
+        if host:
+            if layout.is_on_host:
+                warnings.warn(
+                    "host_cache_bytes gains nothing here, since all keys and values are in the "
+                    "processor's memory anyway: give the bytes to kv_cache_bytes",
+                    stacklevel=2,
+                )
+            num_host_slots = layout.num_slots(host)
+            with _fits("host_cache_bytes", host):
+                host_store = KVStore(layout.on_host(), num_host_slots, pins=layout.is_on_cuda)
+        attend = support.attend(store)
+        self.passes.keep(store, num_slots, attend, host_store, num_host_slots)
+        self._budget, self._host_budget = budget, host
 
     # ---------------------------------------------------------------- rows and scores
 
@@ -227,12 +251,12 @@ class HFEvaluator(Evaluator):
 
     # ---------------------------------------------------------------- what is kept
 
-    def num_cached(self, query: Query) -> int:
+    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
         """Return how many of a context's tokens have their keys and values in slots."""
         if len(query.context) > self._rotary_limit:
             return 0
         # The last token always goes through the model: its logits are the answer.
-        return self.passes.tree.num_cached(query.context.packed()[:-1], query.adapter)
+        return self.passes.tree.num_cached(query.context.packed()[:-1], query.adapter, tier)
 
     def forget(self, query: Query, keep: int) -> None:
         """Free the slots of a context beyond its first ``keep`` tokens."""
@@ -240,14 +264,75 @@ class HFEvaluator(Evaluator):
 
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
+        match = self._computed(query)
+        if match is not None:
+            self.passes.tree.pin(match)
+        return match is not None
+
+    def _computed(self, query: Query) -> Match | None:
+        """Compute a context and lock its slots on the device; ``None`` if there is no room."""
         with self._in_place(query.adapter):
             self._answers([query])
         match = self.passes.match(query, len(query.context))
-        if match.num_tokens < len(query.context):
+        if match.num_tokens < len(query.context) or self.passes.tree.num_on_host(match):
             self.passes.tree.unlock(match)
-            return False
-        self.passes.tree.pin(match)
-        return True
+            return None
+        return match
+
+    # ---------------------------------------------------------------- files of prefixes
+
+    def save_prefix(self, query: Query, path: str) -> None:
+        """Compute a context and write its keys and values into a file."""
+        self._check_can_keep(len(query.context))
+        match = self._computed(query)
+        if match is None:
+            raise CacheError(
+                f"a prompt of {len(query.context)} tokens does not fit into kv_cache_bytes, or "
+                "overflows"
+            )
+        try:
+            codes = self.passes.codes_of(match)
+        finally:
+            self.passes.tree.unlock(match)
+        fingerprint, layout = self._fingerprint(query.adapter), self.passes.store.layout
+        prefix_file.save(Path(path), Prefix(tuple(query.context), codes), fingerprint, layout)
+
+    def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
+        """Keep the keys and values of a file."""
+        self._check_can_keep()
+        layout = self.passes.store.layout
+        prefix = prefix_file.load(Path(path), self._fingerprint(adapter), layout)
+        self._check_can_keep(len(prefix.token_ids))
+        if not self.passes.fill(prefix.token_ids, prefix.codes, adapter):
+            raise CacheError(
+                f"the {len(prefix.token_ids)} tokens of {path} do not fit into kv_cache_bytes"
+            )
+        return prefix.token_ids
+
+    def _check_can_keep(self, num_tokens: int = 0) -> None:
+        if not self.passes.keeps:
+            raise CacheError(
+                "no keys and values are kept, since kv_cache_bytes is 0 or the model runs every "
+                "context whole: there is nothing to save or to load"
+            )
+        if num_tokens > self._rotary_limit:
+            raise CacheError(
+                f"contexts of more than {self._rotary_limit} tokens are run whole, and nothing is "
+                "kept of them"
+            )
+
+    def _fingerprint(self, adapter: Adapter | None) -> Fingerprint:
+        """Return what keys and values depend on; weights are read again if they have changed."""
+        model = self.passes.runner.model
+
+        def digest(wanted: Adapter | None) -> str:
+            with self._adapters.in_place(wanted):
+                state, known = weights_state(model), self._digests.get(wanted)
+                if known is None or known[0] != state:
+                    known = self._digests[wanted] = state, weights_digest(model)
+            return known[1]
+
+        return Fingerprint.of(model, digest(None), digest(adapter), self.passes.store.layout)
 
     def clear(self) -> None:
         """Free all slots, pinned ones too, and look whether weights are others now."""
@@ -263,6 +348,7 @@ class HFEvaluator(Evaluator):
     def remove_adapter(self, adapter: Adapter) -> None:
         """Let go of an adapter, and free all slots."""
         self._adapters.remove(adapter)
+        self._digests.pop(adapter, None)
         self.clear()
 
     # ---------------------------------------------------------------- keeping house
@@ -276,7 +362,11 @@ class HFEvaluator(Evaluator):
             tokens_reused=passes.tokens_reused,
             kv_bytes_used=passes.tree.slots.num_used * passes.store.bytes_per_slot,
             kv_bytes_budget=self._budget,
+            host_bytes_used=passes.tree.host_slots.num_used * passes.store.bytes_per_slot,
+            host_bytes_budget=self._host_budget,
             num_evicted_tokens=passes.tree.num_evicted,
+            num_tokens_to_host=passes.tree.num_to_host,
+            num_tokens_from_host=passes.tree.num_to_device,
             packed_weight_bytes=self.packed.nbytes,
         )
 
@@ -285,6 +375,17 @@ class HFEvaluator(Evaluator):
         self.passes.keep_nothing()
         self.packed.clear()
         self.passes.runner.model = None
-        self._budget = 0
+        self._budget = self._host_budget = 0
         self._adapters.close()
         release_cached_memory()
+
+
+@contextlib.contextmanager
+def _fits(name: str, num_bytes: int | None) -> Iterator[None]:
+    """Say which option asks for more memory than there is."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if num_bytes is None or not is_out_of_memory(error):
+            raise
+        raise OptionError(f"{name}={num_bytes} do not fit into memory") from error

@@ -19,6 +19,7 @@ from genlm_backend.llm.loading import check_holds, hub_options, resolve_name
 OF_THE_EVALUATOR: Final = (
     "kv_cache_bytes",
     "kv_cache_dtype",
+    "host_cache_bytes",
     "max_length",
     "num_threads",
     "packs_weights",

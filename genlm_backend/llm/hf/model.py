@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from genlm_backend.cache import KV_CACHE_DTYPES, KVCacheDtype
 from genlm_backend.checks import (
     Check,
+    absolute_path,
     byte_count,
     checked,
     one_of,
@@ -19,6 +21,7 @@ from genlm_backend.checks import (
 )
 from genlm_backend.errors import CacheError, ModelStateError, OptionError
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.llm.context import Context
 from genlm_backend.llm.elsewhere.process import ProcessEvaluator
 from genlm_backend.llm.hf.evaluator import HFEvaluator
 from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader
@@ -53,6 +56,9 @@ class AsyncTransformer(BatchedLM):
             or "uint4" (a scale and a zero point for each 32 elements). Tokens attend to what is
             kept, so that a row depends on its context and the format alone, and neither on what is
             cached nor on how the context came to be.
+        host_cache_bytes: Bytes of keys and values to keep in the memory of the host, in the same
+            format, when they have to leave a device for others; they are fetched when a context
+            wants them. On CUDA the memory is pinned, and taken at once.
         row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
         output_device: Where rows are returned: "cpu", "cuda:0", …
         num_threads: Threads of a forward pass on the CPU. Default: torch's own number.
@@ -83,6 +89,7 @@ class AsyncTransformer(BatchedLM):
         **BatchedLM.option_checks,
         "kv_cache_bytes": optional(byte_count),
         "kv_cache_dtype": one_of(None, *KV_CACHE_DTYPES),
+        "host_cache_bytes": byte_count,
         "num_threads": optional(thread_count),
         "packs_weights": switch,
         "process": switch,
@@ -99,6 +106,7 @@ class AsyncTransformer(BatchedLM):
         *,
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: KVCacheDtype | None = None,
+        host_cache_bytes: int = 0,
         row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
         output_device: str | torch.device = "cpu",
         num_threads: int | None = None,
@@ -110,6 +118,7 @@ class AsyncTransformer(BatchedLM):
         options = {
             "kv_cache_bytes": kv_cache_bytes,
             "kv_cache_dtype": kv_cache_dtype,
+            "host_cache_bytes": host_cache_bytes,
             "num_threads": num_threads,
             "packs_weights": packs_weights,
             "max_length": max_length,
@@ -123,7 +132,7 @@ class AsyncTransformer(BatchedLM):
         self._hf: HFEvaluator | ProcessEvaluator
         if isinstance(hf_model, ProcessEvaluator):
             for name in OF_THE_EVALUATOR:
-                if options[name] not in (None, False):
+                if options[name] not in (None, False, 0):
                     raise OptionError(f"{name} is for what makes the evaluator over there")
             self._hf = hf_model
         else:
@@ -266,6 +275,55 @@ class AsyncTransformer(BatchedLM):
                 f"a prompt of {len(query.context)} tokens does not fit into the "
                 f"{self.kv_capacity} tokens of kv_cache_bytes that are not pinned"
             )
+
+    def save_prefix(
+        self, token_ids: TokenIds, path: str | Path, lora_name: str | None = None
+    ) -> None:
+        """Compute a prompt and write its keys and values into a file, for ``load_prefix``.
+
+        The file is in the format of safetensors; it holds the token ids, the keys and values as
+        they are kept, and digests of what they depend on. It appears whole or not at all, and
+        takes the place of another one. Blocks the thread.
+
+        Raises:
+            CacheError: If the prompt does not fit into ``kv_cache_bytes``, or the model keeps no
+                keys and values.
+            OSError: If the file cannot be written.
+        """
+        where = absolute_path("path", path)
+        if not Path(where).parent.is_dir():
+            raise FileNotFoundError(f"there is no directory {Path(where).parent}")
+        query = self._query(token_ids, lora_name)
+        self._before_wait()
+
+        def save() -> None:
+            self._adapters.check(query)
+            self._hf.save_prefix(query, where)
+
+        self._call(save)
+
+    def load_prefix(self, path: str | Path, lora_name: str | None = None) -> Context:
+        """Keep the keys and values of a file of ``save_prefix``, and return its tokens.
+
+        No token is computed. What is loaded is a cached prefix like any other, which goes when
+        others need the room; ``cache_kv`` keeps it. Blocks the thread.
+
+        Args:
+            path: The file.
+            lora_name: The adapter that it was saved with.
+
+        Raises:
+            PrefixFileError: (``ValueError``) If the file is of a model with another config, other
+                weights or another adapter, or of another ``kv_cache_dtype``, cut short or changed.
+            CacheError: If the prompt does not fit into ``kv_cache_bytes``, or the model keeps no
+                keys and values.
+            OSError: If the file cannot be read.
+        """
+        where = absolute_path("path", path)
+        self._batcher.check_open()
+        adapter = self._adapter(lora_name)
+        token_ids = self._call(lambda: self._hf.load_prefix(where, adapter))
+        return self.contexts.check(token_ids, self.max_length)
 
     def clear_kv_cache(self) -> None:
         """Forget every cached key and value, pinned ones too. No answer changes by it.

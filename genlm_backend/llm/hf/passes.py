@@ -8,7 +8,7 @@ from typing import final
 
 import torch
 
-from genlm_backend.cache import KVLayout, KVStore, Match, PrefixTree, Slots
+from genlm_backend.cache import KVLayout, KVStore, Match, Mover, PrefixTree, Slots
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm.hf.attend import Attend, WholeAttend
 from genlm_backend.llm.hf.job import Asked, Found, Job, first_output
@@ -77,10 +77,26 @@ class Passes:
         self.attend: Attend = WholeAttend()
         self.attend_whole = WholeAttend()
 
-    def keep(self, store: KVStore, num_slots: int, attend: Attend) -> None:
-        """Keep keys and values in a store from now on, and attend to them in one way."""
+    def keep(
+        self,
+        store: KVStore,
+        num_slots: int,
+        attend: Attend,
+        host_store: KVStore | None = None,
+        num_host_slots: int = 0,
+    ) -> None:
+        """Keep keys and values in a store from now on, and attend to them in one way.
+
+        Args:
+            store: The store.
+            num_slots: Number of its slots.
+            attend: The way to attend to them.
+            host_store: Another one, for what is evicted from the first; ``None`` for none.
+            num_host_slots: Number of its slots.
+        """
         self.keeps = True
-        self.tree = PrefixTree(Slots(num_slots))
+        moves = None if host_store is None else Mover(store, host_store)
+        self.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), moves)
         self.store, self.attend = store, attend
         self.attend_whole = WholeAttend(store.layout)
 
@@ -159,6 +175,40 @@ class Passes:
         spot = self.tree.recall(context.place, question.adapter, most)
         return self.tree.match_from(spot, context.packed(spot.num_tokens, most))
 
+    def codes_of(self, match: Match) -> list[tuple[torch.Tensor, ...]]:
+        """Return the keys and values of a match as the store has them, by layer."""
+        runs = match.runs()
+        return self.store.take([slot for run in runs for slot in run.slots[: run.num_tokens]])
+
+    def fill(
+        self,
+        token_ids: Sequence[int],
+        codes: Sequence[tuple[torch.Tensor, ...]],
+        adapter: Adapter | None,
+    ) -> bool:
+        """Keep a context whose keys and values are known; return whether there was room.
+
+        Args:
+            token_ids: The context.
+            codes: The codes of each layer's keys and values, ``[len(token_ids), columns]`` each.
+            adapter: The adapter that it was computed with.
+        """
+        match = self.tree.match(token_ids, adapter)
+        try:
+            start = match.num_tokens
+            slots = self.tree.allocate(len(token_ids) - start, [match])
+            if slots is None:
+                return False
+            try:
+                self.store.put(slots, [tuple(c[start:] for c in layer) for layer in codes])
+            except BaseException:
+                self.tree.free(slots)
+                raise
+            match = self.tree.insert(match, token_ids[start:], slots)
+        finally:
+            self.tree.unlock(match)
+        return True
+
     def _from_slots(self, questions: list[Asked]) -> list[Found]:
         if not self.keeps:
             return self.whole(questions)
@@ -169,7 +219,9 @@ class Passes:
                 match = self.match(question, first_output(question))
                 jobs.append(Job.of(question, match))
             segments = plan_segments(jobs, self.cost)
-            slots = self.tree.allocate(sum(segment.num_tokens for segment in segments))
+            matches = [job.match for job in jobs if job.match is not None]
+            num_new = sum(segment.num_tokens for segment in segments)
+            slots = self.tree.allocate(num_new, matches)
             if slots is not None:
                 num_reused = sum(job.start for job in jobs)
                 is_sound = self._run(jobs, segments, slots, questions[0].adapter)

@@ -123,6 +123,7 @@ class AsyncReplicas(BatchedLM):
         *,
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: KVCacheDtype | None = None,
+        host_cache_bytes: int = 0,
         num_threads: int | None = None,
         max_length: int | None = None,
         packs_weights: bool = True,
@@ -140,6 +141,7 @@ class AsyncReplicas(BatchedLM):
             hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as there.
             kv_cache_bytes: Bytes of keys and values that each replica keeps.
             kv_cache_dtype: Number format of these, as for ``AsyncTransformer``.
+            host_cache_bytes: Bytes that each replica keeps on its host, as there.
             num_threads: Threads of each replica's forward passes on the CPU.
             max_length: The longest context to accept. Default: what the model's config says.
             packs_weights: Whether weights are packed where that is faster, on the CPU.
@@ -153,7 +155,14 @@ class AsyncReplicas(BatchedLM):
         """
         count = integer(1)("replicas", replicas)
         cls.check_options(kwargs)
-        own = (kv_cache_bytes, kv_cache_dtype, max_length, num_threads, packs_weights)
+        own = (
+            kv_cache_bytes,
+            kv_cache_dtype,
+            host_cache_bytes,
+            max_length,
+            num_threads,
+            packs_weights,
+        )
         loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own)
         with explained(model_id):
             tokenizer = loader.tokenizer()
@@ -174,6 +183,7 @@ class AsyncReplicas(BatchedLM):
         hf_opts: dict[str, Any] | None = None,
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: KVCacheDtype | None = None,
+        host_cache_bytes: int = 0,
         num_threads: int | None = None,
         max_length: int | None = None,
         packs_weights: bool = True,
@@ -197,6 +207,7 @@ class AsyncReplicas(BatchedLM):
             hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as there.
             kv_cache_bytes: Bytes of keys and values that each replica keeps.
             kv_cache_dtype: Number format of these, as for ``AsyncTransformer``.
+            host_cache_bytes: Bytes that each replica keeps on its host, as there.
             num_threads: Threads of each replica's forward passes on the CPU.
             max_length: The longest context to accept. Default: what the model's config says.
             packs_weights: Whether weights are packed where that is faster, on the CPU.
@@ -213,7 +224,7 @@ class AsyncReplicas(BatchedLM):
         cls.check_options(kwargs)
         cores = number(0)("num_cpus", num_cpus)
         threads = max(1, int(cores)) if num_threads is None else num_threads
-        own = (kv_cache_bytes, kv_cache_dtype, max_length, threads, packs_weights)
+        own = (kv_cache_bytes, kv_cache_dtype, host_cache_bytes, max_length, threads, packs_weights)
         loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own)
         evaluators = [
             RayEvaluator(loader, num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=max_restarts)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn, final
 
+from genlm_backend.cache import TierName
 from genlm_backend.errors import EngineDiedError, OptionError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.llm.query import Adapter, Query
@@ -87,9 +88,9 @@ class ReplicaSet(Evaluator):
         """Refuse: each replica answers what it is sent."""
         raise NotImplementedError("questions go to replicas one by one")
 
-    def num_cached(self, query: Query) -> int:
+    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
         """Return how many of a context's tokens some replica need not compute."""
-        return max(self._of_living(lambda e: e.num_cached(query)), default=0)
+        return max(self._of_living(lambda e: e.num_cached(query, tier)), default=0)
 
     def forget(self, query: Query, keep: int) -> None:
         """Free the keys and values of a context wherever they are."""

@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 
+from genlm_backend.cache import TierName
 from genlm_backend.errors import BatcherClosedError, UnknownAdapterError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.llm.query import Adapter, Query
@@ -73,9 +74,9 @@ class VLLMEvaluator(Evaluator):
 
     # ---------------------------------------------------------------- what is kept
 
-    def num_cached(self, query: Query) -> int:
-        """Return how many of a context's tokens a session has."""
-        return self.rounds.table.num_shared(query)
+    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
+        """Return how many of a context's tokens a session has; vLLM does not tell of a host."""
+        return 0 if tier == "host" else self.rounds.table.num_shared(query)
 
     def forget(self, query: Query, keep: int) -> None:
         """Do nothing: vLLM frees a block when another context needs it, and cannot be told to."""

@@ -1,0 +1,136 @@
+"""A file with the keys and values of one prefix."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from genlm_backend.cache import KVLayout
+from genlm_backend.errors import PrefixFileError
+from genlm_backend.llm.hf.fingerprint import Fingerprint
+
+FORMAT: Final = "genlm_backend prefix 1"
+
+_DIFFERENT: Final = {
+    "config": "of another model: its config differs",
+    "weights": "of another model: its weights differ",
+    "adapter": "of another adapter, or of none where this is asked with one",
+    "layout": "in another number format, or of keys and values of another shape",
+}
+_MEAN_TOLERANCE: Final = 1e-3
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """The tokens of a prefix, and their keys and values as they are coded.
+
+    Attributes:
+        token_ids: Its tokens.
+        codes: By layer, the tensors of codes, ``[len(token_ids), columns]`` each.
+    """
+
+    token_ids: tuple[int, ...]
+    codes: list[tuple[torch.Tensor, ...]]
+
+
+def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout) -> None:
+    """Write a file in the format of safetensors; whatever goes wrong, no half of it stays.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    tensors = {"token_ids": torch.tensor(prefix.token_ids, dtype=torch.int32)}
+    for number, codes in enumerate(prefix.codes):
+        for i, of_tokens in enumerate(codes):
+            tensors[f"codes.{number}.{i}"] = of_tokens.contiguous()
+    for number, layer in enumerate(layout.layers):
+        if layer.mean_key is not None:
+            tensors[f"mean_key.{number}"] = layer.mean_key.cpu().contiguous()
+    said = {"format": FORMAT, **fingerprint.fields()}
+    said["digest"] = _digest(said, tensors)
+    handle, name = tempfile.mkstemp(prefix=path.name, suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    try:
+        try:
+            save_file(tensors, name, said)
+        except SafetensorError as error:  # a full disk, among others
+            raise OSError(f"{path} could not be written: {error}") from error
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)  # which a temporary file is not
+        os.replace(name, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
+    """Return what a file holds, mapped into memory.
+
+    Args:
+        path: The file.
+        fingerprint: That of the model which is to go on from it.
+        layout: The shapes and the format of that model's keys and values.
+
+    Raises:
+        PrefixFileError: (``ValueError``) If it is no such file, of another model or format, cut
+            short or changed.
+        OSError: If it cannot be read.
+    """
+    with path.open("rb"):  # whose errors say more than those of safetensors
+        pass
+    try:
+        with safe_open(path, "pt") as file:
+            said = dict(file.metadata() or {})
+            if said.get("format") != FORMAT:
+                raise PrefixFileError(f"{path} holds no prefix that this version knows")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise PrefixFileError(f"{path} is cut short, or no file of a prefix: {error}") from error
+    for name, expected in fingerprint.fields().items():
+        if said.get(name) != expected:
+            raise PrefixFileError(f"{path} is {_DIFFERENT[name]}")
+    if said.pop("digest", None) != _digest(said, tensors):
+        raise PrefixFileError(f"{path} has been changed since it was written")
+    for number, layer in enumerate(layout.layers):
+        mean = layer.mean_key
+        if mean is not None and not torch.allclose(
+            tensors[f"mean_key.{number}"], mean.cpu(), atol=_MEAN_TOLERANCE, rtol=_MEAN_TOLERANCE
+        ):
+            raise PrefixFileError(f"{path} is of another model: the mean of its keys differs")
+    return Prefix(tuple(tensors["token_ids"].tolist()), _codes(tensors, len(layout.layers)))
+
+
+def _codes(tensors: Mapping[str, torch.Tensor], num_layers: int) -> list[tuple[torch.Tensor, ...]]:
+    codes: list[tuple[torch.Tensor, ...]] = []
+    for number in range(num_layers):
+        names = sorted(name for name in tensors if name.startswith(f"codes.{number}."))
+        codes.append(tuple(tensors[name] for name in names))
+    return codes
+
+
+def _digest(said: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a digest of everything that a file says."""
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    """Return the memory of a tensor, without a copy where its elements lie side by side."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()

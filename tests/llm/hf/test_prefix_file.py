@@ -1,0 +1,273 @@
+"""Prefixes in files: what is loaded is what was saved, and nothing else is taken for it."""
+
+import asyncio
+import json
+import os
+import random
+import stat
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from genlm_backend import AsyncTransformer
+from genlm_backend.errors import (
+    CacheError,
+    ContextError,
+    OptionError,
+    OptionTypeError,
+    PrefixFileError,
+    UnknownAdapterError,
+)
+from genlm_backend.llm.hf import prefix_file
+from genlm_backend.llm.hf.fingerprint import weights_digest
+from tests.llm import families
+from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.hf import adapter_kinds
+
+PROMPT = [random.Random(0).randrange(families.VOCAB) for _ in range(50)]
+
+
+def model_of(seed=0, name="llama"):
+    return families.make(name, seed)
+
+
+def over(model, **options):
+    return AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0, **options)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "prompt.safetensors"
+
+
+@pytest.fixture
+def saved(path):
+    with over(model_of()) as lm:
+        lm.save_prefix(PROMPT, path)
+    return path
+
+
+@pytest.mark.parametrize("kept", [None, "bfloat16", "float16", "int8", "uint4"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-sliding", "bloom", "qwen3"])
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_loaded_is_not_computed_and_gives_the_same_rows(name, kept, path):
+    model = families.make(name)
+    contexts = [[*PROMPT, 7, 3], [*PROMPT, 9], PROMPT, [*PROMPT[:20], 3, 4], [5]]
+    with over(model, kv_cache_dtype=kept) as lm:
+        lm.save_prefix(PROMPT, path)
+        expected = lm.batch_next_token_logprobs_sync(contexts)
+    with over(model, kv_cache_dtype=kept) as lm:
+        prompt = lm.load_prefix(str(path))
+        assert list(prompt) == PROMPT
+        assert lm.statistics().tokens_computed == 0
+        rows = [lm.next_token_logprobs_sync(prompt.extend(7))]
+        assert lm.statistics().tokens_computed == 1
+        rows = lm.batch_next_token_logprobs_sync(contexts)
+        assert lm.statistics().tokens_computed == 1 + 1 + 1 + 1 + 2 + 1
+        torch.testing.assert_close(rows, expected, atol=1e-5, rtol=1e-4)
+        if kept is None:
+            for row, context in zip(rows, contexts, strict=True):
+                expected_row = fresh_row(model, context)
+                torch.testing.assert_close(row, expected_row, atol=2e-5, rtol=1e-4)
+        lm._evaluator.passes.tree.check_integrity()
+
+
+def test_what_is_there_already_stays(saved):
+    model = model_of()
+    with over(model) as lm:
+        lm.next_token_logprobs_sync([*PROMPT[:20], 3])
+        used = lm.statistics().kv_bytes_used
+        for _ in range(3):
+            assert lm.load_prefix(saved) == lm.context(PROMPT)
+        per_slot = lm._evaluator.passes.store.bytes_per_slot
+        assert lm.statistics().kv_bytes_used == used + 30 * per_slot
+        row = lm.next_token_logprobs_sync([*PROMPT, 1])
+        torch.testing.assert_close(row, fresh_row(model, [*PROMPT, 1]), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:host_cache_bytes gains nothing")
+def test_room_is_made_as_for_any_other(saved):
+    with over(model_of()) as lm:
+        per_slot = lm._evaluator.passes.store.bytes_per_slot
+    with over(model_of(), kv_cache_bytes=61 * per_slot, host_cache_bytes=90 * per_slot) as lm:
+        for start in range(3):
+            lm.next_token_logprobs_sync([start, *PROMPT[:30]])
+        lm.load_prefix(saved)
+        lm._evaluator.passes.tree.check_integrity()
+        assert asyncio.run(lm.num_cached_tokens([*PROMPT, 1])) == 50
+    with over(model_of(), kv_cache_bytes=40 * per_slot) as lm:
+        with pytest.raises(CacheError, match=r"50 tokens of .* do not fit"):
+            lm.load_prefix(saved)
+        with pytest.raises(CacheError, match="50 tokens does not fit"):
+            lm.save_prefix(PROMPT, saved)
+        lm._evaluator.passes.tree.check_integrity()
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (lambda: over(model_of(seed=1)), "its weights differ"),
+        (lambda: over(model_of(name="qwen3")), "its config differs"),
+        (lambda: over(model_of(), kv_cache_dtype="int8"), "another number format"),
+        (lambda: over(model_of().bfloat16()), "its weights differ"),
+    ],
+)
+def test_a_file_of_another_model_is_refused(saved, other, reason):
+    with other() as lm:
+        with pytest.raises(PrefixFileError, match=reason):
+            lm.load_prefix(saved)
+        assert lm.statistics().kv_bytes_used == 0
+
+
+def test_one_weight_is_enough(saved):
+    model = model_of()
+    with over(model) as lm:
+        lm.load_prefix(saved)
+        lm.clear_cache()
+        weight = model.model.layers[1].mlp.down_proj.weight
+        with torch.no_grad():
+            weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(9.0))
+        with pytest.raises(PrefixFileError, match="its weights differ"):
+            lm.load_prefix(saved)
+
+
+def test_weights_that_have_changed_places_are_others():
+    model = model_of()
+    before = weights_digest(model)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    with torch.no_grad():
+        for other in (weight.flip(0), weight.flip(1)):
+            kept = weight.clone()
+            weight.copy_(other)
+            assert weights_digest(model) != before
+            weight.copy_(kept)
+    assert weights_digest(model) == before
+    assert weights_digest(model.bfloat16()) != before
+
+
+def test_adapters(tmp_path, path):
+    model = model_of()
+    first, second = tmp_path / "1", tmp_path / "2"
+    adapter_kinds.save("lora", model, first, seed=1)
+    adapter_kinds.save("lora", model, second, seed=2)
+    with over(model) as lm:
+        lm.add_new_lora(first, "a")
+        lm.add_new_lora(second, "b")
+        lm.save_prefix(PROMPT, path, "a")
+        expected = lm.next_token_logprobs_sync([*PROMPT, 1], "a")
+        with pytest.raises(UnknownAdapterError):
+            lm.save_prefix(PROMPT, path, "c")
+    with over(model) as lm:
+        lm.add_new_lora(second, "a")
+        lm.add_new_lora(first, "another name")
+        for wrong in (None, "a"):
+            with pytest.raises(PrefixFileError, match="another adapter"):
+                lm.load_prefix(path, wrong)
+        with pytest.raises(UnknownAdapterError):
+            lm.load_prefix(path, "b")
+        prompt = lm.load_prefix(path, "another name")
+        row = lm.next_token_logprobs_sync(prompt.extend(1), "another name")
+        assert lm.statistics().tokens_computed == 1
+        torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-4)
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_file_that_was_changed_or_cut_short_is_refused(saved, data):
+    content = saved.read_bytes()
+    broken = saved.with_name("broken")
+    if data.draw(st.booleans()):
+        broken.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+    else:
+        where = data.draw(st.integers(0, len(content) - 1) | st.integers(0, 3000))
+        changed = bytearray(content)
+        changed[where % len(content)] ^= data.draw(st.integers(1, 255))
+        header = int.from_bytes(content[:8], "little")
+        if 8 <= where < 8 + header:  # another spelling of the same is the same
+            try:
+                same = json.loads(changed[8 : 8 + header]) == json.loads(content[8 : 8 + header])
+            except ValueError:
+                same = False
+            if same:
+                return
+        broken.write_bytes(changed)
+    with over(model_of()) as lm:
+        with pytest.raises(PrefixFileError):
+            lm.load_prefix(broken)
+        assert lm.statistics().kv_bytes_used == 0
+
+
+def test_tokens_that_were_exchanged_are_refused(saved):
+    tensors = load_file(saved)
+    with safe_open(saved, "pt") as file:
+        said = file.metadata()
+    tensors["token_ids"][3] += 1
+    save_file(tensors, saved, said)
+    with over(model_of()) as lm, pytest.raises(PrefixFileError, match="changed"):
+        lm.load_prefix(saved)
+    save_file(tensors, saved)
+    with over(model_of()) as lm, pytest.raises(PrefixFileError, match="no prefix"):
+        lm.load_prefix(saved)
+
+
+def test_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with over(model_of()) as lm:
+        with pytest.raises(FileNotFoundError, match="no directory"):
+            lm.save_prefix(PROMPT, tmp_path / "none" / "prompt")
+        with pytest.raises(FileNotFoundError):
+            lm.load_prefix(tmp_path / "none")
+        with pytest.raises(IsADirectoryError):
+            lm.load_prefix(tmp_path)
+        with pytest.raises(OSError, match="Is a directory"):
+            lm.save_prefix(PROMPT, tmp_path / ".." / tmp_path.name)
+        for wrong, error in ((3, OptionTypeError), (None, OptionTypeError), ("", OptionError)):
+            with pytest.raises(error, match="path"):
+                lm.load_prefix(wrong)
+        for wrong in ([], [families.VOCAB]):
+            with pytest.raises(ContextError):
+                lm.save_prefix(wrong, "prompt")
+        assert os.listdir(tmp_path) == []
+        lm.save_prefix(PROMPT, "prompt")
+        lm.save_prefix(PROMPT[:5], "prompt")  # takes its place
+        assert list(lm.load_prefix("prompt")) == PROMPT[:5]
+        assert os.listdir(tmp_path) == ["prompt"]
+        umask = os.umask(0)
+        os.umask(umask)
+        assert stat.S_IMODE(os.stat("prompt").st_mode) == 0o666 & ~umask
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
+    path = tmp_path / "prompt"
+
+    def full(tensors, name, said):
+        with open(name, "wb") as file:
+            file.write(b"half")
+        with open("/dev/full", "wb") as file:
+            file.write(b"the rest")
+
+    with over(model_of()) as lm:
+        lm.save_prefix(PROMPT[:9], path)
+        monkeypatch.setattr(prefix_file, "save_file", full)
+        with pytest.raises(OSError, match="No space left"):
+            lm.save_prefix(PROMPT, path)
+        assert os.listdir(tmp_path) == ["prompt"]
+        assert list(lm.load_prefix(path)) == PROMPT[:9]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_keeps_nothing_says_so(saved):
+    for lm in (over(families.make("mamba")), over(model_of(), kv_cache_bytes=0)):
+        with lm:
+            with pytest.raises(CacheError, match="nothing to save"):
+                lm.save_prefix(PROMPT, saved.with_name("other"))
+            with pytest.raises(CacheError, match="nothing to save"):
+                lm.load_prefix(saved)
