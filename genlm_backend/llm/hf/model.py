@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -11,7 +10,6 @@ import torch
 from genlm_backend.cache import KV_CACHE_DTYPES, KVCacheDtype
 from genlm_backend.checks import (
     Check,
-    absolute_path,
     byte_count,
     checked,
     one_of,
@@ -20,18 +18,18 @@ from genlm_backend.checks import (
     thread_count,
 )
 from genlm_backend.errors import CacheError, ModelStateError, OptionError
-from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.llm.context import Context
+from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES
 from genlm_backend.llm.elsewhere.process import ProcessEvaluator
 from genlm_backend.llm.hf.evaluator import HFEvaluator
 from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader
 from genlm_backend.llm.hf.options import NESTED
 from genlm_backend.llm.loading import explained
+from genlm_backend.llm.prefix_keeping import PrefixKeepingLM
 from genlm_backend.llm.query import TokenIds
 from genlm_backend.llm.row import Row
 
 
-class AsyncTransformer(BatchedLM):
+class AsyncTransformer(PrefixKeepingLM):
     """A causal language model of transformers, batched and cached.
 
     All concurrent awaits become padded batched forward passes on one worker thread; the keys and
@@ -86,7 +84,7 @@ class AsyncTransformer(BatchedLM):
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
-        **BatchedLM.option_checks,
+        **PrefixKeepingLM.option_checks,
         "kv_cache_bytes": optional(byte_count),
         "kv_cache_dtype": one_of(None, *KV_CACHE_DTYPES),
         "host_cache_bytes": byte_count,
@@ -275,55 +273,6 @@ class AsyncTransformer(BatchedLM):
                 f"a prompt of {len(query.context)} tokens does not fit into the "
                 f"{self.kv_capacity} tokens of kv_cache_bytes that are not pinned"
             )
-
-    def save_prefix(
-        self, token_ids: TokenIds, path: str | Path, lora_name: str | None = None
-    ) -> None:
-        """Compute a prompt and write its keys and values into a file, for ``load_prefix``.
-
-        The file is in the format of safetensors; it holds the token ids, the keys and values as
-        they are kept, and digests of what they depend on. It appears whole or not at all, and
-        takes the place of another one. Blocks the thread.
-
-        Raises:
-            CacheError: If the prompt does not fit into ``kv_cache_bytes``, or the model keeps no
-                keys and values.
-            OSError: If the file cannot be written.
-        """
-        where = absolute_path("path", path)
-        if not Path(where).parent.is_dir():
-            raise FileNotFoundError(f"there is no directory {Path(where).parent}")
-        query = self._query(token_ids, lora_name)
-        self._before_wait()
-
-        def save() -> None:
-            self._adapters.check(query)
-            self._hf.save_prefix(query, where)
-
-        self._call(save)
-
-    def load_prefix(self, path: str | Path, lora_name: str | None = None) -> Context:
-        """Keep the keys and values of a file of ``save_prefix``, and return its tokens.
-
-        No token is computed. What is loaded is a cached prefix like any other, which goes when
-        others need the room; ``cache_kv`` keeps it. Blocks the thread.
-
-        Args:
-            path: The file.
-            lora_name: The adapter that it was saved with.
-
-        Raises:
-            PrefixFileError: (``ValueError``) If the file is of a model with another config, other
-                weights or another adapter, or of another ``kv_cache_dtype``, cut short or changed.
-            CacheError: If the prompt does not fit into ``kv_cache_bytes``, or the model keeps no
-                keys and values.
-            OSError: If the file cannot be read.
-        """
-        where = absolute_path("path", path)
-        self._batcher.check_open()
-        adapter = self._adapter(lora_name)
-        token_ids = self._call(lambda: self._hf.load_prefix(where, adapter))
-        return self.contexts.check(token_ids, self.max_length)
 
     def clear_kv_cache(self) -> None:
         """Forget every cached key and value, pinned ones too. No answer changes by it.

@@ -12,13 +12,14 @@ from genlm_backend.batching import Asking, BatchPolicy
 from genlm_backend.cache import KVCacheDtype
 from genlm_backend.checks import Check, checked, instance, integer, listed, number
 from genlm_backend.errors import CacheError, ModelStateError
-from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES
 from genlm_backend.llm.elsewhere.on_ray import RayEvaluator, connect
 from genlm_backend.llm.elsewhere.process import ProcessEvaluator
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorInfo, RestartableEvaluator
 from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader
 from genlm_backend.llm.hf.model import AsyncTransformer
 from genlm_backend.llm.loading import explained
+from genlm_backend.llm.prefix_keeping import PrefixKeepingLM
 from genlm_backend.llm.query import Query, TokenIds
 from genlm_backend.llm.replicas.distributor import Distributor
 from genlm_backend.llm.replicas.replica import Replica
@@ -27,7 +28,7 @@ from genlm_backend.llm.scoring import Question
 
 
 @final
-class AsyncReplicas(BatchedLM):
+class AsyncReplicas(PrefixKeepingLM):
     """Several evaluators of one model, which is asked like any other.
 
     Each context goes to the replica that answers it soonest: by what each was sent before, and so
@@ -57,7 +58,7 @@ class AsyncReplicas(BatchedLM):
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
-        **BatchedLM.option_checks,
+        **PrefixKeepingLM.option_checks,
         "per_forward": number(0),
     }
 
@@ -306,6 +307,9 @@ class AsyncReplicas(BatchedLM):
                 f"a prompt of {len(query.context)} tokens does not fit into the slots of a "
                 "replica that are not pinned"
             )
+        self._distributor.sent_to_all(query)
+
+    def _is_kept(self, query: Query) -> None:
         self._distributor.sent_to_all(query)
 
     def clear_kv_cache(self) -> None:

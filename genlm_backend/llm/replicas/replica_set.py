@@ -64,11 +64,13 @@ class ReplicaSet(Evaluator):
     def info_of_all(self) -> EvaluatorInfo:
         """Return what every replica is able to do, and how many slots there are in all."""
         slots = [info.num_slots for info in self.infos]
+        host_slots = [info.num_host_slots for info in self.infos]
         return replace(
             self.infos[0],
             max_length=_least(info.max_length for info in self.infos),
             max_batch_size=_least(info.max_batch_size for info in self.infos),
             num_slots=None if None in slots else sum(filter(None, slots)),
+            num_host_slots=None if None in host_slots else sum(filter(None, host_slots)),
             can_forget=all(info.can_forget for info in self.infos),
             takes_adapters=all(info.takes_adapters for info in self.infos),
             uses_openmp=any(info.uses_openmp for info in self.infos),
@@ -102,6 +104,23 @@ class ReplicaSet(Evaluator):
         if not pinned:
             raise EngineDiedError("no replica is alive")
         return all(pinned)
+
+    def save_prefix(self, query: Query, path: str) -> None:
+        """Have some replica that is alive write a file."""
+        for replica in self.replicas:
+            if not replica.is_dead:
+                try:
+                    return replica.ask(lambda e: e.save_prefix(query, path)).result()
+                except EngineDiedError:  # and so it is found dead
+                    continue
+        raise EngineDiedError("no replica is alive that could save a prefix")
+
+    def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
+        """Have all replicas read a file."""
+        found = self._of_living(lambda e: e.load_prefix(path, adapter))
+        if not found:
+            raise EngineDiedError("no replica is alive that could load a prefix")
+        return found[0]
 
     def clear(self) -> None:
         """Free all keys and values."""

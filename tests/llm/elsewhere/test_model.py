@@ -18,6 +18,7 @@ from genlm_backend.errors import (
     ModelStateError,
     OptionError,
     OptionTypeError,
+    PrefixFileError,
 )
 from genlm_backend.llm import ProcessEvaluator
 from tests.llm import toy
@@ -33,6 +34,46 @@ def folder(tmp_path_factory):
     folder = over_there.saved("llama")
     PreTrainedTokenizerFast(tokenizer_object=word_tokenizer()).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.filterwarnings("ignore:host_cache_bytes gains nothing")
+def test_keys_and_values_are_kept_there_as_they_are_here(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = {"kv_cache_dtype": "int8", "self_check": False, "packs_weights": False}
+    with AsyncTransformer.from_name(folder, **kept) as plain:
+        per_slot = plain._evaluator.passes.store.bytes_per_slot
+        budgets = {"kv_cache_bytes": 21 * per_slot, "host_cache_bytes": 50 * per_slot}
+        options = {**kept, **budgets, "process": True, "num_threads": 1}
+        contexts = [[i, 2, 3, 4, 5, 6, 7, 8, 9, 10] for i in range(4)]
+        with load_model_by_name(folder, backend="hf", llm_opts=options) as lm:
+            assert (lm.kv_cache_dtype, lm.has_host_tier, lm.kv_capacity) == ("int8", True, 20)
+            for context in contexts:
+                row = lm.next_token_logprobs_sync(context)
+                expected = plain.next_token_logprobs_sync(context)
+                torch.testing.assert_close(row, expected, rtol=0, atol=1e-3)
+            assert asyncio.run(lm.num_cached_tokens([*contexts[0], 1], tier="host")) == 10
+            statistics = lm.statistics()
+            assert statistics.num_tokens_to_host == 20
+            assert statistics.host_bytes_budget == 50 * per_slot
+            lm.save_prefix(contexts[0], "prompt")
+            plain.clear_cache()
+            assert list(plain.load_prefix("prompt")) == contexts[0]
+            computed = plain.statistics().tokens_computed
+            plain.next_token_logprobs_sync([*contexts[0], 1])
+            assert plain.statistics().tokens_computed == computed + 1
+            plain.save_prefix([1, 2, 3], "prompt")
+            assert lm.load_prefix("prompt") == lm.context([1, 2, 3])
+            (tmp_path / "prompt").write_text("no prefix")
+            with pytest.raises(PrefixFileError, match="no file of a prefix"):
+                lm.load_prefix("prompt")
+            with pytest.raises(FileNotFoundError):
+                lm.load_prefix("none")
+            os.kill(lm.process_id, signal.SIGKILL)
+            with pytest.raises(EngineDiedError):
+                lm.load_prefix("prompt")
+            lm.restart()
+            lm.save_prefix([3, 4], "prompt")
+            assert list(plain.load_prefix("prompt")) == [3, 4]
 
 
 def test_a_model_of_transformers_lives_in_a_process(folder, tmp_path):

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from genlm_backend import load_model_by_name
-from genlm_backend.errors import EngineDiedError
+from genlm_backend.errors import EngineDiedError, PrefixFileError
 from genlm_backend.llm import AsyncReplicas, ProcessEvaluator
+from genlm_backend.llm.query import Query
 from tests.llm.conftest import word_tokenizer
 from tests.llm.elsewhere.over_there import Told, saved
 from tests.llm.elsewhere.test_process import close_to, is_there, nothing_is_left, until
@@ -86,6 +87,40 @@ def test_a_model_is_loaded_several_times():
         torch.testing.assert_close(
             lm.batch_next_token_logprobs_sync(contexts), rows, rtol=0, atol=2e-5
         )
+
+
+def test_what_is_kept_in_small_numbers_and_in_files(tmp_path):
+    """One replica writes a file, all of them read it, dead ones aside."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = saved("llama")
+    PreTrainedTokenizerFast(tokenizer_object=word_tokenizer()).save_pretrained(folder)
+    options = {
+        **{"replicas": 2, "kv_cache_bytes": 1 << 20, "kv_cache_dtype": "int8"},
+        **{"num_threads": 1, "packs_weights": False, "self_check": False, "row_cache_bytes": 0},
+    }
+    prompt, path = list(range(1, 30)), tmp_path / "prompt"
+    with load_model_by_name(folder, llm_opts=options) as lm:
+        assert lm.kv_cache_dtype == "int8"
+        expected = lm.next_token_logprobs_sync([*prompt, 5])
+        lm.save_prefix(prompt, path)
+        os.kill(lm._set.evaluators[0].process_id, signal.SIGKILL)
+        lm.save_prefix(prompt, path)
+        until(lambda: lm.num_alive == 2)
+        lm.clear_cache()
+        assert list(lm.load_prefix(path)) == prompt
+        caches = [e.num_cached(Query(lm.context([*prompt, 5]))) for e in lm._set.evaluators]
+        assert caches == [29, 29]
+        torch.testing.assert_close(
+            lm.next_token_logprobs_sync([*prompt, 5]), expected, rtol=0, atol=1e-5
+        )
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(PrefixFileError, match="cut short"):
+            lm.load_prefix(path)
+        for evaluator in lm._set.evaluators:
+            os.kill(evaluator.process_id, signal.SIGKILL)
+        with pytest.raises(EngineDiedError):
+            lm.save_prefix(prompt, path)
 
 
 def test_those_that_died_while_nobody_asked_are_restarted():
