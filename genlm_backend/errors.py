@@ -30,6 +30,7 @@ keeps working without knowing this module::
     ├── ModelStateError (RuntimeError)       a model is not in the state that this needs
     ├── RequestQueueFullError (queue.Full)   no room among the requests that wait
     ├── DeviceError (ValueError)             a device that is not there
+    ├── PrefixFileError (ValueError)         a file that holds no prefix of this model
     ├── ReplacedNameError (NotImplementedError)  a name of genlm.backend that is not needed here
     ├── BatcherClosedError (RuntimeError)    asked after close()
     ├── ForkedError (RuntimeError)           asked in a fork of the process it lives in

@@ -35,6 +35,7 @@ DEFAULTS = {
     },
     "SamplingLM": {"_drawn", "batch_sample", "sample"},
     "BatchedLM": {"_asking"},
+    "Evaluator": {"load_prefix", "save_prefix"},
     "VocabularyTrie": {"release"},
 }
 

@@ -205,7 +205,7 @@ class PrefixTree:
         Args:
             token_ids: The tokens.
             namespace: Their namespace.
-            tier: Which of them are counted: those on the device, on the host, or both.
+            tier: What is counted: the tokens on the device, on the host, or both.
         """
         tokens, done, num_in_tier = array("i", token_ids), 0, 0
         node = self._edges.find(namespace)

@@ -46,7 +46,7 @@ class GeneratedElements:
         finish_reason: ``"eos"``, ``"stop"``, ``"length"`` or ``"interrupted"`` where the text ends
             with these; else ``None``.
         num_cached_tokens: Tokens of the prompt that were found in the prefix cache.
-        num_host_tokens: Those of them that were on the host, and had to be fetched.
+        num_host_tokens: Tokens among these that were on the host, and had to be fetched.
         tokens: Each new token with what was asked for of it.
     """
 

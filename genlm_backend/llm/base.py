@@ -241,7 +241,7 @@ class AsyncLM(SamplingLM, Closing):
         Args:
             token_ids: The context.
             lora_name: The adapter it is for.
-            tier: Which of them are counted: those whose keys and values are on the ``"device"``,
+            tier: What is counted: the tokens whose keys and values are on the ``"device"``,
                 on the ``"host"``, from where they are fetched, or both.
         """
         return 0

@@ -175,7 +175,8 @@ class Evaluator(abc.ABC):
     def num_cached(self, query: Query, tier: TierName | None = None) -> int:
         """Return how many of a context's tokens need not be computed if it is asked now.
 
-        Those of one tier are counted where one is named; what is in no other is on the device.
+        Only the tokens of one tier are counted where one is named; what is in no other is on the
+        device.
         """
 
     @abc.abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from pathlib import Path
 
 from genlm_backend.checks import absolute_path
@@ -67,5 +68,6 @@ class PrefixKeepingLM(BatchedLM):
         self._is_kept(Query(context, adapter))
         return context
 
+    @abc.abstractmethod
     def _is_kept(self, query: Query) -> None:
         """Note that a context's keys and values are there now, on whatever thread."""

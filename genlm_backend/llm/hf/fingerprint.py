@@ -24,9 +24,9 @@ class Fingerprint:
     """Digests of a model, one for each thing that can differ.
 
     Attributes:
-        config: Of what the model's config says.
-        weights: Of the weights as the model came.
-        adapter: Of the weights while an adapter is in place; that of ``weights`` without one.
+        config: Digest of what the model's config says.
+        weights: Digest of the weights as the model came.
+        adapter: Digest of the weights while an adapter is in place; ``weights`` without one.
         layout: The shapes of keys and values, and the format that they are kept in.
     """
 

@@ -25,7 +25,7 @@ from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader
 from genlm_backend.llm.hf.options import NESTED
 from genlm_backend.llm.loading import explained
 from genlm_backend.llm.prefix_keeping import PrefixKeepingLM
-from genlm_backend.llm.query import TokenIds
+from genlm_backend.llm.query import Query, TokenIds
 from genlm_backend.llm.row import Row
 
 
@@ -273,6 +273,9 @@ class AsyncTransformer(PrefixKeepingLM):
                 f"a prompt of {len(query.context)} tokens does not fit into the "
                 f"{self.kv_capacity} tokens of kv_cache_bytes that are not pinned"
             )
+
+    def _is_kept(self, query: Query) -> None:
+        pass  # the evaluator knows
 
     def clear_kv_cache(self) -> None:
         """Forget every cached key and value, pinned ones too. No answer changes by it.

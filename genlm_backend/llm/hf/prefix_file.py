@@ -81,7 +81,7 @@ def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
 
     Args:
         path: The file.
-        fingerprint: That of the model which is to go on from it.
+        fingerprint: What the model has that is to go on from it.
         layout: The shapes and the format of that model's keys and values.
 
     Raises:
@@ -104,21 +104,34 @@ def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
             raise PrefixFileError(f"{path} is {_DIFFERENT[name]}")
     if said.pop("digest", None) != _digest(said, tensors):
         raise PrefixFileError(f"{path} has been changed since it was written")
+    token_ids = tensors.get("token_ids", torch.empty(0))
+    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    if found != _kinds(layout, token_ids.numel()):
+        raise PrefixFileError(f"{path} does not hold the tensors that it says")
     for number, layer in enumerate(layout.layers):
         mean = layer.mean_key
         if mean is not None and not torch.allclose(
             tensors[f"mean_key.{number}"], mean.cpu(), atol=_MEAN_TOLERANCE, rtol=_MEAN_TOLERANCE
         ):
             raise PrefixFileError(f"{path} is of another model: the mean of its keys differs")
-    return Prefix(tuple(tensors["token_ids"].tolist()), _codes(tensors, len(layout.layers)))
+    codes = [
+        tuple(tensors[f"codes.{number}.{i}"] for i in range(len(layer.codec().columns())))
+        for number, layer in enumerate(layout.layers)
+    ]
+    return Prefix(tuple(token_ids.tolist()), codes)
 
 
-def _codes(tensors: Mapping[str, torch.Tensor], num_layers: int) -> list[tuple[torch.Tensor, ...]]:
-    codes: list[tuple[torch.Tensor, ...]] = []
-    for number in range(num_layers):
-        names = sorted(name for name in tensors if name.startswith(f"codes.{number}."))
-        codes.append(tuple(tensors[name] for name in names))
-    return codes
+def _kinds(layout: KVLayout, num_tokens: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the type and shape of every tensor in a file of so many tokens."""
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "token_ids": (torch.int32, (num_tokens,))
+    }
+    for number, layer in enumerate(layout.layers):
+        for i, (width, dtype) in enumerate(layer.codec().columns()):
+            kinds[f"codes.{number}.{i}"] = (dtype, (num_tokens, width))
+        if layer.mean_key is not None:
+            kinds[f"mean_key.{number}"] = (layer.mean_key.dtype, tuple(layer.mean_key.shape))
+    return kinds
 
 
 def _digest(said: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:

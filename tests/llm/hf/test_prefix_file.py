@@ -26,7 +26,6 @@ from genlm_backend.llm.hf import prefix_file
 from genlm_backend.llm.hf.fingerprint import weights_digest
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
-from tests.llm.hf import adapter_kinds
 
 PROMPT = [random.Random(0).randrange(families.VOCAB) for _ in range(50)]
 
@@ -153,6 +152,9 @@ def test_weights_that_have_changed_places_are_others():
 
 
 def test_adapters(tmp_path, path):
+    pytest.importorskip("peft")
+    from tests.llm.hf import adapter_kinds
+
     model = model_of()
     first, second = tmp_path / "1", tmp_path / "2"
     adapter_kinds.save("lora", model, first, seed=1)
@@ -215,6 +217,37 @@ def test_tokens_that_were_exchanged_are_refused(saved):
     save_file(tensors, saved)
     with over(model_of()) as lm, pytest.raises(PrefixFileError, match="no prefix"):
         lm.load_prefix(saved)
+
+
+@pytest.mark.parametrize("kept", [None, "int8", "uint4"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors.pop("token_ids"),
+        lambda tensors: tensors.pop("codes.1.0"),
+        lambda tensors: tensors.update({"codes.1.9": torch.zeros(50, 1)}),
+        lambda tensors: tensors.update({"codes.0.0": tensors["codes.0.0"][:49].clone()}),
+        lambda tensors: tensors.update({"codes.0.0": tensors["codes.0.0"].to(torch.float64)}),
+        lambda tensors: tensors.update({"token_ids": tensors["token_ids"][:49].clone()}),
+        lambda tensors: tensors.update({"token_ids": tensors["token_ids"][:, None].clone()}),
+        lambda tensors: tensors.update({"token_ids": tensors["token_ids"].float()}),
+        lambda tensors: tensors.update({"mean_key.0": torch.zeros(3)}),
+    ],
+)
+def test_tensors_of_another_shape_are_refused_whatever_the_digest_says(kept, change, path):
+    with over(model_of(), kv_cache_dtype=kept) as lm:
+        lm.save_prefix(PROMPT, path)
+        lm.clear_cache()
+        tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            said = dict(file.metadata())
+        change(tensors)
+        del said["digest"]
+        said["digest"] = prefix_file._digest(said, tensors)
+        save_file(tensors, path, said)
+        with pytest.raises(PrefixFileError, match="does not hold the tensors"):
+            lm.load_prefix(path)
+        assert lm.statistics().kv_bytes_used == 0
 
 
 def test_paths(tmp_path, monkeypatch):
