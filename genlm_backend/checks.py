@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
+import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -350,8 +351,8 @@ def timeout(name: str, value: Any) -> float | None:
 
 
 def absolute_path(name: str, value: Any) -> str:
-    """Return the absolute path of a file that need not be there."""
+    """Return the absolute path of a file that need not be there, behind links and ``~``."""
     path = instance((str, Path), "a path")(name, value)
     if not str(path):
         raise OptionError(f"{name} must be the path of a file, got {shown(value)}")
-    return str(Path(path).absolute())
+    return os.path.realpath(os.path.expanduser(path))

@@ -186,6 +186,7 @@ def test_every_error_is_also_what_a_caller_expects():
 ARROWS = {
     "errors": (set(), {"torch", "numpy", "transformers"}),
     "checks": ({"errors"}, {"numpy", "transformers"}),  # of torch, one function asks for devices
+    "compiled": (set(), {"torch", "numpy", "transformers"}),
     "lazy": (set(), {"torch", "numpy", "transformers"}),
     "closing": (set(), {"torch", "numpy", "transformers"}),
     "common_prefix": (set(), {"torch", "numpy", "transformers"}),
@@ -206,6 +207,7 @@ ARROWS = {
     "trie": (
         {
             "checks",
+            "compiled",
             "readable",
             "process_lock",
             "tokenization",
@@ -250,7 +252,7 @@ ARROWS = {
         {"transformers", "vllm"},
     ),
     "llm.hf": (
-        {"checks", "common_prefix", "llm", "llm.elsewhere", "cache", "errors", "lazy"},
+        {"checks", "compiled", "common_prefix", "llm", "llm.elsewhere", "cache", "errors", "lazy"},
         {"vllm"},
     ),
     "llm.vllm": (

@@ -37,6 +37,7 @@ _WORKLOADS: tuple[Workload, ...] = (
     models.Growth(),
     memory.Formats(),
     memory.Files(),
+    memory.Weights(),
     tries.TrieSpeed(),
     tries.TrieAsync(),
     tries.TrieFirstCall(),

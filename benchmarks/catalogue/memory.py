@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import formats
+from benchmarks import formats, weights
 from benchmarks.workload import Found, Numbers, Row, Workload
 
 
@@ -30,3 +30,16 @@ class Files(Workload):
 
     def rows(self, found: Found) -> list[Row]:
         return formats.file_rows(found[""])
+
+
+class Weights(Workload):
+    """Answers, products and steps by the number format of the weights."""
+
+    name = "weights"
+    table = "weights"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return weights.measure(repeats)
+
+    def markdown(self, found: Found) -> str:
+        return weights.markdown(found[""])

@@ -51,7 +51,7 @@ class RuntimeConfig:
         warm_up: Whether starting the model asks for a context of the maximum length and for a
             batch of the maximum size, so that what does not fit fails then.
         backend: Name of the backend for ``load_model_by_name``, where the model is given by name.
-        llm_opts: More options for loading it.
+        llm_opts: More options for loading it, which go before the fields.
 
     Raises:
         RuntimeConfigError: (``ValueError``) Naming the field.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import abc
+import errno
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from genlm_backend.checks import absolute_path
@@ -29,11 +32,11 @@ class PrefixKeepingLM(BatchedLM):
         Raises:
             CacheError: If the prompt does not fit into ``kv_cache_bytes``, or the model keeps no
                 keys and values.
-            OSError: If the file cannot be written.
+            OSError: If the file cannot be written. Where that can be seen before, nothing is
+                computed.
         """
         where = absolute_path("path", path)
-        if not Path(where).parent.is_dir():
-            raise FileNotFoundError(f"there is no directory {Path(where).parent}")
+        _check_writable(Path(where))
         query = self._query(token_ids, lora_name)
         self._before_wait()
 
@@ -63,11 +66,27 @@ class PrefixKeepingLM(BatchedLM):
         where = absolute_path("path", path)
         self._batcher.check_open()
         adapter = self._adapter(lora_name)
-        token_ids = self._call(lambda: self._evaluator.load_prefix(where, adapter))
-        context = self.contexts.check(token_ids, self.max_length)
+
+        def load() -> Sequence[int]:
+            self._adapters.check(Query((), adapter))
+            return self._evaluator.load_prefix(where, adapter)
+
+        context = self.contexts.check(self._call(load), self.max_length)
         self._is_kept(Query(context, adapter))
         return context
 
     @abc.abstractmethod
     def _is_kept(self, query: Query) -> None:
         """Note that a context's keys and values are there now, on whatever thread."""
+
+
+def _check_writable(path: Path) -> None:
+    """Raise the error of a file that cannot be written, as far as it can be told before."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(path.parent))
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is a device or a pipe, and no file", str(path))
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "files cannot be made in", str(path.parent))

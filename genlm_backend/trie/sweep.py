@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from genlm_backend.trie.compiled import compiled
+from genlm_backend.compiled import compiled
 
 
 @compiled

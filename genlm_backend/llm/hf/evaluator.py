@@ -13,19 +13,26 @@ from typing import Any, cast, final
 import torch
 
 from genlm_backend.cache import KVCacheDtype, KVLayout, KVStore, Match, TierName
-from genlm_backend.errors import CacheError, OptionError, QueryDroppedError
+from genlm_backend.errors import (
+    CacheError,
+    OptionError,
+    QueryDroppedError,
+)
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
-from genlm_backend.llm.hf import prefix_file
 from genlm_backend.llm.hf.attend import WholeAttend
-from genlm_backend.llm.hf.fingerprint import Fingerprint, weights_digest, weights_state
 from genlm_backend.llm.hf.job import Asked, Found
 from genlm_backend.llm.hf.lora import Adapters
 from genlm_backend.llm.hf.mean_keys import mean_keys
-from genlm_backend.llm.hf.memory import default_kv_budget, is_out_of_memory, release_cached_memory
+from genlm_backend.llm.hf.memory import (
+    check_budgets,
+    default_kv_budget,
+    is_out_of_memory,
+    release_cached_memory,
+)
 from genlm_backend.llm.hf.packed_weights import PackedWeights
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.plan import CostModel
-from genlm_backend.llm.hf.prefix_file import Prefix
+from genlm_backend.llm.hf.prefix_files import PrefixFiles
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.hf.support import (
     KVSupport,
@@ -81,11 +88,7 @@ class HFEvaluator(Evaluator):
         packs_weights: bool = False,
     ) -> None:
         check_model(model)
-        if host_cache_bytes and kv_cache_bytes == 0:
-            raise OptionError(
-                "kv_cache_bytes=0 keeps no keys and values, so that none can go to the host: "
-                f"host_cache_bytes={host_cache_bytes} needs slots on the device too"
-            )
+        check_budgets(kv_cache_bytes, host_cache_bytes)
         model.eval()
         runner = Runner(model)
         cost = CostModel.on(runner.device.type)
@@ -94,10 +97,10 @@ class HFEvaluator(Evaluator):
             runner, cost, self._finished, self._scored, lambda: self.check_wanted()
         )
         self._adapters = Adapters(model)
+        self._files = PrefixFiles(self.passes, self._adapters)
         self._max_length = longest_context(model) if max_length is None else max_length
         self._wanted_bytes = kv_cache_bytes
         self._kept_as: KVCacheDtype | None = kv_cache_dtype
-        self._digests: dict[Adapter | None, tuple[object, str]] = {}
         self._budget = self._host_budget = 0
         self._wanted_host_bytes = host_cache_bytes
         self._num_threads = num_threads
@@ -147,7 +150,7 @@ class HFEvaluator(Evaluator):
                 f"kv_cache_dtype={kept!r} is for models whose keys and values are kept, and "
                 f"{type(runner.model).__name__} runs every context whole: {support.reason}"
             )
-        longest = min(self._max_length or math.inf, self._rotary_limit)
+        longest = min(longest_context(runner.model) or math.inf, self._rotary_limit)
         means = mean_keys(runner, vocab_size, longest) if kept == "uint4" else None
         return support.layout.kept_as(kept, means)
 
@@ -155,6 +158,11 @@ class HFEvaluator(Evaluator):
         wanted = self._wanted_bytes
         if support.reason:
             name = type(self.passes.runner.model).__name__
+            if self._wanted_host_bytes:
+                raise OptionError(
+                    f"host_cache_bytes={self._wanted_host_bytes} is for models whose keys and "
+                    f"values are kept, and {name} runs every context whole: {support.reason}"
+                )
             logger.info("%s runs every context whole: %s", name, support.reason)
             return
         budget = default_kv_budget(layout) if wanted is None else wanted
@@ -287,57 +295,44 @@ class HFEvaluator(Evaluator):
         match = self._computed(query)
         if match is None:
             raise CacheError(
-                f"a prompt of {len(query.context)} tokens does not fit into kv_cache_bytes, or "
-                "overflows"
+                f"a prompt of {len(query.context)} tokens does not fit into the "
+                f"{self.passes.tree.num_slots} of kv_cache_bytes, as far as none are pinned, or "
+                "has keys and values that are not finite in this format"
             )
-        try:
-            codes = self.passes.codes_of(match)
-        finally:
-            self.passes.tree.unlock(match)
-        fingerprint, layout = self._fingerprint(query.adapter), self.passes.store.layout
-        prefix_file.save(Path(path), Prefix(tuple(query.context), codes), fingerprint, layout)
+        self._files.save(match, query, Path(path))
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
         """Keep the keys and values of a file."""
         self._check_can_keep()
-        layout = self.passes.store.layout
-        prefix = prefix_file.load(Path(path), self._fingerprint(adapter), layout)
-        self._check_can_keep(len(prefix.token_ids))
+        prefix = self._files.load(Path(path), adapter)
+        num_tokens = len(prefix.token_ids)
+        self._check_can_keep(num_tokens)
+        if self._max_length is not None and num_tokens > self._max_length:
+            raise CacheError(
+                f"the {num_tokens} tokens of {path} are more than max_length={self._max_length}"
+            )
         if not self.passes.fill(prefix.token_ids, prefix.codes, adapter):
             raise CacheError(
-                f"the {len(prefix.token_ids)} tokens of {path} do not fit into kv_cache_bytes"
+                f"the {num_tokens} tokens of {path} do not fit into the "
+                f"{self.passes.tree.num_slots} of kv_cache_bytes, as far as none are pinned"
             )
         return prefix.token_ids
 
     def _check_can_keep(self, num_tokens: int = 0) -> None:
         if not self.passes.keeps:
-            raise CacheError(
-                "no keys and values are kept, since kv_cache_bytes is 0 or the model runs every "
-                "context whole: there is nothing to save or to load"
-            )
+            why = "kv_cache_bytes is 0" if self._wanted_bytes == 0 else "it runs contexts whole"
+            raise CacheError(f"the model keeps no keys and values to save or to load: {why}")
         if num_tokens > self._rotary_limit:
             raise CacheError(
                 f"contexts of more than {self._rotary_limit} tokens are run whole, and nothing is "
                 "kept of them"
             )
 
-    def _fingerprint(self, adapter: Adapter | None) -> Fingerprint:
-        """Return what keys and values depend on; weights are read again if they have changed."""
-        model = self.passes.runner.model
-
-        def digest(wanted: Adapter | None) -> str:
-            with self._adapters.in_place(wanted):
-                state, known = weights_state(model), self._digests.get(wanted)
-                if known is None or known[0] != state:
-                    known = self._digests[wanted] = state, weights_digest(model)
-            return known[1]
-
-        return Fingerprint.of(model, digest(None), digest(adapter), self.passes.store.layout)
-
     def clear(self) -> None:
         """Free all slots, pinned ones too, and look whether weights are others now."""
         self.passes.tree.clear()
         self.packed.look_again()
+        self._files.look_again()
 
     # ---------------------------------------------------------------- adapters
 
@@ -348,7 +343,6 @@ class HFEvaluator(Evaluator):
     def remove_adapter(self, adapter: Adapter) -> None:
         """Let go of an adapter, and free all slots."""
         self._adapters.remove(adapter)
-        self._digests.pop(adapter, None)
         self.clear()
 
     # ---------------------------------------------------------------- keeping house

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -52,11 +53,13 @@ class Fingerprint:
         said = model.config.to_diff_dict()
         config = {name: value for name, value in said.items() if name not in VOLATILE}
         text = json.dumps(config, sort_keys=True, default=str)
-        layers = [
-            f"{layer.num_key_heads}x{layer.key_dim}+{layer.num_value_heads}x{layer.value_dim} "
-            f"{layer.dtype} as {layer.kept}"
+        kinds = [
+            f"{layer.num_key_heads} x {layer.key_dim} and {layer.num_value_heads} x "
+            f"{layer.value_dim} of {str(layer.dtype).removeprefix('torch.')}, kept as "
+            f"{None if layer.codec().is_exact else layer.kept}"
             for layer in layout.layers
         ]
+        layers = [f"{len(list(own))} layers of {kind}" for kind, own in itertools.groupby(kinds)]
         config_digest = hashlib.sha256(text.encode()).hexdigest()
         return cls(config_digest, weights, adapter, "; ".join(layers))
 
@@ -69,7 +72,7 @@ def weights_digest(model: Any) -> str:
     threads, and takes about the time of reading the weights once. It tells models apart; it is no
     protection against somebody who makes two on purpose that have equal sums.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(json.dumps(_settings(model)).encode())
     for tensor in _weights(model):
         digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
         if tensor.is_meta or not tensor.numel():  # which is elsewhere while nothing is computed
@@ -81,12 +84,47 @@ def weights_digest(model: Any) -> str:
     return digest.hexdigest()
 
 
-def weights_state(model: Any) -> tuple[tuple[int, int], ...]:
-    """Return where a model's weights are, and how often torch has seen each be changed."""
-    return tuple((tensor.data_ptr(), tensor._version) for tensor in _weights(model))
+def weights_state(model: Any) -> object:
+    """Return where a model's weights are, how often each was changed, and adapters' settings."""
+    state = [(tensor.data_ptr(), tensor._version) for tensor in _weights(model)]
+    return state, _settings(model)
 
 
 def _weights(model: Any) -> Iterator[torch.Tensor]:
+    """Return the weights that a model computes with, those of idle adapters left out."""
+    idle: set[int] = set()
+    for layer in _adapted(model):
+        for name in layer.adapter_layer_names:
+            parts: Any = getattr(layer, name, None)
+            for adapter in parts.keys() - _active(layer) if hasattr(parts, "keys") else ():
+                part = parts[adapter]
+                is_module = isinstance(part, torch.nn.Module)
+                own = part.state_dict(keep_vars=True).values() if is_module else [part]
+                idle.update(map(id, own))
     for value in model.state_dict(keep_vars=True).values():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and id(value) not in idle:
             yield value
+
+
+def _settings(model: Any) -> list[tuple[str, list[Any]]]:
+    """Return what adapters are told beside their weights, such as their scaling."""
+    found: list[tuple[str, list[Any]]] = []
+    for layer in _adapted(model):
+        active = _active(layer)
+        for name, values in sorted(vars(layer).items()):
+            if isinstance(values, dict) and (own := [values[a] for a in active if a in values]):
+                told = [v if isinstance(v, (int, float, str)) else type(v).__name__ for v in own]
+                found.append((f"{type(layer).__name__}.{name}", told))
+    return found
+
+
+def _adapted(model: Any) -> Iterator[Any]:
+    """Return the layers that adapters of PEFT have been put around."""
+    for module in getattr(model, "modules", list)():
+        if hasattr(module, "adapter_layer_names") and hasattr(module, "active_adapters"):
+            yield module
+
+
+def _active(layer: Any) -> list[str]:
+    """Return the names of the adapters that a layer computes with."""
+    return [] if layer.disable_adapters else list(layer.active_adapters)

@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Self, final
+from typing import Any, Final, Literal, Self, TypeAlias, final, get_args
 
 import torch
 
-from genlm_backend.errors import OptionTypeError
+from genlm_backend.checks import Check, one_of, shown
+from genlm_backend.errors import OptionError, OptionTypeError
 from genlm_backend.llm.bundled import is_bundled
 from genlm_backend.llm.elsewhere.process import pickled
 from genlm_backend.llm.hf.evaluator import HFEvaluator
+from genlm_backend.llm.hf.memory import check_budgets
 from genlm_backend.llm.hf.options import loading_options
 from genlm_backend.llm.loading import check_holds, hub_options, resolve_name
+
+Weights: TypeAlias = Literal["int8"]
+"""Name of a number format that the weights of a model can be brought into."""
+
+check_weights: Final[Check[Weights | None]] = one_of(None, *get_args(Weights))
 
 OF_THE_EVALUATOR: Final = (
     "kv_cache_bytes",
@@ -37,12 +44,14 @@ class HFLoader:
         path: Local path or repository on the hub.
         options: Keyword arguments of ``AutoModelForCausalLM.from_pretrained``.
         evaluator_options: Keyword arguments of ``HFEvaluator``.
+        weights: Number format that the weights are brought into; ``None`` to leave them.
     """
 
     name: str
     path: str
     options: Mapping[str, Any]
     evaluator_options: Mapping[str, Any]
+    weights: Weights | None = None
 
     def tokenizer(self) -> Any:
         """Load the tokenizer.
@@ -58,12 +67,22 @@ class HFLoader:
         return AutoTokenizer.from_pretrained(self.path, **given)
 
     def model(self) -> Any:
-        """Load the model."""
+        """Load the model.
+
+        Raises:
+            OptionError: (``ValueError``) If its weights cannot be brought into the format.
+            UnsupportedModelError: (``ValueError``) If it does not compute with them.
+        """
         from transformers import AutoModelForCausalLM
 
         # What ships as a package is wherever the process is that loads it.
         path = resolve_name(self.name) if is_bundled(self.name) else self.path
-        return AutoModelForCausalLM.from_pretrained(path, **self.options)
+        model = AutoModelForCausalLM.from_pretrained(path, **self.options)
+        if self.weights == "int8":
+            from genlm_backend.llm.hf.int8_weights import quantize
+
+            quantize(model)
+        return model
 
     def __call__(self) -> HFEvaluator:
         """Load the model; return an evaluator of it whose rows are on the CPU."""
@@ -83,6 +102,7 @@ class HFLoader:
         evaluator_options: Mapping[str, Any],
         own_names: Collection[str],
         owner: str,
+        weights: Any = None,
     ) -> Self:
         """Return what loads the model of a name; nothing is loaded yet.
 
@@ -93,19 +113,26 @@ class HFLoader:
             evaluator_options: Options of ``HFEvaluator``, which have been checked.
             own_names: Names that are options of the model, and not to be among ``hf_opts``.
             owner: Name of the model's class.
+            weights: Number format that the weights are brought into, which is checked here.
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
             OptionError: (``ValueError``) If one is out of its bounds.
         """
+        check_budgets(
+            evaluator_options.get("kv_cache_bytes"), evaluator_options.get("host_cache_bytes", 0)
+        )
         options = loading_options(bitsandbytes_opts, hf_opts)
         for name in options.keys() & own_names:
             raise OptionTypeError(f"{name} is an option of {owner}, not one of hf_opts")
+        wanted = check_weights("weights", weights)
+        if wanted is not None:
+            options = _on_cpu(wanted, options, hf_opts or {})
         path = resolve_name(model_id)
         if Path(path).is_dir():  # from wherever it is loaded
             path = str(Path(path).absolute())
         given = {"packs_weights": True, **evaluator_options}
-        return cls(str(model_id), path, {**hub_options(path), **options}, given)
+        return cls(str(model_id), path, {**hub_options(path), **options}, given, wanted)
 
     def on_device(self, device: str) -> HFLoader:
         """Return what loads the same model onto one device."""
@@ -123,3 +150,29 @@ class HFLoader:
         """
         for name, value in self.options.items():
             pickled(f"hf_opts[{name!r}]", value)
+
+
+def _on_cpu(
+    weights: Weights, options: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return options that load a model in float32 onto the CPU.
+
+    Args:
+        weights: Number format that its weights are to have.
+        options: All options of loading.
+        given: Those that the caller has given.
+
+    Raises:
+        OptionError: (``ValueError``) If the caller has asked for something else.
+    """
+    if "quantization_config" in options:
+        raise OptionError(f"weights={weights!r} and another quantization exclude each other")
+    wanted = {"device_map": "cpu", "dtype": torch.float32}
+    asked = {"dtype" if name == "torch_dtype" else name for name in given}
+    for name, value in wanted.items():
+        own = options[name] if name in asked else "auto"
+        if own not in ("auto", value, str(value).removeprefix("torch."), torch.device("cpu")):
+            raise OptionError(
+                f"weights={weights!r} computes in float32 on the CPU: leave out {name}={shown(own)}"
+            )
+    return {**options, **wanted}

@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from genlm_backend.cache import KVLayout
+from genlm_backend.errors import OptionError
 
 CUDA_FRACTION: Final = 0.5
 CPU_FRACTION: Final = 0.25
@@ -34,6 +35,19 @@ def default_kv_budget(layout: KVLayout) -> int:
             free = cpu_budget()
         slots.append(free // max(1, bytes_per_slot))
     return min(slots) * layout.bytes_per_slot
+
+
+def check_budgets(kv_cache_bytes: int | None, host_cache_bytes: int) -> None:
+    """Check that there are slots on the device where there are some on the host.
+
+    Raises:
+        OptionError: (``ValueError``) If there are none.
+    """
+    if host_cache_bytes and kv_cache_bytes == 0:
+        raise OptionError(
+            "kv_cache_bytes=0 keeps no keys and values, so that none can go to the host: "
+            f"host_cache_bytes={host_cache_bytes} needs slots on the device too"
+        )
 
 
 def cpu_budget() -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,16 +61,13 @@ def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout)
             tensors[f"mean_key.{number}"] = layer.mean_key.cpu().contiguous()
     said = {"format": FORMAT, **fingerprint.fields()}
     said["digest"] = _digest(said, tensors)
-    handle, name = tempfile.mkstemp(prefix=path.name, suffix=".tmp", dir=path.parent)
-    os.close(handle)
+    name = path.parent / f".{secrets.token_hex(8)}.tmp"
+    os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         try:
             save_file(tensors, name, said)
         except SafetensorError as error:  # a full disk, among others
-            raise OSError(f"{path} could not be written: {error}") from error
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # which a temporary file is not
+            raise OSError(errno.EIO, f"could not be written: {error}", str(path)) from error
         os.replace(name, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -89,6 +87,8 @@ def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
             short or changed.
         OSError: If it cannot be read.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would wait
+        raise PrefixFileError(f"{path} is a device or a pipe, and no file of a prefix")
     with path.open("rb"):  # whose errors say more than those of safetensors
         pass
     try:
@@ -101,7 +101,8 @@ def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
         raise PrefixFileError(f"{path} is cut short, or no file of a prefix: {error}") from error
     for name, expected in fingerprint.fields().items():
         if said.get(name) != expected:
-            raise PrefixFileError(f"{path} is {_DIFFERENT[name]}")
+            kinds = f": {said.get(name)}; this model has {expected}" if name == "layout" else ""
+            raise PrefixFileError(f"{path} is {_DIFFERENT[name]}{kinds}")
     if said.pop("digest", None) != _digest(said, tensors):
         raise PrefixFileError(f"{path} has been changed since it was written")
     token_ids = tensors.get("token_ids", torch.empty(0))
@@ -114,6 +115,8 @@ def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
             tensors[f"mean_key.{number}"], mean.cpu(), atol=_MEAN_TOLERANCE, rtol=_MEAN_TOLERANCE
         ):
             raise PrefixFileError(f"{path} is of another model: the mean of its keys differs")
+    if not all(bool(t.isfinite().all()) for t in tensors.values() if t.is_floating_point()):
+        raise PrefixFileError(f"{path} has keys or values that are infinite or no numbers")
     codes = [
         tuple(tensors[f"codes.{number}.{i}"] for i in range(len(layer.codec().columns())))
         for number, layer in enumerate(layout.layers)

@@ -16,7 +16,7 @@ from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES
 from genlm_backend.llm.elsewhere.on_ray import RayEvaluator, connect
 from genlm_backend.llm.elsewhere.process import ProcessEvaluator
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorInfo, RestartableEvaluator
-from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader
+from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader, Weights
 from genlm_backend.llm.hf.model import AsyncTransformer
 from genlm_backend.llm.loading import explained
 from genlm_backend.llm.prefix_keeping import PrefixKeepingLM
@@ -122,6 +122,7 @@ class AsyncReplicas(PrefixKeepingLM):
         bitsandbytes_opts: dict[str, Any] | None = None,
         hf_opts: dict[str, Any] | None = None,
         *,
+        weights: Weights | None = None,
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: KVCacheDtype | None = None,
         host_cache_bytes: int = 0,
@@ -140,6 +141,7 @@ class AsyncReplicas(PrefixKeepingLM):
             replicas: Number of processes.
             bitsandbytes_opts: Options of ``BitsAndBytesConfig``, as for ``AsyncTransformer``.
             hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as there.
+            weights: Number format of the weights, as there.
             kv_cache_bytes: Bytes of keys and values that each replica keeps.
             kv_cache_dtype: Number format of these, as for ``AsyncTransformer``.
             host_cache_bytes: Bytes that each replica keeps on its host, as there.
@@ -164,7 +166,7 @@ class AsyncReplicas(PrefixKeepingLM):
             num_threads,
             packs_weights,
         )
-        loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own)
+        loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own, weights)
         with explained(model_id):
             tokenizer = loader.tokenizer()
             makers = _placed(loader, count, hf_opts or {})
@@ -182,6 +184,7 @@ class AsyncReplicas(PrefixKeepingLM):
         max_restarts: int = -1,
         bitsandbytes_opts: dict[str, Any] | None = None,
         hf_opts: dict[str, Any] | None = None,
+        weights: Weights | None = None,
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: KVCacheDtype | None = None,
         host_cache_bytes: int = 0,
@@ -206,6 +209,7 @@ class AsyncReplicas(PrefixKeepingLM):
             max_restarts: Number of times that Ray starts an actor again; -1 for any number.
             bitsandbytes_opts: Options of ``BitsAndBytesConfig``, as for ``AsyncTransformer``.
             hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as there.
+            weights: Number format of the weights, as there.
             kv_cache_bytes: Bytes of keys and values that each replica keeps.
             kv_cache_dtype: Number format of these, as for ``AsyncTransformer``.
             host_cache_bytes: Bytes that each replica keeps on its host, as there.
@@ -226,7 +230,7 @@ class AsyncReplicas(PrefixKeepingLM):
         cores = number(0)("num_cpus", num_cpus)
         threads = max(1, int(cores)) if num_threads is None else num_threads
         own = (kv_cache_bytes, kv_cache_dtype, host_cache_bytes, max_length, threads, packs_weights)
-        loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own)
+        loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own, weights)
         evaluators = [
             RayEvaluator(loader, num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=max_restarts)
             for _ in range(count)
@@ -243,6 +247,7 @@ class AsyncReplicas(PrefixKeepingLM):
         bitsandbytes_opts: dict[str, Any] | None,
         hf_opts: dict[str, Any] | None,
         own: Sequence[Any],
+        weights: Weights | None,
     ) -> HFLoader:
         """Return what loads a replica elsewhere, once all options are checked.
 
@@ -251,11 +256,14 @@ class AsyncReplicas(PrefixKeepingLM):
             bitsandbytes_opts: Options of ``BitsAndBytesConfig``.
             hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``.
             own: Options of the evaluator, in the order of ``OF_THE_EVALUATOR``.
+            weights: Number format of the weights.
         """
         options: dict[str, Any] = dict(zip(OF_THE_EVALUATOR, own, strict=True))
         given = checked(AsyncTransformer.option_checks, options)
         names = {*cls.option_checks, *OF_THE_EVALUATOR}
-        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, given, names, cls.__name__)
+        loader = HFLoader.of_name(
+            model_id, bitsandbytes_opts, hf_opts, given, names, cls.__name__, weights
+        )
         loader.check_portable()
         return loader
 
@@ -320,7 +328,7 @@ class AsyncReplicas(PrefixKeepingLM):
 def _placed(loader: HFLoader, count: int, hf_opts: Mapping[str, Any]) -> list[HFLoader]:
     """Return what loads each replica: on devices in turns, or with its part of the cores."""
     num_devices = torch.cuda.device_count()
-    if num_devices and "device_map" not in hf_opts:
+    if num_devices and "device_map" not in hf_opts and loader.weights is None:
         return [loader.on_device(f"cuda:{index % num_devices}") for index in range(count)]
     if loader.evaluator_options.get("num_threads") is None:
         loader = loader.with_options(num_threads=max(1, (os.cpu_count() or 1) // count))

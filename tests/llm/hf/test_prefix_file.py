@@ -2,9 +2,11 @@
 
 import asyncio
 import json
-import os
+import math
 import random
-import stat
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,9 +18,6 @@ from safetensors.torch import load_file, save_file
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import (
     CacheError,
-    ContextError,
-    OptionError,
-    OptionTypeError,
     PrefixFileError,
     UnknownAdapterError,
 )
@@ -180,6 +179,75 @@ def test_adapters(tmp_path, path):
         torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-4)
 
 
+def test_an_adapter_of_another_scaling_is_another_one(tmp_path, path):
+    pytest.importorskip("peft")
+    from tests.llm.hf import adapter_kinds
+
+    model = model_of()
+    first, second = tmp_path / "1", tmp_path / "2"
+    adapter_kinds.save("lora", model, first, seed=1)
+    shutil.copytree(first, second)
+    config = json.loads((second / "adapter_config.json").read_text())
+    config["lora_alpha"] *= 4
+    (second / "adapter_config.json").write_text(json.dumps(config))
+    with over(model) as lm:
+        lm.add_new_lora(first, "a")
+        lm.save_prefix(PROMPT, path, "a")
+        lm.add_new_lora(second, "b")
+        with pytest.raises(PrefixFileError, match="another adapter"):
+            lm.load_prefix(path, "b")
+
+
+def test_adapters_of_the_owner_count_as_they_are_set(tmp_path, path):
+    peft = pytest.importorskip("peft")
+    from tests.llm.hf import adapter_kinds
+
+    for seed, name in enumerate("ac"):
+        adapter_kinds.save("lora", model_of(), tmp_path / name, seed=seed)
+    owned = peft.PeftModel.from_pretrained(model_of(), tmp_path / "a", adapter_name="a")
+
+    def is_taken():
+        with over(owned.get_base_model()) as lm:
+            try:
+                lm.load_prefix(path)
+            except PrefixFileError:
+                return False
+            row = lm.next_token_logprobs_sync([*PROMPT, 1])
+            whole = lm.next_token_logprobs_uncached([*PROMPT, 1])
+            torch.testing.assert_close(row, whole, atol=1e-4, rtol=1e-4)
+            return True
+
+    with over(owned.get_base_model()) as lm:
+        lm.save_prefix(PROMPT, path)
+    assert is_taken()
+    owned.load_adapter(tmp_path / "c", "c")  # idle
+    assert is_taken()
+    owned.set_adapter("c")
+    assert not is_taken()
+    owned.set_adapter("a")
+    assert is_taken()
+    with owned.disable_adapter():
+        assert not is_taken()
+
+
+def test_an_adapter_that_is_removed_meanwhile(tmp_path, path):
+    pytest.importorskip("peft")
+    from tests.llm.hf import adapter_kinds
+
+    adapter_kinds.save("lora", model_of(), tmp_path / "a", seed=1)
+    with over(model_of()) as lm, ThreadPoolExecutor(2) as threads:
+        lm.add_new_lora(tmp_path / "a", "a")
+        lm.save_prefix(PROMPT, path, "a")
+        go_on = threading.Event()
+        lm._batcher.call_soon(go_on.wait)  # removed before it is loaded, and after it is asked for
+        removed = threads.submit(lm.remove_lora, "a")
+        loaded = threads.submit(lm.load_prefix, path, "a")
+        go_on.set()
+        removed.result()
+        with pytest.raises(UnknownAdapterError):
+            loaded.result()
+
+
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_file_that_was_changed_or_cut_short_is_refused(saved, data):
@@ -239,68 +307,85 @@ def test_tensors_of_another_shape_are_refused_whatever_the_digest_says(kept, cha
         lm.save_prefix(PROMPT, path)
         lm.clear_cache()
         tensors = load_file(path)
-        with safe_open(path, "pt") as file:
-            said = dict(file.metadata())
         change(tensors)
-        del said["digest"]
-        said["digest"] = prefix_file._digest(said, tensors)
-        save_file(tensors, path, said)
+        recrafted(path, tensors)
         with pytest.raises(PrefixFileError, match="does not hold the tensors"):
             lm.load_prefix(path)
         assert lm.statistics().kv_bytes_used == 0
 
 
-def test_paths(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def recrafted(path, tensors):
+    """Write other tensors into a file, with the digest that goes with them."""
+    with safe_open(path, "pt") as file:
+        said = dict(file.metadata())
+    del said["digest"]
+    said["digest"] = prefix_file._digest(said, tensors)
+    save_file(tensors, path, said)
+
+
+@pytest.mark.parametrize("wrong", [-1, families.VOCAB, 2**31 - 1])
+def test_tokens_that_the_model_has_not_are_refused(saved, wrong):
+    ids = load_file(saved)["token_ids"]
+    ids[7] = wrong
+    recrafted(saved, {**load_file(saved), "token_ids": ids})
     with over(model_of()) as lm:
-        with pytest.raises(FileNotFoundError, match="no directory"):
-            lm.save_prefix(PROMPT, tmp_path / "none" / "prompt")
-        with pytest.raises(FileNotFoundError):
-            lm.load_prefix(tmp_path / "none")
-        with pytest.raises(IsADirectoryError):
-            lm.load_prefix(tmp_path)
-        with pytest.raises(OSError, match="Is a directory"):
-            lm.save_prefix(PROMPT, tmp_path / ".." / tmp_path.name)
-        for wrong, error in ((3, OptionTypeError), (None, OptionTypeError), ("", OptionError)):
-            with pytest.raises(error, match="path"):
-                lm.load_prefix(wrong)
-        for wrong in ([], [families.VOCAB]):
-            with pytest.raises(ContextError):
-                lm.save_prefix(wrong, "prompt")
-        assert os.listdir(tmp_path) == []
-        lm.save_prefix(PROMPT, "prompt")
-        lm.save_prefix(PROMPT[:5], "prompt")  # takes its place
-        assert list(lm.load_prefix("prompt")) == PROMPT[:5]
-        assert os.listdir(tmp_path) == ["prompt"]
-        umask = os.umask(0)
-        os.umask(umask)
-        assert stat.S_IMODE(os.stat("prompt").st_mode) == 0o666 & ~umask
+        with pytest.raises(PrefixFileError, match="no tokens, or such"):
+            lm.load_prefix(saved)
+        assert lm.statistics().kv_bytes_used == 0
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
-    path = tmp_path / "prompt"
-
-    def full(tensors, name, said):
-        with open(name, "wb") as file:
-            file.write(b"half")
-        with open("/dev/full", "wb") as file:
-            file.write(b"the rest")
-
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_values_that_are_no_numbers_are_refused(saved, wrong):
+    codes = load_file(saved)["codes.1.0"]
+    codes[9, 3] = wrong
+    recrafted(saved, {**load_file(saved), "codes.1.0": codes})
     with over(model_of()) as lm:
-        lm.save_prefix(PROMPT[:9], path)
-        monkeypatch.setattr(prefix_file, "save_file", full)
-        with pytest.raises(OSError, match="No space left"):
-            lm.save_prefix(PROMPT, path)
-        assert os.listdir(tmp_path) == ["prompt"]
-        assert list(lm.load_prefix(path)) == PROMPT[:9]
+        with pytest.raises(PrefixFileError, match="infinite"):
+            lm.load_prefix(saved)
+        assert lm.statistics().kv_bytes_used == 0
+
+
+def test_a_prefix_that_is_longer_than_the_model_takes(saved):
+    with over(model_of(), max_length=20) as lm:
+        lm.next_token_logprobs_sync([3, 4, 5])
+        with pytest.raises(CacheError, match=r"50 tokens of .* more than max_length=20"):
+            lm.load_prefix(saved)
+        assert asyncio.run(lm.num_cached_tokens([3, 4, 5, 6])) == 3
+
+
+def test_weights_changed_past_torch_are_seen_once_caches_are_cleared(saved):
+    model = model_of()
+    with over(model) as lm:
+        lm.load_prefix(saved)
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(3)
+        lm.clear_cache()
+        with pytest.raises(PrefixFileError, match="its weights differ"):
+            lm.load_prefix(saved)
+
+
+def test_a_format_that_is_the_models_own_is_none(path):
+    with over(model_of().bfloat16()) as lm:
+        lm.save_prefix(PROMPT, path)
+    with over(model_of().bfloat16(), kv_cache_dtype="bfloat16") as lm:
+        assert list(lm.load_prefix(path)) == PROMPT
+
+
+def test_rows_and_files_of_uint4_do_not_depend_on_the_longest_context(path):
+    with over(model_of(), kv_cache_dtype="uint4") as lm:
+        lm.save_prefix(PROMPT, path)
+        expected = lm.next_token_logprobs_sync([*PROMPT, 1])
+    with over(model_of(), kv_cache_dtype="uint4", max_length=60) as lm:
+        row = lm.next_token_logprobs_sync([*PROMPT, 1])
+        torch.testing.assert_close(row, expected, atol=1e-5, rtol=1e-5)
+        lm.clear_cache()
+        lm.load_prefix(path)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_keeps_nothing_says_so(saved):
     for lm in (over(families.make("mamba")), over(model_of(), kv_cache_bytes=0)):
         with lm:
-            with pytest.raises(CacheError, match="nothing to save"):
+            with pytest.raises(CacheError, match="keeps no keys and values"):
                 lm.save_prefix(PROMPT, saved.with_name("other"))
-            with pytest.raises(CacheError, match="nothing to save"):
+            with pytest.raises(CacheError, match="keeps no keys and values"):
                 lm.load_prefix(saved)
