@@ -37,9 +37,11 @@ class Weights(Workload):
 
     name = "weights"
     table = "weights"
+    variants = tuple(weights.MODELS)
+    is_repeated = True
 
     def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
-        return weights.measure(repeats)
+        return weights.measure(variant, repeats)
 
     def markdown(self, found: Found) -> str:
-        return weights.markdown(found[""])
+        return weights.markdown(found)

@@ -296,7 +296,10 @@ class BatchedLM(AsyncLM):
     async def num_cached_tokens(
         self, token_ids: TokenIds, lora_name: str | None = None, *, tier: TierName | None = None
     ) -> int:
-        """Return how many of a context's tokens have their keys and values cached."""
+        """Return how many of a context's tokens need not be computed if it is asked now.
+
+        The last one always goes through the model. See ``AsyncLM`` for ``tier``.
+        """
         query, tier = self._query(token_ids, lora_name), check_tier("tier", tier)
         return await self._acall(lambda: self._evaluator.num_cached(query, tier))
 

@@ -11,6 +11,7 @@ second digit is there because one changes SmolLM2's rows visibly.
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any, Final, final
 
 import numpy as np
@@ -44,7 +45,7 @@ def quantize(model: Any) -> None:
             "weights='int8' needs oneDNN's products of whole numbers of 8 bits, which this "
             "processor, or this build of torch, has not"
         )
-    num_bytes = 0
+    num_bytes, all_bytes = 0, sum(weight.nbytes for weight in model.parameters())
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             weight = _matrix(layer)
@@ -54,7 +55,12 @@ def quantize(model: Any) -> None:
     if not num_bytes:
         name = type(model).__name__
         raise OptionError(f"weights='int8' is for linear layers in float32, and {name} has none")
-    logger.info("weights of %d bytes are kept as int8", num_bytes)
+    if num_bytes < all_bytes / 2:
+        warnings.warn(
+            f"weights='int8' is for linear layers, which are {num_bytes / all_bytes:.0%} of the "
+            f"weights of {type(model).__name__}: the others stay in float32",
+            stacklevel=2,
+        )
     try:
         with torch.inference_mode():
             model(torch.tensor([[0, 0]]))
@@ -97,7 +103,7 @@ class Int8Linear(nn.Module):
         self.out_features, self.in_features = weight.shape
         largest = weight.abs().amax(1)
         scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
-        codes = (weight / scale[:, None]).round_().to(torch.int8)
+        codes = (weight / scale[:, None]).round_().to(torch.int8).contiguous()
         self._packed = torch.ops.onednn.qlinear_prepack(codes, None)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.register_buffer("scale", scale)

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,12 +63,15 @@ def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout)
     said = {"format": FORMAT, **fingerprint.fields()}
     said["digest"] = _digest(said, tensors)
     name = path.parent / f".{secrets.token_hex(8)}.tmp"
-    os.close(os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    handle = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    mode = stat.S_IMODE(os.fstat(handle).st_mode)
+    os.close(handle)
     try:
         try:
             save_file(tensors, name, said)
         except SafetensorError as error:  # a full disk, among others
             raise OSError(errno.EIO, f"could not be written: {error}", str(path)) from error
+        os.chmod(name, mode)  # that of any new file, which what safetensors writes has not
         os.replace(name, path)
     finally:
         with contextlib.suppress(FileNotFoundError):

@@ -282,7 +282,7 @@ def remove_from(self, adapter):
 
 
 Reluctant.add_adapter, Reluctant.remove_adapter = add_to, remove_from
-Reluctant.num_cached = lambda self, query: check_alive(self) or 0
+Reluctant.num_cached = lambda self, query, tier=None: check_alive(self) or 0
 
 
 @pytest.mark.parametrize("is_sync", [False, True])
