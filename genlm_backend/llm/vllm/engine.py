@@ -26,7 +26,7 @@ from genlm_backend.errors import (
 )
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row
-from genlm_backend.llm.vllm import capture, fork
+from genlm_backend.llm.vllm import capture, fork, scanning
 from genlm_backend.llm.vllm.completion import Completion
 from genlm_backend.llm.vllm.sessions import Placement
 
@@ -138,10 +138,10 @@ class VLLMEngine:
             or options.get("distributed_executor_backend") not in (None, "uni")
         )
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_apart else "0"}
-        for name, value in _DEFAULT_ENVIRONMENT.items():
-            variables[name] = os.environ.get(name, value)
+        variables |= {name: os.environ.get(name, own) for name, own in _DEFAULT_ENVIRONMENT.items()}
         with _environment(variables), _random_state_kept():
             capture.forget_environment()
+            scanning.let_modules_be_scanned()
             llm = LLM(path, **made)
             if is_taken:
                 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
