@@ -63,6 +63,7 @@ def is_at_the_call(error):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*(eos|ids).*:UserWarning")
+@pytest.mark.filterwarnings("ignore:host_cache_bytes gains nothing")
 @pytest.mark.parametrize(("name", "option"), CASES, ids=lambda value: str(value))
 async def test_a_value_is_accepted_or_refused_by_name(name, option):
     subject = SUBJECTS[name]
