@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from genlm_backend.generation.constraint import Constraint
     from genlm_backend.generation.engine import Engine
     from genlm_backend.generation.generation import generate, stream
-    from genlm_backend.llm.absent import AsyncMlxLM
     from genlm_backend.llm.base import AsyncLM
     from genlm_backend.llm.context import Context
     from genlm_backend.llm.hf.model import AsyncTransformer
+    from genlm_backend.llm.mlx.model import AsyncMlxLM
     from genlm_backend.llm.mock import MockAsyncLM
     from genlm_backend.llm.registry import load_model_by_name
     from genlm_backend.llm.replicas.model import AsyncReplicas
@@ -67,7 +67,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "AsyncGLM": "genlm_backend.generation.async_glm",
         "AsyncLM": "genlm_backend.llm.base",
-        "AsyncMlxLM": "genlm_backend.llm.absent",
+        "AsyncMlxLM": "genlm_backend.llm.mlx.model",
         "AsyncTokenCharacterTrie": "genlm_backend.trie.async_trie",
         "AsyncReplicas": "genlm_backend.llm.replicas.model",
         "AsyncTransformer": "genlm_backend.llm.hf.model",

@@ -10,13 +10,14 @@ import abc
 from typing import Any, ClassVar, NoReturn, final
 
 from genlm_backend.errors import ReplacedNameError
+from genlm_backend.llm.mlx.present import is_present
 from genlm_backend.llm.vllm.release import installed_release, is_supported
 from genlm_backend.tokenization import decode_vocab
 
 HAS_VLLM = is_supported(installed_release())
 """Whether a release of vLLM is installed that ``AsyncVirtualLM`` runs on."""
 
-HAS_MLX = False
+HAS_MLX = is_present()
 """Whether ``AsyncMlxLM`` can load a model."""
 
 HAS_SGL = False

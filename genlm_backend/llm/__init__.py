@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.llm.absent import AsyncMlxLM, AsyncSGLTransformer
+    from genlm_backend.llm.absent import AsyncSGLTransformer
     from genlm_backend.llm.base import AsyncLM
     from genlm_backend.llm.batched import BatchedLM
     from genlm_backend.llm.context import Context
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         StatelessEvaluator,
     )
     from genlm_backend.llm.hf.model import AsyncTransformer
+    from genlm_backend.llm.mlx.model import AsyncMlxLM
     from genlm_backend.llm.mock import MockAsyncLM
     from genlm_backend.llm.query import Adapter, Query
     from genlm_backend.llm.registry import load_model_by_name
@@ -62,7 +63,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "Adapter": "genlm_backend.llm.query",
         "AsyncLM": "genlm_backend.llm.base",
-        "AsyncMlxLM": "genlm_backend.llm.absent",
+        "AsyncMlxLM": "genlm_backend.llm.mlx.model",
         "AsyncReplicas": "genlm_backend.llm.replicas.model",
         "AsyncSGLTransformer": "genlm_backend.llm.absent",
         "AsyncTransformer": "genlm_backend.llm.hf.model",

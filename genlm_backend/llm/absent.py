@@ -10,7 +10,6 @@ from genlm_backend.errors import MissingExtraError
 
 class _Absent(abc.ABC):
     library: ClassVar[str]
-    when: ClassVar[str] = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._refuse()
@@ -23,17 +22,9 @@ class _Absent(abc.ABC):
     @classmethod
     def _refuse(cls) -> NoReturn:
         raise MissingExtraError(
-            f"{cls.__name__} is not {cls.when}available: this release has no {cls.library} "
+            f"{cls.__name__} is not available: this release has no {cls.library} "
             "backend. AsyncTransformer (backend 'hf') runs the same programs."
         )
-
-
-@final
-class AsyncMlxLM(_Absent):
-    """A model evaluated by MLX. Not yet available; using it raises an ``ImportError``."""
-
-    library = "MLX"
-    when = "yet "
 
 
 @final

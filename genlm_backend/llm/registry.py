@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 BACKENDS: Final = {
     "hf": ("genlm_backend.llm.hf.model", "AsyncTransformer"),
     "vllm": ("genlm_backend.llm.vllm.model", "AsyncVirtualLM"),
+    "mlx": ("genlm_backend.llm.mlx.model", "AsyncMlxLM"),
     "mock": ("genlm_backend.llm.mock", "MockAsyncLM"),
 }
 """Backend name → (module, class); imported when a model is loaded."""
@@ -25,7 +26,6 @@ REPLICAS: Final = ("genlm_backend.llm.replicas.model", "AsyncReplicas")
 """What is loaded in place of ``"hf"`` where ``replicas`` is among the options."""
 
 ABSENT: Final = {
-    "mlx": ("genlm_backend.llm.absent", "AsyncMlxLM"),
     "sgl": ("genlm_backend.llm.absent", "AsyncSGLTransformer"),
 }
 """Names of backends that say that they cannot be had."""
@@ -39,9 +39,10 @@ def load_model_by_name(
     Args:
         name: A model on the Hugging Face hub, a local directory, or ``"smollm2"``, the small
             model that ships with the extra ``demo``.
-        backend: ``"hf"`` (transformers), ``"vllm"`` (vLLM), or ``"mock"`` (the tokenizer and
-            pseudo-random rows); ``None`` means ``"vllm"`` where a CUDA device and a release of
-            vLLM that is supported are there, else ``"hf"``.
+        backend: ``"hf"`` (transformers), ``"vllm"`` (vLLM), ``"mlx"`` (mlx-lm), or ``"mock"`` (the
+            tokenizer and pseudo-random rows); ``None`` means ``"vllm"`` where a CUDA device and a
+            release of vLLM that is supported are there, ``"mlx"`` on macOS where MLX is installed,
+            else ``"hf"``.
         llm_opts: Keyword arguments for the backend's ``from_name``. With ``"replicas"``, a number,
             the model is an ``AsyncReplicas``.
 
@@ -102,4 +103,7 @@ def default_backend() -> str:
 
     release = importlib.import_module("genlm_backend.llm.vllm.release")
     is_there = release.is_supported(release.installed_release()) and torch.cuda.is_available()
-    return "vllm" if is_there else "hf"
+    if is_there:
+        return "vllm"
+    present = importlib.import_module("genlm_backend.llm.mlx.present")
+    return "mlx" if present.is_default() else "hf"

@@ -40,6 +40,7 @@ _OF_BACKEND: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "kv_cache_bytes": ("kv_cache_bytes",),
         "kv_cache_dtype": ("kv_cache_dtype",),
     },
+    "mlx": {"kv_cache_bytes": ("kv_cache_bytes",)},
     "vllm": {
         "kv_cache_bytes": ("engine_opts", "kv_cache_memory_bytes"),
         "kv_cache_dtype": ("engine_opts", "kv_cache_dtype"),

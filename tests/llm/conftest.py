@@ -11,9 +11,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from genlm_backend import AsyncTransformer, AsyncVirtualLM, MockAsyncLM
+from genlm_backend import AsyncMlxLM, AsyncTransformer, AsyncVirtualLM, MockAsyncLM
 from genlm_backend.llm import AsyncReplicas, BatchedLM
 from genlm_backend.llm.hf.evaluator import HFEvaluator
+from genlm_backend.llm.mlx.present import is_present
 from tests.llm import families, toy
 from tests.llm.vllm import real
 
@@ -129,6 +130,17 @@ class OnRay(Replicas):
         return AsyncReplicas(word_tokenizer(), shared_evaluators(max_length), **options)
 
 
+class Mlx(Backend):
+    """A model of mlx-lm with the same weights."""
+
+    tolerance = 1e-4  # by other kernels
+
+    def make(self, **options):
+        from tests.llm.mlx import converted
+
+        return AsyncMlxLM(converted(self.model), word_tokenizer(), **{**self.options, **options})
+
+
 class FakeVLLM(Backend):
     """vLLM's sessions over an engine that only counts."""
 
@@ -187,6 +199,11 @@ BACKENDS = {
     "hf-process": InProcess("hf-process", {}, _MODELS["llama"]),
     "hf-replicas": Replicas("hf-replicas", {"kv_cache_bytes": 1 << 20}, _MODELS["llama"]),
     "hf-ray": OnRay("hf-ray", {}, _MODELS["llama"]),
+    "mlx": Mlx("mlx", {"kv_cache_bytes": 1 << 20}, _MODELS["llama"]),
+    "mlx-tight": Mlx(
+        "mlx-tight", {"kv_cache_bytes": 40 * _SLOT, "row_cache_bytes": 1500}, _MODELS["llama"]
+    ),
+    "mlx-whole": Mlx("mlx-whole", {}, _MODELS["mamba"]),
     "toy": Toy("toy", {}),
     "toy-replicas": ToyReplicas("toy-replicas", {}),
     "vllm-fake": FakeVLLM("vllm-fake", {}),
@@ -198,7 +215,15 @@ _VLLM_MARKS = [
     pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM"),
     pytest.mark.filterwarnings("ignore"),
 ]
+_MLX_MARKS = [
+    pytest.mark.mlx,
+    pytest.mark.skipif(not is_present(), reason="needs MLX"),
+    pytest.mark.filterwarnings("ignore"),
+]
 _MARKS = {
+    "mlx": _MLX_MARKS,
+    "mlx-tight": _MLX_MARKS,
+    "mlx-whole": _MLX_MARKS,
     "hf-ray": [
         pytest.mark.ray,
         pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray"),

@@ -1,0 +1,182 @@
+"""AsyncMlxLM: awaited log-probabilities of a model of mlx-lm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self, final
+
+import torch
+
+from genlm_backend.checks import Check, byte_count, checked, optional, switch, text
+from genlm_backend.errors import CacheError
+from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.llm.loading import explained
+from genlm_backend.llm.mlx.present import check_present
+from genlm_backend.llm.query import TokenIds
+from genlm_backend.llm.row import Row
+
+if TYPE_CHECKING:
+    from genlm_backend.llm.mlx.evaluator import MlxEvaluator
+
+
+@final
+class AsyncMlxLM(BatchedLM):
+    """A language model of mlx-lm, batched and cached, on Apple silicon or on a CPU.
+
+    All concurrent awaits become padded batched forward passes on one worker thread, which alone
+    uses the model; the keys and values of every prefix seen are kept, within a budget, and reused
+    token by token. Families whose state cannot be kept token by token answer just as well, by
+    running every context whole; ``kv_reuse`` tells. ``add_new_lora`` takes adapters that
+    ``mlx_lm.lora`` makes. It needs the extra ``mlx``.
+
+    Args:
+        mlx_lm_model: What ``mlx_lm.load`` returns first, quantised or not.
+        tokenizer: A tokenizer of transformers, or what ``mlx_lm.load`` returns second.
+        batch_size: Number of distinct contexts evaluated at once, at most.
+        timeout: Seconds that the first query of a batch may wait for others.
+        kv_cache_bytes: Bytes of keys and values to keep, taken as they are used; 0 keeps none.
+            Default: a quarter of the machine's free memory up to 4 GiB on the CPU, half of what
+            Metal recommends and does not use elsewhere.
+        row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
+        output_device: Where rows are returned: "cpu", "mps", …
+        max_length: The longest context to accept. Default: what the model's arguments say.
+        self_check: Compare a few probe texts with the bytes of their tokens.
+
+    Raises:
+        MissingExtraError: (``ImportError``) Without MLX.
+        OptionTypeError: (``TypeError``) If an option is of a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds.
+        UnsupportedModelError: (``ValueError``) If it is no language model of mlx-lm.
+        TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be known.
+    """
+
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        **BatchedLM.option_checks,
+        "kv_cache_bytes": optional(byte_count),
+    }
+
+    def __init__(
+        self,
+        mlx_lm_model: Any,
+        tokenizer: Any,
+        batch_size: int = 20,
+        timeout: float = 0.02,
+        *,
+        kv_cache_bytes: int | None = None,
+        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
+        output_device: str | torch.device = "cpu",
+        max_length: int | None = None,
+        self_check: bool = True,
+    ) -> None:
+        check_present()
+        from genlm_backend.llm.mlx.evaluator import MlxEvaluator
+
+        options = {"kv_cache_bytes": kv_cache_bytes, "max_length": max_length}
+        given = checked(self.option_checks, options)
+        self._mlx: MlxEvaluator = MlxEvaluator(mlx_lm_model, **given)
+        super().__init__(
+            _of_transformers(tokenizer),
+            self._mlx,
+            batch_size=batch_size,
+            timeout=timeout,
+            row_cache_bytes=row_cache_bytes,
+            output_device=output_device,
+            self_check=self_check,
+        )
+
+    @classmethod
+    def from_name(
+        cls,
+        model_id: str,
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a model and its tokenizer.
+
+        Args:
+            model_id: A repository on the hub or a local directory, in MLX's format or in that of
+                transformers with safetensors; or ``"smollm2"``, which is converted.
+            revision: Branch, tag or commit on the hub.
+            trust_remote_code: Whether code that comes with the model may run.
+            **kwargs: For the constructor.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
+            OptionError: (``ValueError``) If one is out of its bounds.
+            ModelNotFoundError: (``OSError``) If there is no such model, or no weights that MLX
+                reads.
+            UnsupportedModelError: (``ValueError``) If mlx-lm does not know its architecture.
+            MissingExtraError: (``ImportError``) If an extra is needed and absent.
+        """
+        cls.check_options(kwargs)
+        is_trusted = switch("trust_remote_code", trust_remote_code)
+        named = optional(text)("revision", revision)
+        check_present()
+        from genlm_backend.llm.mlx.loader import MlxLoader
+
+        loader = MlxLoader(str(model_id), named, is_trusted)
+        with explained(model_id):
+            tokenizer = loader.tokenizer()
+            model = loader.model()
+        return cls(model, tokenizer, **kwargs)
+
+    # ---------------------------------------------------------------- keys and values
+
+    @property
+    def model(self) -> Any:
+        """The model as it was given; ``None`` after ``close()``."""
+        return self._mlx.model
+
+    @property
+    def kv_reuse(self) -> bool:
+        """Whether keys and values are reused; where not, every context is run whole."""
+        return self._info.num_slots is not None
+
+    def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
+        """Compute a prompt now and keep its keys and values until a cache is cleared.
+
+        Caching is automatic, so nobody has to call this: it only keeps the prompt from being
+        evicted. Blocks the thread. Does nothing for models that run every context whole.
+
+        Raises:
+            CacheError: If the prompt does not fit into ``kv_cache_bytes``.
+        """
+        query = self._query(prompt_tokens, lora_name)
+
+        def pin() -> bool:
+            self._adapters.check(query)
+            return self._mlx.pin(query)
+
+        if not self._call(pin) and self.kv_reuse:
+            raise CacheError(
+                f"a prompt of {len(query.context)} tokens does not fit into the "
+                f"{self.kv_capacity} tokens of kv_cache_bytes that are not pinned"
+            )
+
+    def clear_kv_cache(self) -> None:
+        """Forget every cached key and value, pinned ones too. No answer changes by it."""
+        self._clear_kept()
+
+    def next_token_logprobs_uncached(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the row of a context run whole and alone, past every cache: float32 ``[vocab]``.
+
+        For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
+        """
+        query = self._query(token_ids, lora_name)
+
+        def whole() -> Row:
+            self._adapters.check(query)
+            return self._mlx.evaluate_whole(query)
+
+        row = self._call(whole)
+        return self._answering.defined(row).own_logprobs(self.output_device)
+
+
+def _of_transformers(tokenizer: Any) -> Any:
+    """Return the tokenizer that mlx-lm has put a wrapper around, or what is given."""
+    is_wrapper = type(tokenizer).__name__ == "TokenizerWrapper"
+    return getattr(tokenizer, "_tokenizer", tokenizer) if is_wrapper else tokenizer

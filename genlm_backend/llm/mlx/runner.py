@@ -1,0 +1,104 @@
+"""The only place that calls a model of mlx-lm."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import mlx.core as mx
+import numpy as np
+import torch
+
+from genlm_backend.llm.hf.packing import Span, pack
+from genlm_backend.llm.mlx.attend import MlxAttend
+
+
+@final
+class MlxRunner:
+    """Forward passes of one model: spans in, logits at the wanted positions out.
+
+    Args:
+        model: A model of mlx-lm.
+
+    Attributes:
+        model: As given.
+        num_forwards: Number of passes so far.
+        tokens_computed: Number of tokens in them, padding not counted.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.num_forwards = 0
+        self.tokens_computed = 0
+
+    def forward(self, spans: Sequence[Span], attend: MlxAttend) -> torch.Tensor:
+        """Return the logits at each span's outputs, span by span: float32 ``[num_outputs, vocab]``.
+
+        They are in the processor's memory.
+        """
+        batch = pack(spans)
+        layers = attend.layers(batch)
+        picked = _Picked(batch.input_ids.shape, batch.output_rows, batch.output_columns)
+        with picked.before_projection(self.model):
+            logits = self.model(mx.array(batch.input_ids.numpy()), cache=layers)
+        logits = logits[0] if picked.is_done else picked.of(logits)
+        logits = logits.astype(mx.float32)
+        mx.eval(logits)
+        attend.keep(batch, layers)
+        self.num_forwards += 1
+        self.tokens_computed += batch.num_new_tokens
+        return torch.from_numpy(np.array(logits))[: len(batch.output_rows)]
+
+
+class _Picked:
+    """The positions of a pass behind which logits are wanted.
+
+    A vocabulary is wide and a prompt long, so the hidden states are picked on their way into the
+    projection onto the vocabulary, whatever the model does behind it.
+    """
+
+    def __init__(self, shape: Sequence[int], rows: torch.Tensor, columns: torch.Tensor) -> None:
+        self._shape = tuple(shape)
+        # One where none is wanted: not every product bears that there are no rows.
+        places = [part.numpy() if len(part) else np.zeros(1, np.int64) for part in (rows, columns)]
+        self._rows, self._columns = map(mx.array, places)
+        self.is_done = False
+
+    def of(self, states: mx.array) -> mx.array:
+        """From ``[B, Q, …]`` to ``[num_outputs, …]``."""
+        return states[self._rows, self._columns]
+
+    def _before(self, states: mx.array) -> mx.array:
+        if tuple(states.shape[:2]) != self._shape:
+            return states
+        self.is_done = True
+        return self.of(states)[None]
+
+    @contextlib.contextmanager
+    def before_projection(self, model: Any) -> Iterator[None]:
+        """Let the model's projection see the picked states only."""
+        head, name = _projection(model)
+        if head is None:
+            yield
+            return
+        kind, before = type(head), self._before
+
+        def project(module: Any, states: mx.array) -> mx.array:
+            return getattr(kind, name)(module, before(states))
+
+        head.__class__ = type(kind.__name__, (kind,), {name: project})
+        try:
+            yield
+        finally:
+            head.__class__ = kind
+
+
+def _projection(model: Any) -> tuple[Any, str]:
+    """Return the module that projects onto the vocabulary, and its method that does so."""
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if name.rpartition(".")[2] == "lm_head":
+            return module, "__call__"
+    tables = [module for module in modules.values() if hasattr(module, "as_linear")]
+    return max(tables, key=lambda table: table.weight.shape[0], default=None), "as_linear"

@@ -1,0 +1,336 @@
+"""Models of mlx-lm against the same weights in transformers."""
+
+import asyncio
+import json
+import random
+import sys
+import warnings
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from genlm_backend import AsyncMlxLM, load_model_by_name
+from genlm_backend.errors import (
+    AdapterError,
+    CacheError,
+    MissingExtraError,
+    ModelNotFoundError,
+    OptionError,
+    OptionTypeError,
+    UnknownAdapterError,
+    UnsupportedModelError,
+)
+from genlm_backend.llm.mlx import present
+from genlm_backend.llm.registry import default_backend
+from tests.llm import families
+from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
+from tests.llm.mlx import converted
+
+pytestmark = [pytest.mark.mlx, pytest.mark.filterwarnings("ignore")]
+needs_mlx = pytest.mark.skipif(not present.is_present(), reason="needs MLX")
+
+# Of Mistral, Gemma 2 and StarCoder 2, mlx-lm leaves the windows out, and its Gemma approximates
+# its activations in another way.
+TOLERANCES = {
+    **dict.fromkeys(
+        ["llama", "qwen2", "qwen3", "deepseek-v3", "mixtral", "cohere", "granite", "stablelm"], 1e-4
+    ),
+    **dict.fromkeys(["phi", "gptj", "mamba"], 1e-4),
+    "gemma": 5e-3,
+}
+
+
+def over(model, **options):
+    return AsyncMlxLM(converted(model), word_tokenizer(), row_cache_bytes=0, **options)
+
+
+@needs_mlx
+@pytest.mark.parametrize("name", TOLERANCES)
+def test_rows_of_any_history_are_those_of_transformers(name):
+    model, generator = families.make(name), random.Random(0)
+    with over(model, kv_cache_bytes=1 << 20) as lm:
+        assert lm.kv_reuse is (name != "mamba")
+        contexts = random_contexts(12, seed=1)
+        for _ in range(3):
+            rows = lm.batch_next_token_logprobs_sync(contexts)
+            for row, context in zip(rows, contexts, strict=True):
+                expected = fresh_row(model, context)
+                torch.testing.assert_close(row, expected, atol=TOLERANCES[name], rtol=0)
+            longer = [[*c, *generator.choices(range(families.VOCAB), k=2)] for c in contexts]
+            contexts = [*longer, [*contexts[0], 1], contexts[1][:1]]
+        lm._mlx.passes.tree.check_integrity()
+
+
+@needs_mlx
+def test_a_step_costs_its_new_tokens():
+    with over(families.make("llama"), kv_cache_bytes=1 << 20) as lm:
+        prompt = list(range(30))
+        lm.batch_next_token_logprobs_sync([prompt] * 5)
+        assert lm.statistics().tokens_computed == 30
+        lm.batch_next_token_logprobs_sync([[*prompt, i] for i in range(20)])
+        assert lm.statistics().tokens_computed == 50
+        assert asyncio.run(lm.num_cached_tokens([*prompt, 3, 4])) == 31
+        lm.clear_cache()
+        assert lm.statistics().kv_bytes_used == 0
+
+
+@needs_mlx
+def test_slots_grow_as_they_are_used():
+    with over(families.make("llama"), kv_cache_bytes=1 << 30) as lm:
+        expected = lm.next_token_logprobs_uncached([1, 2, 3])
+        for start in range(60):
+            lm.next_token_logprobs_sync([start, *range(40)])
+        row = lm.next_token_logprobs_sync([1, 2, 3])
+        torch.testing.assert_close(row, expected, atol=1e-5, rtol=0)
+        long = [59, *range(40), 5]
+        row, whole = lm.next_token_logprobs_sync(long), lm.next_token_logprobs_uncached(long)
+        torch.testing.assert_close(row, whole, atol=1e-5, rtol=0)
+        assert lm._mlx.passes.store._kept[0][0].shape[0] < 5000
+
+
+@needs_mlx
+def test_a_tiny_budget_changes_no_row():
+    model = families.make("qwen3")
+    with over(model, kv_cache_bytes=60 * 256) as lm:
+        generator = random.Random(2)
+        contexts = [[1]] * 8
+        for _ in range(12):
+            contexts = [[*generator.choice(contexts), generator.randrange(90)] for _ in range(8)]
+            rows = lm.batch_next_token_logprobs_sync(contexts)
+            for row, context in zip(rows, contexts, strict=True):
+                torch.testing.assert_close(row, fresh_row(model, context), atol=1e-4, rtol=0)
+        lm._mlx.passes.tree.check_integrity()
+
+
+@needs_mlx
+def test_pinned_prompts_stay_and_too_long_ones_are_refused():
+    with over(families.make("llama"), kv_cache_bytes=41 * 256) as lm:
+        assert lm.kv_capacity == 40
+        lm.cache_kv(list(range(30)))
+        for start in range(40, 50):
+            lm.next_token_logprobs_sync([start, 1, 2, 3, 4])
+        assert asyncio.run(lm.num_cached_tokens([*range(30), 1])) == 30
+        with pytest.raises(CacheError, match="41 tokens does not fit"):
+            lm.cache_kv(list(range(41)))
+        lm.clear_kv_cache()
+        assert asyncio.run(lm.num_cached_tokens([*range(30), 1])) == 0
+
+
+@needs_mlx
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_models_keep_their_slots(bits):
+    import mlx.nn as nn
+
+    model = converted(wide_llama())
+    nn.quantize(model, group_size=32, bits=bits)
+    with AsyncMlxLM(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        assert lm.kv_reuse
+        contexts = random_contexts(10, seed=3)
+        rows = lm.batch_next_token_logprobs_sync([[*c, 5] for c in contexts + contexts[:3]])
+        for row, context in zip(rows, contexts, strict=False):
+            whole = lm.next_token_logprobs_uncached([*context, 5])
+            torch.testing.assert_close(row, whole, atol=1e-4, rtol=0)
+
+
+def wide_llama():
+    """A model whose matrices can be quantised in groups of 32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=families.VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+# -------------------------------------------------------------------- adapters
+
+
+def save_adapter(model, path, seed):
+    """Write an adapter as ``mlx_lm.lora`` does, and return the weights that it comes to."""
+    import mlx.core as mx
+
+    path.mkdir()
+    parameters = {"rank": 4, "scale": 5.0, "dropout": 0.0}
+    config = {"fine_tune_type": "lora", "num_layers": 2}
+    config["lora_parameters"] = {**parameters, "keys": ["self_attn.q_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(seed)
+    weights, merged = {}, {}
+    for number, layer in enumerate(model.model.layers):
+        base = layer.self_attn.q_proj.weight.detach()
+        a = torch.randn(base.shape[1], 4, generator=generator) * 0.3
+        b = torch.randn(4, base.shape[0], generator=generator) * 0.3
+        name = f"model.layers.{number}.self_attn.q_proj"
+        weights[f"{name}.lora_a"] = mx.array(a.numpy())
+        weights[f"{name}.lora_b"] = mx.array(b.numpy())
+        merged[f"{name}.weight"] = base + 5.0 * (a @ b).t()
+    mx.save_safetensors(str(path / "adapters.safetensors"), weights)
+    return merged
+
+
+@needs_mlx
+def test_adapters_by_name(tmp_path):
+    model = families.make("llama")
+    exact = {None: model}
+    for seed, name in enumerate("ab"):
+        merged = save_adapter(model, tmp_path / name, seed)
+        exact[name] = families.make("llama")
+        exact[name].load_state_dict(merged, strict=False)
+    contexts = random_contexts(6, seed=4)
+    with over(model, kv_cache_bytes=1 << 20) as lm:
+        for name in "ab":
+            lm.add_new_lora(tmp_path / name, name)
+
+        async def ask():
+            asked = [(c, name) for c in contexts for name in exact]
+            rows = await asyncio.gather(*(lm.next_token_logprobs(*pair) for pair in asked))
+            for row, (context, name) in zip(rows, asked, strict=True):
+                expected = fresh_row(exact[name], context)
+                torch.testing.assert_close(row, expected, atol=2e-4, rtol=0)
+
+        for _ in range(2):
+            asyncio.run(ask())
+        lm.cache_kv(contexts[0], "a")
+        whole = lm.next_token_logprobs_uncached(contexts[0], "a")
+        torch.testing.assert_close(whole, fresh_row(exact["a"], contexts[0]), atol=2e-4, rtol=0)
+        lm.remove_lora("a")
+        with pytest.raises(UnknownAdapterError):
+            lm.next_token_logprobs_sync([1], "a")
+        with pytest.raises(UnknownAdapterError):
+            lm.cache_kv([1], "a")
+        row = lm.next_token_logprobs_sync(contexts[1], "b")
+        torch.testing.assert_close(row, fresh_row(exact["b"], contexts[1]), atol=2e-4, rtol=0)
+
+
+@needs_mlx
+def test_adapters_that_cannot_be_loaded_leave_the_model_as_it_was(tmp_path):
+    model = families.make("llama")
+    save_adapter(model, tmp_path / "good", 0)
+
+    def broken(name, **changes):
+        save_adapter(model, tmp_path / name, 0)
+        path = tmp_path / name / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        return tmp_path / name
+
+    of_peft = broken("peft", peft_type="LORA")
+    whole = broken("full", fine_tune_type="full")
+    other = broken("rank", lora_parameters={"rank": 2, "scale": 1.0, "dropout": 0.0})
+    (tmp_path / "empty").mkdir()
+    with over(model) as lm:
+        expected = lm.next_token_logprobs_sync([1, 2, 3])
+        for path, reason in (
+            (of_peft, "an adapter of PEFT"),
+            (whole, "whole model's weights"),
+            (other, "does not match"),
+            (tmp_path / "empty", "adapter_config"),
+        ):
+            with pytest.raises(AdapterError, match=reason):
+                lm.add_new_lora(path, "x")
+            lm.clear_cache()
+            assert torch.equal(lm.next_token_logprobs_sync([1, 2, 3]), expected)
+
+
+# -------------------------------------------------------------------- loading
+
+
+@pytest.fixture
+def directory(tmp_path):
+    families.make("qwen2").save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=word_tokenizer()).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@needs_mlx
+def test_a_directory_of_transformers_is_loaded_with_its_own_rotary_positions(directory):
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = 37.0
+    (directory / "config.json").write_text(json.dumps(config))
+    from transformers import AutoModelForCausalLM
+
+    exact = AutoModelForCausalLM.from_pretrained(directory)
+    options = {"self_check": False, "kv_cache_bytes": 1 << 20}
+    with load_model_by_name(str(directory), backend="mlx", llm_opts=options) as lm:
+        for context in random_contexts(8, seed=5):
+            row = lm.next_token_logprobs_sync(context)
+            torch.testing.assert_close(row, fresh_row(exact, context), atol=1e-4, rtol=0)
+
+
+@needs_mlx
+def test_what_cannot_be_loaded_says_why(directory):
+    with pytest.raises(OptionTypeError, match="bach_size"):
+        AsyncMlxLM.from_name("/no/such/model", bach_size=3)
+    with pytest.raises(OptionError, match="kv_cache_bytes"):
+        AsyncMlxLM.from_name("/no/such/model", kv_cache_bytes=-1)
+    with pytest.raises(ModelNotFoundError):
+        AsyncMlxLM.from_name("/no/such/model")
+    with pytest.raises(UnsupportedModelError, match=r"mlx_lm\.load returns one"):
+        AsyncMlxLM("smollm2", word_tokenizer())
+    weights = directory / "model.safetensors"
+    weights.rename(directory / "pytorch_model.bin")
+    with pytest.raises(ModelNotFoundError, match=r"mlx_lm\.convert"):
+        AsyncMlxLM.from_name(str(directory))
+    (directory / "pytorch_model.bin").rename(weights)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "strange"}))
+    with pytest.raises((UnsupportedModelError, ModelNotFoundError), match="strange"):
+        AsyncMlxLM.from_name(str(directory))
+
+
+@needs_mlx
+def test_half_precision_on_a_cpu_is_said_to_be_slow():
+    import mlx.core as mx
+
+    if mx.default_device().type != mx.DeviceType.cpu:
+        pytest.skip("is for the CPU")
+    model = converted(families.make("llama"))
+    model.set_dtype(mx.bfloat16)
+    with pytest.warns(UserWarning, match="half precision"):
+        lm = AsyncMlxLM(model, word_tokenizer())
+    with lm:
+        assert lm.next_token_logprobs_sync([1, 2]).dtype is torch.float32
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with over(families.make("llama")):
+            pass
+
+
+def test_without_mlx_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(present, "is_present", lambda: False)
+    for use in (
+        lambda: AsyncMlxLM.from_name("gpt2"),
+        lambda: AsyncMlxLM(None, None),
+        lambda: load_model_by_name("gpt2", backend="mlx"),
+    ):
+        with pytest.raises(MissingExtraError, match=r"genlm-backend\[mlx\]"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("platform", "is_there", "expected"),
+    [("darwin", True, "mlx"), ("darwin", False, "hf"), ("linux", True, "hf")],
+)
+def test_it_is_the_default_on_macos(platform, is_there, expected, monkeypatch):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(present, "is_present", lambda: is_there)
+    assert default_backend() == expected
+
+
+@needs_mlx
+@pytest.mark.real
+@pytest.mark.timeout(300)
+def test_the_bundled_model_is_converted():
+    with load_model_by_name("smollm2", backend="mlx") as lm:
+        ids = lm.tokenizer.encode("The capital of France is")
+        row = lm.next_token_logprobs_sync(ids)
+        assert lm.byte_vocab[int(row.argmax())].byte_string == b" Paris"
+    with load_model_by_name("smollm2", backend="hf") as other:
+        expected = other.next_token_logprobs_sync(ids)
+        torch.testing.assert_close(row, expected, atol=2e-3, rtol=0)
