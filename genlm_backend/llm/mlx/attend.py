@@ -93,7 +93,7 @@ class Past:
 
         Args:
             num_new: ``Q``.
-            window: Number of tokens that one sees, itself included; ``None`` for all.
+            window: Number of tokens that one token sees, itself included; ``None`` for all.
             is_array: Whether an array is wanted where ``"causal"`` would do.
         """
         key = num_new, window, is_array
@@ -148,8 +148,8 @@ class SlotLayer:
         """Return the keys and values of all tokens, those before first: ``[B, heads, P + Q, dim]``.
 
         Args:
-            keys: Those of the new tokens: ``[B, heads, Q, dim]``.
-            values: The same.
+            keys: Keys of the new tokens: ``[B, heads, Q, dim]``.
+            values: Their values, as many.
         """
         self._new = keys, values
         if self._past.slots is None:
@@ -162,7 +162,7 @@ class SlotLayer:
         """Return the new tokens' keys and values, ``[n, heads, dim]`` each, without the padding.
 
         Args:
-            columns: Which of the ``B * Q`` columns are tokens; ``None`` for all.
+            columns: The ones of the ``B * Q`` columns that are tokens; ``None`` for all.
         """
         assert self._new is not None, "the model has not used this cache"
         found = []

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from genlm_backend.errors import ModelNotFoundError, UnsupportedModelError
-from genlm_backend.llm.bundled import is_bundled
 from genlm_backend.llm.loading import check_holds, load_tokenizer, resolve_name
 
 _FILES = ["*.json", "model*.safetensors", "*.py", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
@@ -47,10 +45,6 @@ class MlxLoader:
             UnsupportedModelError: (``ValueError``) If mlx-lm does not know its architecture.
         """
         path = resolve_name(self.name)
-        if is_bundled(self.name):
-            with tempfile.TemporaryDirectory() as folder:
-                _convert(path, folder)
-                return self._loaded(Path(folder))
         if not Path(path).is_dir():
             from huggingface_hub import snapshot_download
 
@@ -107,12 +101,3 @@ def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(local, Mapping) and "rope_theta" in local:
         found["rope_local_base_freq"] = local["rope_theta"]
     return {name: value for name, value in found.items() if config.get(name) is None}
-
-
-def _convert(path: str, folder: str) -> None:
-    """Write a model that transformers reads as safetensors, in float32."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    model.save_pretrained(folder)

@@ -97,7 +97,7 @@ class AsyncMlxLM(BatchedLM):
 
         Args:
             model_id: A repository on the hub or a local directory, in MLX's format or in that of
-                transformers with safetensors; or ``"smollm2"``, which is converted.
+                transformers with safetensors; or ``"smollm2"``.
             revision: Branch, tag or commit on the hub.
             trust_remote_code: Whether code that comes with the model may run.
             **kwargs: For the constructor.
@@ -117,8 +117,8 @@ class AsyncMlxLM(BatchedLM):
         from genlm_backend.llm.mlx.loader import MlxLoader
 
         loader = MlxLoader(str(model_id), named, is_trusted)
+        tokenizer = loader.tokenizer()
         with explained(model_id):
-            tokenizer = loader.tokenizer()
             model = loader.model()
         return cls(model, tokenizer, **kwargs)
 

@@ -51,6 +51,7 @@ class MlxRunner:
         return torch.from_numpy(np.array(logits))[: len(batch.output_rows)]
 
 
+@final
 class _Picked:
     """The positions of a pass behind which logits are wanted.
 

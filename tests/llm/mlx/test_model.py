@@ -326,7 +326,7 @@ def test_it_is_the_default_on_macos(platform, is_there, expected, monkeypatch):
 @needs_mlx
 @pytest.mark.real
 @pytest.mark.timeout(300)
-def test_the_bundled_model_is_converted():
+def test_the_bundled_model_is_loaded():
     with load_model_by_name("smollm2", backend="mlx") as lm:
         ids = lm.tokenizer.encode("The capital of France is")
         row = lm.next_token_logprobs_sync(ids)
