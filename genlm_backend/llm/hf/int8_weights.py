@@ -3,9 +3,10 @@
 A weight is a whole number of 8 bits times a scale, one for each output: ``scale = max|w| / 127``.
 Activations are rounded to 15 bits with a scale for each row, ``max|x| / 16256``, and taken apart
 into two digits of 8 bits, ``x = scale * (128 * high + low)``, so that both go through one product
-of whole numbers. That product is exact: a row depends on no other row of its batch. A scale for
-each row of activations and each output is that of LLM.int8() (arXiv:2208.07339, section 2.1); the
-second digit is there because one changes SmolLM2's rows visibly.
+of whole numbers. That product is exact, but for the last bit of sums beyond ``2**24``: but so, a
+row depends on no other row of its batch. A scale for each row of activations and each output is
+that of LLM.int8() (arXiv:2208.07339, section 2.1); the second digit is there because one changes
+SmolLM2's rows visibly.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from genlm_backend.compiled import compiled
-from genlm_backend.errors import OptionError, UnsupportedModelError
+from genlm_backend.errors import ModelStateError, OptionError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
 _LARGEST: Final = 127  # of a code
 _ZERO: Final = 128  # of a digit, which is unsigned
+_SMALLEST: Final = 1e-30  # that is more than nothing
 _MAX_WIDTH: Final = 1 << 16  # where sums of products fit into 32 bits
 
 
@@ -102,7 +104,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         largest = weight.abs().amax(1)
-        scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
+        scale = torch.where(largest < _SMALLEST, 1.0, largest / _LARGEST)
         codes = (weight / scale[:, None]).round_().to(torch.int8).contiguous()
         self._packed = torch.ops.onednn.qlinear_prepack(codes, None)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
@@ -112,8 +114,20 @@ class Int8Linear(nn.Module):
         for dim in (0, 1):
             self.register_buffer(f"sums_{dim}", codes.sum(dim, dtype=torch.int64))
 
+    def _save_to_state_dict(self, *args: Any) -> None:
+        raise ModelStateError(
+            "weights of 8 bits are not saved: save the model as it was, and load it with "
+            "weights='int8'"
+        )
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the products of the weight and of ``[…, in_features]``, plus the bias."""
+        """Return the products of the weight and of ``[…, in_features]``, plus the bias.
+
+        Raises:
+            TypeError: If the activations are not float32.
+        """
+        if input.dtype is not torch.float32:
+            raise TypeError(f"weights of 8 bits are for float32 activations, got {input.dtype}")
         rows = input.detach().reshape(-1, self.in_features).contiguous()
         num_rows = len(rows)
         digits = torch.empty((2 * num_rows, self.in_features), dtype=torch.uint8)

@@ -21,7 +21,7 @@ from genlm_backend.llm.mlx.adapters import MlxAdapters
 from genlm_backend.llm.mlx.attend import SlotAttend, WholeAttend
 from genlm_backend.llm.mlx.runner import MlxRunner
 from genlm_backend.llm.mlx.store import MlxStore
-from genlm_backend.llm.mlx.support import check_model, examine, is_half
+from genlm_backend.llm.mlx.support import check_model, evaluate_all, examine, is_half
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
 from genlm_backend.llm.scoring import Answer, Question
@@ -53,9 +53,11 @@ class MlxEvaluator(Evaluator):
     ) -> None:
         check_model(model)
         model.eval()
-        mx.eval(model.parameters())  # what is not computed yet belongs to this thread
-        self._runner, self._adapters = MlxRunner(model), MlxAdapters(model)
         self._is_metal = is_metal = mx.default_device().type == mx.DeviceType.gpu
+        if not is_metal:  # it would take a compiler, and write files beside the program
+            mx.disable_compile()
+        evaluate_all(model)
+        self._runner, self._adapters = MlxRunner(model), MlxAdapters(model)
         self.passes = Passes(
             cast(Any, self._runner),
             CostModel.on("mps" if is_metal else "cpu"),

@@ -101,5 +101,14 @@ def _projection(model: Any) -> tuple[Any, str]:
     for name, module in modules.items():
         if name.rpartition(".")[2] == "lm_head":
             return module, "__call__"
-    tables = [module for module in modules.values() if hasattr(module, "as_linear")]
-    return max(tables, key=lambda table: table.weight.shape[0], default=None), "as_linear"
+    tables = {name: module for name, module in modules.items() if hasattr(module, "as_linear")}
+    for name in list(tables):  # an adapter's table has the model's own within it
+        if any(name.startswith(f"{other}.") for other in tables):
+            del tables[name]
+    return max(tables.values(), key=_num_rows, default=None), "as_linear"
+
+
+def _num_rows(table: Any) -> int:
+    """Return how many tokens a table of embeddings has."""
+    own = table if hasattr(table, "weight") else table.embedding
+    return own.weight.shape[0]

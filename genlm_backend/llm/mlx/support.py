@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -52,6 +53,24 @@ def check_model(model: Any) -> None:
             f"{model!r:.80} is no language model of mlx-lm: mlx_lm.load returns one, and "
             "from_name takes a name"
         )
+
+
+def evaluate_all(model: Any) -> None:
+    """Compute every array of a model, those too that are none of its parameters.
+
+    What is not computed yet belongs to the thread that has asked for it, and no other can compute
+    it: weights that are loaded lazily, or tables of rotary frequencies.
+    """
+    for module in model.modules():
+        mx.eval(list(_arrays_in([*vars(module).values(), *module.values()])))
+
+
+def _arrays_in(value: Any) -> Iterator[mx.array]:
+    if isinstance(value, mx.array):
+        yield value
+    elif isinstance(value, (list, tuple)) or type(value) is dict:
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _arrays_in(part)
 
 
 def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:

@@ -12,6 +12,7 @@ from genlm_backend import AsyncReplicas, AsyncTransformer
 from genlm_backend.errors import (
     AdapterError,
     DeviceError,
+    ModelStateError,
     OptionError,
     PrefixFileError,
     UnsupportedModelError,
@@ -70,6 +71,27 @@ def test_what_is_no_number_disturbs_its_own_row_only(wrong):
     found = layer(rows)
     assert bool(found[1].isnan().all())
     assert torch.equal(found[[0, 2]], expected[[0, 2]])
+
+
+def test_what_it_cannot_do_is_refused():
+    layer = Int8Linear(torch.randn(5, 64), None)
+    for wrong in (torch.float64, torch.bfloat16, torch.int64):
+        with pytest.raises(TypeError, match="float32 activations"):
+            layer(torch.ones(2, 64).to(wrong))
+    with pytest.raises(ModelStateError, match="are not saved"):
+        layer.state_dict()
+    spoilt = torch.randn(3, 64)
+    spoilt[1, 2] = torch.nan
+    assert Int8Linear(spoilt, None)(torch.ones(1, 64)).isnan().tolist() == [[False, True, False]]
+
+
+@pytest.mark.parametrize("width", [512, 4096, 20_000])
+def test_rows_of_large_sums_depend_on_no_other_but_for_rounding(width):
+    generator = torch.Generator().manual_seed(0)
+    layer = Int8Linear(torch.rand(16, width, generator=generator), None)
+    rows = torch.rand(24, width, generator=generator)
+    alone = torch.stack([layer(row) for row in rows])
+    torch.testing.assert_close(layer(rows), alone, rtol=1e-6, atol=0)
 
 
 def with_rounded_weights(model):

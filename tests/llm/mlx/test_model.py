@@ -76,6 +76,59 @@ def test_a_step_costs_its_new_tokens():
 
 
 @needs_mlx
+@pytest.mark.parametrize("kind", ["llama3", "yarn", "longrope", "linear"])
+def test_tables_of_rotary_frequencies_are_computed_where_the_model_was_made(kind):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    if kind != "linear":
+        rope["original_max_position_embeddings"] = 64
+    config = {**families.COMMON, "max_position_embeddings": 512, "rope_parameters": rope}
+    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
+    with over(model, kv_cache_bytes=1 << 20) as lm:
+        for context in random_contexts(5, seed=6):
+            row, whole = (
+                ask(context)
+                for ask in (lm.next_token_logprobs_sync, lm.next_token_logprobs_uncached)
+            )
+            torch.testing.assert_close(row, whole, atol=1e-4, rtol=0)
+
+
+@needs_mlx
+def test_nothing_is_compiled_nor_written_beside_the_program(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with over(families.make("gemma")) as lm:
+        lm.next_token_logprobs_sync([1, 2])
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_mlx
+def test_an_adapter_of_embeddings_that_are_the_head_too(tmp_path):
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    model, changed = families.make("gemma"), converted(families.make("gemma"))
+    parameters = {"rank": 2, "scale": 3.0, "dropout": 0.0, "keys": ["model.embed_tokens"]}
+    linear_to_lora_layers(changed, 2, parameters)
+    flat = dict(tree_flatten(changed.parameters()))
+    made = {n: mx.random.normal(v.shape) * 0.1 for n, v in flat.items() if ".lora_" in n}
+    changed.load_weights(list(made.items()), strict=False)
+    config = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), made)
+    with over(model) as lm, AsyncMlxLM(changed, word_tokenizer()) as exact:
+        lm.add_new_lora(tmp_path, "a")
+        row = lm.next_token_logprobs_sync([1, 2, 3], "a")
+        expected = exact.next_token_logprobs_uncached([1, 2, 3])
+        torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+
+
+@needs_mlx
 def test_slots_grow_as_they_are_used():
     with over(families.make("llama"), kv_cache_bytes=1 << 30) as lm:
         expected = lm.next_token_logprobs_uncached([1, 2, 3])
