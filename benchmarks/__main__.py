@@ -61,10 +61,11 @@ def describe_machine(threads: int, device: str | None) -> str:
     return f"{model}, {threads} threads"
 
 
-def versions(peer: str | None) -> dict[str, str]:
+def versions(peer: str | None, backend: str | None) -> dict[str, str]:
     """The versions that matter."""
     found = {"Python": platform.python_version()}
-    for package in ("torch", "transformers"):
+    packages = ("mlx", "mlx-lm", "torch") if backend == "mlx" else ("torch",)
+    for package in (*packages, "transformers"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -78,6 +79,8 @@ def variants_of(workload: Workload, options: argparse.Namespace) -> list[str]:
     if workload.needs in python and not (python[workload.needs] or options.names):
         return []
     if workload.needs == "device" and not options.device:
+        return []
+    if workload.needs == "mlx" and options.backend != "mlx" and not options.names:
         return []
     without_peer = () if options.peer else workload.peers
     return [variant for variant in workload.variants if variant not in without_peer]
@@ -95,18 +98,22 @@ def run(options: argparse.Namespace) -> None:
     if unknown:
         raise SystemExit(f"no workload {min(unknown)!r}; there are {', '.join(WORKLOADS)}")
     path = options.output / RESULTS
-    names = options.names or list(WORKLOADS)
-    kept = read(path) if path.exists() and options.names else []
+    of_backend = [name for name in WORKLOADS if WORKLOADS[name].needs == options.backend]
+    chosen = options.names or (of_backend if options.backend else [])
+    names = chosen or list(WORKLOADS)
+    kept = read(path) if path.exists() and chosen else []
     kept = [line for line in kept if line["workload"] not in names]
     command = " ".join(["python -m benchmarks run", *options.names])
-    if options.peer and not options.names:
+    if options.backend:
+        command += f" --backend {options.backend}"
+    if options.peer and not chosen:
         command = "make bench"
     if options.rounds != DEFAULT_ROUNDS:
         option = "ROUNDS=" if command == "make bench" else "--rounds "
         command += f" {option}{options.rounds}"
     about = {
         "machine": describe_machine(options.threads, options.device),
-        "versions": versions(options.peer),
+        "versions": versions(options.peer, options.backend),
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
@@ -170,7 +177,7 @@ def report(options: argparse.Namespace) -> None:
 def list_workloads(options: argparse.Namespace) -> None:
     """Print every workload."""
     for name, workload in WORKLOADS.items():
-        option = {"vllm": "vllm-python", "clients": "clients-python"}.get(
+        option = {"vllm": "vllm-python", "clients": "clients-python", "mlx": "backend mlx"}.get(
             workload.needs or "", workload.needs
         )
         needs = f" (--{option})" if option else ""
@@ -189,6 +196,9 @@ def main() -> None:
             command.add_argument("names", nargs="*", help="workloads; all by default")
             command.add_argument("--quiet", action="store_true", help="show no progress")
             command.add_argument("--device", help="measure there, such as cuda")
+            command.add_argument(
+                "--backend", choices=["mlx"], help="measure only what is of this backend"
+            )
             command.add_argument("--peer", help="folder that holds genlm-backend 0.3.1")
             command.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
             command.add_argument("--clients-python", help="interpreter with genlm-control, llamppl")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import abc
 import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from genlm_backend.checks import absolute_path
-from genlm_backend.llm.batched import BatchedLM
 from genlm_backend.llm.context import Context
+from genlm_backend.llm.kv_caching import KVCachingLM
 from genlm_backend.llm.query import Query, TokenIds
 
 
-class PrefixKeepingLM(BatchedLM):
+class PrefixKeepingLM(KVCachingLM):
     """A model over an evaluator that writes keys and values into files, and reads them.
 
     Its arguments, and the errors that making one may raise, are those of ``BatchedLM``.
@@ -74,10 +73,6 @@ class PrefixKeepingLM(BatchedLM):
         context = self.contexts.check(self._call(load), self.max_length)
         self._is_kept(Query(context, adapter))
         return context
-
-    @abc.abstractmethod
-    def _is_kept(self, query: Query) -> None:
-        """Note that a context's keys and values are there now, on whatever thread."""
 
 
 def _check_writable(path: Path) -> None:

@@ -179,7 +179,11 @@ WHOLE = {
 
 def make(name, seed=0):
     """A model in float32 whose next token hangs on every token of its context."""
-    config = {**PER_TOKEN, **WHOLE}[name]()
+    return of({**PER_TOKEN, **WHOLE}[name](), seed)
+
+
+def of(config, seed=0):
+    """Such a model of a config."""
     torch.manual_seed(seed)
     model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():

@@ -13,13 +13,10 @@ from typing import Any, cast, final
 import torch
 
 from genlm_backend.cache import KVCacheDtype, KVLayout, KVStore, Match, TierName
-from genlm_backend.errors import (
-    CacheError,
-    OptionError,
-    QueryDroppedError,
-)
+from genlm_backend.errors import CacheError, OptionError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.llm.hf.attend import WholeAttend
+from genlm_backend.llm.hf.by_adapter import answers_by_adapter
 from genlm_backend.llm.hf.job import Asked, Found
 from genlm_backend.llm.hf.lora import Adapters
 from genlm_backend.llm.hf.mean_keys import mean_keys
@@ -188,18 +185,8 @@ class HFEvaluator(Evaluator):
 
     def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
         """Return one answer to each query or scoring, adapter by adapter."""
-        answers: dict[Question, Answer | Exception] = {}
         with frequent_switches():
-            for adapter in dict.fromkeys(query.adapter for query in queries):
-                own = [q for q in cast(Sequence[Asked], queries) if q.adapter == adapter]
-                try:
-                    with self._in_place(adapter):
-                        answers.update(zip(own, self._answers(own), strict=True))
-                except QueryDroppedError:  # nobody waits for any of them
-                    raise
-                except Exception as error:  # raised for their callers, and no others
-                    answers.update(dict.fromkeys(own, error))
-        return [answers[query] for query in queries]
+            return answers_by_adapter(queries, self._in_place, self._answers)
 
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None = None) -> Iterator[None]:

@@ -101,11 +101,9 @@ def _weights(model: Any) -> Iterator[torch.Tensor]:
                 is_module = isinstance(part, torch.nn.Module)
                 own = part.state_dict(keep_vars=True).values() if is_module else [part]
                 idle.update(map(id, own))
-    for module in model.modules():
-        passing = module._non_persistent_buffers_set  # made anew for each context, some of them
-        for name, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is not None and name not in passing and id(value) not in idle:
-                yield value
+    for value in model.state_dict(keep_vars=True).values():
+        if isinstance(value, torch.Tensor) and id(value) not in idle:
+            yield value
 
 
 def _settings(model: Any) -> list[tuple[str, list[Any]]]:

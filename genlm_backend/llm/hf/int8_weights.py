@@ -114,11 +114,13 @@ class Int8Linear(nn.Module):
         for dim in (0, 1):
             self.register_buffer(f"sums_{dim}", codes.sum(dim, dtype=torch.int64))
 
-    def _save_to_state_dict(self, *args: Any) -> None:
-        raise ModelStateError(
-            "weights of 8 bits are not saved: save the model as it was, and load it with "
-            "weights='int8'"
-        )
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:  # to be written somewhere, and not only looked at
+            raise ModelStateError(
+                "weights of 8 bits are not saved: save the model as it was, and load it with "
+                "weights='int8'"
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the products of the weight and of ``[…, in_features]``, plus the bias.

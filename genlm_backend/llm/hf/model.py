@@ -17,7 +17,7 @@ from genlm_backend.checks import (
     switch,
     thread_count,
 )
-from genlm_backend.errors import CacheError, ModelStateError, OptionError
+from genlm_backend.errors import ModelStateError, OptionError
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES
 from genlm_backend.llm.elsewhere.process import ProcessEvaluator
 from genlm_backend.llm.hf.evaluator import HFEvaluator
@@ -251,39 +251,5 @@ class AsyncTransformer(PrefixKeepingLM):
             raise ModelStateError("only a model of a process of its own can be restarted")
         self._info = self._call(self._hf.restart)
 
-    @property
-    def kv_reuse(self) -> bool:
-        """Whether keys and values are reused; where not, every context is run whole."""
-        return self._info.num_slots is not None
-
-    def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
-        """Compute a prompt now and keep its keys and values until a cache is cleared.
-
-        Caching is automatic, so nobody has to call this: it only keeps the prompt from being
-        evicted. Blocks the thread. Does nothing for models that run every context whole.
-
-        Raises:
-            CacheError: If the prompt does not fit into ``kv_cache_bytes``.
-        """
-        query = self._query(prompt_tokens, lora_name)
-        self._before_wait()
-
-        def pin() -> bool:
-            self._adapters.check(query)
-            return self._hf.pin(query)
-
-        if not self._call(pin) and self.kv_reuse:
-            raise CacheError(
-                f"a prompt of {len(query.context)} tokens does not fit into the "
-                f"{self.kv_capacity} tokens of kv_cache_bytes that are not pinned"
-            )
-
     def _is_kept(self, query: Query) -> None:
         pass  # the evaluator knows
-
-    def clear_kv_cache(self) -> None:
-        """Forget every cached key and value, pinned ones too. No answer changes by it.
-
-        Comes after the batch that is being evaluated, for which the calling thread waits.
-        """
-        self._clear_kept()

@@ -86,8 +86,16 @@ class MlxAdapters:
 
 
 def _changed(own: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Return the names of modules that others have taken the place of."""
-    return [name for name, module in own.items() if found.get(name) is not module]
+    """Return the names of modules that others have taken the place of, the outermost of them."""
+    changed = {name for name, module in own.items() if found.get(name) is not module}
+    return [name for name in changed if not changed.intersection(_around(name))]
+
+
+def _around(name: str) -> Iterator[str]:
+    """Return the names of the modules that one is within."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _folder(path: str) -> Path:

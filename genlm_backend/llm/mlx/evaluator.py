@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast, final
 
 import mlx.core as mx
 import torch
 
 from genlm_backend.cache import TierName
-from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
-from genlm_backend.llm.hf.job import Asked
+from genlm_backend.llm.hf.by_adapter import answers_by_adapter
 from genlm_backend.llm.hf.memory import cpu_budget
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.plan import CostModel
 from genlm_backend.llm.mlx.adapters import MlxAdapters
-from genlm_backend.llm.mlx.attend import SlotAttend, WholeAttend
+from genlm_backend.llm.mlx.attend import WholeAttend
 from genlm_backend.llm.mlx.runner import MlxRunner
 from genlm_backend.llm.mlx.store import MlxStore
 from genlm_backend.llm.mlx.support import check_model, evaluate_all, examine, is_half
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 _CPU: Final = torch.device("cpu")
 _METAL_FRACTION: Final = 0.5
+
+_turn = threading.Lock()
+"""Held by who computes: a pass changes modules of its model for as long as it takes, and several
+evaluators may be over one model."""
 
 
 @final
@@ -79,7 +84,8 @@ class MlxEvaluator(Evaluator):
     def open(self) -> EvaluatorInfo:
         """Find out what the model can do by a few tiny passes, and make room for what is kept."""
         runner = self._runner
-        support = examine(runner, self._max_length)
+        with _turn:
+            support = examine(runner, self._max_length)
         whole: Any = WholeAttend()
         self.passes.pads = support.pads
         self.passes.attend_whole = whole
@@ -90,7 +96,7 @@ class MlxEvaluator(Evaluator):
             budget = _default_budget() if self._wanted_bytes is None else self._wanted_bytes
             num_slots = max(0, budget // per_slot - 1)
             store: Any = MlxStore(support.shapes, num_slots)
-            attend: Any = SlotAttend(store)
+            attend: Any = support.way.over(store)
             self.passes.keep(store, num_slots, attend)
             self.passes.attend_whole = whole
             self._budget = budget
@@ -114,22 +120,18 @@ class MlxEvaluator(Evaluator):
 
     def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
         """Return one answer to each query or scoring, adapter by adapter."""
-        answers: dict[Question, Answer | Exception] = {}
         with frequent_switches():
-            for adapter in dict.fromkeys(query.adapter for query in queries):
-                own = [q for q in cast(Sequence[Asked], queries) if q.adapter == adapter]
-                try:
-                    with self._adapters.in_place(adapter):
-                        answers.update(zip(own, self.passes.evaluate(own), strict=True))
-                except QueryDroppedError:  # nobody waits for any of them
-                    raise
-                except Exception as error:  # raised for their callers, and no others
-                    answers.update(dict.fromkeys(own, error))
-        return [answers[query] for query in queries]
+            return answers_by_adapter(queries, self._in_place, self.passes.evaluate)
+
+    @contextlib.contextmanager
+    def _in_place(self, adapter: Adapter | None) -> Iterator[None]:
+        """Let the model compute with an adapter, or as it came, and nobody else meanwhile."""
+        with _turn, self._adapters.in_place(adapter):
+            yield
 
     def evaluate_whole(self, query: Query) -> Row:
         """Return the row of a context run whole and alone, past whatever is kept."""
-        with self._adapters.in_place(query.adapter):
+        with self._in_place(query.adapter):
             (row,) = self.passes.whole([query])
         return cast(Row, row)
 
@@ -152,7 +154,7 @@ class MlxEvaluator(Evaluator):
 
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
-        with self._adapters.in_place(query.adapter):
+        with self._in_place(query.adapter):
             self.passes.evaluate([query])
         match = self.passes.match(query, len(query.context))
         if match.num_tokens < len(query.context):
@@ -169,7 +171,8 @@ class MlxEvaluator(Evaluator):
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
         """Load an adapter in mlx-lm's format, and try it by a tiny pass."""
-        self._adapters.load(adapter, path)
+        with _turn:
+            self._adapters.load(adapter, path)
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Let go of an adapter, and free all slots."""

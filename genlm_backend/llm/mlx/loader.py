@@ -67,31 +67,46 @@ class MlxLoader:
                 model_config=told_flat(config),
                 trust_remote_code=self.trust_remote_code,
             )
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, SystemExit) as error:  # Olmo's needs another package
             kind = config.get("model_type")
             raise UnsupportedModelError(
                 f"mlx-lm does not load {self.name!r} (model_type {kind!r}): {error}"
             ) from error
+        give_windows(model, config)
         return model
 
 
 def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config says of rotary positions in the words that mlx-lm reads.
+    """Return what a config says in other words than mlx-lm reads, in those that it does.
 
-    Since release 5, transformers writes all of it into ``rope_parameters``, which mlx-lm leaves
-    unread for many models: their positions would be turned at the default speed.
+    Since release 5, transformers writes all of rotary positions into ``rope_parameters``, which
+    mlx-lm leaves unread for many models: their positions would be turned at the default speed. And
+    it leaves out some entries that others imply.
     """
+    found = {**_rotary(config), **_implied(config)}
+    return {name: value for name, value in found.items() if config.get(name) is None}
+
+
+def _implied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what some models of mlx-lm need and others of their config's entries say."""
+    pairs = {"n_ctx": "n_positions", "num_experts": "num_local_experts"}
+    return {name: config[other] for name, other in pairs.items() if other in config}
+
+
+def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``rope_parameters`` says, in the words of before."""
     parameters = config.get("rope_parameters")
-    found: dict[str, Any] = {}
     if not isinstance(parameters, Mapping):
-        return found
+        return {}
     flat = parameters.get("full_attention", parameters)
     if not isinstance(flat, Mapping):
-        return found
+        return {}
+    found: dict[str, Any] = {}
     if "rope_theta" in flat:
-        found["rope_theta"] = flat["rope_theta"]
+        found["rope_theta"] = found["rotary_emb_base"] = flat["rope_theta"]
     if "partial_rotary_factor" in flat:
-        found["partial_rotary_factor"] = flat["partial_rotary_factor"]
+        factor = flat["partial_rotary_factor"]
+        found["partial_rotary_factor"] = found["rotary_pct"] = factor
     if flat.get("rope_type", "default") != "default":
         found["rope_scaling"] = {k: v for k, v in flat.items() if k != "rope_theta"}
     kinds = config.get("layer_types")
@@ -100,4 +115,25 @@ def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
     local = parameters.get("sliding_attention")
     if isinstance(local, Mapping) and "rope_theta" in local:
         found["rope_local_base_freq"] = local["rope_theta"]
-    return {name: value for name, value in found.items() if config.get(name) is None}
+    return found
+
+
+def give_windows(model: Any, config: Mapping[str, Any]) -> None:
+    """Let every layer of a Mistral have the window that its config names.
+
+    mlx-lm evaluates Mistral by its Llama, which has windows for some layers of a model, but reads
+    none from the config of a model in which all have one.
+
+    Args:
+        model: What mlx-lm has loaded.
+        config: Its config.
+    """
+    window = config.get("sliding_window")
+    inner: Any = getattr(model, "model", None)
+    if config.get("model_type") != "mistral" or window is None or "layer_types" in config:
+        return
+    if type(inner).__module__ != "mlx_lm.models.llama" or inner.swa_idx is not None:
+        return
+    inner.sliding_window, inner.swa_idx = window, 0
+    for layer in inner.layers:
+        layer.use_sliding = True

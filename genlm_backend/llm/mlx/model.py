@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 import torch
 
 from genlm_backend.checks import Check, byte_count, checked, optional, switch, text
-from genlm_backend.errors import CacheError
-from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES
+from genlm_backend.llm.kv_caching import KVCachingLM
 from genlm_backend.llm.loading import explained
 from genlm_backend.llm.mlx.present import check_present
-from genlm_backend.llm.query import TokenIds
+from genlm_backend.llm.query import Query, TokenIds
 from genlm_backend.llm.row import Row
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @final
-class AsyncMlxLM(BatchedLM):
+class AsyncMlxLM(KVCachingLM):
     """A language model of mlx-lm, batched and cached, on Apple silicon or on a CPU.
 
     All concurrent awaits become padded batched forward passes on one worker thread, which alone
@@ -51,7 +51,7 @@ class AsyncMlxLM(BatchedLM):
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
-        **BatchedLM.option_checks,
+        **KVCachingLM.option_checks,
         "kv_cache_bytes": optional(byte_count),
     }
 
@@ -129,35 +129,8 @@ class AsyncMlxLM(BatchedLM):
         """The model as it was given; ``None`` after ``close()``."""
         return self._mlx.model
 
-    @property
-    def kv_reuse(self) -> bool:
-        """Whether keys and values are reused; where not, every context is run whole."""
-        return self._info.num_slots is not None
-
-    def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
-        """Compute a prompt now and keep its keys and values until a cache is cleared.
-
-        Caching is automatic, so nobody has to call this: it only keeps the prompt from being
-        evicted. Blocks the thread. Does nothing for models that run every context whole.
-
-        Raises:
-            CacheError: If the prompt does not fit into ``kv_cache_bytes``.
-        """
-        query = self._query(prompt_tokens, lora_name)
-
-        def pin() -> bool:
-            self._adapters.check(query)
-            return self._mlx.pin(query)
-
-        if not self._call(pin) and self.kv_reuse:
-            raise CacheError(
-                f"a prompt of {len(query.context)} tokens does not fit into the "
-                f"{self.kv_capacity} tokens of kv_cache_bytes that are not pinned"
-            )
-
-    def clear_kv_cache(self) -> None:
-        """Forget every cached key and value, pinned ones too. No answer changes by it."""
-        self._clear_kept()
+    def _is_kept(self, query: Query) -> None:
+        pass  # the evaluator knows
 
     def next_token_logprobs_uncached(
         self, token_ids: TokenIds, lora_name: str | None = None

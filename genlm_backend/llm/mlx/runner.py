@@ -38,9 +38,11 @@ class MlxRunner:
         They are in the processor's memory.
         """
         batch = pack(spans)
-        layers = attend.layers(batch)
         picked = _Picked(batch.input_ids.shape, batch.output_rows, batch.output_columns)
-        with picked.before_projection(self.model):
+        with (
+            attend.attending(batch, self.model) as layers,
+            picked.before_projection(self.model),
+        ):
             logits = self.model(mx.array(batch.input_ids.numpy()), cache=layers)
         logits = logits[0] if picked.is_done else picked.of(logits)
         logits = logits.astype(mx.float32)

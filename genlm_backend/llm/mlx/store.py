@@ -41,6 +41,7 @@ class LayerShape:
 class MlxStore:
     """Keys and values of every slot, in every layer.
 
+    Each head has the slots one after another, so that a stretch of them is read where it lies.
     The arrays grow as slots are first written, so that an unused budget takes no memory.
 
     Args:
@@ -64,14 +65,24 @@ class MlxStore:
             [_zeros(rows, shape, of_keys) for of_keys in (True, False)] for shape in shapes
         ]
 
-    def read(self, layer: int, slots: mx.array) -> tuple[mx.array, mx.array]:
-        """Return keys and values of some slots: ``[B, heads, P, dim]`` each.
+    def read(self, layer: int, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
+        """Return keys and values of some slots: ``[heads, n, dim]`` each.
+
+        Args:
+            layer: The layer's index.
+            slots: Which: ``[n]``, or a slice, of which they are views.
+        """
+        keys, values = (kept[:, slots] for kept in self._kept[layer])
+        return keys, values
+
+    def read_rows(self, layer: int, slots: mx.array) -> tuple[mx.array, mx.array]:
+        """Return copies of the keys and values of some slots: ``[B, heads, P, dim]`` each.
 
         Args:
             layer: The layer's index.
             slots: Which: ``[B, P]``.
         """
-        keys, values = (kept[slots].transpose(0, 2, 1, 3) for kept in self._kept[layer])
+        keys, values = (kept[:, slots].swapaxes(0, 1) for kept in self._kept[layer])
         return keys, values
 
     def write(self, slots: np.ndarray, new: Sequence[tuple[mx.array, mx.array]]) -> None:
@@ -79,34 +90,35 @@ class MlxStore:
 
         Args:
             slots: Where each token goes: ``[n]``.
-            new: By layer, its keys and its values: ``[n, heads, dim]`` each, evaluated. Nothing
+            new: By layer, its keys and its values: ``[heads, n, dim]`` each, evaluated. Nothing
                 else may hold the arrays of the store meanwhile, or all of them would be copied.
         """
         self._make_room(int(slots.max()) + 1)
-        places = mx.array(slots)
+        is_stretch = bool((np.diff(slots) == 1).all())
+        places: Any = slice(int(slots[0]), int(slots[-1]) + 1) if is_stretch else mx.array(slots)
         for kept, rows in zip(self._kept, new, strict=True):
             for number, of_tokens in enumerate(rows):
-                kept[number][places] = of_tokens
+                kept[number][:, places] = of_tokens
         mx.eval(self._kept)
 
     def is_finite(self, slots: Sequence[int]) -> bool:
         """Return whether no key and no value of these slots is infinite or NaN."""
         places = mx.array(np.asarray(slots, np.int32))
         return all(
-            bool(mx.isfinite(part[places]).all().item()) for kept in self._kept for part in kept
+            bool(mx.isfinite(part[:, places]).all().item()) for kept in self._kept for part in kept
         )
 
     def _make_room(self, num_rows: int) -> None:
-        present = self._kept[0][0].shape[0]
+        present = self._kept[0][0].shape[1]
         if num_rows <= present:
             return
         more = min(self._num_rows, max(num_rows, 2 * present)) - present
         for kept, shape in zip(self._kept, self.shapes, strict=True):
             for number in (0, 1):  # one by one, so that little is there twice
-                kept[number] = mx.concatenate([kept[number], _zeros(more, shape, number == 0)])
+                kept[number] = mx.concatenate([kept[number], _zeros(more, shape, number == 0)], 1)
                 mx.eval(kept[number])
 
 
 def _zeros(num_rows: int, shape: LayerShape, of_keys: bool) -> mx.array:
     dim = shape.key_dim if of_keys else shape.value_dim
-    return mx.zeros((num_rows, shape.num_heads, dim), shape.dtype)
+    return mx.zeros((shape.num_heads, num_rows, dim), shape.dtype)

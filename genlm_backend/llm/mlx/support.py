@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from genlm_backend.cache import Run
-from genlm_backend.errors import UnsupportedModelError
+from genlm_backend.errors import ModelStateError, UnsupportedModelError
 from genlm_backend.llm.hf.packing import Span
-from genlm_backend.llm.mlx.attend import MlxAttend, ShapeLayer, SlotAttend, WholeAttend
+from genlm_backend.llm.mlx.attend import WAYS, GatherAttend, MlxAttend, ShapeLayer, Way, WholeAttend
 from genlm_backend.llm.mlx.runner import MlxRunner
 from genlm_backend.llm.mlx.store import LayerShape, MlxStore
 
@@ -26,6 +26,7 @@ _PROBE_LENGTH: Final = 12
 _SHARE_OF_SPREAD: Final = 0.02
 _ROUNDING: Final = {mx.float32: 1e-4}
 _DEFAULT_ROUNDING: Final = 0.05
+_GATHERED: Final = Way(GatherAttend, GatherAttend)
 
 
 @final
@@ -36,12 +37,14 @@ class MlxSupport:
     Attributes:
         vocab_size: Width of its logits.
         shapes: Shapes of the keys and values of its layers; none where it runs contexts whole.
+        way: The way to attend to them that gives the model's own rows.
         reason: Why it does; empty where it does not.
         pads: Whether contexts that are run whole may be padded beside longer ones.
     """
 
     vocab_size: int
     shapes: tuple[LayerShape, ...] = ()
+    way: Way = _GATHERED
     reason: str = ""
     pads: bool = True
 
@@ -102,11 +105,17 @@ def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     beside = _rows(runner, [long, short], WholeAttend())
     pads = max(map(_distance, beside, whole)) <= tolerance
     shapes, reason = _shapes(runner.model)
-    if shapes:
-        difference, reason = _difference(runner, shapes, long, short, whole)
-        if not reason and difference > tolerance:
-            reason = f"rows from cached keys and values differ by {difference:.2g} from whole ones"
-    return MlxSupport(vocab_size, () if reason else shapes, reason, pads)
+    if not shapes:
+        return MlxSupport(vocab_size, reason=reason, pads=pads)
+    for way in WAYS:
+        difference, reason = _difference(runner, shapes, way, long, short, whole)
+        if not reason and difference <= tolerance:
+            return MlxSupport(vocab_size, shapes, way, pads=pads)
+        reason = reason or (
+            f"rows from cached keys and values differ by {difference:.2g} from whole ones"
+        )
+        logger.debug("%s: %s", type(runner.model).__name__, reason)
+    return MlxSupport(vocab_size, reason=reason, pads=pads)
 
 
 def _length(model: Any) -> int:
@@ -135,13 +144,14 @@ def _shapes(model: Any) -> tuple[tuple[LayerShape, ...], str]:
 def _difference(
     runner: MlxRunner,
     shapes: tuple[LayerShape, ...],
+    way: Way,
     long: list[int],
     short: list[int],
     whole: list[torch.Tensor],
 ) -> tuple[float, str]:
     """Return the largest distance of rows from slots, in two steps, or why there are none."""
     size = len(long) + len(short)
-    attend = SlotAttend(MlxStore(shapes, size + 2))
+    attend = way.probing(MlxStore(shapes, size + 2))
     long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
     first = [Span(long[:-2], (), long_slots[:-2]), Span(short[:1], (), short_slots[:1])]
     last = len(short) - 2
@@ -154,7 +164,7 @@ def _difference(
             Span(long[-2:], pasts[0], range(size + 1, size + 3), (1,)),
         ]
         rows = runner.forward(second, attend).log_softmax(-1)
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
+    except (TypeError, ValueError, AttributeError, IndexError, ModelStateError) as error:
         logger.debug("%s runs on no slots", type(runner.model).__name__, exc_info=error)
         return 0.0, f"it does not run on foreign caches: {error!r}"
     return max(map(_distance, rows, (whole[0], whole[1], whole[0]))), ""

@@ -11,7 +11,7 @@ import torch
 from genlm_backend.batching import Asking, BatchPolicy
 from genlm_backend.cache import KVCacheDtype
 from genlm_backend.checks import Check, checked, instance, integer, listed, number
-from genlm_backend.errors import CacheError, ModelStateError
+from genlm_backend.errors import ModelStateError
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES
 from genlm_backend.llm.elsewhere.on_ray import RayEvaluator, connect
 from genlm_backend.llm.elsewhere.process import ProcessEvaluator
@@ -20,7 +20,7 @@ from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader, Weights
 from genlm_backend.llm.hf.model import AsyncTransformer
 from genlm_backend.llm.loading import explained
 from genlm_backend.llm.prefix_keeping import PrefixKeepingLM
-from genlm_backend.llm.query import Query, TokenIds
+from genlm_backend.llm.query import Query
 from genlm_backend.llm.replicas.distributor import Distributor
 from genlm_backend.llm.replicas.replica import Replica
 from genlm_backend.llm.replicas.replica_set import ReplicaSet
@@ -301,28 +301,8 @@ class AsyncReplicas(PrefixKeepingLM):
 
     # ---------------------------------------------------------------- keys and values
 
-    def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
-        """Compute a prompt on every replica and keep its keys and values until a cache is cleared.
-
-        Blocks the thread.
-
-        Raises:
-            CacheError: If the prompt does not fit into the slots of one of them.
-        """
-        query = self._query(prompt_tokens, lora_name)
-        if not self._call(lambda: self._set.pin(query)) and self._info.num_slots is not None:
-            raise CacheError(
-                f"a prompt of {len(query.context)} tokens does not fit into the slots of a "
-                "replica that are not pinned"
-            )
-        self._distributor.sent_to_all(query)
-
     def _is_kept(self, query: Query) -> None:
         self._distributor.sent_to_all(query)
-
-    def clear_kv_cache(self) -> None:
-        """Forget every cached key and value on all replicas. No answer changes by it."""
-        self._clear_kept()
 
 
 def _placed(loader: HFLoader, count: int, hf_opts: Mapping[str, Any]) -> list[HFLoader]:

@@ -30,15 +30,39 @@ from tests.llm.mlx import converted
 pytestmark = [pytest.mark.mlx, pytest.mark.filterwarnings("ignore")]
 needs_mlx = pytest.mark.skipif(not present.is_present(), reason="needs MLX")
 
-# Of Mistral, Gemma 2 and StarCoder 2, mlx-lm leaves the windows out, and its Gemma approximates
-# its activations in another way.
+MORE = {
+    # Gemma 3 of this width: mlx-lm rounds the root of it to bfloat16.
+    "gemma3": lambda: families._config(
+        "Gemma3TextConfig",
+        hidden_size=64,
+        head_dim=8,
+        sliding_window=5,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "olmo2": lambda: families._config("Olmo2Config"),
+    "olmo3": lambda: families._config(
+        "Olmo3Config",
+        sliding_window=5,
+        num_hidden_layers=3,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}
+
+# Of Gemma 2 and StarCoder 2, mlx-lm leaves the windows out, and its Gemma computes an activation
+# exactly that transformers approximates.
 TOLERANCES = {
     **dict.fromkeys(
         ["llama", "qwen2", "qwen3", "deepseek-v3", "mixtral", "cohere", "granite", "stablelm"], 1e-4
     ),
+    **dict.fromkeys(["mistral-sliding", "gemma3", "olmo2", "olmo3", "qwen3-moe"], 1e-4),
     **dict.fromkeys(["phi", "gptj", "mamba"], 1e-4),
     "gemma": 5e-3,
 }
+
+
+def make(name):
+    return families.of(MORE[name]()) if name in MORE else families.make(name)
 
 
 def over(model, **options):
@@ -48,7 +72,7 @@ def over(model, **options):
 @needs_mlx
 @pytest.mark.parametrize("name", TOLERANCES)
 def test_rows_of_any_history_are_those_of_transformers(name):
-    model, generator = families.make(name), random.Random(0)
+    model, generator = make(name), random.Random(0)
     with over(model, kv_cache_bytes=1 << 20) as lm:
         assert lm.kv_reuse is (name != "mamba")
         contexts = random_contexts(12, seed=1)
@@ -139,7 +163,7 @@ def test_slots_grow_as_they_are_used():
         long = [59, *range(40), 5]
         row, whole = lm.next_token_logprobs_sync(long), lm.next_token_logprobs_uncached(long)
         torch.testing.assert_close(row, whole, atol=1e-5, rtol=0)
-        assert lm._mlx.passes.store._kept[0][0].shape[0] < 5000
+        assert lm._mlx.passes.store._kept[0][0].shape[1] < 5000
 
 
 @needs_mlx
@@ -338,6 +362,14 @@ def test_what_cannot_be_loaded_says_why(directory):
 
 
 @needs_mlx
+def test_an_architecture_whose_module_ends_the_interpreter_is_refused(directory):
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "model_type": "olmo"}))
+    with pytest.raises(UnsupportedModelError, match="olmo"):
+        AsyncMlxLM.from_name(str(directory))
+
+
+@needs_mlx
 def test_half_precision_on_a_cpu_is_said_to_be_slow():
     import mlx.core as mx
 
@@ -386,4 +418,4 @@ def test_the_bundled_model_is_loaded():
         assert lm.byte_vocab[int(row.argmax())].byte_string == b" Paris"
     with load_model_by_name("smollm2", backend="hf") as other:
         expected = other.next_token_logprobs_sync(ids)
-        torch.testing.assert_close(row, expected, atol=2e-3, rtol=0)
+        torch.testing.assert_close(row, expected, atol=2e-4, rtol=0)

@@ -1,8 +1,8 @@
-"""From slots to what a model of mlx-lm takes for its caches."""
+"""GatherAttend: every row's past is copied out of its slots, side by side."""
 
 from __future__ import annotations
 
-import abc
+import contextlib
 from typing import Any, final
 
 import mlx.core as mx
@@ -10,62 +10,45 @@ import numpy as np
 
 from genlm_backend.cache.slots import PADDING_SLOT
 from genlm_backend.llm.hf.packing import PackedBatch
-from genlm_backend.llm.mlx.store import LayerShape, MlxStore
-
-
-class MlxAttend(abc.ABC):
-    """A way for the new tokens of a forward pass to attend to those before them."""
-
-    @abc.abstractmethod
-    def layers(self, batch: PackedBatch) -> list[Any] | None:
-        """Return what the model takes for its caches, one for each, or ``None`` for none."""
-
-    @abc.abstractmethod
-    def keep(self, batch: PackedBatch, layers: list[Any] | None) -> None:
-        """Keep the new tokens' keys and values, once the pass has been evaluated."""
+from genlm_backend.llm.mlx.attend.base import MlxAttend, SlotLayer, as_caches, keep_new
+from genlm_backend.llm.mlx.store import MlxStore
 
 
 @final
-class WholeAttend(MlxAttend):
-    """Attends to the new tokens alone: there are none before them, and nothing is kept."""
-
-    def layers(self, batch: PackedBatch) -> None:
-        """Return ``None``."""
-
-    def keep(self, batch: PackedBatch, layers: list[Any] | None) -> None:
-        """Do nothing."""
-
-
-@final
-class SlotAttend(MlxAttend):
-    """Attends to the tokens before the new ones in the slots of a store.
+class GatherAttend(MlxAttend):
+    """Attends to a copy of each row's past in the slots of a store, beside the new tokens.
 
     Args:
         store: The store.
+        by_group: Whether masks are for scores of five dimensions, in which the heads that share a
+            head of keys have one of their own.
     """
 
-    def __init__(self, store: MlxStore) -> None:
-        self._store = store
+    def __init__(self, store: MlxStore, by_group: bool = False) -> None:
+        self._store, self._by_group = store, by_group
 
-    def layers(self, batch: PackedBatch) -> list[Any]:
-        """Return a layer for each that the store has."""
-        past = Past(batch)
-        return [SlotLayer(self._store, number, past) for number in range(len(self._store.shapes))]
+    def attending(
+        self, batch: PackedBatch, model: Any
+    ) -> contextlib.AbstractContextManager[list[Any] | None]:
+        """Yield a layer for each that the store has."""
+        past = _Past(batch, self._by_group)
+        layers: list[Any] = [
+            _GatheredLayer(self._store, i, past) for i in range(len(self._store.shapes))
+        ]
+        return as_caches(layers)
 
     def keep(self, batch: PackedBatch, layers: list[Any] | None) -> None:
         """Write keys and values of the new tokens into the slots that the batch names."""
-        columns = None if batch.new_columns is None else mx.array(batch.new_columns.numpy())
-        new = [layer.taken(columns) for layer in layers or ()]
-        mx.eval(new)
-        self._store.write(batch.new_slots.numpy(), new)
+        keep_new(self._store, batch, layers)
 
 
 @final
-class Past:
+class _Past:
     """The tokens before the new ones of a batch: where they are, and who sees which.
 
     Args:
         batch: The batch, of ``B`` rows padded to ``Q`` new tokens on the right.
+        by_group: As for ``GatherAttend``.
 
     Attributes:
         slots: Slots of the tokens, padded on the right to ``P``: ``[B, P]``; ``None`` where no row
@@ -73,7 +56,7 @@ class Past:
         offset: Number of them in each row: ``[B]``, or one number for all.
     """
 
-    def __init__(self, batch: PackedBatch) -> None:
+    def __init__(self, batch: PackedBatch, by_group: bool) -> None:
         self._lengths = np.array([span.num_past for span in batch.spans], np.int32)
         longest = int(self._lengths.max())
         slots = np.full((len(batch.spans), longest), PADDING_SLOT, np.int32)
@@ -84,6 +67,7 @@ class Past:
                 start += run.num_tokens
         is_even = bool((self._lengths == longest).all())
         self._is_even, self._longest = is_even, longest
+        self._axes = (1, 2) if by_group else (1,)
         self.slots = mx.array(slots) if longest else None
         self.offset: int | mx.array = longest if is_even else mx.array(self._lengths)
         self._masks: dict[tuple[int, int | None, bool], Any] = {}
@@ -115,23 +99,16 @@ class Past:
         seen = is_there[:, None, :] & (distance >= 0)
         if window is not None:
             seen &= distance < window
-        visible: Any = seen[:, None]
-        return mx.array(visible)
+        return mx.array(np.expand_dims(seen, self._axes))
 
 
 @final
-class SlotLayer:
-    """What a model takes for one of its caches, for one forward pass.
+class _GatheredLayer(SlotLayer):
+    """One layer: keys and values of the tokens before come out beside the new ones."""
 
-    Args:
-        store: What has the keys and values of the tokens before.
-        number: Number of the layer in it.
-        past: Which tokens those are.
-    """
-
-    def __init__(self, store: MlxStore, number: int, past: Past) -> None:
-        self._store, self._number, self._past = store, number, past
-        self._new: tuple[mx.array, mx.array] | None = None
+    def __init__(self, store: MlxStore, number: int, past: _Past) -> None:
+        super().__init__(store, number)
+        self._past = past
 
     @property
     def offset(self) -> int | mx.array:
@@ -151,41 +128,9 @@ class SlotLayer:
             keys: Keys of the new tokens: ``[B, heads, Q, dim]``.
             values: Their values, as many.
         """
-        self._new = keys, values
+        self.new = keys, values
         if self._past.slots is None:
             return keys, values
-        before = self._store.read(self._number, self._past.slots)
-        joined = [mx.concatenate([*pair], 2) for pair in zip(before, self._new, strict=True)]
+        before = self.store.read_rows(self.number, self._past.slots)
+        joined = [mx.concatenate([*pair], 2) for pair in zip(before, self.new, strict=True)]
         return joined[0], joined[1]
-
-    def taken(self, columns: mx.array | None) -> tuple[mx.array, mx.array]:
-        """Return the new tokens' keys and values, ``[n, heads, dim]`` each, without the padding.
-
-        Args:
-            columns: The ones of the ``B * Q`` columns that are tokens; ``None`` for all.
-        """
-        assert self._new is not None, "the model has not used this cache"
-        found = []
-        for states in self._new:
-            _, num_heads, _, dim = states.shape
-            rows = states.transpose(0, 2, 1, 3).reshape(-1, num_heads, dim)
-            found.append(rows if columns is None else rows[columns])
-        return found[0], found[1]
-
-
-@final
-class ShapeLayer:
-    """A cache that only notes the shapes of keys and values that it is given."""
-
-    offset = 0
-    shape: LayerShape | None = None
-
-    def make_mask(self, N: int, return_array: bool = False, **_: Any) -> Any:
-        """Return the causal mask of a pass that has nothing before it."""
-        return mx.array(np.tri(N, dtype=bool)) if return_array else "causal"
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Return them as they are."""
-        if keys.shape[1] == values.shape[1] and self.shape is None:
-            self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-        return keys, values

@@ -1,0 +1,45 @@
+"""WholeAttend: contexts that are run whole."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, final
+
+import mlx.core as mx
+import numpy as np
+
+from genlm_backend.llm.hf.packing import PackedBatch
+from genlm_backend.llm.mlx.attend.base import MlxAttend, as_caches
+from genlm_backend.llm.mlx.store import LayerShape
+
+
+@final
+class WholeAttend(MlxAttend):
+    """Attends to the new tokens alone: there are none before them, and nothing is kept."""
+
+    def attending(
+        self, batch: PackedBatch, model: Any
+    ) -> contextlib.AbstractContextManager[list[Any] | None]:
+        """Yield ``None``."""
+        return as_caches(None)
+
+    def keep(self, batch: PackedBatch, layers: list[Any] | None) -> None:
+        """Do nothing."""
+
+
+@final
+class ShapeLayer:
+    """A cache that only notes the shapes of keys and values that it is given."""
+
+    offset = 0
+    shape: LayerShape | None = None
+
+    def make_mask(self, N: int, return_array: bool = False, **_: Any) -> Any:
+        """Return the causal mask of a pass that has nothing before it."""
+        return mx.array(np.tri(N, dtype=bool)) if return_array else "causal"
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return them as they are."""
+        if keys.shape[1] == values.shape[1] and self.shape is None:
+            self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        return keys, values

@@ -1,0 +1,258 @@
+"""Attention of models of mlx-lm to what is cached: every way gives the model's own rows."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlm_backend import AsyncMlxLM
+from genlm_backend.errors import ModelStateError
+from genlm_backend.llm.mlx import present
+from tests.llm import families
+from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
+from tests.llm.mlx import converted, sharpened
+
+pytestmark = [
+    pytest.mark.mlx,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(not present.is_present(), reason="needs MLX"),
+]
+
+WAYS = {
+    "llama": "SharedAttend",
+    "mistral-sliding": "SharedAttend",
+    "gemma3": "SharedAttend",
+    "mixtral": "SharedAttend",
+    "gemma2": "GatherAttend",  # has no function for attention
+    "stablelm": "GatherAttend",
+    "deepseek-v3": "GatherAttend",  # expands what is cached
+}
+
+
+def over(model, **options):
+    return AsyncMlxLM(model, word_tokenizer(), row_cache_bytes=0, **options)
+
+
+def attend_of(lm):
+    return lm._mlx.passes.attend
+
+
+def gpt_oss():
+    from mlx_lm.models.gpt_oss import Model, ModelArgs
+
+    return Model(
+        ModelArgs(
+            num_hidden_layers=3,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            vocab_size=families.VOCAB,
+            hidden_size=32,
+            intermediate_size=32,
+            head_dim=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            sliding_window=5,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        )
+    )
+
+
+def own_model(name):
+    """A model that transformers has not saved, or one that it has."""
+    if name != "gpt-oss":
+        return converted(families.make(name))
+    model = sharpened(gpt_oss())
+    for layer in model.model.layers:  # sinks that weigh as much as some keys
+        layer.self_attn.sinks = layer.self_attn.sinks + 1.5
+    return model
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_first_way_is_taken_that_suits_a_model(name):
+    with over(converted(families.make(name)), kv_cache_bytes=1 << 20) as lm:
+        assert lm.kv_reuse
+        assert type(attend_of(lm)).__name__ == WAYS[name]
+
+
+@pytest.mark.parametrize("few_tokens", [0, 8, 40])
+@pytest.mark.parametrize("name", [*WAYS, "gpt-oss"])
+def test_rows_of_forks_are_those_of_contexts_run_whole(name, few_tokens):
+    generator = random.Random(few_tokens)
+    with over(own_model(name), kv_cache_bytes=1 << 20) as lm:
+        attend_of(lm)._few_tokens = few_tokens
+        root = [generator.randrange(families.VOCAB) for _ in range(20)]
+        contexts = [list(root) for _ in range(6)]
+        for _ in range(8):
+            new = [generator.choices(range(families.VOCAB), k=generator.randint(1, 3))]
+            new += [[generator.randrange(families.VOCAB)] for _ in contexts[1:]]
+            contexts = [[*c, *n] for c, n in zip(contexts, new, strict=True)]
+            rows = lm.batch_next_token_logprobs_sync([*contexts, contexts[0][:9]])
+            for row, context in zip(rows, [*contexts, contexts[0][:9]], strict=True):
+                whole = lm.next_token_logprobs_uncached(context)
+                torch.testing.assert_close(row, whole, atol=5e-5, rtol=0)
+            contexts = [list(generator.choice(contexts)) for _ in contexts]
+        lm._mlx.passes.tree.check_integrity()
+
+
+def test_what_is_shared_is_read_once(monkeypatch):
+    from genlm_backend.llm.mlx.store import MlxStore
+
+    read, copied = [], []
+    own_read, own_rows = MlxStore.read, MlxStore.read_rows
+
+    def reading(store, layer, slots):
+        found = own_read(store, layer, slots)
+        read.append(found[0].shape[1])
+        return found
+
+    def copying(store, layer, slots):
+        copied.append(slots.shape)
+        return own_rows(store, layer, slots)
+
+    model = families.make("llama")
+    with over(converted(model), kv_cache_bytes=1 << 20) as lm:
+        prompt = random.Random(0).choices(range(families.VOCAB), k=100)
+        lm.next_token_logprobs_sync(prompt)
+        monkeypatch.setattr(MlxStore, "read", reading)
+        monkeypatch.setattr(MlxStore, "read_rows", copying)
+        contexts = [[*prompt, i] for i in range(8)]
+        rows = lm.batch_next_token_logprobs_sync(contexts)
+        assert (read, copied) == ([100, 100], [])  # in each of two layers, and nothing beside
+        for row, context in zip(rows, contexts, strict=True):
+            torch.testing.assert_close(row, fresh_row(model, context), atol=1e-4, rtol=0)
+
+
+# -------------------------------------------------------------------- blocks
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    num_queries=st.integers(1, 5),
+    has_sinks=st.booleans(),
+    limit=st.sampled_from([1, 50, 1 << 20]),
+    seed=st.integers(0, 1000),
+)
+def test_blocks_that_are_merged_are_attention_to_all_of_them(
+    sizes, num_queries, has_sinks, limit, seed
+):
+    import mlx.core as mx
+
+    from genlm_backend.llm.mlx.attend import block
+
+    generator = np.random.default_rng(seed)
+    size = sum(sizes)
+    query, keys, values = (
+        generator.normal(size=(2, 3, n, dim)) for n, dim in ((num_queries, 4), (size, 4), (size, 5))
+    )
+    seen = generator.random((2, 1, num_queries, size)) < 0.6
+    seen[..., generator.integers(size)] = True  # each sees something, though not in each block
+    sinks = generator.normal(size=(3, num_queries))
+    scores = np.where(seen, query @ keys.swapaxes(2, 3), -np.inf)
+    weights = np.exp(scores)
+    total = weights.sum(-1, keepdims=True) + (np.exp(sinks)[None, ..., None] if has_sinks else 0)
+    expected = weights @ values / total
+
+    def array(states):
+        return mx.array(states.astype(np.float32))
+
+    found, start, before = None, 0, block.MAX_SCORES
+    block.MAX_SCORES = limit
+    try:
+        for n in sizes:
+            part = slice(start, start + n)
+            added = array(np.where(seen[..., part], 0.0, -np.inf))
+            one = block.attend(
+                array(query), array(keys[:, :, part]), array(values[:, :, part]), added
+            )
+            if found is None:
+                found = one
+            else:
+                found.merge(one, None)
+            start += n
+    finally:
+        block.MAX_SCORES = before
+    if has_sinks:
+        found.dampen(array(sinks))
+    np.testing.assert_allclose(np.array(found.values), expected, atol=2e-5)
+
+
+def test_some_rows_are_merged_and_others_stay():
+    import mlx.core as mx
+
+    from genlm_backend.llm.mlx.attend.block import Attended
+
+    zeros = mx.zeros((3, 2, 2))
+    total = Attended(mx.zeros((3, 2, 2, 4)), zeros)
+    total.merge(Attended(mx.ones((2, 2, 2, 4)), zeros[:2] + 50), mx.array([2, 0]))
+    np.testing.assert_allclose(np.array(total.values)[:, 0, 0, 0], [1, 0, 1])
+    np.testing.assert_allclose(np.array(total.logsumexp)[:, 0, 0], [50, 0, 50])
+
+
+# -------------------------------------------------------------------- in the model's place
+
+
+def test_others_who_use_the_model_meanwhile_get_its_own_attention():
+    import mlx.core as mx
+    from mlx_lm.models import llama
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from genlm_backend.llm.mlx.attend.dispatch import Dispatch
+
+    model, ids = converted(families.make("llama")), mx.array([[1, 2, 3]])
+    theirs, expected = llama.scaled_dot_product_attention, np.array(model(ids))
+    dispatch = Dispatch(model)
+    with dispatch.in_place():
+        assert llama.scaled_dot_product_attention is not theirs
+        np.testing.assert_array_equal(np.array(model(ids)), expected)
+        cached = model(ids, cache=make_prompt_cache(model))
+        np.testing.assert_allclose(np.array(cached), expected, atol=1e-5)
+    assert llama.scaled_dot_product_attention is theirs
+    with pytest.raises(KeyError), dispatch.in_place():
+        raise KeyError
+    assert llama.scaled_dot_product_attention is theirs
+
+
+def test_a_model_that_has_come_to_attend_otherwise_says_so():
+    import mlx.core as mx
+
+    model = converted(families.make("llama"))
+    with over(model, kv_cache_bytes=1 << 20) as lm:
+        attend_of(lm)._few_tokens = 4
+        prompt = list(range(30))
+        row = lm.next_token_logprobs_sync(prompt)
+        layer = model.model.layers[1].self_attn
+        kind = type(layer)
+
+        def attend(self, x, mask=None, cache=None):
+            return kind.__call__(self, x, mask, None) + mx.zeros_like(x)
+
+        layer.__class__ = type("Other", (kind,), {"__call__": attend})
+        with pytest.raises(ModelStateError, match="attends otherwise"):
+            lm.batch_next_token_logprobs_sync([[*prompt, i] for i in range(4)])
+        layer.__class__ = kind
+        rows = lm.batch_next_token_logprobs_sync([[*prompt, i] for i in range(4)])
+        for i, found in enumerate(rows):
+            whole = lm.next_token_logprobs_uncached([*prompt, i])
+            torch.testing.assert_close(found, whole, atol=5e-5, rtol=0)
+        lm._mlx.passes.tree.check_integrity()
+        assert row.shape == (families.VOCAB,)
+
+
+@pytest.mark.parametrize("window", [3, 12, 64])
+def test_windows_of_layers_hold_for_what_is_shared(window):
+    config = families._config("MistralConfig", sliding_window=window)
+    model = families.of(config)
+    generator = random.Random(window)
+    with over(converted(model), kv_cache_bytes=1 << 20) as lm:
+        attend_of(lm)._few_tokens = 16
+        prompt = generator.choices(range(families.VOCAB), k=50)
+        contexts = [[*prompt, *context] for context in random_contexts(7, seed=1, max_length=20)]
+        for _ in range(3):
+            rows = lm.batch_next_token_logprobs_sync(contexts)
+            for row, context in zip(rows, contexts, strict=True):
+                torch.testing.assert_close(row, fresh_row(model, context), atol=1e-4, rtol=0)
+            contexts = [[*c, generator.randrange(families.VOCAB)] for c in contexts]
