@@ -52,8 +52,7 @@ def measure(system: str) -> dict[str, Any]:
     it.sample(prompt, NUM_PARTICLES, 2, 0)
     for seed in range(2):
         start = time.perf_counter()
-        count = it.sample(prompt, _PRELOADED: Final = "LD_PRELOAD"
-NUM_PARTICLES, NUM_TOKENS, seed)
+        count = it.sample(prompt, NUM_PARTICLES, NUM_TOKENS, seed)
         numbers["tokens_per_second"].append(count / (time.perf_counter() - start))
     for size in SHARED:
         it.lm.clear_cache()

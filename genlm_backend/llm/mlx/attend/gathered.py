@@ -99,7 +99,8 @@ class _Past:
         seen = is_there[:, None, :] & (distance >= 0)
         if window is not None:
             seen &= distance < window
-        return mx.array(np.expand_dims(seen, self._axes))
+        visible: Any = np.expand_dims(seen, self._axes)
+        return mx.array(visible)
 
 
 @final
