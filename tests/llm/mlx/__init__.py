@@ -35,3 +35,11 @@ def sharpened(model):
             flat[name] = mx.random.normal(value.shape, key=own) * 1.5 / value.shape[-1] ** 0.5
     model.update(tree_unflatten(list(flat.items())))
     return model
+
+
+def over(model, **options):
+    """Return an ``AsyncMlxLM`` of the weights of a model of transformers."""
+    from genlm_backend import AsyncMlxLM
+    from tests.llm.conftest import word_tokenizer
+
+    return AsyncMlxLM(converted(model), word_tokenizer(), row_cache_bytes=0, **options)

@@ -36,9 +36,9 @@ class Attending(Protocol):
         """Return what queries attend to: ``[B, heads, Q, value_dim]``.
 
         Args:
-            queries: Of the new tokens: ``[B, heads, Q, dim]``.
+            queries: Queries of the new tokens: ``[B, heads, Q, dim]``.
             keys: What ``update_and_fetch`` has returned.
-            values: The same.
+            values: What it has returned beside them.
             scale: What products are multiplied by.
             mask: What ``make_mask`` has returned.
             sinks: One more score for each head, which has no value: ``[heads]``; or ``None``.

@@ -48,7 +48,7 @@ class _Past:
 
     Args:
         batch: The batch, of ``B`` rows padded to ``Q`` new tokens on the right.
-        by_group: As for ``GatherAttend``.
+        by_group: Whether masks have five dimensions, as for ``GatherAttend``.
 
     Attributes:
         slots: Slots of the tokens, padded on the right to ``P``: ``[B, P]``; ``None`` where no row

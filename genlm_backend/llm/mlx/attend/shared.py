@@ -90,7 +90,7 @@ class _SharedAttention:
     Args:
         batch: The new tokens.
         reading: How what is cached is read.
-        makes_arrays: As for ``SharedAttend``.
+        makes_arrays: Whether windows get masks, as for ``SharedAttend``.
 
     Attributes:
         parts: What is read together.
