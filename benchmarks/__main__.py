@@ -98,6 +98,9 @@ def run(options: argparse.Namespace) -> None:
     if unknown:
         raise SystemExit(f"no workload {min(unknown)!r}; there are {', '.join(WORKLOADS)}")
     path = options.output / RESULTS
+    others = [name for name in options.names if WORKLOADS[name].needs != options.backend]
+    if options.backend and others:
+        raise SystemExit(f"the workload {others[0]!r} is not one of --backend {options.backend}")
     of_backend = [name for name in WORKLOADS if WORKLOADS[name].needs == options.backend]
     chosen = options.names or (of_backend if options.backend else [])
     names = chosen or list(WORKLOADS)
@@ -197,7 +200,9 @@ def main() -> None:
             command.add_argument("--quiet", action="store_true", help="show no progress")
             command.add_argument("--device", help="measure there, such as cuda")
             command.add_argument(
-                "--backend", choices=["mlx"], help="measure only what is of this backend"
+                "--backend",
+                choices=["mlx"],
+                help="only what is of this backend (minutes)",
             )
             command.add_argument("--peer", help="folder that holds genlm-backend 0.3.1")
             command.add_argument("--vllm-python", help="interpreter of an environment with vLLM")

@@ -7,6 +7,7 @@ keeps working without knowing this module::
     ├── OptionError (ValueError)             an argument out of its bounds
     ├── OptionTypeError (TypeError)          an argument of a wrong type
     ├── ContextError (ValueError)            a context that no model can answer
+    │   └── PictureError                     pictures that a context cannot begin with
     ├── ContextTypeError (TypeError)         token ids that are not integers
     ├── AdapterError (ValueError)            a LoRA adapter that cannot be used
     │   └── UnknownAdapterError              one that is not loaded
@@ -62,6 +63,10 @@ class OptionTypeError(GenlmBackendError, TypeError):
 
 class ContextError(GenlmBackendError, ValueError):
     """The context is empty, too long, or holds an id outside the model's vocabulary."""
+
+
+class PictureError(ContextError):
+    """Pictures that are no files, have no places in the prompt, or that the model cannot see."""
 
 
 class ContextTypeError(GenlmBackendError, TypeError):

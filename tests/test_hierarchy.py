@@ -18,6 +18,7 @@ EXTENSIBLE = {"AsyncTransformer", "BatchedLM", "MockAsyncLM"}
 # Optional capabilities: what a class can do without has a default, and may be overridden.
 DEFAULTS = {
     "AsyncLM": {
+        "_pictured",
         "add_new_lora",
         "batch_next_token_logprobs",
         "batch_next_token_logprobs_sync",
@@ -35,7 +36,7 @@ DEFAULTS = {
     },
     "SamplingLM": {"_drawn", "batch_sample", "sample"},
     "BatchedLM": {"_asking"},
-    "Evaluator": {"load_prefix", "save_prefix"},
+    "Evaluator": {"load_prefix", "picture_rules", "save_prefix"},
     "VocabularyTrie": {"release"},
 }
 

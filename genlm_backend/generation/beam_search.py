@@ -66,7 +66,7 @@ class BeamSearch(Draft):
     async def read(self) -> None:
         """Await the log-probabilities of every beam."""
         lora = self._config.lora_name
-        contexts = self.contexts
+        contexts = self.asked()
         rows = await asyncio.gather(*(self._lm.next_token_logprobs(c, lora) for c in contexts))
         if len(rows) < len(self._beams):  # before the first token all beams are one context
             rows = rows * len(self._beams)

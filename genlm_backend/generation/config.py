@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from genlm_backend.checks import (
@@ -21,6 +21,7 @@ from genlm_backend.checks import (
 from genlm_backend.errors import GenerationConfigError, OptionError
 from genlm_backend.generation.fields import replaced
 from genlm_backend.generation.hf_config import fields_of_hf, own_config
+from genlm_backend.generation.multi_media import MultiMediaInfo
 from genlm_backend.llm.base import AsyncLM
 
 
@@ -67,7 +68,7 @@ class GenerationConfig:
         beam_early_stopping: When a beam search ends that has found ``num_beams`` texts: ``True``
             at once, ``False`` when no beam is better by its present length, ``"never"`` when none
             can become so; as ``early_stopping`` of transformers.
-        mm_info (None): Refused: a text model sees no images and hears no sounds.
+        mm_info: The pictures that the prompt begins with.
 
     Raises:
         GenerationConfigError: (``ValueError``) Naming the field.
@@ -101,11 +102,9 @@ class GenerationConfig:
     num_beams: int = 1
     length_penalty: float = 1.0
     beam_early_stopping: bool | Literal["never"] = False
-    mm_info: InitVar[object] = None
+    mm_info: MultiMediaInfo | None = None
 
-    def __post_init__(self, mm_info: object) -> None:
-        if mm_info is not None:
-            raise GenerationConfigError("mm_info: a text model takes no multimodal input")
+    def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in _CHECKS}
         for name, value in checked(_CHECKS, given, GenerationConfigError).items():
             object.__setattr__(self, name, value)
@@ -150,7 +149,7 @@ class GenerationConfig:
             GenerationConfigError: (``ValueError``) As at construction, and for a name that is no
                 field.
         """
-        return replaced(self, fields, GenerationConfigError, ["mm_info"])
+        return replaced(self, fields, GenerationConfigError)
 
     @classmethod
     def from_hf(cls, config: Any) -> Self:
@@ -230,5 +229,6 @@ _CHECKS = {
     "num_beams": integer(1),
     "length_penalty": number(),
     "beam_early_stopping": one_of(True, False, "never"),
+    "mm_info": optional(instance(MultiMediaInfo, "a MultiMediaInfo(images=[…])")),
 }
 """Checks of the fields by name; what they return is what the field becomes."""

@@ -11,6 +11,7 @@ from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.generated import GeneratedToken
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.query import TokenIds
 
 
 class Draft(abc.ABC):
@@ -63,6 +64,15 @@ class Draft(abc.ABC):
     @abc.abstractmethod
     def scores(self) -> dict[int, float]:
         """Return the score of each text that has one, by its number."""
+
+    def asked(self) -> list[TokenIds]:
+        """Return ``contexts`` as a model is asked them."""
+        return [*map(self.asked_of, self.contexts)]
+
+    def asked_of(self, context: list[int]) -> TokenIds:
+        """Return a context as a model is asked it, with the pictures that it begins with."""
+        begin = self._prompt.context
+        return context if begin.pictures is None else begin + context[len(begin) :]
 
     # ---------------------------------------------------------------- for the kinds of draft
 

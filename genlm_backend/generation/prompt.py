@@ -16,6 +16,7 @@ from genlm_backend.errors import (
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.constraint import Constraint
 from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.context import Context
 from genlm_backend.llm.query import TokenIds, check_known_ids
 
 Chat = Sequence[Mapping[str, Any]]
@@ -28,12 +29,14 @@ class Prompt:
     """A prompt that goes with its model and configuration.
 
     Attributes:
+        context: The prompt, with the pictures that it begins with.
         token_ids: Token ids of the prompt.
         eos_token_ids: The tokens that end a text.
         max_length: Tokens of prompt and text together, at most.
         constraint: At the beginning of a text, for each text to fork; or ``None``.
     """
 
+    context: Context
     token_ids: tuple[int, ...]
     eos_token_ids: frozenset[int]
     max_length: int
@@ -59,9 +62,11 @@ class Prompt:
             ContextError: (``ValueError``) If the prompt is empty, leaves no room for a token, or
                 cannot be encoded by the model's tokenizer.
             ContextTypeError: (``TypeError``) If its ids are not integers.
+            PictureError: (``ValueError``) If it does not go with the pictures of ``mm_info``.
             GenerationConfigError: (``ValueError``) If the configuration does not go with the model.
         """
-        token_ids = tuple(lm.contexts.check(_encoded(lm, prompt)))
+        context = _context(lm, prompt, config)
+        token_ids = tuple(context)
         lm.check_adapter(config.lora_name)
         for name in ("stop_words_ids", "bad_words_ids"):
             for word in getattr(config, name):
@@ -73,11 +78,20 @@ class Prompt:
                 lm, config.response_format, eos_token_ids=eos or None
             )
         return cls(
+            context=context,
             token_ids=token_ids,
             eos_token_ids=eos,
             max_length=_max_length(lm, len(token_ids), config, max_length),
             constraint=constraint,
         )
+
+
+def _context(lm: AsyncLM, prompt: str | Chat | TokenIds, config: GenerationConfig) -> Context:
+    if config.mm_info is None:
+        return lm.contexts.check(_encoded(lm, prompt))
+    if not isinstance(prompt, str):
+        prompt = _encoded(lm, prompt)
+    return lm.contexts.check(lm.context(prompt, images=config.mm_info.images))
 
 
 def _encoded(lm: AsyncLM, prompt: str | Chat | TokenIds) -> TokenIds:

@@ -53,7 +53,7 @@ class Sample(Draft):
 
     async def read(self) -> None:
         """Await the logits, and what the constraint allows meanwhile."""
-        ask = self._lm.next_token_logits(self.contexts[0], self._config.lora_name)
+        ask = self._lm.next_token_logits(self.asked()[0], self._config.lora_name)
         if self._constraint is None:
             self._logits = await ask
         else:

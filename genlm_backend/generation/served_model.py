@@ -230,7 +230,7 @@ class ServedModel:
         draft = text.draft
         # All are queued at once: what is counted is what the reading finds.
         num_cached, num_on_host, _ = await asyncio.gather(
-            self.lm.num_cached_tokens(draft.contexts[0], draft.lora_name),
+            self.lm.num_cached_tokens(draft.asked()[0], draft.lora_name),
             self._num_on_host(draft),
             self._read(text),
         )
@@ -239,7 +239,7 @@ class ServedModel:
     async def _num_on_host(self, draft: Draft) -> int:
         if not self.lm.has_host_tier:
             return 0
-        return await self.lm.num_cached_tokens(draft.contexts[0], draft.lora_name, tier="host")
+        return await self.lm.num_cached_tokens(draft.asked()[0], draft.lora_name, tier="host")
 
     async def _read(self, text: _Entry) -> None:
         with self._lock.here:
@@ -264,7 +264,7 @@ class ServedModel:
             for context in contexts:
                 with self._lock.here:
                     keep = self._roster.num_needed(context, lora_name)
-                await self.lm.forget(context, lora_name, keep)
+                await self.lm.forget(text.draft.asked_of(context), lora_name, keep)
 
     # ---------------------------------------------------------------- ending
 

@@ -12,7 +12,7 @@ from genlm_backend.cache import TierName
 from genlm_backend.checks import MAX_VOCAB, Check, checked, integer, optional, switch
 from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.closing import Closing
-from genlm_backend.errors import AdapterError, UnknownAdapterError
+from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
 from genlm_backend.llm.adapters import UNKNOWN_ADAPTER
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.contexts import Contexts, listed_contexts
@@ -102,16 +102,31 @@ class AsyncLM(SamplingLM, Closing):
         check_names(cls, options, cls.nested_options)
         checked(cls.option_checks, options)
 
-    def context(self, token_ids: TokenIds = ()) -> Context:
+    def context(
+        self, token_ids: TokenIds | str = (), images: Sequence[Any] | None = None
+    ) -> Context:
         """Return token ids as a ``Context``, which may be passed wherever token ids are.
 
         ``context + [token]`` is another, made and asked at a cost that is the same at any length.
 
+        Args:
+            token_ids: Token ids. With ``images`` it may be a text.
+            images: Pictures, for models that see them (``AsyncTransformer`` with a processor): PIL
+                images, arrays ``[height, width, 3]`` of bytes, paths or the bytes of files, one for
+                each place in the prompt that the model's own token for a picture marks.
+
         Raises:
             ContextTypeError: (``TypeError``) If the ids are not integers.
             ContextError: (``ValueError``) If one is outside the vocabulary, or another model's.
+            PictureError: (``ValueError``) If the model sees no pictures, there are more or fewer
+                of them than places, or one cannot be read.
         """
+        if images is not None:
+            return self._pictured(token_ids, images)
         return self.contexts.of(token_ids)
+
+    def _pictured(self, prompt: TokenIds | str, images: Sequence[Any]) -> Context:
+        raise PictureError(f"{type(self).__name__} takes no pictures: this model reads text alone")
 
     # ---------------------------------------------------------------- rows
 

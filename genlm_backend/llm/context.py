@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self, final, overload
 
 from genlm_backend.cache import Place
+from genlm_backend.errors import PictureError
 from genlm_backend.llm.beginnings import TOKENS_PER_BLOCK
 
 if TYPE_CHECKING:
     from genlm_backend.llm.contexts import Contexts
+    from genlm_backend.llm.pictures import Pictures
 
 _ID = struct.Struct("i")
 _BLOCK: Final = TOKENS_PER_BLOCK * _ID.size
@@ -31,17 +33,21 @@ class Context(Sequence[int]):
     ``Context`` with the same ids, and nothing else, and can be the key of a dictionary. Unpickled,
     it belongs to no model: whichever it is asked of checks its ids.
 
+    One that begins with pictures (``lm.context(prompt, images=[…])``) shows the id that stands for
+    a part of a picture wherever there is one. Two are equal if their pictures are too.
+
     Attributes:
         blocks: Its ids as 32-bit integers, block by block; those after the last full one are left
-            out.
+            out. Parts of pictures have negative ones (see ``Pictures``).
         contexts: What has checked its ids; contexts of one model have the same.
         place: Where the evaluator of the model has found it, or what it extends, for evaluators to
             write and read; no part of its value.
+        pictures: The pictures that it begins with, or ``None``.
     """
 
     # Full blocks of packed ids, and the ids after them. What extends a context shares its blocks;
     # the hash of each is Python's to keep, and two contexts that share one compare it at once.
-    __slots__ = ("_tail", "blocks", "contexts", "place")
+    __slots__ = ("_tail", "blocks", "contexts", "pictures", "place")
 
     __array_ufunc__ = None  # an array + a context is a longer context, and no sum
 
@@ -49,6 +55,7 @@ class Context(Sequence[int]):
     blocks: tuple[bytes, ...]
     contexts: Contexts
     place: Place | None
+    pictures: Pictures | None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Refuse; see the class."""
@@ -61,6 +68,7 @@ class Context(Sequence[int]):
         packed: bytes,
         blocks: tuple[bytes, ...] = (),
         place: Place | None = None,
+        pictures: Pictures | None = None,
     ) -> Self:
         """Return the context of full blocks and of packed ids after them, which are not checked."""
         if len(packed) >= _BLOCK:
@@ -70,7 +78,7 @@ class Context(Sequence[int]):
             packed = packed[stop:]
         context = object.__new__(cls)
         context.blocks, context._tail = blocks, packed
-        context.contexts, context.place = contexts, place
+        context.contexts, context.place, context.pictures = contexts, place, pictures
         return context
 
     def extend(self, token_id: int) -> Context:
@@ -89,12 +97,19 @@ class Context(Sequence[int]):
         return self.followed_by(self.contexts.packed(token_ids))
 
     def __radd__(self, token_ids: Any) -> Context:
-        """Return the context behind more tokens, which are checked."""
+        """Return the context behind more tokens, which are checked.
+
+        Raises:
+            PictureError: (``ValueError``) If it begins with pictures.
+        """
+        if self.pictures is not None:
+            raise PictureError("nothing can be put before the pictures that a context begins with")
         return self.contexts.of(token_ids).followed_by(self.packed().tobytes())
 
     def followed_by(self, packed: bytes) -> Context:
         """Return the context with more ids, as 32-bit integers that have been checked."""
-        return Context.of(self.contexts, self._tail + packed, self.blocks, self.place)
+        tail = self._tail + packed
+        return Context.of(self.contexts, tail, self.blocks, self.place, self.pictures)
 
     # ---------------------------------------------------------------- a sequence
 
@@ -110,11 +125,12 @@ class Context(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | Context:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
-            if step != 1:
-                return Context.of(self.contexts, self.packed()[index].tobytes())
-            if start == 0:
+            if step == 1 and start == 0:
                 return self._first(stop)
-            return Context.of(self.contexts, self.packed(start, stop).tobytes())
+            packed = self.packed()[index]
+            if self.pictures is not None and len(packed) and min(packed) < 0:
+                raise PictureError("a slice that holds pictures begins with the first token")
+            return Context.of(self.contexts, packed.tobytes())
         try:
             position = range(len(self))[index]
         except IndexError:
@@ -124,7 +140,8 @@ class Context(Sequence[int]):
             raise TypeError(message) from None
         block, rest = divmod(position, TOKENS_PER_BLOCK)
         packed = self.blocks[block] if block < len(self.blocks) else self._tail
-        return _ID.unpack_from(packed, rest * _ID.size)[0]
+        token_id: int = _ID.unpack_from(packed, rest * _ID.size)[0]
+        return token_id if self.pictures is None or token_id >= 0 else self.pictures.image_token_id
 
     def _first(self, count: int) -> Context:
         block, rest = divmod(count, TOKENS_PER_BLOCK)
@@ -132,13 +149,25 @@ class Context(Sequence[int]):
         packed, place = packed[: rest * _ID.size], self.place
         if place is not None and place.num_tokens > count:
             place = Place(place.node, count)  # what extends this may go on with other tokens
-        return Context.of(self.contexts, packed, self.blocks[:block], place)
+        first = Context.of(self.contexts, packed, self.blocks[:block], place, self.pictures)
+        if self.pictures is not None and count < self.pictures.num_tokens:
+            if len(first) and min(first.packed()) < 0:
+                raise PictureError(
+                    f"the first {count} tokens hold a part of the pictures that the context begins "
+                    f"with, which are its first {self.pictures.num_tokens}"
+                )
+            first.pictures = None
+        return first
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.packed())
+        packed = self.packed()
+        return iter(packed if self.pictures is None else self.pictures.shown(packed))
 
     def packed(self, start: int = 0, stop: int | None = None) -> array[int]:
-        """Return the ids from ``start`` to ``stop``, neither negative, as 32-bit integers."""
+        """Return the ids from ``start`` to ``stop``, neither negative, as 32-bit integers.
+
+        Parts of pictures have ids of their own, which are negative.
+        """
         first = min(start // TOKENS_PER_BLOCK, len(self.blocks))
         found, skipped = array("i"), first * TOKENS_PER_BLOCK
         found.frombytes(b"".join((*self.blocks[first:], self._tail)))
@@ -168,13 +197,14 @@ class Context(Sequence[int]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Context:
         return self
 
-    def __reduce__(self) -> tuple[Any, tuple[bytes]]:
+    def __reduce__(self) -> tuple[Any, tuple[bytes, Pictures | None]]:
         from genlm_backend.llm.contexts import unpickled
 
-        return unpickled, (b"".join((*self.blocks, self._tail)),)
+        return unpickled, (b"".join((*self.blocks, self._tail)), self.pictures)
 
     def __repr__(self) -> str:
         size = len(self)
         if size <= 8:
             return f"Context({list(self)})"
-        return f"Context([{self[0]}, … {self[-1]}], {size} ids)"
+        begins = "" if self.pictures is None else ", beginning with pictures"
+        return f"Context([{self[0]}, … {self[-1]}], {size} ids{begins})"

@@ -9,9 +9,10 @@ from typing import Any, Final, final
 import numpy as np
 
 from genlm_backend.checks import MAX_VOCAB, integer, listed, shown
-from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError
+from genlm_backend.errors import ContextError, ContextTypeError, OptionTypeError, PictureError
 from genlm_backend.llm.beginnings import TOKENS_PER_BLOCK, Beginnings
 from genlm_backend.llm.context import Context
+from genlm_backend.llm.pictures import Pictures
 from genlm_backend.tokenization import Token
 
 
@@ -24,10 +25,13 @@ class Contexts:
 
     Attributes:
         vocab_size: As given.
+        image_token_id: The id that stands for a part of a picture, which no list may hold; ``None``
+            where there is none. It can be set.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
+        self.image_token_id: int | None = None
         self._beginnings = Beginnings()
 
     def of(self, token_ids: Any, name: str = "token_ids") -> Context:
@@ -46,12 +50,27 @@ class Contexts:
             if token_ids.contexts is self:
                 return token_ids
             self._check_owner(token_ids)
+            if (pictures := token_ids.pictures) is not None:
+                return self._with_pictures(token_ids, pictures)
         ids = _listed(token_ids, name)
         found = self._beginnings.find(ids)
         rest = ids[len(found) * TOKENS_PER_BLOCK :]  # a copy, which nobody changes
+        if self.image_token_id is not None and self.image_token_id in rest:
+            raise PictureError(
+                f"{name} holds {self.image_token_id}, which stands for a part of a picture: "
+                "lm.context(prompt, images=[…]) makes a context of it, and context + [token] more"
+            )
         context = Context.of(self, self._packed(rest), found)
         self._beginnings.keep(len(found), rest, context.blocks[len(found) :])
         return context
+
+    def _with_pictures(self, context: Context, pictures: Pictures) -> Context:
+        """Return an unpickled context as one of this model."""
+        if pictures.image_token_id != self.image_token_id:
+            raise PictureError("the context begins with pictures, and this model sees none like it")
+        rest = context.packed(pictures.num_tokens)
+        self._packed(list(rest))
+        return Context.of(self, context.packed().tobytes(), pictures=pictures)
 
     def check(
         self, token_ids: Any, max_length: int | None = None, name: str = "token_ids"
@@ -124,9 +143,9 @@ _FEW: Final = 64
 _NOBODYS: Final = Contexts(MAX_VOCAB)
 
 
-def unpickled(packed: bytes) -> Context:
+def unpickled(packed: bytes, pictures: Pictures | None = None) -> Context:
     """Return packed ids as a ``Context`` of no model."""
-    return Context.of(_NOBODYS, packed)
+    return Context.of(_NOBODYS, packed, pictures=pictures)
 
 
 def of_no_model(token_ids: Any) -> Context:

@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
+import torch
+
 from genlm_backend.cache import TierName
 from genlm_backend.checks import MAX_VOCAB, checked, integer, known_device, optional, switch
-from genlm_backend.errors import AdapterError, CacheError
+from genlm_backend.errors import AdapterError, CacheError, PictureError
+from genlm_backend.llm.picture_rules import PictureRules
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.scoring import Answer, Question
 
@@ -37,6 +40,8 @@ class EvaluatorInfo:
             callers slow down.
         scores: Whether it answers a ``Scoring`` too. Where not, texts are scored by rows.
         draws: Whether it answers a ``Drawing`` too. Where not, samples are drawn from rows.
+        image_token_id: The id that stands for a part of a picture, where it sees pictures; ``None``
+            where it does not.
     """
 
     vocab_size: int | None = None
@@ -52,6 +57,7 @@ class EvaluatorInfo:
     uses_openmp: bool = False
     scores: bool = False
     draws: bool = False
+    image_token_id: int | None = None
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -92,6 +98,7 @@ _CHECKS: Final = {
     "uses_openmp": switch,
     "scores": switch,
     "draws": switch,
+    "image_token_id": optional(integer(0)),
 }
 
 
@@ -217,6 +224,20 @@ class Evaluator(abc.ABC):
             OSError: If the file cannot be read.
         """
         raise CacheError(f"{type(self).__name__} reads no keys and values")
+
+    def picture_rules(
+        self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
+    ) -> PictureRules:
+        """Find out where text goes on behind the pictures of a context.
+
+        Args:
+            token_ids: A prompt that begins with a picture and ends with text.
+            inputs: What the model's processor has made beside them.
+
+        Raises:
+            PictureError: If it sees no pictures.
+        """
+        raise PictureError(f"{type(self).__name__} sees no pictures")
 
     @abc.abstractmethod
     def add_adapter(self, adapter: Adapter, path: str) -> None:

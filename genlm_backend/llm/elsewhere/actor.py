@@ -10,6 +10,7 @@ import numpy as np
 
 from genlm_backend.errors import EvaluationError, ModelStateError, QueryDroppedError
 from genlm_backend.llm.elsewhere.answers import drawn_there, is_row, sendable
+from genlm_backend.llm.elsewhere.arguments import Receiver
 from genlm_backend.llm.elsewhere.messages import Answers, InTable, PackedError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.llm.row import put
@@ -41,14 +42,17 @@ class EvaluatorActor:
 
     def __init__(self) -> None:
         self._evaluator: Evaluator | None = None
+        self._receiver = Receiver()
         self._current = self._dropped = -1
 
     def ask(self, number: int, verb: str, arguments: bytes) -> ActorReply:
         """Carry out a verb with what it is given, pickled."""
         self._current = number
+        if verb == "open":  # whoever asks begins anew
+            self._receiver = Receiver()
         value, error, table = None, None, None
         try:
-            value, table = self._answer(verb, pickle.loads(arguments))
+            value, table = self._answer(verb, self._receiver.arguments(arguments))
         except Exception as raised:  # whatever it is, it is for whoever asked
             error = PackedError.of(raised)
         counts = None if self._evaluator is None else self._evaluator.counts()

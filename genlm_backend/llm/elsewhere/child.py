@@ -15,6 +15,7 @@ from typing import Any, Final, final
 
 from genlm_backend.errors import EvaluationError, QueryDroppedError
 from genlm_backend.llm.elsewhere.answers import drawn_there, is_row, sendable
+from genlm_backend.llm.elsewhere.arguments import Receiver
 from genlm_backend.llm.elsewhere.channel import Channel
 from genlm_backend.llm.elsewhere.messages import DROP, Answers, InTable, PackedError, Reply, Request
 from genlm_backend.llm.elsewhere.shared_rows import SharedRows
@@ -40,6 +41,7 @@ class Server:
 
     def __init__(self, channel: Channel, rows: SharedRows, parent: int) -> None:
         self._channel, self._rows, self._parent = channel, rows, parent
+        self._receiver = Receiver()
         self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._evaluator: Evaluator | None = None
         self._waiting: list[Row] = []  # rows that are still to be put into the table
@@ -93,7 +95,7 @@ class Server:
     # ---------------------------------------------------------------- verbs
 
     def _answer(self, request: Request) -> Any:
-        arguments = pickle.loads(request.arguments)
+        arguments = self._receiver.arguments(request.arguments)
         if request.verb == "open":
             return self._open(*arguments)
         evaluator = self._evaluator

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, Final, final
 
 from genlm_backend.errors import EngineDiedError, QueryDroppedError
+from genlm_backend.llm.elsewhere.arguments import Sender
 from genlm_backend.llm.elsewhere.channel import Channel
 from genlm_backend.llm.elsewhere.messages import DROP, Reply, Request
 from genlm_backend.llm.elsewhere.shared_rows import SharedRows
@@ -64,7 +65,7 @@ class ChildProcess:
                     os.close(writer)
             undo.pop_all()
         self._finalizer = weakref.finalize(self, _kill, self._process, here, os.getpid())
-        self._channel = Channel(here, _LOOK_SECONDS)
+        self._channel, self._sender = Channel(here, _LOOK_SECONDS), Sender()
         relay = threading.Thread(
             target=_relay, args=(reader, self._output), name="genlm-output", daemon=True
         )
@@ -89,7 +90,7 @@ class ChildProcess:
             EngineDiedError: If the process has ended.
         """
         self._number += 1
-        packed = pickle.dumps(arguments, pickle.HIGHEST_PROTOCOL)
+        packed = self._sender.packed(arguments)
 
         def look() -> None:
             if self._process.poll() is not None:

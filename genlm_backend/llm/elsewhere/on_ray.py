@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,7 @@ from genlm_backend.errors import (
     QueryDroppedError,
 )
 from genlm_backend.llm.elsewhere.actor import NOT_OPEN, ActorReply, EvaluatorActor, library_version
+from genlm_backend.llm.elsewhere.arguments import Sender
 from genlm_backend.llm.elsewhere.process import pickled
 from genlm_backend.llm.elsewhere.remote import RemoteEvaluator
 from genlm_backend.llm.evaluator import Evaluator
@@ -76,6 +76,7 @@ class RayEvaluator(RemoteEvaluator):
         self._job = ""
         self._number = 0
         self._table: Any = None
+        self._sender = Sender()
 
     def ask(self, verb: str, *arguments: Any) -> Any:
         """Return what a method of the evaluator returns over there; see the base."""
@@ -87,8 +88,9 @@ class RayEvaluator(RemoteEvaluator):
         if not self._is_of_this_session():
             raise EngineDiedError("Ray has been shut down, and the replica's actor with it")
         self._number += 1
+        packed = self._sender.packed(arguments)
         try:
-            asked = self._actor.ask.remote(self._number, verb, pickle.dumps(arguments))
+            asked = self._actor.ask.remote(self._number, verb, packed)
             while not ray.wait([asked], timeout=_LOOK_SECONDS)[0]:
                 self.check_wanted()
             reply: ActorReply = ray.get(asked)
@@ -116,6 +118,7 @@ class RayEvaluator(RemoteEvaluator):
             self._actor = actor_class.options(**self._options).remote()
             self._job = ray.get_runtime_context().get_job_id()
             self._wait_for_place()
+        self._sender = Sender()
         return self.ask("open", self._made_by, library_version())
 
     def _is_of_this_session(self) -> bool:

@@ -17,6 +17,7 @@ from genlm_backend.cache import TierName
 from genlm_backend.errors import AdapterError, EngineDiedError
 from genlm_backend.llm.elsewhere.messages import Answers, InTable, PackedError
 from genlm_backend.llm.evaluator import EvaluatorCounts, EvaluatorInfo, RestartableEvaluator
+from genlm_backend.llm.picture_rules import PictureRules
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row
 from genlm_backend.llm.scoring import Answer, Question
@@ -124,6 +125,13 @@ class RemoteEvaluator(RestartableEvaluator):
             num_rows = sum(isinstance(answer, InTable) for answer in found.answers)
             rows = self._rows(num_rows, found.width)
             return [_unpacked(answer, rows) for answer in found.answers]
+
+    @final
+    def picture_rules(
+        self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
+    ) -> PictureRules:
+        """Have it found out where text goes on behind the pictures of a context."""
+        return self.ask("picture_rules", list(token_ids), dict(inputs))
 
     # ---------------------------------------------------------------- what is kept
 

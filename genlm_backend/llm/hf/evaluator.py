@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -28,6 +28,7 @@ from genlm_backend.llm.hf.memory import (
 )
 from genlm_backend.llm.hf.packed_weights import PackedWeights
 from genlm_backend.llm.hf.passes import Passes
+from genlm_backend.llm.hf.picture_rules import examine_pictures, image_token_id
 from genlm_backend.llm.hf.plan import CostModel
 from genlm_backend.llm.hf.prefix_files import PrefixFiles
 from genlm_backend.llm.hf.runner import Runner
@@ -39,6 +40,7 @@ from genlm_backend.llm.hf.support import (
     rotary_limit,
     vocab_width,
 )
+from genlm_backend.llm.picture_rules import PictureRules
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
 from genlm_backend.llm.scoring import Answer, Question, Scoring
@@ -120,7 +122,8 @@ class HFEvaluator(Evaluator):
             support = examine(runner, width, self._max_length)
             layout = self._layout(support, width)
         self.passes.pads = support.pads
-        self.passes.attend_whole = WholeAttend(layout)
+        self.passes.attend_whole, self.passes.layout = WholeAttend(layout), layout
+        self._attend = support.attend
         if self._wanted_bytes != 0:
             self._make_room(support, layout)
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
@@ -135,6 +138,7 @@ class HFEvaluator(Evaluator):
             takes_adapters=True,
             uses_openmp=runner.device.type == "cpu",
             scores=not support.reason,  # which tells that what follows a token is not seen
+            image_token_id=image_token_id(runner.model),
         )
 
     def _layout(self, support: KVSupport, vocab_size: int) -> KVLayout:
@@ -243,6 +247,21 @@ class HFEvaluator(Evaluator):
         self.passes.whole([query.prefix(1)])
         (row,) = self.passes.whole([query])
         return cast(Row, row)
+
+    def picture_rules(
+        self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
+    ) -> PictureRules:
+        """Find out where text goes on behind the pictures of a context, by a few passes."""
+        passes, placeholder = self.passes, image_token_id(self.passes.runner.model)
+        if placeholder is None:
+            return super().picture_rules(token_ids, inputs)
+        before = passes.runner.num_forwards, passes.runner.tokens_computed
+        with self._in_place():
+            rules = examine_pictures(
+                passes.runner, passes.layout, self._attend, token_ids, inputs, placeholder
+            )
+        passes.runner.num_forwards, passes.runner.tokens_computed = before
+        return rules
 
     # ---------------------------------------------------------------- what is kept
 

@@ -42,6 +42,7 @@ class Job:
         first: Position of the first output.
         start: Number of tokens of the prefix that was cached at first.
         missing: The tokens after them.
+        shift: Number that the positions of those are larger by than their places, behind pictures.
         row: What comes of it where a row is wanted.
         scores: What comes of it otherwise.
     """
@@ -52,6 +53,7 @@ class Job:
     first: int = field(init=False)
     start: int = field(init=False)
     missing: array[int] = field(init=False)
+    shift: int = 0
     row: Row | None = None
     scores: list[float] = field(init=False)
 

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, Self, TypeAlias, final, get_args
 import torch
 
 from genlm_backend.checks import Check, one_of, shown
-from genlm_backend.errors import OptionError, OptionTypeError
+from genlm_backend.errors import OptionError, OptionTypeError, PictureError
 from genlm_backend.llm.bundled import is_bundled
 from genlm_backend.llm.elsewhere.process import pickled
 from genlm_backend.llm.hf.evaluator import HFEvaluator
@@ -62,9 +62,31 @@ class HFLoader:
         from transformers import AutoTokenizer
 
         check_holds(self.path, "config.json")
+        return AutoTokenizer.from_pretrained(self.path, **self._shared)
+
+    @property
+    def _shared(self) -> dict[str, Any]:
+        """Options that go to whatever is loaded."""
         shared = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only")
-        given = {name: self.options[name] for name in shared if name in self.options}
-        return AutoTokenizer.from_pretrained(self.path, **given)
+        return {name: self.options[name] for name in shared if name in self.options}
+
+    def processor(self) -> Any:
+        """Load what makes a model's inputs of texts and pictures.
+
+        Raises:
+            PictureError: (``ValueError``) If there is none, or it does not load.
+        """
+        from transformers import AutoProcessor
+
+        try:
+            processor = AutoProcessor.from_pretrained(self.path, **self._shared)
+        except (OSError, ValueError, ImportError) as error:
+            raise PictureError(f"{self.name!r} has no processor that loads: {error}") from error
+        if not hasattr(processor, "image_processor"):
+            raise PictureError(
+                f"{self.name!r} has no processor of pictures, but a {type(processor).__name__}"
+            )
+        return processor
 
     def model(self) -> Any:
         """Load the model.
@@ -73,11 +95,18 @@ class HFLoader:
             OptionError: (``ValueError``) If its weights cannot be brought into the format.
             UnsupportedModelError: (``ValueError``) If it does not compute with them.
         """
-        from transformers import AutoModelForCausalLM
+        from transformers import (
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            PretrainedConfig,
+        )
 
         # What ships as a package is wherever the process is that loads it.
         path = resolve_name(self.name) if is_bundled(self.name) else self.path
-        model = AutoModelForCausalLM.from_pretrained(path, **self.options)
+        config, _ = PretrainedConfig.get_config_dict(path, **self._shared)
+        sees = "vision_config" in config and config.get("model_type") in _seeing()
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model = kind.from_pretrained(path, **self.options)
         if self.weights == "int8":
             from genlm_backend.llm.hf.int8_weights import quantize
 
@@ -150,6 +179,13 @@ class HFLoader:
         """
         for name, value in self.options.items():
             pickled(f"hf_opts[{name!r}]", value)
+
+
+def _seeing() -> Collection[str]:
+    """Return the types of models that read pictures and text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
 def _on_cpu(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,13 +18,16 @@ from genlm_backend.checks import (
     switch,
     thread_count,
 )
-from genlm_backend.errors import ModelStateError, OptionError
+from genlm_backend.errors import ModelStateError, OptionError, PictureError
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES
+from genlm_backend.llm.context import Context
 from genlm_backend.llm.elsewhere.process import ProcessEvaluator
 from genlm_backend.llm.hf.evaluator import HFEvaluator
 from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader, Weights
 from genlm_backend.llm.hf.options import NESTED
+from genlm_backend.llm.hf.picture_reader import PictureReader
 from genlm_backend.llm.loading import explained
+from genlm_backend.llm.picture_rules import PictureRules
 from genlm_backend.llm.prefix_keeping import PrefixKeepingLM
 from genlm_backend.llm.query import Query, TokenIds
 from genlm_backend.llm.row import Row
@@ -112,6 +116,7 @@ class AsyncTransformer(PrefixKeepingLM):
         packs_weights: bool = False,
         process: bool = False,
         self_check: bool = True,
+        processor: Any = None,
     ) -> None:
         options = {
             "kv_cache_bytes": kv_cache_bytes,
@@ -145,6 +150,8 @@ class AsyncTransformer(PrefixKeepingLM):
             output_device=output_device,
             self_check=self_check,
         )
+        self._processor = processor
+        self.contexts.image_token_id = self._info.image_token_id
 
     @classmethod
     def from_name(
@@ -197,9 +204,36 @@ class AsyncTransformer(PrefixKeepingLM):
         with explained(model_id):
             tokenizer = loader.tokenizer()
             if is_elsewhere:  # where it is loaded when it is asked what it is able to do
-                return cls(ProcessEvaluator(loader), tokenizer, **kwargs)
+                evaluator = ProcessEvaluator(loader)
+                return cls(evaluator, tokenizer, processor=loader.processor, **kwargs)
             model = loader.model()
-        return cls(model, tokenizer, **loader.evaluator_options, **kwargs)
+        options = {"processor": loader.processor, **loader.evaluator_options, **kwargs}
+        return cls(model, tokenizer, **options)
+
+    # ---------------------------------------------------------------- pictures
+
+    @cached_property
+    def _reader(self) -> PictureReader:
+        placeholder, processor = self._info.image_token_id, self._processor
+        if placeholder is None:
+            raise PictureError("the model reads text alone, and takes no pictures")
+        if processor is None:
+            raise PictureError(
+                "pictures are read by the model's own processor: AsyncTransformer(hf_model, "
+                "hf_tokenizer, processor=AutoProcessor.from_pretrained(…))"
+            )
+        if not hasattr(processor, "image_processor"):  # a model loaded by name, and so is this
+            processor = processor()
+
+        def rules_of(token_ids: list[int], inputs: Mapping[str, torch.Tensor]) -> PictureRules:
+            self._before_wait()
+            return self._call(lambda: self._evaluator.picture_rules(token_ids, inputs))
+
+        return PictureReader(processor, self.contexts, placeholder, rules_of)
+
+    def _pictured(self, prompt: TokenIds | str, images: Sequence[Any]) -> Context:
+        self._batcher.check_open()
+        return self._reader.context(prompt, images, self.max_length)
 
     def next_token_logprobs_uncached(
         self, token_ids: TokenIds, lora_name: str | None = None

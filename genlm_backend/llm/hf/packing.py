@@ -26,6 +26,7 @@ class Span:
         past: The slots of the tokens before them, as runs that other spans may share.
         slots: Slots that receive the new tokens' keys and values; empty to keep none.
         outputs: Indices into ``token_ids`` after which the row of logits is wanted.
+        shift: Number that the positions of the new tokens are larger by than their places.
         num_new: Number of new tokens.
         num_past: Number of tokens before them.
     """
@@ -34,6 +35,7 @@ class Span:
     past: tuple[Run, ...] = ()
     slots: Sequence[int] = ()
     outputs: Sequence[int] = ()
+    shift: int = 0
     num_new: int = field(init=False)
     num_past: int = field(init=False)
 
@@ -76,7 +78,7 @@ def pack(spans: Sequence[Span]) -> PackedBatch:
     position_ids = np.empty((len(spans), num_columns), np.int64)
     is_new = np.zeros((len(spans), num_columns), bool)
     for index, span in enumerate(spans):
-        past, new = span.num_past, span.num_new
+        past, new = span.num_past + span.shift, span.num_new
         input_ids[index, :new] = span.token_ids
         position_ids[index] = np.minimum(np.arange(past, past + num_columns), past + new - 1)
         is_new[index, :new] = True

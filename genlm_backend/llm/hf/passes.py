@@ -13,6 +13,7 @@ from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm.hf.attend import Attend, WholeAttend
 from genlm_backend.llm.hf.job import Asked, Found, Job, first_output
 from genlm_backend.llm.hf.memory import is_out_of_memory, release_cached_memory
+from genlm_backend.llm.hf.packing import Span
 from genlm_backend.llm.hf.plan import (
     CostModel,
     Segment,
@@ -21,6 +22,7 @@ from genlm_backend.llm.hf.plan import (
     plan_waves,
     plan_whole,
 )
+from genlm_backend.llm.hf.roots import Roots
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.query import Adapter
 from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
@@ -47,6 +49,8 @@ class Passes:
         store: Their keys and values.
         attend: The way to attend to them.
         attend_whole: The way of contexts that are run whole; it can be set.
+        layout: Shapes of keys and values, and how they are kept or would be; it can be set.
+        roots: The beginnings of contexts that are pictures.
         keeps: Whether keys and values are kept.
         pads: Whether contexts that are run whole may be padded beside longer ones; it can be set.
         tokens_reused: Number of tokens whose keys and values were there.
@@ -67,6 +71,8 @@ class Passes:
         self._finish = finish
         self._score = score
         self._check_wanted = check_wanted
+        self.roots = Roots(self)
+        self.layout = KVLayout()
         self.keep_nothing()
 
     def keep_nothing(self) -> None:
@@ -99,6 +105,7 @@ class Passes:
         self.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), moves)
         self.store, self.attend = store, attend
         self.attend_whole = WholeAttend(store.layout)
+        self.layout = store.layout
 
     def evaluate(self, questions: list[Asked]) -> list[Found]:
         """Return one answer to each question; out of memory, halve the batch and try again."""
@@ -120,6 +127,12 @@ class Passes:
         its beginning. So is one with NaN among its scores, in halves, since a token that overflows
         spoils the outputs before it too.
         """
+        with_pictures = [question for question in questions if question.context.pictures]
+        if with_pictures:
+            answers = {question: self.roots.whole(question) for question in with_pictures}
+            others = [question for question in questions if question not in answers]
+            answers.update(zip(others, self.whole(others), strict=True))
+            return [answers[question] for question in questions]
         jobs = [Job.of(question) for question in questions]
         wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
         while wanted:
@@ -147,6 +160,20 @@ class Passes:
                 for job in wanted[i]:
                     job.row = None if job.targets else row
         self._hand_out_scores(segments, logits)
+
+    def forward_alone(self, job: Job, span: Span, attend: Attend) -> None:
+        """Run tokens of one context in a pass of their own, and hand the job its outputs."""
+        self._check_wanted()
+        logits = self.runner.forward([span], attend)
+        if not job.targets:
+            job.row = next(iter(self._finish(logits)), None) if len(span.outputs) else None
+            return
+        wanted = [position - job.first for position in span.outputs]
+        if wanted:
+            targets = [job.targets[i] for i in wanted]
+            scores = self._score(logits, [*range(len(wanted))], targets)
+            for i, score in zip(wanted, scores.tolist(), strict=True):
+                job.scores[i] = score
 
     def _hand_out_scores(self, segments: Sequence[Segment], logits: torch.Tensor) -> None:
         outputs = [output for segment in segments for output in segment.outputs.items()]
@@ -212,16 +239,29 @@ class Passes:
     def _from_slots(self, questions: list[Asked]) -> list[Found]:
         if not self.keeps:
             return self.whole(questions)
+        answers = self.roots.begin(questions)
+        if not answers:
+            return self._together(questions)
+        others = [question for question in questions if question not in answers]
+        if others:
+            answers.update(zip(others, self._together(others), strict=True))
+        return [answers[question] for question in questions]
+
+    def _together(self, questions: list[Asked]) -> list[Found]:
+        """Answer questions from what is kept, roots included."""
         jobs: list[Job] = []
         try:
             for question in questions:
                 # What has an output always goes through the model: logits are not kept.
                 match = self.match(question, first_output(question))
                 jobs.append(Job.of(question, match))
-            segments = plan_segments(jobs, self.cost)
-            matches = [job.match for job in jobs if job.match is not None]
-            num_new = sum(segment.num_tokens for segment in segments)
-            slots = self.tree.allocate(num_new, matches)
+                jobs[-1].shift = self.roots.shift(question.context)
+            slots: list[int] | None = None
+            segments = plan_segments(jobs, self.cost) if all(map(_has_root, jobs)) else []
+            if segments:
+                matches = [job.match for job in jobs if job.match is not None]
+                num_new = sum(segment.num_tokens for segment in segments)
+                slots = self.tree.allocate(num_new, matches)
             if slots is not None:
                 num_reused = sum(job.start for job in jobs)
                 is_sound = self._run(jobs, segments, slots, questions[0].adapter)
@@ -283,6 +323,12 @@ class Passes:
             self.tree.unlock(job.match)
             job.match = self.tree.match(job.token_ids.packed(0, segment.start), adapter)
         job.match = self.tree.insert(job.match, segment.token_ids, segment.slots)
+
+
+def _has_root(job: Job) -> bool:
+    """Return whether the root of a context is kept: it may have had to go for another one's."""
+    pictures = job.token_ids.pictures
+    return pictures is None or job.start >= pictures.num_tokens
 
 
 def _in_halves(

@@ -108,6 +108,7 @@ class Segment:
             past=(*self.job.past_runs(), *reversed(computed)),
             slots=self.slots,
             outputs=[position - self.start for position in self.outputs],
+            shift=self.job.shift,
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from genlm_backend.errors import AdapterError
 from genlm_backend.llm.query import Adapter
@@ -39,9 +40,11 @@ class MlxAdapters:
         own = dict(self._model.named_modules())
         try:
             folder = _folder(path)
+            before = _parameters(self._model)
             load_adapters(self._model, str(folder))
             self._model.eval()
             found = dict(self._model.named_modules())
+            _check_whole(path, folder, _parameters(self._model) - before)
             mx.eval(self._model.parameters(), self._model(mx.array([[0, 0]])))
         except AdapterError:
             raise
@@ -91,6 +94,27 @@ def _changed(own: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
     return [name for name in changed if not changed.intersection(_around(name))]
 
 
+def _parameters(model: Any) -> set[str]:
+    flat: Any = tree_flatten(model.parameters())
+    return {name for name, _ in flat}
+
+
+def _check_whole(path: str, folder: Path, added: set[str]) -> None:
+    """Check that an adapter's file has the weights of every layer that its settings add.
+
+    Raises:
+        AdapterError: If it lacks some; they would be as they are before they are trained.
+    """
+    weights: Any = mx.load(str(folder / _FILES[1]))
+    # A layer that is put around another one gives its weights a longer name.
+    moved = {name for name in added if name.rpartition(".")[0].endswith((".linear", ".embedding"))}
+    if lacking := sorted(added - moved - weights.keys()):
+        raise AdapterError(
+            f"the adapter in {path!r} lacks {len(lacking)} of the weights that its settings speak "
+            f"of: {', '.join(lacking[:3])}, …"
+        )
+
+
 def _around(name: str) -> Iterator[str]:
     """Return the names of the modules that one is within."""
     while name:
@@ -109,7 +133,12 @@ def _folder(path: str) -> Path:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(path, allow_patterns=_FILES))
+        try:
+            folder = Path(snapshot_download(path, allow_patterns=_FILES))
+        except Exception as error:  # whatever a name that is none, or no network, raises
+            raise AdapterError(
+                f"there is no directory {path!r}, nor a repository of that name to be had: {error}"
+            ) from error
     config = json.loads((folder / "adapter_config.json").read_text())
     if "peft_type" in config:
         raise AdapterError(
@@ -118,4 +147,10 @@ def _folder(path: str) -> Path:
         )
     if config.get("fine_tune_type") == "full":
         raise AdapterError(f"{path!r} is a whole model's weights, and no adapter")
+    if config.get("fine_tune_type", "lora") not in ("lora", "dora"):
+        raise AdapterError(
+            f"{path!r} is of the kind {config['fine_tune_type']!r}: mlx-lm knows 'lora' and 'dora'"
+        )
+    if lacking := {"num_layers", "lora_parameters"} - config.keys():
+        raise AdapterError(f"the adapter_config.json in {path!r} has no {sorted(lacking)}")
     return folder

@@ -102,7 +102,8 @@ class MlxEvaluator(Evaluator):
             self._budget = budget
         if not self._is_metal and is_half(runner.model):
             warnings.warn(
-                "MLX computes in half precision slowly on a CPU: load the model in float32",
+                "MLX computes in half precision slowly on a CPU: wrap a model in float32 (what "
+                "mlx_lm.load returns has set_dtype(mx.float32))",
                 stacklevel=2,
             )
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 from genlm_backend.errors import ModelNotFoundError, UnsupportedModelError
 from genlm_backend.llm.loading import check_holds, load_tokenizer, resolve_name
 
+_LONG_MESSAGE: Final = 300
 _FILES = ["*.json", "model*.safetensors", "*.py", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
 
 
@@ -67,10 +68,13 @@ class MlxLoader:
                 model_config=told_flat(config),
                 trust_remote_code=self.trust_remote_code,
             )
-        except (ValueError, TypeError, SystemExit) as error:  # Olmo's needs another package
-            kind = config.get("model_type")
+        # Olmo's module ends the interpreter where another package is absent; a damaged file is a
+        # RuntimeError.
+        except (ValueError, TypeError, RuntimeError, SystemExit) as error:
+            kind, said = config.get("model_type"), str(error)
+            said = said if len(said) <= _LONG_MESSAGE else f"{said[:_LONG_MESSAGE]} …"
             raise UnsupportedModelError(
-                f"mlx-lm does not load {self.name!r} (model_type {kind!r}): {error}"
+                f"mlx-lm does not load {self.name!r} (model_type {kind!r}): {said}"
             ) from error
         give_windows(model, config)
         return model

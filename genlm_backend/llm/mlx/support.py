@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from genlm_backend.cache import Run
+from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
 from genlm_backend.llm.hf.packing import Span
 from genlm_backend.llm.mlx.attend import WAYS, GatherAttend, MlxAttend, ShapeLayer, Way, WholeAttend
@@ -53,8 +54,8 @@ def check_model(model: Any) -> None:
     """Raise an ``UnsupportedModelError`` for what is no language model of mlx-lm."""
     if not hasattr(model, "layers") or not hasattr(model, "named_modules"):
         raise UnsupportedModelError(
-            f"{model!r:.80} is no language model of mlx-lm: mlx_lm.load returns one, and "
-            "from_name takes a name"
+            f"{shown(model)} is no language model of mlx-lm: mlx_lm.load returns one, with its "
+            "tokenizer, and from_name takes a name"
         )
 
 

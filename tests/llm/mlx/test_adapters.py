@@ -77,6 +77,8 @@ def test_adapters_by_name(tmp_path):
 
 
 def test_adapters_that_cannot_be_loaded_leave_the_model_as_it_was(tmp_path):
+    import mlx.core as mx
+
     model = families.make("llama")
     save_adapter(model, tmp_path / "good", 0)
 
@@ -90,6 +92,11 @@ def test_adapters_that_cannot_be_loaded_leave_the_model_as_it_was(tmp_path):
     whole = broken("full", fine_tune_type="full")
     other = broken("rank", lora_parameters={"rank": 2, "scale": 1.0, "dropout": 0.0})
     (tmp_path / "empty").mkdir()
+    half, strange, bare = broken("half"), broken("strange", fine_tune_type="zzz"), broken("bare")
+    (bare / "adapter_config.json").write_text("{}")
+    weights = mx.load(str(half / "adapters.safetensors"))
+    kept = {name: weights[name] for name in sorted(weights)[:2]}
+    mx.save_safetensors(str(half / "adapters.safetensors"), kept)
     with over(model) as lm:
         expected = lm.next_token_logprobs_sync([1, 2, 3])
         for path, reason in (
@@ -97,6 +104,10 @@ def test_adapters_that_cannot_be_loaded_leave_the_model_as_it_was(tmp_path):
             (whole, "whole model's weights"),
             (other, "does not match"),
             (tmp_path / "empty", "adapter_config"),
+            (half, "lacks 2 of the weights"),
+            (strange, "'zzz'"),
+            (bare, r"has no \['lora_parameters', 'num_layers'\]"),
+            (tmp_path / "none", "there is no directory"),
         ):
             with pytest.raises(AdapterError, match=reason):
                 lm.add_new_lora(path, "x")

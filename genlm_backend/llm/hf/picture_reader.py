@@ -1,0 +1,249 @@
+"""PictureReader: from a prompt and pictures to the context that begins with them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from array import array
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+import torch
+
+from genlm_backend.checks import listed, shown
+from genlm_backend.errors import ContextError, MissingExtraError, PictureError
+from genlm_backend.llm.context import Context
+from genlm_backend.llm.contexts import Contexts
+from genlm_backend.llm.picture_rules import PictureRules
+from genlm_backend.llm.pictures import Pictures, codes
+
+_OF_TEXT: Final = frozenset({"input_ids", "attention_mask", "labels"})
+"""What processors return that the model is not given as it is."""
+
+
+class _Read(NamedTuple):
+    """What a processor has made of a prompt with pictures.
+
+    Attributes:
+        token_ids: Ids of the prompt, parts of pictures included.
+        inputs: What the model takes beside them.
+    """
+
+    token_ids: list[int]
+    inputs: dict[str, torch.Tensor]
+
+
+@final
+class PictureReader:
+    """Reads pictures by the processor of one model.
+
+    Args:
+        processor: The processor, as ``AutoProcessor`` loads it.
+        contexts: What checks token ids.
+        image_token_id: The id that stands for a part of a picture.
+        rules_of: Asks the model where text goes on behind pictures, given a prompt and what the
+            processor has made beside it; called once.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        contexts: Contexts,
+        image_token_id: int,
+        rules_of: Callable[[list[int], Mapping[str, torch.Tensor]], PictureRules],
+    ) -> None:
+        self._processor, self._contexts = processor, contexts
+        self._image_token_id, self._rules_of = image_token_id, rules_of
+        self._marker = getattr(processor, "image_token", None)
+        if not isinstance(self._marker, str) or not hasattr(processor, "image_processor"):
+            raise PictureError(
+                f"{type(processor).__name__} is no processor of text and pictures: AutoProcessor "
+                "loads the model's own"
+            )
+
+    @cached_property
+    def _rules(self) -> PictureRules:
+        noise = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+        read = self._read(f"{self._marker} a b", [_image(noise, 0)])
+        return self._rules_of(*read)
+
+    def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
+        """Return the context of a prompt that begins with pictures.
+
+        Args:
+            prompt: A text, in which the model's own token for a picture stands for each; or token
+                ids, with one such token for each, or as the processor returns them.
+            images: The pictures, in order.
+            max_length: Longest context that the model takes.
+
+        Raises:
+            PictureError: If there are more or fewer pictures than places, or one cannot be read.
+            ContextTypeError: If the prompt is neither.
+            ContextError: If it does not fit into the model.
+        """
+        pictures = [_image(image, number) for number, image in enumerate(listed("images", images))]
+        if isinstance(prompt, str):
+            self._check_places(prompt.count(str(self._marker)), len(pictures))
+            read = self._read(prompt, pictures) if pictures else None
+            ids = read.token_ids if read else self._tokenized(prompt)
+        else:
+            ids = self._ids(prompt)
+            read, ids = self._of_ids(ids, pictures)
+        if read is None:
+            return self._contexts.of(ids)
+        if max_length is not None and len(ids) > max_length:
+            raise ContextError(
+                f"the prompt and its {len(pictures)} pictures are {len(ids)} tokens, more than the "
+                f"model's maximum of {max_length}"
+            )
+        return self._context(ids, read.inputs, pictures)
+
+    # ---------------------------------------------------------------- from prompts to token ids
+
+    def _ids(self, prompt: Any) -> list[int]:
+        packed = array("i")
+        packed.frombytes(self._contexts.packed(prompt))
+        return list(packed)
+
+    def _tokenized(self, text: str) -> list[int]:
+        return self._processor.tokenizer(text)["input_ids"]
+
+    def _check_places(self, num_places: int, num_pictures: int) -> None:
+        if num_places != num_pictures:
+            raise PictureError(
+                f"the prompt has {num_places} places for pictures, each marked by "
+                f"{self._marker!r}, and there are {num_pictures} pictures"
+            )
+
+    def _of_ids(self, ids: list[int], pictures: list[Any]) -> tuple[_Read | None, list[int]]:
+        """Return what the processor makes of pictures, and ids with all parts of them."""
+        marker = self._processor.tokenizer.convert_tokens_to_ids(self._marker)
+        num_parts = ids.count(self._image_token_id)
+        if not pictures:
+            self._check_places(num_parts or ids.count(marker), 0)
+            return None, ids
+        read = self._read(str(self._marker) * len(pictures), pictures)
+        if num_parts == read.token_ids.count(self._image_token_id) and num_parts != len(pictures):
+            return self._with_ids(read, ids), ids
+        self._check_places(ids.count(marker), len(pictures))
+        apart = iter([self._expanded(picture, marker) for picture in pictures])
+        whole = [part for i in ids for part in (next(apart) if i == marker else [i])]
+        return self._with_ids(read, whole), whole
+
+    def _expanded(self, picture: Any, marker: int) -> list[int]:
+        """Return the ids that one picture's place becomes, without what begins and ends texts."""
+        found, bare = (
+            self._read(str(self._marker), [picture]).token_ids,
+            self._tokenized(str(self._marker)),
+        )
+        before = bare.index(marker)
+        after = len(bare) - before - 1
+        return found[before : len(found) - after]
+
+    def _with_ids(self, read: _Read, ids: list[int]) -> _Read:
+        """Return what the processor has made, with an element for each of other token ids."""
+        size, inputs = len(read.token_ids), {}
+        is_part = [token_id == self._image_token_id for token_id in read.token_ids]
+        for name, value in read.inputs.items():
+            if value.shape == (1, size):
+                kinds = {part: int(of) for part, of in zip(is_part, value[0], strict=True)}
+                made = [kinds.get(token_id == self._image_token_id, 0) for token_id in ids]
+                value = torch.tensor([made], dtype=value.dtype)
+            inputs[name] = value
+        return _Read(ids, inputs)
+
+    def _read(self, text: str, pictures: list[Any]) -> _Read:
+        """Run the processor.
+
+        Raises:
+            PictureError: If it refuses the pictures.
+        """
+        try:
+            made = self._processor(text=[text], images=[pictures], return_tensors="pt")
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            raise PictureError(
+                f"{type(self._processor).__name__} does not read these pictures: {error}"
+            ) from error
+        inputs = {
+            name: value
+            for name, value in made.items()
+            if name not in _OF_TEXT and isinstance(value, torch.Tensor)
+        }
+        return _Read(made["input_ids"][0].tolist(), inputs)
+
+    # ---------------------------------------------------------------- from these to a context
+
+    def _context(
+        self, ids: list[int], inputs: Mapping[str, torch.Tensor], pictures: list[Any]
+    ) -> Context:
+        rules = self._rules
+        values = np.array(ids, np.int32)
+        self._contexts.packed([i for i in ids if i != self._image_token_id])
+        (parts,) = np.nonzero(values == self._image_token_id)
+        prints = [_fingerprint(picture) for picture in pictures]
+        counts = [len(parts)]
+        if len(pictures) > 1:
+            marker = str(self._marker)
+            counts = [
+                self._read(marker, [picture]).token_ids.count(self._image_token_id)
+                for picture in pictures
+            ]
+        if sum(counts) != len(parts):  # what one becomes depends on the others
+            prints, counts = [b"".join(prints)], [len(parts)]
+        if rules.is_prompt_one:
+            prints = [one + values.tobytes() for one in prints]
+        packed = values.copy()
+        packed[parts] = np.concatenate([codes(*pair) for pair in zip(prints, counts, strict=True)])
+        num_tokens = len(ids) if rules.is_prompt_one else int(parts[-1]) + 1
+        made = Pictures.of(ids, inputs, num_tokens, self._image_token_id, rules.suffix, rules.keeps)
+        return Context.of(self._contexts, packed.tobytes(), pictures=made)
+
+
+def _image(image: Any, number: int) -> Any:
+    """Return a picture as PIL has it, in RGB.
+
+    Raises:
+        PictureError: If it cannot be read.
+        MissingExtraError: If Pillow is absent.
+    """
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise MissingExtraError(
+            "pictures need Pillow: pip install 'genlm-backend[images]'"
+        ) from error
+    try:
+        if isinstance(image, (str, Path)):
+            image = Image.open(image)
+        elif isinstance(image, (bytes, bytearray)):
+            image = Image.open(io.BytesIO(image))
+        elif hasattr(image, "__array__") and not isinstance(image, Image.Image):
+            image = _of_array(np.asarray(image), number)
+        if isinstance(image, Image.Image):
+            return image.convert("RGB")
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+        if isinstance(error, PictureError):
+            raise
+        raise PictureError(f"picture {number} cannot be read: {error}") from error
+    raise PictureError(
+        f"picture {number} must be a PIL image, an array [height, width, 3] of uint8, a path or "
+        f"the bytes of a file, got {shown(image)}"
+    )
+
+
+def _of_array(values: np.ndarray[Any, Any], number: int) -> Any:
+    from PIL import Image
+
+    if values.ndim != 3 or values.shape[2] != 3 or values.dtype != np.uint8 or not values.size:
+        raise PictureError(
+            f"picture {number} must be an array [height, width, 3] of uint8, got "
+            f"{values.dtype} {list(values.shape)}"
+        )
+    return Image.fromarray(values)
+
+
+def _fingerprint(picture: Any) -> bytes:
+    return hashlib.sha256(repr(picture.size).encode() + picture.tobytes()).digest()

@@ -1,0 +1,128 @@
+"""What a model does with pictures: asked of the model, not of its name."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from genlm_backend.cache import KVLayout, KVStore, Run
+from genlm_backend.llm.hf.attend import Attend
+from genlm_backend.llm.hf.packing import Span
+from genlm_backend.llm.hf.root_attend import RootAttend, positions_of
+from genlm_backend.llm.hf.runner import Runner
+from genlm_backend.llm.hf.support import rounding
+from genlm_backend.llm.picture_rules import PictureRules
+from genlm_backend.llm.pictures import Pictures
+
+logger = logging.getLogger(__name__)
+
+_SHARE_OF_SPREAD: Final = 0.1
+
+
+def image_token_id(model: Any) -> int | None:
+    """Return the id that stands for a part of a picture; ``None`` for a model that sees none."""
+    config = model.config
+    if getattr(config, "vision_config", None) is None:
+        return None
+    found = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+    return found if isinstance(found, int) and "pixel_values" in _parameters(model) else None
+
+
+def _parameters(model: Any) -> Mapping[str, Any]:
+    return inspect.signature(model.forward).parameters
+
+
+def examine_pictures(
+    runner: Runner,
+    layout: KVLayout,
+    attend: Callable[[KVStore], Attend],
+    token_ids: Sequence[int],
+    inputs: Mapping[str, torch.Tensor],
+    image_token_id: int,
+) -> PictureRules:
+    """Find out by a few passes where text may go on behind pictures.
+
+    A prompt and two more tokens are run whole, and then in two steps: the root, and from its keys
+    and values the rest. The first rules are taken whose rows agree, compared with the difference
+    that one wrong token makes.
+
+    Args:
+        runner: What calls the model.
+        layout: Shapes of its keys and values.
+        attend: Makes the way in which text attends to them.
+        token_ids: Ids of a prompt that begins with a picture and ends with text.
+        inputs: What its processor has made beside them.
+        image_token_id: The id that stands for a part of a picture.
+    """
+    if not layout.layers:
+        return PictureRules(keeps=False)
+    size = len(token_ids)
+    end = max(i for i, token_id in enumerate(token_ids) if token_id == image_token_id) + 1
+    tail = [token_ids[-1], token_ids[0] if token_ids[0] != image_token_id else token_ids[-1]]
+    for rules in (
+        PictureRules(),
+        PictureRules(is_prompt_one=True),
+        PictureRules(is_prompt_one=True, suffix=1),
+    ):
+        num_tokens = size if rules.is_prompt_one else end
+        pictures = Pictures.of(
+            token_ids, inputs, num_tokens, image_token_id, rules.suffix, rules.keeps
+        )
+        ids = [*token_ids, *tail]
+        try:
+            whole, wrong = (
+                _whole(runner, layout, pictures, some) for some in (ids, _changed(ids, size))
+            )
+            found = _in_steps(runner, layout, attend, pictures, ids)
+        except Exception as error:  # third-party model code may raise anything; it still runs whole
+            logger.debug("%s: %s", type(runner.model).__name__, rules, exc_info=error)
+            continue
+        tolerance = max(
+            rounding(layout.layers[0].dtype), _SHARE_OF_SPREAD * _distance(whole, wrong)
+        )
+        if _distance(found, whole) <= tolerance:
+            return rules
+    return PictureRules(keeps=False)
+
+
+def _changed(ids: list[int], place: int) -> list[int]:
+    """Return ids with another one at a place."""
+    other = next(token_id for token_id in (3, 4, 5) if token_id != ids[place])
+    return [*ids[:place], other, *ids[place + 1 :]]
+
+
+def _whole(runner: Runner, layout: KVLayout, pictures: Pictures, ids: list[int]) -> torch.Tensor:
+    logits = runner.forward([Span(ids, outputs=(len(ids) - 1,))], RootAttend(pictures, layout))
+    return logits[0].float().log_softmax(-1).cpu()
+
+
+def _in_steps(
+    runner: Runner,
+    layout: KVLayout,
+    attend: Callable[[KVStore], Attend],
+    pictures: Pictures,
+    ids: list[int],
+) -> torch.Tensor:
+    stop, size = pictures.num_tokens, len(ids)
+    store = KVStore(layout, size)
+    slots = range(1, stop + 1)
+    runner.forward([Span(ids[:stop])], RootAttend(pictures, layout, store, slots, stop))
+    root = torch.tensor([ids[:stop]])
+    _, shift = positions_of(runner.model, root, pictures)
+    rest = Span(
+        ids[stop:],
+        (Run(0, slots, stop),),
+        range(stop + 1, size + 1),
+        (size - stop - 1,),
+        shift,
+    )
+    logits: Any = runner.forward([rest], attend(store))
+    return logits[0].float().log_softmax(-1).cpu()
+
+
+def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first - second).square().mean().sqrt())

@@ -1,0 +1,117 @@
+"""Roots: contexts that begin with pictures, up to where they go on as text."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, final
+
+import torch
+
+from genlm_backend.cache import Match
+from genlm_backend.llm.context import Context
+from genlm_backend.llm.hf.job import Asked, Found, Job, first_output
+from genlm_backend.llm.hf.packing import Span
+from genlm_backend.llm.hf.root_attend import RootAttend, positions_of
+from genlm_backend.llm.pictures import Pictures
+
+if TYPE_CHECKING:
+    from genlm_backend.llm.hf.passes import Passes
+
+SHORT_REST: Final = 64
+"""Tokens behind a root, at most, that go through the model with it."""
+
+
+@final
+class Roots:
+    """The beginnings of contexts that are pictures, each of which goes through the model at once.
+
+    What follows a root is text: its tokens are computed with those of all other contexts.
+
+    Args:
+        passes: What runs the model and keeps keys and values.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+        self._shifts: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
+
+    def begin(self, questions: Sequence[Asked]) -> dict[Asked, Found]:
+        """Compute the roots that are not kept; return the answers that came of it.
+
+        A context that has little behind its root, or ends within it, is answered by the same pass.
+        """
+        answers: dict[Asked, Found] = {}
+        for question in questions:
+            pictures = question.context.pictures
+            if pictures is None:
+                continue
+            if not pictures.keeps:
+                answers[question] = self.whole(question)
+                continue
+            answer = self._begun(question, pictures)
+            if answer is not None:
+                answers[question] = answer
+        return answers
+
+    def whole(self, question: Asked) -> Found:
+        """Return the answer of a context that is run whole and alone; nothing is kept."""
+        job, pictures = Job.of(question), question.context.pictures
+        assert pictures is not None
+        attend = RootAttend(pictures, self._passes.layout)
+        self._passes.forward_alone(job, _span(job, pictures, len(question.context)), attend)
+        return job.answer
+
+    def shift(self, context: Context) -> int:
+        """Return the number that positions of text are larger by than its places, in a context."""
+        pictures = context.pictures
+        if pictures is None:
+            return 0
+        if pictures not in self._shifts:
+            ids = torch.frombuffer(bytearray(pictures.token_ids), dtype=torch.int32).long()
+            _, shift = positions_of(self._passes.runner.model, ids[None], pictures)
+            self._shifts[pictures] = shift
+        return self._shifts[pictures]
+
+    def _begun(self, question: Asked, pictures: Pictures) -> Found | None:
+        """Have a root kept; return the answer if it came with it."""
+        tree, end, size = self._passes.tree, pictures.num_tokens, len(question.context)
+        match = self._passes.match(question, end)
+        try:
+            is_kept, is_within = match.num_tokens == end, first_output(question) < end
+            if is_kept and not is_within:
+                return None
+            is_answered = is_within or size - end <= SHORT_REST
+            stop = size if is_answered else end
+            slots = [] if is_kept else tree.allocate(stop - match.num_tokens, [match])
+            if slots is None:
+                return self.whole(question)
+            job = Job.of(question)
+            match = self._run(job, pictures, match, slots, stop)
+        finally:
+            tree.unlock(match)
+        return job.answer if is_answered else None
+
+    def _run(
+        self, job: Job, pictures: Pictures, match: Match, slots: list[int], stop: int
+    ) -> Match:
+        """Run the first tokens of a context; return what is kept of them if no NaN came."""
+        passes, context = self._passes, job.token_ids
+        store = passes.store if slots else None
+        try:
+            attend = RootAttend(pictures, passes.layout, store, slots, stop)
+            span = _span(job, pictures, stop)
+            passes.forward_alone(job, span, attend)
+            is_spoilt = any(job.is_spoilt(range(i, i + 1)) for i in span.outputs)
+            if slots and not is_spoilt and passes.store.is_finite(slots):
+                tokens = context.packed(match.num_tokens, stop)
+                match, slots = passes.tree.insert(match, tokens, slots), []
+        finally:
+            passes.tree.free(slots)
+        return match
+
+
+def _span(job: Job, pictures: Pictures, stop: int) -> Span:
+    """Return the first tokens of a context as the model takes them."""
+    ids = pictures.ids(job.token_ids.packed(pictures.num_tokens, stop))
+    return Span(ids, outputs=job.outputs_in(0, stop))

@@ -1,0 +1,120 @@
+"""Pictures: what a context begins with that is no text."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Self, final
+
+import numpy as np
+import torch
+
+_NEGATIVE: Final = np.int32(-(2**31))
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Pictures:
+    """The pictures that a context begins with, as a model's own processor has made them.
+
+    They belong to the first tokens of a context, its *root*, which goes through the model at once.
+    Each token that stands for a part of a picture has an id of its own in place of the one that all
+    of them have: a negative one, made of what the picture shows. So contexts of equal tokens and
+    other pictures are other contexts, wherever they are compared, and what equal pictures have in
+    common is shared.
+
+    Attributes:
+        token_ids: Ids of the root's tokens as the model takes them, packed as 32-bit integers.
+        inputs: What the model's ``forward`` takes beside them, by name. What has one element for
+            each token of the root is of shape ``[1, num_tokens]``.
+        of_tokens: Names of those that have one element for each token.
+        suffix: What the tokens behind the root have there.
+        image_token_id: The id that stands for all parts of pictures.
+        keeps: Whether what follows the root is computed from its keys and values; where not, the
+            context is run whole.
+        key: Digest of all that an answer depends on.
+    """
+
+    token_ids: bytes
+    inputs: Mapping[str, torch.Tensor]
+    of_tokens: frozenset[str]
+    suffix: int
+    image_token_id: int
+    keeps: bool = True
+    key: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        digest = hashlib.sha256(self.token_ids)
+        for name in sorted(self.inputs):
+            digest.update(f"{name} {self.inputs[name].shape} {self.suffix}".encode())
+            digest.update(bytes_of(self.inputs[name]))
+        object.__setattr__(self, "key", digest.digest())
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of the root."""
+        return len(self.token_ids) // 4
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of what the model takes."""
+        return len(self.token_ids) + sum(value.nbytes for value in self.inputs.values())
+
+    def ids(self, rest: array[int]) -> array[int]:
+        """Return the ids of a context as the model takes them, given those behind the root."""
+        found = array("i")
+        found.frombytes(self.token_ids)
+        return found + rest
+
+    def shown(self, packed: array[int]) -> list[int]:
+        """Return packed ids of a context as the ids that the tokenizer has for them."""
+        return [token_id if token_id >= 0 else self.image_token_id for token_id in packed]
+
+    def inputs_for(self, num_tokens: int) -> dict[str, torch.Tensor]:
+        """Return what the model takes beside the first ``num_tokens`` of a context."""
+        rest = num_tokens - self.num_tokens
+        return {
+            name: torch.nn.functional.pad(value, (0, rest), value=self.suffix)
+            if name in self.of_tokens and rest
+            else value
+            for name, value in self.inputs.items()
+        }
+
+    @classmethod
+    def of(
+        cls,
+        token_ids: Sequence[int],
+        inputs: Mapping[str, torch.Tensor],
+        num_tokens: int,
+        image_token_id: int,
+        suffix: int = 0,
+        keeps: bool = True,
+    ) -> Self:
+        """Return the pictures of a prompt whose first ``num_tokens`` are the root.
+
+        Args:
+            token_ids: Ids of the prompt.
+            inputs: What the processor has made beside them, for one prompt.
+            num_tokens: Number of tokens of the root.
+            image_token_id: The id that stands for all parts of pictures.
+            suffix: What tokens behind the root have where there is an element for each.
+            keeps: Whether what follows the root is computed from its keys and values.
+        """
+        shape = 1, len(token_ids)
+        names = {name for name, value in inputs.items() if value.shape == shape}
+        cut = {n: value[:, :num_tokens] if n in names else value for n, value in inputs.items()}
+        packed = array("i", token_ids[:num_tokens]).tobytes()
+        return cls(packed, cut, frozenset(names), suffix, image_token_id, keeps)
+
+
+def codes(fingerprint: bytes, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return ids of the parts of a picture, made of what it shows: negative int32 ``[count]``."""
+    digest = hashlib.shake_256(fingerprint).digest(4 * count)
+    return np.frombuffer(digest, np.int32) | _NEGATIVE
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return what a tensor holds."""
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
