@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from genlm_backend.generation.constraint import Constraint
     from genlm_backend.generation.engine import Engine
     from genlm_backend.generation.generation import generate, stream
+    from genlm_backend.generation.multi_media import MultiMediaInfo
     from genlm_backend.llm.base import AsyncLM
     from genlm_backend.llm.context import Context
     from genlm_backend.llm.hf.model import AsyncTransformer
@@ -51,6 +52,7 @@ __all__ = [
     "GenerationConfig",
     "LMStatistics",
     "MockAsyncLM",
+    "MultiMediaInfo",
     "ParallelTokenCharacterTrie",
     "Token",
     "TokenCharacterTrie",
@@ -76,6 +78,7 @@ __getattr__, __dir__ = lazy_names(
         "Context": "genlm_backend.llm.context",
         "Engine": "genlm_backend.generation.engine",
         "GenerationConfig": "genlm_backend.generation.config",
+        "MultiMediaInfo": "genlm_backend.generation.multi_media",
         "LMStatistics": "genlm_backend.llm.statistics",
         "MockAsyncLM": "genlm_backend.llm.mock",
         "ParallelTokenCharacterTrie": "genlm_backend.trie.parallel",

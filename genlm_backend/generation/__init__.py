@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from genlm_backend.generation.generated import GeneratedToken, Generation, Piece
     from genlm_backend.generation.generation import generate, stream
     from genlm_backend.generation.installed_model import ModelState
+    from genlm_backend.generation.multi_media import MultiMediaInfo
     from genlm_backend.generation.request import GenerationRequest
     from genlm_backend.generation.result_queue import ResultQueue
     from genlm_backend.generation.runtime_config import RuntimeConfig
@@ -32,6 +33,7 @@ __all__ = [
     "GenerationRequest",
     "GenerationStatus",
     "ModelState",
+    "MultiMediaInfo",
     "Piece",
     "RequestStatistics",
     "ResultQueue",
@@ -53,6 +55,7 @@ __getattr__, __dir__ = lazy_names(
         "GenerationRequest": "genlm_backend.generation.request",
         "GenerationStatus": "genlm_backend.generation.status",
         "ModelState": "genlm_backend.generation.installed_model",
+        "MultiMediaInfo": "genlm_backend.generation.multi_media",
         "Piece": "genlm_backend.generation.generated",
         "RequestStatistics": "genlm_backend.generation.status",
         "ResultQueue": "genlm_backend.generation.result_queue",

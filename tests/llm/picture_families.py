@@ -1,5 +1,6 @@
 """Tiny random models that read pictures, with their processors, sharp enough to tell them apart."""
 
+import warnings
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -8,15 +9,14 @@ import tokenizers
 import torch
 import transformers as tf
 from PIL import Image
-from tokenizers import models, pre_tokenizers, processors
-from tokenizers import decoders as token_decoders
+from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers.models.paligemma import processing_paligemma
 from transformers.processing_utils import ProcessorMixin
 
 TEXT = {
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
@@ -32,6 +32,8 @@ VISION = {
     "num_attention_heads": 4,
     "patch_size": 7,
 }
+
+SHARP = 1.5
 
 MARKERS = {
     "Qwen2VLProcessor": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -58,7 +60,7 @@ def tokenizer(specials, begins=False, **named):
     vocab = {token: i for i, token in enumerate(ends + characters)}
     made = tokenizers.Tokenizer(models.BPE(vocab, []))
     made.pre_tokenizer = level
-    made.decoder = token_decoders.ByteLevel()
+    made.decoder = decoders.ByteLevel()
     made.add_special_tokens(
         [tokenizers.AddedToken(t, special=True, normalized=False) for t in [*ends, *specials]]
     )
@@ -247,7 +249,7 @@ def _made(build):
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() >= 2:
-                    parameter.normal_(0, 1.5 / parameter[0].numel() ** 0.5)
+                    parameter.normal_(0, SHARP / parameter[0].numel() ** 0.5)
         return model, processor
 
     return family
@@ -288,5 +290,8 @@ def picture(seed, size=(40, 30)):
 
 def inputs(model, processor, text, images):
     """What the processor makes of one prompt: what ``model`` is called with."""
-    made = processor(text=[text], images=[list(images)] if images else None, return_tensors="pt")
+    images = [list(images)] if images else None
+    with warnings.catch_warnings():  # PaliGemma's makes an array of a tensor
+        warnings.filterwarnings("ignore", "__array__", DeprecationWarning)
+        made = processor(text=[text], images=images, return_tensors="pt")
     return dict(made.to(model.device))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
+from transformers.cache_utils import DynamicCache
 
 from genlm_backend.cache import KVLayout, KVStore, Run
 from genlm_backend.llm.hf.attend import Attend
@@ -48,7 +49,8 @@ def examine_pictures(
 
     A prompt and two more tokens are run whole, and then in two steps: the root, and from its keys
     and values the rest. The first rules are taken whose rows agree, compared with the difference
-    that one wrong token makes.
+    that one wrong token makes. Where none do, what the tokens behind a prompt have is found out by
+    the model's own cache.
 
     Args:
         runner: What calls the model.
@@ -58,16 +60,12 @@ def examine_pictures(
         inputs: What its processor has made beside them.
         image_token_id: The id that stands for a part of a picture.
     """
-    if not layout.layers:
-        return PictureRules(keeps=False)
     size = len(token_ids)
     end = max(i for i, token_id in enumerate(token_ids) if token_id == image_token_id) + 1
     tail = [token_ids[-1], token_ids[0] if token_ids[0] != image_token_id else token_ids[-1]]
-    for rules in (
-        PictureRules(),
-        PictureRules(is_prompt_one=True),
-        PictureRules(is_prompt_one=True, suffix=1),
-    ):
+    kept = [PictureRules(), *(PictureRules(True, suffix) for suffix in (0, 1))]
+    whole_only = [PictureRules(True, suffix, keeps=False) for suffix in (0, 1)]
+    for rules in [*(kept if layout.layers else ()), *whole_only]:
         num_tokens = size if rules.is_prompt_one else end
         pictures = Pictures.of(
             token_ids, inputs, num_tokens, image_token_id, rules.suffix, rules.keeps
@@ -77,12 +75,16 @@ def examine_pictures(
             whole, wrong = (
                 _whole(runner, layout, pictures, some) for some in (ids, _changed(ids, size))
             )
-            found = _in_steps(runner, layout, attend, pictures, ids)
+            if rules.keeps:
+                found = _in_steps(runner, layout, attend, pictures, ids)
+            else:
+                found = _as_the_model_goes_on(runner, pictures, ids)
         except Exception as error:  # third-party model code may raise anything; it still runs whole
             logger.debug("%s: %s", type(runner.model).__name__, rules, exc_info=error)
             continue
         tolerance = max(
-            rounding(layout.layers[0].dtype), _SHARE_OF_SPREAD * _distance(whole, wrong)
+            rounding(next(runner.model.parameters()).dtype),
+            _SHARE_OF_SPREAD * _distance(whole, wrong),
         )
         if _distance(found, whole) <= tolerance:
             return rules
@@ -122,6 +124,22 @@ def _in_steps(
     )
     logits: Any = runner.forward([rest], attend(store))
     return logits[0].float().log_softmax(-1).cpu()
+
+
+@torch.inference_mode()
+def _as_the_model_goes_on(runner: Runner, pictures: Pictures, ids: list[int]) -> torch.Tensor:
+    """Return the row behind a prompt and more tokens, by a cache of transformers."""
+    size, taken, cache = pictures.num_tokens, _parameters(runner.model), DynamicCache()
+    dtype = next(runner.model.parameters()).dtype
+    inputs = {
+        name: (value.to(dtype) if value.is_floating_point() else value).to(runner.device)
+        for name, value in pictures.inputs.items()
+        if name in taken
+    }
+    prompt, rest = (torch.tensor([part], device=runner.device) for part in (ids[:size], ids[size:]))
+    runner.model(input_ids=prompt, **inputs, past_key_values=cache, use_cache=True)
+    logits = runner.model(input_ids=rest, past_key_values=cache, use_cache=True).logits
+    return logits[0, -1].float().log_softmax(-1).cpu()
 
 
 def _distance(first: torch.Tensor, second: torch.Tensor) -> float:

@@ -1,0 +1,355 @@
+"""Contexts that begin with pictures: rows are those of the plain model, whatever is kept."""
+
+import asyncio
+import functools
+import io
+import itertools
+import pickle
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from genlm_backend import (
+    AsyncTransformer,
+    Engine,
+    GenerationConfig,
+    MockAsyncLM,
+    MultiMediaInfo,
+    generate,
+)
+from genlm_backend.errors import ContextError, GenerationConfigError, PictureError
+from tests.llm import families
+from tests.llm.conftest import word_tokenizer
+from tests.llm.picture_families import FAMILIES, inputs, make, marker, picture
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOLERANCE = 2e-5
+MANY = [name for name in FAMILIES if name != "paligemma"]
+"""Families that read several pictures, and go on from what is kept."""
+
+
+@functools.cache
+def family(name):
+    return make(name)
+
+
+def over(name, **options):
+    model, processor = family(name)
+    given = {"row_cache_bytes": 0, "kv_cache_bytes": 1 << 22, "self_check": False, **options}
+    return AsyncTransformer(model, processor.tokenizer, processor=processor, **given)
+
+
+@torch.no_grad()
+def plain_row(name, text, images, more=()):
+    """The row behind a prompt and more tokens: each goes on by the model's own cache."""
+    model, processor = family(name)
+    made = inputs(model, processor, text, images)
+    out = model(**made, use_cache=True)
+    for token_id in more:
+        past = out.past_key_values
+        out = model(input_ids=torch.tensor([[token_id]]), past_key_values=past, use_cache=True)
+    return out.logits[0, -1].float().log_softmax(-1)
+
+
+def prompt_of(name, numbers, before="ab ", after=" ef"):
+    text = before + " cd ".join([marker(name)] * len(numbers)) + after
+    return text, [picture(number) for number in numbers]
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+# -------------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_are_the_plain_models(name):
+    numbers = [1, 2] if name in MANY else [1]
+    prompt = prompt_of(name, numbers, before="ab " if name in MANY else "")
+    with over(name) as lm:
+        context = lm.context(prompt[0], images=prompt[1])
+        for more in ([], [7], [7, 8, 9]):
+            row = lm.next_token_logprobs_sync(context + more)
+            close(row, plain_row(name, *prompt, more))
+            close(lm.next_token_logprobs_uncached(context + more), row)
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_forks_beside_texts_and_other_pictures(name):
+    """Contexts of several prompts, with and without pictures, ragged, in the same batches."""
+    generator = random.Random(0)
+    prompts = [prompt_of(name, numbers) for numbers in ([1], [2], [1, 2], [2, 1])]
+    prompts.append(prompt_of(name, [1], after=" g" * 80))  # with more than a little behind it
+    with over(name) as lm:
+        grown = [(lm.context(text, images=images), (text, images), []) for text, images in prompts]
+        size = len(lm.byte_vocab) - 20  # of plain tokens
+        for _ in range(3):
+            texts = [generator.choices(range(3, size), k=generator.randint(1, 9)) for _ in range(3)]
+            rows = lm.batch_next_token_logprobs_sync([*(c for c, *_ in grown), *texts])
+            for row, (_, prompt, more) in zip(rows, grown, strict=False):
+                close(row, plain_row(name, *prompt, more))
+            for row, text in zip(rows[len(grown) :], texts, strict=True):
+                close(row, lm.next_token_logprobs_uncached(text))
+            forks = [generator.choice(grown) for _ in range(7)]
+            new = [generator.choices(range(3, size), k=generator.randint(1, 3)) for _ in forks]
+            grown = [(c + n, p, [*m, *n]) for (c, p, m), n in zip(forks, new, strict=True)]
+        lm._hf.passes.tree.check_integrity()
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "gemma3"])
+def test_a_step_costs_its_new_tokens(name):
+    text, images = prompt_of(name, [1])
+    with over(name) as lm:
+        context = lm.context(text, images=images)
+        lm.next_token_logprobs_sync(context)
+        assert lm.statistics().tokens_computed == len(context)
+        lm.batch_next_token_logprobs_sync([context + [i + 5] for i in range(20)])
+        assert lm.statistics().tokens_computed == len(context) + 20
+        assert asyncio.run(lm.num_cached_tokens(context + [5, 6])) == len(context) + 1
+
+
+def test_equal_pictures_share_all_and_others_what_is_before_them():
+    with over("qwen2-vl") as lm:
+        contexts = [
+            lm.context(*prompt_of("qwen2-vl", numbers)[:1], images=map(picture, numbers))
+            for numbers in ([1, 2], [1, 2], [1, 3], [4, 2])
+        ]
+        first, same, other, another = contexts
+        assert first == same
+        assert hash(first) == hash(same)
+        assert first not in (other, another)
+        assert list(first) == list(other)
+        lm.next_token_logprobs_sync(first)
+        end = first.pictures.num_tokens
+        places = [i for i, id_ in enumerate(first) if id_ == first.pictures.image_token_id]
+        second = next(j for i, j in itertools.pairwise(places) if j > i + 1)
+        counts = [asyncio.run(lm.num_cached_tokens(c)) for c in contexts]
+        assert counts == [len(first) - 1, len(first) - 1, second, places[0]]
+        assert end == places[-1] + 1
+
+
+def test_what_has_to_go_is_computed_again():
+    """A budget that holds one context with pictures and little more."""
+    name, generator = "smolvlm", random.Random(1)
+    prompts = [prompt_of(name, [i]) for i in range(4)]
+    layout = over(name)
+    per_slot = layout._hf.passes.layout.bytes_per_slot
+    layout.close()
+    with over(name, kv_cache_bytes=per_slot * 70) as lm:
+        contexts = [lm.context(text, images=images) for text, images in prompts]
+        assert len(contexts[0]) < 70 < 2 * len(contexts[0])
+        for _ in range(6):
+            chosen = [generator.randrange(4) for _ in range(5)]
+            more = [generator.choices(range(3, 90), k=generator.randint(0, 3)) for _ in chosen]
+            asked = [contexts[i] + m for i, m in zip(chosen, more, strict=True)]
+            for row, i, m in zip(
+                lm.batch_next_token_logprobs_sync(asked), chosen, more, strict=True
+            ):
+                close(row, plain_row(name, *prompts[i], m))
+            lm._hf.passes.tree.check_integrity()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_rows_do_not_depend_on_what_is_kept_in_codes(dtype):
+    text, images = prompt_of("llava-next", [1, 2])
+    with over("llava-next", kv_cache_dtype=dtype) as lm:
+        context = lm.context(text, images=images)
+        for more in ([], [7], [7, 8]):
+            row = lm.next_token_logprobs_sync(context + more)
+            close(row, lm.next_token_logprobs_uncached(context + more))
+
+
+def test_contexts_that_end_within_their_pictures():
+    text = f"ab {marker('smolvlm')}"
+    with over("smolvlm") as lm:
+        context = lm.context(text, images=[picture(1)])
+        for _ in range(2):
+            close(lm.next_token_logprobs_sync(context), plain_row("smolvlm", text, [picture(1)]))
+        row = lm.next_token_logprobs_sync(context + [7])
+        close(row, plain_row("smolvlm", text, [picture(1)], [7]))
+
+
+# -------------------------------------------------------------------- everything else
+
+
+def test_scores_samples_and_texts():
+    name, text, images = "qwen2-vl", *prompt_of("qwen2-vl", [1, 2])
+    with over(name) as lm:
+        context = lm.context(text, images=images)
+        scores = lm.score_sync(context, [7, 8, 9])
+        rows = [plain_row(name, text, images, [7, 8, 9][:i]) for i in range(3)]
+        close(scores, torch.stack([row[t] for row, t in zip(rows, [7, 8, 9], strict=True)]))
+        greedy = asyncio.run(lm.sample(context, 5, [], temperature=0.0))
+        expected = []
+        for _ in range(5):
+            expected.append(int(plain_row(name, text, images, expected).argmax()))
+        assert greedy == expected
+        fields = {"max_new_tokens": 5, "early_stopping": False}
+        (made,) = asyncio.run(generate(lm, context, **fields))
+        assert list(made.token_ids) == expected
+        config = GenerationConfig(mm_info=MultiMediaInfo(images=images), **fields)
+        (made,) = asyncio.run(generate(lm, text, config))
+        assert list(made.token_ids) == expected
+        (best, *_) = asyncio.run(generate(lm, text, config.replace(num_beams=2)))
+        assert len(best.token_ids) == 5
+        with Engine() as engine:
+            engine.install_model("m", lm, warm_up=False)
+            engine.start_model("m")
+            requests = [engine.start_request_text("m", text, config) for _ in range(3)]
+            for request in requests:
+                assert list(request.result(60)[0].token_ids) == expected
+        with pytest.raises(PictureError, match="2 places"):
+            asyncio.run(generate(lm, text, config, mm_info=MultiMediaInfo(images[:1])))
+    with pytest.raises(GenerationConfigError, match="images"):
+        MultiMediaInfo(images=3)
+
+
+def test_prompts_of_token_ids():
+    """One token for each picture, or what the processor returns."""
+    for name in MANY:
+        model, processor = family(name)
+        text, images = prompt_of(name, [1, 2])
+        whole = inputs(model, processor, text, images)["input_ids"][0].tolist()
+        marked = processor.tokenizer(text)["input_ids"]
+        with over(name) as lm:
+            expected = lm.context(text, images=images)
+            assert list(expected) == whole
+            assert lm.context(whole, images=images) == expected
+            assert lm.context(marked, images=images) == expected
+            close(
+                lm.next_token_logprobs_sync(lm.context(marked, images=images)),
+                plain_row(name, text, images),
+            )
+
+
+def test_pictures_of_any_kind(tmp_path):
+    image = picture(1)
+    image.save(tmp_path / "one.png")
+    raw = io.BytesIO()
+    image.save(raw, "PNG")
+    text = prompt_of("gemma3", [1])[0]
+    kinds = [image, np.asarray(image), tmp_path / "one.png", str(tmp_path / "one.png")]
+    with over("gemma3") as lm:
+        contexts = [lm.context(text, images=[one]) for one in [*kinds, raw.getvalue()]]
+        assert len(set(contexts)) == 1
+        assert lm.context(text, images=[image.convert("RGBA")]) == contexts[0]
+
+
+def test_a_context_is_a_sequence_with_a_place_for_each_part():
+    with over("qwen2-vl") as lm:
+        text, images = prompt_of("qwen2-vl", [1])
+        context = lm.context(text, images=images)
+        placeholder, end = context.pictures.image_token_id, context.pictures.num_tokens
+        assert context[end - 1] == placeholder
+        assert list(context).count(placeholder) == sum(i < 0 for i in context.packed())
+        assert (context + [5, 6])[: len(context)] == context
+        assert (context + [5])[:end].pictures is context.pictures
+        assert context[:2] == lm.context(list(context[:2]))
+        assert context[end:] == lm.context(list(context)[end:])
+        assert "pictures" in repr(context)
+        with pytest.raises(PictureError, match="hold a part"):
+            context[: end - 1]
+        with pytest.raises(PictureError, match="first token"):
+            context[1:]
+        with pytest.raises(PictureError, match="before the pictures"):
+            [5] + context
+        again = pickle.loads(pickle.dumps(context + [5]))
+        close(lm.next_token_logprobs_sync(again), lm.next_token_logprobs_sync(context + [5]))
+    with over("gemma3") as other, pytest.raises(PictureError, match="none like it"):
+        other.next_token_logprobs_sync(again)
+
+
+def test_a_process_is_given_pictures_once(tmp_path):
+    from genlm_backend import load_model_by_name
+    from genlm_backend.llm.elsewhere import arguments
+
+    model, processor = family("smolvlm")
+    model.save_pretrained(tmp_path)
+    processor.tokenizer.save_pretrained(tmp_path)
+    text, images = prompt_of("smolvlm", [1, 2])
+    sizes = []
+    packed = arguments.Sender.packed
+
+    def counted(self, given):
+        found = packed(self, given)
+        sizes.append(len(found))
+        return found
+
+    options = {"process": True, "self_check": False, "row_cache_bytes": 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments.Sender, "packed", counted)
+        with load_model_by_name(str(tmp_path), backend="hf", llm_opts=options) as lm:
+            lm._processor = processor
+            context = lm.context(text, images=images)
+            close(lm.next_token_logprobs_sync(context), plain_row("smolvlm", text, images))
+            sizes.clear()
+            for more in ([7], [7, 8]):
+                row = lm.next_token_logprobs_sync(context + more)
+                close(row, plain_row("smolvlm", text, images, more))
+            assert max(sizes) < 5000 < context.pictures.num_bytes
+            lm.restart()
+            row = lm.next_token_logprobs_sync(context + [9])
+            close(row, plain_row("smolvlm", text, images, [9]))
+
+
+# -------------------------------------------------------------------- refusals
+
+
+def test_what_cannot_be_read_is_said(tmp_path):
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(40))
+    text, image = f"a {marker('qwen2-vl')}", picture(1)
+    with over("qwen2-vl", max_length=40) as lm:
+        placeholder = lm.contexts.image_token_id
+        for prompt, images, reason in (
+            (text, [], "1 places for pictures.*0 pictures"),
+            (text, [image, image], "1 places.*2 pictures"),
+            ("plain", [image], "0 places.*1 pictures"),
+            ([5, 6], [image], "0 places.*1 pictures"),
+            (text, [broken], "picture 0 cannot be read"),
+            (text, [b"no picture"], "picture 0 cannot be read"),
+            (text, ["/no/such/file.png"], "picture 0 cannot be read"),
+            (text, [np.zeros((4, 4))], r"uint8, got float64 \[4, 4\]"),
+            (text, [3], "must be a PIL image"),
+        ):
+            with pytest.raises(PictureError, match=reason):
+                lm.context(prompt, images=images)
+        with pytest.raises(ContextError, match="more than the model's maximum of 40"):
+            lm.context(text * 9, images=[image] * 9)
+        for ask in (lm.context, lm.next_token_logprobs_sync, lm.score_sync):
+            with pytest.raises(PictureError, match="stands for a part of a picture"):
+                ask(*[[5, placeholder]] * (2 if ask == lm.score_sync else 1))
+        assert lm.statistics().num_awaits == 0
+        with pytest.raises(TypeError):
+            lm.context("a text")
+        row = lm.next_token_logprobs_sync(lm.context("ab", images=[]))
+        close(row, lm.next_token_logprobs_sync(lm.tokenizer("ab")["input_ids"]))
+    model, processor = family("qwen2-vl")
+    with (
+        AsyncTransformer(model, processor.tokenizer, self_check=False) as blind,
+        pytest.raises(PictureError, match="processor=AutoProcessor"),
+    ):
+        blind.context(text, images=[image])
+    with (
+        AsyncTransformer(families.make("llama"), word_tokenizer()) as lm,
+        pytest.raises(PictureError, match="reads text alone"),
+    ):
+        lm.context(text, images=[image])
+    with (
+        MockAsyncLM(word_tokenizer()) as lm,
+        pytest.raises(PictureError, match="takes no pictures"),
+    ):
+        lm.context([1], images=[image])
+
+
+def test_pillow_is_asked_for_by_name(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with over("gemma3") as lm, pytest.raises(ImportError, match=r"genlm-backend\[images\]"):
+        lm.context(marker("gemma3"), images=[Image.new("RGB", (4, 4))])
