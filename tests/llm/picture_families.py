@@ -156,7 +156,6 @@ def _gemma3():
         text_config={
             **TEXT,
             "vocab_size": len(words),
-            "num_hidden_layers": 3,
             "head_dim": 8,
             "query_pre_attn_scalar": 8,
             "sliding_window": 8,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,13 +71,21 @@ class MlxLoader:
             )
         # Olmo's module ends the interpreter where another package is absent; a damaged file is a
         # RuntimeError.
-        except (ValueError, TypeError, RuntimeError, SystemExit) as error:
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            RuntimeError,
+            SystemExit,
+        ) as error:
             kind, said = config.get("model_type"), str(error)
             said = said if len(said) <= _LONG_MESSAGE else f"{said[:_LONG_MESSAGE]} …"
             raise UnsupportedModelError(
                 f"mlx-lm does not load {self.name!r} (model_type {kind!r}): {said}"
             ) from error
         give_windows(model, config)
+        warn_of_windows(model, config)
         return model
 
 
@@ -87,8 +96,8 @@ def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
     mlx-lm leaves unread for many models: their positions would be turned at the default speed. And
     it leaves out some entries that others imply.
     """
-    found = {**_rotary(config), **_implied(config)}
-    return {name: value for name, value in found.items() if config.get(name) is None}
+    implied = {n: value for n, value in _implied(config).items() if config.get(n) is None}
+    return {**implied, **_rotary(config)}  # which is what transformers goes by
 
 
 def _implied(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,6 +122,7 @@ def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
         found["partial_rotary_factor"] = found["rotary_pct"] = factor
     if flat.get("rope_type", "default") != "default":
         found["rope_scaling"] = {k: v for k, v in flat.items() if k != "rope_theta"}
+        found["rope_scaling"]["type"] = flat["rope_type"]
     kinds = config.get("layer_types")
     if kinds and "full_attention" in kinds:  # Gemma 3: every so many layers see all
         found["sliding_window_pattern"] = kinds.index("full_attention") + 1
@@ -141,3 +151,24 @@ def give_windows(model: Any, config: Mapping[str, Any]) -> None:
     inner.sliding_window, inner.swa_idx = window, 0
     for layer in inner.layers:
         layer.use_sliding = True
+
+
+def warn_of_windows(model: Any, config: Mapping[str, Any]) -> None:
+    """Warn where mlx-lm leaves out the window that a config names.
+
+    Args:
+        model: What mlx-lm has loaded.
+        config: Its config.
+    """
+    from mlx_lm.models.cache import make_prompt_cache
+
+    window = config.get("sliding_window")
+    if not isinstance(window, int) or config.get("use_sliding_window") is False:
+        return
+    if all(getattr(cache, "max_size", None) is None for cache in make_prompt_cache(model)):
+        warnings.warn(
+            f"mlx-lm leaves out the sliding window of {window} tokens that the config of this "
+            f"{config.get('model_type')!r} names: contexts that are longer have other rows than in "
+            "transformers",
+            stacklevel=2,
+        )

@@ -23,7 +23,7 @@ from genlm_backend.llm.mlx import present
 from genlm_backend.llm.registry import default_backend
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
-from tests.llm.mlx import converted, over
+from tests.llm.mlx import converted, over, sharpened
 
 pytestmark = [pytest.mark.mlx, pytest.mark.filterwarnings("ignore")]
 needs_mlx = pytest.mark.skipif(not present.is_present(), reason="needs MLX")
@@ -242,6 +242,77 @@ def test_what_cannot_be_loaded_says_why(directory):
     (directory / "config.json").write_text(json.dumps({**config, "model_type": "strange"}))
     with pytest.raises((UnsupportedModelError, ModelNotFoundError), match="strange"):
         AsyncMlxLM.from_name(str(directory))
+
+
+@needs_mlx
+@pytest.mark.filterwarnings("default")
+def test_windows_that_are_left_out_are_told():
+    from tests.llm.mlx import _converted
+
+    with pytest.warns(UserWarning, match="leaves out the sliding window of 5 tokens"):
+        _converted.__wrapped__(families.make("starcoder2-sliding"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for name in ("mistral-sliding", "gemma3", "qwen2"):
+            _converted.__wrapped__(families.make(name))
+
+
+@needs_mlx
+def test_rope_parameters_count_more_than_what_is_left_of_older_words():
+    from transformers import StableLmConfig
+
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    settings = {n: v for n, v in families.COMMON.items() if n != "head_dim"}
+    model = families.of(StableLmConfig(**settings, rope_parameters=rope))
+    with over(model) as lm:
+        for context in random_contexts(5, seed=7):
+            row = lm.next_token_logprobs_sync(context)
+            torch.testing.assert_close(row, fresh_row(model, context), atol=1e-4, rtol=0)
+
+
+@needs_mlx
+def test_layers_that_read_what_others_keep():
+    import mlx.core as mx
+    from mlx_lm.models.cache import make_prompt_cache
+    from mlx_lm.models.gemma3n import Model, ModelArgs
+
+    text = {
+        "model_type": "gemma3n",
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": families.VOCAB,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 2,
+        "vocab_size_per_layer_input": families.VOCAB,
+        "sliding_window": 8,
+        "max_position_embeddings": 128,
+        "rope_local_base_freq": 1e4,
+        "rope_theta": 1e6,
+        "final_logit_softcapping": 30.0,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "hidden_size_per_layer_input": 8,
+        "altup_num_inputs": 2,
+        "altup_coef_clip": 120.0,
+        "altup_correct_scale": True,
+        "altup_active_idx": 0,
+        "laurel_rank": 4,
+        "rope_scaling": None,
+    }
+    model = sharpened(Model(ModelArgs.from_dict({"model_type": "gemma3n", "text_config": text})))
+    contexts, expected = random_contexts(6, seed=8), []
+    for context in contexts:
+        cache = make_prompt_cache(model)
+        for token_id in context:
+            logits = model(mx.array([[token_id]]), cache=cache)
+        expected.append(torch.tensor(logits[0, -1].tolist()).log_softmax(-1))
+    with AsyncMlxLM(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        rows = lm.batch_next_token_logprobs_sync(contexts)
+        torch.testing.assert_close(rows, torch.stack(expected), atol=1e-4, rtol=0)
 
 
 @needs_mlx

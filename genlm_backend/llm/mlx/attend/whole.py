@@ -7,6 +7,7 @@ from typing import Any, final
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 
 from genlm_backend.llm.hf.packing import PackedBatch
 from genlm_backend.llm.mlx.attend.base import MlxAttend, as_caches
@@ -15,13 +16,16 @@ from genlm_backend.llm.mlx.store import LayerShape
 
 @final
 class WholeAttend(MlxAttend):
-    """Attends to the new tokens alone: there are none before them, and nothing is kept."""
+    """Attends to the new tokens alone: there are none before them, and nothing is kept.
+
+    The model has caches of its own, new ones: some layers read what others have put there.
+    """
 
     def attending(
         self, batch: PackedBatch, model: Any
     ) -> contextlib.AbstractContextManager[list[Any] | None]:
-        """Yield ``None``."""
-        return as_caches(None)
+        """Yield the model's own caches, empty."""
+        return as_caches(make_prompt_cache(model))
 
     def keep(self, batch: PackedBatch, layers: list[Any] | None) -> None:
         """Do nothing."""
