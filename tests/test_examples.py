@@ -234,3 +234,13 @@ def test_the_documentation_builds_without_a_warning(tmp_path):
     done = run("-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "tokens per second" in (tmp_path / "performance" / "index.html").read_text()
+
+
+def test_particles_behind_a_picture_compute_it_once():
+    done = run("examples/picture_smc.py", "--particles", "8", "--characters", "5")
+    assert done.returncode == 0, done.stderr
+    texts = re.findall(r"^'([A-Z ]{5})'$", done.stdout, re.M)
+    assert len(texts) == 5
+    prompt, computed = map(int, re.findall(r"(\d+) (?:tokens|computed)", done.stdout))
+    assert prompt < computed <= prompt + 8 * 4
+    assert len(Path(ROOT / "examples/picture_smc.py").read_text().splitlines()) < 80

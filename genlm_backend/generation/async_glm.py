@@ -22,11 +22,12 @@ from genlm_backend.errors import (
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.engine import Engine
 from genlm_backend.generation.hf_config import own_config
-from genlm_backend.generation.hf_inputs import config_of_kwargs, rows_of
+from genlm_backend.generation.hf_inputs import config_of_kwargs, pictures_of, rows_of
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.generation.served_model import ServedModel
 from genlm_backend.generation.task import Task
 from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.query import TokenIds
 from genlm_backend.process_lock import ProcessLock
 
 _NAME = "model"
@@ -135,7 +136,8 @@ class AsyncGLM:
         Args:
             inputs: Token ids ``[length]`` or ``[batch, length]``, or a mapping with ``input_ids``
                 and an ``attention_mask`` that is 0 where a row is padded, on either side
-                (``token_type_ids`` and ``labels`` of a collator are left aside).
+                (``token_type_ids`` and ``labels`` of a collator are left aside). For a model that
+                reads pictures, what its processor returns for one prompt, with ``pixel_values``.
             generation_kwargs: Options that go before the constructor's.
             timeout: Seconds to wait where the queue is full; ``None`` waits as long as it takes.
 
@@ -160,8 +162,12 @@ class AsyncGLM:
         width = rows.shape[1]
         configs = [config_of_kwargs(self._base, kwargs, row, width) for row in range(len(rows))]
         prompts: list[Prompt] = []
+        pictures = pictures_of(inputs, rows, mask)
         for row, keep, config in zip(rows, mask, configs, strict=True):
-            prompts.append(Prompt.check(self._lm, row[keep].tolist(), config))
+            ids: TokenIds = row[keep].tolist()
+            if pictures is not None:
+                ids = self._lm.context(ids, images=pictures)
+            prompts.append(Prompt.check(self._lm, ids, config))
             if config.num_beams > self._max_running:
                 raise GenerationConfigError(
                     f"num_beams={config.num_beams} is more than max_running={self._max_running}"

@@ -115,7 +115,8 @@ def rows_of(
     is_mapping = isinstance(inputs, Mapping)
     if is_mapping and "input_ids" not in inputs:
         raise ContextError(f"the inputs have no 'input_ids', only {sorted(inputs)}")
-    if is_mapping and (unknown := sorted(inputs.keys() - _KNOWN_INPUTS)):
+    unknown = sorted(inputs.keys() - _KNOWN_INPUTS) if is_mapping else []
+    if unknown and contexts.image_token_id is None:
         raise ContextError(
             f"a text model cannot read {', '.join(map(repr, unknown))}; the inputs may have "
             f"{', '.join(sorted(_KNOWN_INPUTS))}"
@@ -139,6 +140,27 @@ def rows_of(
             f"attention_mask has shape {list(mask.shape)} and input_ids {list(rows.shape)}"
         )
     return rows, mask
+
+
+def pictures_of(inputs: Any, rows: torch.Tensor, mask: torch.Tensor) -> dict[str, Any] | None:
+    """Return what a processor has made of pictures; ``None`` where there are none.
+
+    Args:
+        inputs: What ``AsyncGLM.submit`` takes.
+        rows: Token ids of them, ``[batch, length]``.
+        mask: Which of these count.
+
+    Raises:
+        ContextError: (``ValueError``) If there are pictures and more than one row, or padding.
+    """
+    if not isinstance(inputs, Mapping) or not inputs.keys() - _KNOWN_INPUTS:
+        return None
+    if len(rows) != 1 or not mask.all():
+        raise ContextError(
+            "inputs with pictures are one row without padding: submit a task for each prompt"
+        )
+    left = {"input_ids", "attention_mask", "labels"}
+    return {name: value for name, value in inputs.items() if name not in left}
 
 
 def _listed(value: Any, contexts: Contexts) -> Any:

@@ -103,7 +103,9 @@ class AsyncLM(SamplingLM, Closing):
         checked(cls.option_checks, options)
 
     def context(
-        self, token_ids: TokenIds | str = (), images: Sequence[Any] | None = None
+        self,
+        token_ids: TokenIds | str = (),
+        images: Sequence[Any] | Mapping[str, Any] | None = None,
     ) -> Context:
         """Return token ids as a ``Context``, which may be passed wherever token ids are.
 
@@ -113,7 +115,8 @@ class AsyncLM(SamplingLM, Closing):
             token_ids: Token ids. With ``images`` it may be a text.
             images: Pictures, for models that see them (``AsyncTransformer`` with a processor): PIL
                 images, arrays ``[height, width, 3]`` of bytes, paths or the bytes of files, one for
-                each place in the prompt that the model's own token for a picture marks.
+                each place in the prompt that the model's own token for a picture marks. Or what its
+                processor has made of them, by name (``pixel_values``, …), for its ``input_ids``.
 
         Raises:
             ContextTypeError: (``TypeError``) If the ids are not integers.
@@ -125,7 +128,9 @@ class AsyncLM(SamplingLM, Closing):
             return self._pictured(token_ids, images)
         return self.contexts.of(token_ids)
 
-    def _pictured(self, prompt: TokenIds | str, images: Sequence[Any]) -> Context:
+    def _pictured(
+        self, prompt: TokenIds | str, images: Sequence[Any] | Mapping[str, Any]
+    ) -> Context:
         raise PictureError(f"{type(self).__name__} takes no pictures: this model reads text alone")
 
     # ---------------------------------------------------------------- rows

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from genlm_backend.checks import absolute_path
+from genlm_backend.errors import PictureError
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.kv_caching import KVCachingLM
 from genlm_backend.llm.query import Query, TokenIds
@@ -31,12 +32,15 @@ class PrefixKeepingLM(KVCachingLM):
         Raises:
             CacheError: If the prompt does not fit into ``kv_cache_bytes``, or the model keeps no
                 keys and values.
+            PictureError: (``ValueError``) If the prompt begins with pictures.
             OSError: If the file cannot be written. Where that can be seen before, nothing is
                 computed.
         """
         where = absolute_path("path", path)
         _check_writable(Path(where))
         query = self._query(token_ids, lora_name)
+        if query.context.pictures is not None:
+            raise PictureError("a prompt that begins with pictures is not written into files")
         self._before_wait()
 
         def save() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -18,22 +17,19 @@ from genlm_backend.checks import (
     switch,
     thread_count,
 )
-from genlm_backend.errors import ModelStateError, OptionError, PictureError
+from genlm_backend.errors import ModelStateError, OptionError
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES
-from genlm_backend.llm.context import Context
 from genlm_backend.llm.elsewhere.process import ProcessEvaluator
 from genlm_backend.llm.hf.evaluator import HFEvaluator
 from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader, Weights
 from genlm_backend.llm.hf.options import NESTED
-from genlm_backend.llm.hf.picture_reader import PictureReader
+from genlm_backend.llm.hf.picturing import PicturingLM
 from genlm_backend.llm.loading import explained
-from genlm_backend.llm.picture_rules import PictureRules
-from genlm_backend.llm.prefix_keeping import PrefixKeepingLM
 from genlm_backend.llm.query import Query, TokenIds
 from genlm_backend.llm.row import Row
 
 
-class AsyncTransformer(PrefixKeepingLM):
+class AsyncTransformer(PicturingLM):
     """A causal language model of transformers, batched and cached.
 
     All concurrent awaits become padded batched forward passes on one worker thread; the keys and
@@ -72,6 +68,8 @@ class AsyncTransformer(PrefixKeepingLM):
             for rounding. What is tried holds for the process; another may find otherwise.
         process: ``True`` is for ``from_name``: a model object lives where it has been made.
         self_check: Compare a few probe texts with the bytes of their tokens.
+        processor: What makes the model's inputs of texts and pictures, as ``AutoProcessor`` loads
+            it, or a function that does; for ``context(…, images=[…])``.
 
     The model is not to be converted or moved afterwards (``model.half()``, ``model.to(…)``):
     queries are a ``ModelStateError`` then, until it is as it was.
@@ -88,7 +86,7 @@ class AsyncTransformer(PrefixKeepingLM):
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
-        **PrefixKeepingLM.option_checks,
+        **PicturingLM.option_checks,
         "kv_cache_bytes": optional(byte_count),
         "kv_cache_dtype": one_of(None, *KV_CACHE_DTYPES),
         "host_cache_bytes": byte_count,
@@ -150,8 +148,7 @@ class AsyncTransformer(PrefixKeepingLM):
             output_device=output_device,
             self_check=self_check,
         )
-        self._processor = processor
-        self.contexts.image_token_id = self._info.image_token_id
+        self._sees_by(processor)
 
     @classmethod
     def from_name(
@@ -209,31 +206,6 @@ class AsyncTransformer(PrefixKeepingLM):
             model = loader.model()
         options = {"processor": loader.processor, **loader.evaluator_options, **kwargs}
         return cls(model, tokenizer, **options)
-
-    # ---------------------------------------------------------------- pictures
-
-    @cached_property
-    def _reader(self) -> PictureReader:
-        placeholder, processor = self._info.image_token_id, self._processor
-        if placeholder is None:
-            raise PictureError("the model reads text alone, and takes no pictures")
-        if processor is None:
-            raise PictureError(
-                "pictures are read by the model's own processor: AsyncTransformer(hf_model, "
-                "hf_tokenizer, processor=AutoProcessor.from_pretrained(…))"
-            )
-        if not hasattr(processor, "image_processor"):  # a model loaded by name, and so is this
-            processor = processor()
-
-        def rules_of(token_ids: list[int], inputs: Mapping[str, torch.Tensor]) -> PictureRules:
-            self._before_wait()
-            return self._call(lambda: self._evaluator.picture_rules(token_ids, inputs))
-
-        return PictureReader(processor, self.contexts, placeholder, rules_of)
-
-    def _pictured(self, prompt: TokenIds | str, images: Sequence[Any]) -> Context:
-        self._batcher.check_open()
-        return self._reader.context(prompt, images, self.max_length)
 
     def next_token_logprobs_uncached(
         self, token_ids: TokenIds, lora_name: str | None = None

@@ -18,7 +18,7 @@ from genlm_backend.errors import ContextError, MissingExtraError, PictureError
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.contexts import Contexts
 from genlm_backend.llm.picture_rules import PictureRules
-from genlm_backend.llm.pictures import Pictures, codes
+from genlm_backend.llm.pictures import Pictures, bytes_of, codes
 
 _OF_TEXT: Final = frozenset({"input_ids", "attention_mask", "labels"})
 """What processors return that the model is not given as it is."""
@@ -76,7 +76,7 @@ class PictureReader:
         Args:
             prompt: A text, in which the model's own token for a picture stands for each; or token
                 ids, with one such token for each, or as the processor returns them.
-            images: The pictures, in order.
+            images: The pictures, in order; or what the processor has made of them, by name.
             max_length: Longest context that the model takes.
 
         Raises:
@@ -84,6 +84,8 @@ class PictureReader:
             ContextTypeError: If the prompt is neither.
             ContextError: If it does not fit into the model.
         """
+        if isinstance(images, Mapping):
+            return self._of_inputs(self._ids(prompt), images, max_length)
         pictures = [_image(image, number) for number, image in enumerate(listed("images", images))]
         if isinstance(prompt, str):
             self._check_places(prompt.count(str(self._marker)), len(pictures))
@@ -94,12 +96,30 @@ class PictureReader:
             read, ids = self._of_ids(ids, pictures)
         if read is None:
             return self._contexts.of(ids)
-        if max_length is not None and len(ids) > max_length:
-            raise ContextError(
-                f"the prompt and its {len(pictures)} pictures are {len(ids)} tokens, more than the "
-                f"model's maximum of {max_length}"
+        _check_fits(ids, max_length)
+        prints = [_fingerprint(picture) for picture in pictures]
+        return self._context(ids, read.inputs, prints, self._counts(pictures))
+
+    def _of_inputs(
+        self, ids: list[int], inputs: Mapping[str, Any], max_length: int | None
+    ) -> Context:
+        """Return the context of what the processor has made."""
+        given = {n: value for n, value in inputs.items() if n not in _OF_TEXT}
+        if not given or not all(isinstance(value, torch.Tensor) for value in given.values()):
+            raise PictureError(
+                "what a processor has made of pictures must be tensors, such as 'pixel_values', "
+                f"got {shown(dict(inputs))}"
             )
-        return self._context(ids, read.inputs, pictures)
+        if self._image_token_id not in ids:
+            raise PictureError(
+                f"the token ids hold no part of a picture, which is {self._image_token_id}: pass "
+                "them as the processor returns them"
+            )
+        _check_fits(ids, max_length)
+        digest = hashlib.sha256()
+        for name in sorted(given):
+            digest.update(f"{name} {given[name].shape}".encode() + bytes_of(given[name]))
+        return self._context(ids, given, [digest.digest()], [ids.count(self._image_token_id)])
 
     # ---------------------------------------------------------------- from prompts to token ids
 
@@ -176,22 +196,33 @@ class PictureReader:
 
     # ---------------------------------------------------------------- from these to a context
 
+    def _counts(self, pictures: list[Any]) -> list[int]:
+        """Return how many parts each picture has where it is alone; none for a single one."""
+        if len(pictures) == 1:
+            return []
+        marker = str(self._marker)
+        alone = (self._read(marker, [picture]).token_ids for picture in pictures)
+        return [ids.count(self._image_token_id) for ids in alone]
+
     def _context(
-        self, ids: list[int], inputs: Mapping[str, torch.Tensor], pictures: list[Any]
+        self,
+        ids: list[int],
+        inputs: Mapping[str, torch.Tensor],
+        prints: list[bytes],
+        counts: list[int],
     ) -> Context:
-        rules = self._rules
-        values = np.array(ids, np.int32)
+        """Return a context, its parts of pictures named by what they show.
+
+        Args:
+            ids: Ids of the prompt.
+            inputs: What the model takes beside them.
+            prints: What tells each picture from others.
+            counts: Number of parts of each.
+        """
+        rules, values = self._rules, np.array(ids, np.int32)
         self._contexts.packed([i for i in ids if i != self._image_token_id])
         (parts,) = np.nonzero(values == self._image_token_id)
-        prints = [_fingerprint(picture) for picture in pictures]
-        counts = [len(parts)]
-        if len(pictures) > 1:
-            marker = str(self._marker)
-            counts = [
-                self._read(marker, [picture]).token_ids.count(self._image_token_id)
-                for picture in pictures
-            ]
-        if sum(counts) != len(parts):  # what one becomes depends on the others
+        if sum(counts) != len(parts):  # there is one, or what one becomes depends on the others
             prints, counts = [b"".join(prints)], [len(parts)]
         if rules.is_prompt_one:
             prints = [one + values.tobytes() for one in prints]
@@ -200,6 +231,14 @@ class PictureReader:
         num_tokens = len(ids) if rules.is_prompt_one else int(parts[-1]) + 1
         made = Pictures.of(ids, inputs, num_tokens, self._image_token_id, rules.suffix, rules.keeps)
         return Context.of(self._contexts, packed.tobytes(), pictures=made)
+
+
+def _check_fits(ids: list[int], max_length: int | None) -> None:
+    if max_length is not None and len(ids) > max_length:
+        raise ContextError(
+            f"the prompt and its pictures are {len(ids)} tokens, more than the model's maximum of "
+            f"{max_length}"
+        )
 
 
 def _image(image: Any, number: int) -> Any:

@@ -18,8 +18,8 @@ from genlm_backend.llm.elsewhere.process import ProcessEvaluator
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorInfo, RestartableEvaluator
 from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader, Weights
 from genlm_backend.llm.hf.model import AsyncTransformer
+from genlm_backend.llm.hf.picturing import PicturingLM
 from genlm_backend.llm.loading import explained
-from genlm_backend.llm.prefix_keeping import PrefixKeepingLM
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.replicas.distributor import Distributor
 from genlm_backend.llm.replicas.replica import Replica
@@ -28,7 +28,7 @@ from genlm_backend.llm.scoring import Question
 
 
 @final
-class AsyncReplicas(PrefixKeepingLM):
+class AsyncReplicas(PicturingLM):
     """Several evaluators of one model, which is asked like any other.
 
     Each context goes to the replica that answers it soonest: by what each was sent before, and so
@@ -50,6 +50,7 @@ class AsyncReplicas(PrefixKeepingLM):
         per_forward: What a forward pass costs beside its tokens, counted in tokens. The larger it
             is, the more it counts how many passes wait at a replica already.
         self_check: Compare a few probe texts with the bytes of their tokens.
+        processor: What reads pictures, as for ``AsyncTransformer``.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is of a wrong type.
@@ -58,7 +59,7 @@ class AsyncReplicas(PrefixKeepingLM):
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
-        **PrefixKeepingLM.option_checks,
+        **PicturingLM.option_checks,
         "per_forward": number(0),
     }
 
@@ -75,6 +76,7 @@ class AsyncReplicas(PrefixKeepingLM):
         output_device: str | torch.device = "cpu",
         per_forward: float = 8.0,
         self_check: bool = True,
+        processor: Any = None,
     ) -> None:
         cost = checked(self.option_checks, {"per_forward": per_forward})["per_forward"]
         is_evaluator = instance(Evaluator, "an Evaluator")
@@ -92,6 +94,7 @@ class AsyncReplicas(PrefixKeepingLM):
         for replica in self._set.replicas:
             replica.answering.set_vocabulary(len(self.byte_vocab), self.undefined_ids)
         self._distributor.opened(self._set.infos, cost)
+        self._sees_by(processor)
 
     def _asking(self, policy: BatchPolicy) -> Asking[Question, Any]:
         """Make the replicas' threads; return what sends questions to them."""
@@ -170,7 +173,8 @@ class AsyncReplicas(PrefixKeepingLM):
         with explained(model_id):
             tokenizer = loader.tokenizer()
             makers = _placed(loader, count, hf_opts or {})
-            return cls(tokenizer, [ProcessEvaluator(maker) for maker in makers], **kwargs)
+            made = [ProcessEvaluator(maker) for maker in makers]
+            return cls(tokenizer, made, processor=loader.processor, **kwargs)
 
     @classmethod
     def on_ray(
@@ -238,7 +242,7 @@ class AsyncReplicas(PrefixKeepingLM):
         with explained(model_id):
             tokenizer = loader.tokenizer()
             connect(address)
-            return cls(tokenizer, evaluators, **kwargs)
+            return cls(tokenizer, evaluators, processor=loader.processor, **kwargs)
 
     @classmethod
     def _loader(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NoReturn, final
+
+import torch
 
 from genlm_backend.cache import TierName
 from genlm_backend.errors import EngineDiedError, OptionError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.llm.picture_rules import PictureRules
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.replicas.replica import Replica
 
@@ -84,6 +87,16 @@ class ReplicaSet(Evaluator):
         concurrent.futures.wait(asked)
         return _results([f for f in asked if not isinstance(f.exception(), EngineDiedError)])
 
+    def _of_one(self, what: str, verb: Callable[[Evaluator], Any]) -> Any:
+        """Return what a verb returns on some replica that is alive."""
+        for replica in self.replicas:
+            if not replica.is_dead:
+                try:
+                    return replica.ask(verb).result()
+                except EngineDiedError:  # and so it is found dead
+                    continue
+        raise EngineDiedError(f"no replica is alive that could {what}")
+
     # ---------------------------------------------------------------- verbs
 
     def evaluate(self, queries: Sequence[Any]) -> NoReturn:
@@ -105,15 +118,15 @@ class ReplicaSet(Evaluator):
             raise EngineDiedError("no replica is alive")
         return all(pinned)
 
+    def picture_rules(
+        self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
+    ) -> PictureRules:
+        """Have it found out by some replica that is alive what the model does with pictures."""
+        return self._of_one("see pictures", lambda e: e.picture_rules(token_ids, inputs))
+
     def save_prefix(self, query: Query, path: str) -> None:
         """Have some replica that is alive write a file."""
-        for replica in self.replicas:
-            if not replica.is_dead:
-                try:
-                    return replica.ask(lambda e: e.save_prefix(query, path)).result()
-                except EngineDiedError:  # and so it is found dead
-                    continue
-        raise EngineDiedError("no replica is alive that could save a prefix")
+        self._of_one("save a prefix", lambda e: e.save_prefix(query, path))
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
         """Have all replicas read a file."""

@@ -1,6 +1,7 @@
 """Contexts that begin with pictures: rows are those of the plain model, whatever is kept."""
 
 import asyncio
+import copy
 import functools
 import io
 import itertools
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 
 from genlm_backend import (
+    AsyncGLM,
     AsyncTransformer,
     Engine,
     GenerationConfig,
@@ -225,6 +227,42 @@ def test_prompts_of_token_ids():
                 lm.next_token_logprobs_sync(lm.context(marked, images=images)),
                 plain_row(name, text, images),
             )
+
+
+def test_tasks_and_contexts_of_what_a_processor_returns():
+    name, (text, images) = "gemma3", prompt_of("gemma3", [1, 2])
+    made = inputs(*family(name), text, images)
+    with over(name) as lm:
+        given = {"pixel_values": made["pixel_values"], "token_type_ids": made["token_type_ids"]}
+        context = lm.context(made["input_ids"][0], images=given)
+        close(lm.next_token_logprobs_sync(context + [7]), plain_row(name, text, images, [7]))
+        greedy = asyncio.run(lm.sample(context, 4, [], temperature=0.0))
+        with AsyncGLM(lm) as glm:
+            task = glm.submit(made, {"max_new_tokens": 4, "eos_token_id": 0, "do_sample": False})
+            assert glm.get_result(task, 60)[0, -4:].tolist() == greedy
+            twice = {name: torch.cat([value, value]) for name, value in made.items()}
+            with pytest.raises(ContextError, match="one row without padding"):
+                glm.submit(twice)
+        with pytest.raises(PictureError, match="no part of a picture"):
+            lm.context([5, 6], images=given)
+        with pytest.raises(PictureError, match="must be tensors"):
+            lm.context(made["input_ids"][0], images={"pixel_values": "x"})
+
+
+@pytest.mark.timeout(240)
+def test_replicas_read_pictures():
+    from genlm_backend import AsyncReplicas
+    from genlm_backend.llm.hf.evaluator import HFEvaluator
+
+    model, processor = family("llava-next")
+    evaluators = [HFEvaluator(copy.deepcopy(model), num_threads=1) for _ in range(2)]
+    options = {"processor": processor, "self_check": False, "row_cache_bytes": 0}
+    with AsyncReplicas(processor.tokenizer, evaluators, **options) as lm:
+        prompts = [prompt_of("llava-next", [i]) for i in range(4)]
+        contexts = [lm.context(text, images=images) for text, images in prompts]
+        rows = lm.batch_next_token_logprobs_sync([c + [i + 5] for c in contexts for i in range(3)])
+        for row, (i, j) in zip(rows, itertools.product(range(4), range(3)), strict=True):
+            close(row, plain_row("llava-next", *prompts[i], [j + 5]))
 
 
 def test_pictures_of_any_kind(tmp_path):

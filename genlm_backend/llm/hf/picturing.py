@@ -1,0 +1,55 @@
+"""PicturingLM: the interface of a model of transformers that may read pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from genlm_backend.errors import PictureError
+from genlm_backend.llm.context import Context
+from genlm_backend.llm.hf.picture_reader import PictureReader
+from genlm_backend.llm.picture_rules import PictureRules
+from genlm_backend.llm.prefix_keeping import PrefixKeepingLM
+from genlm_backend.llm.query import TokenIds
+
+
+class PicturingLM(PrefixKeepingLM):
+    """A model over an evaluator that may read pictures.
+
+    Its arguments, and the errors that making one may raise, are those of ``BatchedLM``.
+    """
+
+    _processor: Any
+
+    def _sees_by(self, processor: Any) -> None:
+        """Read pictures by a processor, or by what loads it when it is first needed."""
+        self._processor = processor
+        self.contexts.image_token_id = self._info.image_token_id
+
+    @cached_property
+    def _reader(self) -> PictureReader:
+        placeholder, processor = self._info.image_token_id, self._processor
+        if placeholder is None:
+            raise PictureError("the model reads text alone, and takes no pictures")
+        if processor is None:
+            raise PictureError(
+                "pictures are read by the model's own processor: AsyncTransformer(hf_model, "
+                "hf_tokenizer, processor=AutoProcessor.from_pretrained(…))"
+            )
+        if not hasattr(processor, "image_processor") and callable(processor):
+            processor = processor()
+
+        def rules_of(token_ids: list[int], inputs: Mapping[str, torch.Tensor]) -> PictureRules:
+            self._before_wait()
+            return self._call(lambda: self._evaluator.picture_rules(token_ids, inputs))
+
+        return PictureReader(processor, self.contexts, placeholder, rules_of)
+
+    def _pictured(
+        self, prompt: TokenIds | str, images: Sequence[Any] | Mapping[str, Any]
+    ) -> Context:
+        self._batcher.check_open()
+        return self._reader.context(prompt, images, self.max_length)
