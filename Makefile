@@ -12,7 +12,7 @@ PEER := .peer
 # As many files at once as there are cores, each on one: most of a test computes on one thread.
 PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 # Not demo: the model's package asks for an engine that would have to be compiled.
-EXTRAS := bitsandbytes,grammar,lora,mlx,ray,viz,test,bench,docs
+EXTRAS := bitsandbytes,grammar,images,lora,mlx,ray,viz,test,bench,docs
 
 .PHONY: help setup demo test test-bare test-vllm test-clients test-all quick mutants lint types bench docs clean
 

