@@ -109,6 +109,17 @@ class Pictures:
         return cls(packed, cut, frozenset(names), suffix, image_token_id, keeps)
 
 
+def image_token_id_of(config: Any) -> int | None:
+    """Return the id that stands for a part of a picture, by the config of a model.
+
+    ``None`` is that of a model which sees none.
+    """
+    if getattr(config, "vision_config", None) is None:
+        return None
+    found = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
+    return found if isinstance(found, int) else None
+
+
 def codes(fingerprint: bytes, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return ids of the parts of a picture, made of what it shows: negative int32 ``[count]``."""
     digest = hashlib.shake_256(fingerprint).digest(4 * count)

@@ -170,7 +170,7 @@ def _gemma3():
     return config, tf.Gemma3Processor(images, words, image_seq_length=16)
 
 
-def _smolvlm():
+def _smolvlm(**text):
     rows = [f"<row_{row}_col_{col}>" for row in (1, 2) for col in (1, 2)]
     words = tokenizer(
         ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *rows]
@@ -180,7 +180,7 @@ def _smolvlm():
     )
     processor = tf.Idefics3Processor(images, words, image_seq_len=4)
     config = tf.Idefics3Config(
-        text_config={**TEXT, "vocab_size": len(words), "model_type": "llama"},
+        text_config={**TEXT, "vocab_size": len(words), "model_type": "llama", **text},
         vision_config={**VISION, "image_size": 28},
         scale_factor=2,
         image_token_id=words.convert_tokens_to_ids("<image>"),
@@ -265,10 +265,14 @@ FAMILIES = {
 """Makers of a model in float32 and its processor, by name."""
 
 
+WIDE = _made(lambda: _smolvlm(hidden_size=128, head_dim=32))
+"""A maker of a SmolVLM with heads as wide as vLLM's kernels want them."""
+
+
 def make(name, seed=0):
     """A model whose next token hangs on every token and picture of its context; its processor."""
     torch.manual_seed(seed)
-    return FAMILIES[name]()
+    return WIDE() if name == "wide" else FAMILIES[name]()
 
 
 def marker(family):

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import io
 from array import array
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import torch
 
-from genlm_backend.checks import listed, shown
-from genlm_backend.errors import ContextError, MissingExtraError, PictureError
+from genlm_backend.checks import shown
+from genlm_backend.errors import ContextError, PictureError
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.contexts import Contexts
+from genlm_backend.llm.images import fingerprint, read_image, read_images
 from genlm_backend.llm.picture_rules import PictureRules
 from genlm_backend.llm.pictures import Pictures, bytes_of, codes
 
@@ -67,7 +66,7 @@ class PictureReader:
     @cached_property
     def _rules(self) -> PictureRules:
         noise = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
-        read = self._read(f"{self._marker} a b", [_image(noise, 0)])
+        read = self._read(f"{self._marker} a b", [read_image(noise, 0)])
         return self._rules_of(*read)
 
     def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
@@ -86,7 +85,7 @@ class PictureReader:
         """
         if isinstance(images, Mapping):
             return self._of_inputs(self._ids(prompt), images, max_length)
-        pictures = [_image(image, number) for number, image in enumerate(listed("images", images))]
+        pictures = read_images(images)
         if isinstance(prompt, str):
             self._check_places(prompt.count(str(self._marker)), len(pictures))
             read = self._read(prompt, pictures) if pictures else None
@@ -97,7 +96,7 @@ class PictureReader:
         if read is None:
             return self._contexts.of(ids)
         _check_fits(ids, max_length)
-        prints = [_fingerprint(picture) for picture in pictures]
+        prints = [fingerprint(picture) for picture in pictures]
         return self._context(ids, read.inputs, prints, self._counts(pictures))
 
     def _of_inputs(
@@ -239,50 +238,3 @@ def _check_fits(ids: list[int], max_length: int | None) -> None:
             f"the prompt and its pictures are {len(ids)} tokens, more than the model's maximum of "
             f"{max_length}"
         )
-
-
-def _image(image: Any, number: int) -> Any:
-    """Return a picture as PIL has it, in RGB.
-
-    Raises:
-        PictureError: If it cannot be read.
-        MissingExtraError: If Pillow is absent.
-    """
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise MissingExtraError(
-            "pictures need Pillow: pip install 'genlm-backend[images]'"
-        ) from error
-    try:
-        if isinstance(image, (str, Path)):
-            image = Image.open(image)
-        elif isinstance(image, (bytes, bytearray)):
-            image = Image.open(io.BytesIO(image))
-        elif hasattr(image, "__array__") and not isinstance(image, Image.Image):
-            image = _of_array(np.asarray(image), number)
-        if isinstance(image, Image.Image):
-            return image.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-        if isinstance(error, PictureError):
-            raise
-        raise PictureError(f"picture {number} cannot be read: {error}") from error
-    raise PictureError(
-        f"picture {number} must be a PIL image, an array [height, width, 3] of uint8, a path or "
-        f"the bytes of a file, got {shown(image)}"
-    )
-
-
-def _of_array(values: np.ndarray[Any, Any], number: int) -> Any:
-    from PIL import Image
-
-    if values.ndim != 3 or values.shape[2] != 3 or values.dtype != np.uint8 or not values.size:
-        raise PictureError(
-            f"picture {number} must be an array [height, width, 3] of uint8, got "
-            f"{values.dtype} {list(values.shape)}"
-        )
-    return Image.fromarray(values)
-
-
-def _fingerprint(picture: Any) -> bytes:
-    return hashlib.sha256(repr(picture.size).encode() + picture.tobytes()).digest()

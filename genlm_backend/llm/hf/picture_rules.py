@@ -17,7 +17,7 @@ from genlm_backend.llm.hf.root_attend import RootAttend, positions_of
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.hf.support import rounding
 from genlm_backend.llm.picture_rules import PictureRules
-from genlm_backend.llm.pictures import Pictures
+from genlm_backend.llm.pictures import Pictures, image_token_id_of
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,7 @@ _SHARE_OF_SPREAD: Final = 0.1
 
 def image_token_id(model: Any) -> int | None:
     """Return the id that stands for a part of a picture; ``None`` for a model that sees none."""
-    config = model.config
-    if getattr(config, "vision_config", None) is None:
-        return None
-    found = getattr(config, "image_token_id", getattr(config, "image_token_index", None))
-    return found if isinstance(found, int) and "pixel_values" in _parameters(model) else None
+    return image_token_id_of(model.config) if "pixel_values" in _parameters(model) else None
 
 
 def _parameters(model: Any) -> Mapping[str, Any]:

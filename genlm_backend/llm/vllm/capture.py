@@ -14,12 +14,14 @@ import queue
 import time
 import uuid
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from typing import Any, ClassVar, Final, final
 
 import numpy as np
 import torch
-from vllm import envs
+from vllm import SamplingParams, envs
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core_client import InprocClient
@@ -134,13 +136,21 @@ class RowExtension:
 
 
 def core_request(
-    request_id: str, token_ids: list[int], params: Any, lora_request: Any, resumable: bool
+    request_id: str,
+    token_ids: list[int],
+    params: Any,
+    lora_request: Any,
+    resumable: bool,
+    features: list[Any] | None = None,
 ) -> Any:
-    """Return a request; a resumable one stays after its row, to be extended."""
+    """Return a request; a resumable one stays after its row, to be extended.
+
+    ``features`` are the pictures among its tokens.
+    """
     return EngineCoreRequest(
         request_id=request_id,
         prompt_token_ids=token_ids,
-        mm_features=None,
+        mm_features=features,
         sampling_params=params,
         pooling_params=None,
         arrival_time=time.time(),
@@ -293,6 +303,49 @@ class Core:
         while not wait([answer], _PULSE).done:
             client.ensure_alive()
         return answer.result()
+
+
+class PictureProcessing:
+    """What vLLM makes of pictures, before its core is asked.
+
+    Args:
+        llm: A ``vllm.LLM`` of a model that reads pictures.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._engine = llm.llm_engine
+
+    @property
+    def processor(self) -> Any:
+        """The processor of transformers that it runs."""
+        return self._engine.renderer.get_mm_processor().info.get_hf_processor()
+
+    def read(self, prompt: str | list[int], images: list[Any]) -> tuple[list[int], list[Any]]:
+        """Return the token ids of a prompt with pictures, and the features of these."""
+        engine = self._engine
+        given = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+        parsed = parse_model_prompt(
+            engine.model_config, {**given, "multi_modal_data": {"image": images}}
+        )
+        renderer = engine.renderer
+        (rendered,) = renderer.render_cmpl([parsed], renderer.default_cmpl_tok_params)
+        request = engine.input_processor.process_inputs(
+            "", rendered, SamplingParams(max_tokens=1), supported_tasks=("generate",)
+        )
+        return list(request.prompt_token_ids), list(request.mm_features or ())
+
+    def between(self, features: list[Any], start: int, stop: int, lora_request: Any) -> list[Any]:
+        """Return those of the features that begin between two tokens, counted from the first."""
+        name = self._engine.input_processor._get_mm_identifier
+        return [
+            replace(
+                feature,
+                identifier=name(feature.mm_hash, lora_request),
+                mm_position=replace(feature.mm_position, offset=feature.mm_position.offset - start),
+            )
+            for feature in features
+            if start <= feature.mm_position.offset < stop
+        ]
 
 
 def forget_environment() -> None:

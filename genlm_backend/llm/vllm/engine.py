@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,10 +25,12 @@ from genlm_backend.errors import (
     EvaluationError,
     UnsupportedModelError,
 )
+from genlm_backend.llm.pictures import Pictures, image_token_id_of
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row
 from genlm_backend.llm.vllm import capture, fork, scanning
 from genlm_backend.llm.vllm.completion import Completion
+from genlm_backend.llm.vllm.picture_reader import features_of
 from genlm_backend.llm.vllm.sessions import Placement
 
 _WAIT = 0.1
@@ -56,6 +59,9 @@ class VLLMEngine:
         self._llm: LLM | None = llm
         self._core = capture.Core(llm)
         self._tokenizer = tokenizer
+        self.image_token_id = image_token_id_of(llm.llm_engine.model_config.hf_config)
+        self._pictures = capture.PictureProcessing(llm)
+        self._features: WeakKeyDictionary[Pictures, list[Any]] = WeakKeyDictionary()
         self.vocab_size: int = self._core.vocab_size
         self.max_length: int = self._core.max_model_len - 1
         self.max_sessions: int = self._core.max_num_seqs
@@ -80,6 +86,15 @@ class VLLMEngine:
             assert self._llm is not None, "the engine has been closed"
             self._tokenizer = self._llm.get_tokenizer()
         return self._tokenizer
+
+    @property
+    def processor(self) -> Any:
+        """The processor of transformers that reads pictures."""
+        return self._pictures.processor
+
+    def read(self, prompt: str | list[int], images: list[Any]) -> tuple[list[int], list[Any]]:
+        """Return the token ids of a prompt with pictures, and the features of these."""
+        return self._pictures.read(prompt, images)
 
     @classmethod
     def load(cls, path: str, options: dict[str, Any], tokenizer: Any = None) -> VLLMEngine:
@@ -116,6 +131,7 @@ class VLLMEngine:
             **options,
             "disable_log_stats": False,  # the steps' statistics say how many blocks are free
             "async_scheduling": False,
+            "mm_processor_cache_gb": 0,  # what it has would be left out of later requests
             "logits_processors": [*options.get("logits_processors", ()), capture.RowCapture],
             "worker_extension_cls": f"{capture.__name__}.{capture.RowExtension.__name__}",
             "kv_transfer_config": KVTransferConfig(
@@ -170,7 +186,7 @@ class VLLMEngine:
         self._sessions.add(session)
         self._untaken.add(session)
         self._requests.append(
-            self._request(session, query, placement.new_tokens, params, resumable=True)
+            self._request(session, query, placement.num_extended, params, resumable=True)
         )
 
     def run(self, session_ids: list[str], relieve: Callable[[], bool]) -> list[Row]:
@@ -236,7 +252,7 @@ class VLLMEngine:
         )
         self.completions[completion.id] = completion
         query = completion.prompt
-        request = self._request(completion.id, query, query.token_ids, params, resumable=False)
+        request = self._request(completion.id, query, 0, params, resumable=False)
         self._call(self._core.add, [request])
 
     def step(self, relieve: Callable[[], bool]) -> None:
@@ -338,11 +354,18 @@ class VLLMEngine:
                 raise EvaluationError(f"vLLM did not answer for {_PATIENCE:.0f} seconds")
         self._num_empty_steps = 0
 
-    def _request(
-        self, name: str, query: Query, token_ids: tuple[int, ...], params: Any, resumable: bool
-    ) -> Any:
+    def _request(self, name: str, query: Query, start: int, params: Any, resumable: bool) -> Any:
+        """Return a request of a context's tokens from one of them on."""
         lora = None if query.adapter is None else self._adapters[query.adapter]
-        return capture.core_request(name, list(token_ids), params, lora, resumable)
+        pictures, ids, features = query.context.pictures, query.context.packed(start), None
+        if pictures is None or start >= pictures.num_tokens:
+            return capture.core_request(name, list(ids), params, lora, resumable)
+        kept = self._features.get(pictures)
+        if kept is None:
+            kept = self._features[pictures] = features_of(pictures)
+        features = self._pictures.between(kept, start, pictures.num_tokens, lora)
+        ids = pictures.shown(ids)
+        return capture.core_request(name, ids, params, lora, resumable, features)
 
     def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -16,12 +16,14 @@ from genlm_backend.checks import (
     optional,
 )
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.llm.context import Context
 from genlm_backend.llm.contexts import listed_contexts
 from genlm_backend.llm.loading import check_holds, check_reachable, explained, resolve_name
 from genlm_backend.llm.query import TokenIds
 from genlm_backend.llm.sampling import check_sampling
 from genlm_backend.llm.vllm.completion import Completion
 from genlm_backend.llm.vllm.evaluator import VLLMEvaluator
+from genlm_backend.llm.vllm.picture_reader import VLLMPictureReader
 from genlm_backend.llm.vllm.release import check_release
 from genlm_backend.llm.vllm.row_cache import cache_opts as check_cache_opts
 from genlm_backend.llm.vllm.row_cache import row_cache
@@ -111,6 +113,7 @@ class AsyncVirtualLM(BatchedLM):
             output_device=output_device,
             self_check=self_check,
         )
+        self._reader = VLLMPictureReader(engine, self.contexts)
         self._sampler = VLLMSampler(
             self._vllm.rounds, self.undefined_ids, self._call_soon, self._adapters.error_of
         )
@@ -156,6 +159,23 @@ class AsyncVirtualLM(BatchedLM):
         except BaseException:
             engine.close()
             raise
+
+    @property
+    def processor(self) -> Any:
+        """The processor of transformers that vLLM reads pictures by.
+
+        Its ``image_token`` is what stands for a picture in a text.
+
+        Raises:
+            PictureError: (``ValueError``) If the model reads text alone.
+        """
+        return self._reader.processor
+
+    def _pictured(
+        self, prompt: TokenIds | str, images: Sequence[Any] | Mapping[str, Any]
+    ) -> Context:
+        self._batcher.check_open()
+        return self._reader.context(prompt, images, self.max_length)
 
     # ---------------------------------------------------------------- samples
 

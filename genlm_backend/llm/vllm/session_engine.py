@@ -23,6 +23,8 @@ class SessionEngine(Protocol):
         num_blocks: Number of blocks.
         kv_cache_dtype: Number format of these keys and values, in vLLM's words; ``None`` for the
             type that the model computes in.
+        image_token_id: The id that stands for a part of a picture; ``None`` where none are read.
+        processor: The processor of transformers that reads pictures, where they are.
         num_steps: Number of steps that have computed something.
         completions: The completions that have not ended, by their ids.
     """
@@ -34,8 +36,22 @@ class SessionEngine(Protocol):
     block_size: int
     num_blocks: int
     kv_cache_dtype: str | None
+    image_token_id: int | None
     num_steps: int
     completions: dict[str, Completion]
+
+    @property
+    def processor(self) -> Any:
+        """The processor of transformers that reads pictures."""
+        ...
+
+    def read(self, prompt: str | list[int], images: list[Any]) -> tuple[list[int], list[Any]]:
+        """Return the token ids of a prompt with pictures, and what its requests have of these.
+
+        Each feature has the digest of what it shows (``identifier``), and its tokens' place
+        (``mm_position``, with an ``offset`` and a ``length``).
+        """
+        ...
 
     def num_free_blocks(self) -> int:
         """Return how many blocks of keys and values nobody holds."""

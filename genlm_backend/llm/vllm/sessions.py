@@ -35,9 +35,9 @@ class Placement:
     source: str | None = None
 
     @property
-    def new_tokens(self) -> tuple[int, ...]:
-        """The tokens to send: the whole context, or what it has beyond the session's."""
-        return tuple(self.query.context.packed(0 if self.is_new else self.num_shared))
+    def num_extended(self) -> int:
+        """Number of tokens that the session has, so that those behind them are sent."""
+        return 0 if self.is_new else self.num_shared
 
 
 @final
@@ -160,7 +160,9 @@ class SessionTable:
         At equal length one that ends there and is free comes first, because it can be extended.
         """
         most = len(query.context) - 1
-        parent = self._by_context.get(query.prefix(most)) if most else None
+        pictures = query.context.pictures
+        is_kept = most >= (1 if pictures is None else pictures.num_tokens)
+        parent = self._by_context.get(query.prefix(most)) if is_kept else None
         if parent is not None:
             return parent, most
         wanted = query.context.packed(0, most)

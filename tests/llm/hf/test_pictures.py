@@ -322,7 +322,7 @@ def test_a_process_is_given_pictures_once(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments.Sender, "packed", counted)
         with load_model_by_name(str(tmp_path), backend="hf", llm_opts=options) as lm:
-            lm._processor = processor
+            lm.processor = processor
             context = lm.context(text, images=images)
             close(lm.next_token_logprobs_sync(context), plain_row("smolvlm", text, images))
             sizes.clear()

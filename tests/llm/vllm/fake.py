@@ -17,7 +17,7 @@ class FakeEngine:
         self.tokenizer = word_tokenizer()
         self.vocab_size = None
         self.max_sessions, self.num_blocks, self.block_size = max_sessions, num_blocks, block_size
-        self.kv_cache_dtype = None
+        self.kv_cache_dtype = self.image_token_id = None
         self.max_length = max_length
         self.num_steps = 0
         self.num_sampled = []  # of each step: how many completions, and of how many
@@ -50,11 +50,11 @@ class FakeEngine:
             assert (placement.source is None) == (not shared)
             if placement.source is not None:
                 assert self.sessions[placement.source][: len(shared)] == shared
-            assert placement.new_tokens == ids
+            assert placement.num_extended == 0
         else:
             assert session not in self.added
             assert self.sessions[session] == shared
-            assert self.sessions[session] + placement.new_tokens == ids
+            assert self.sessions[session] == ids[: placement.num_extended]
         self.added[session] = ids
 
     def run(self, session_ids, relieve):

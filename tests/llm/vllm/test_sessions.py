@@ -57,7 +57,7 @@ def test_a_session_is_extended_by_one_query_of_a_round():
     table.commit()
     child, sibling = table.place(Query((1, 2, 3, 4))), table.place(Query((1, 2, 3, 5)))
     assert (child.is_new, child.session, child.num_shared) == (False, first.session, 3)
-    assert child.new_tokens == (4,)
+    assert child.num_extended == 3
     assert (sibling.is_new, sibling.source, sibling.num_shared) == (True, first.session, 3)
     assert table.oldest() is None
     table.commit()
