@@ -95,8 +95,8 @@ def _plain(name: str, value: Any) -> Any:
         raise GenerationConfigError(f"{name} holds no numbers: {shown(value)}") from error
 
 
-_KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "labels"}
-"""What collators make of texts; the last two say nothing to a causal model that generates."""
+_KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
+"""What collators make of texts; the last ones say nothing to a causal model that generates."""
 
 
 def rows_of(
@@ -166,6 +166,11 @@ def pictures_of(inputs: Any, rows: torch.Tensor, mask: torch.Tensor) -> dict[str
 def _listed(value: Any, contexts: Contexts) -> Any:
     """Return each ``Context`` as a list, and whatever else it is as it came."""
     if isinstance(value, Context):
+        if value.pictures is not None:
+            raise ContextError(
+                "a task takes pictures as their processor returns them, with 'pixel_values'; an "
+                "engine's requests take a Context that begins with them"
+            )
         return list(contexts.of(value))
     if isinstance(value, (list, tuple)) and any(isinstance(row, Context) for row in value):
         return [_listed(row, contexts) for row in value]

@@ -65,7 +65,8 @@ class Answering:
         for question, answer in zip(known, self._checked(known, found), strict=True):
             if isinstance(question, Query) and isinstance(answer, Row):
                 answer = self.defined(answer)
-                self._rows.put(question, answer, generation)
+                # As a plain tuple, which is equal and holds no pictures.
+                self._rows.put(tuple(question), answer, generation)
             answers[question] = answer
         return [answers[question] for question in questions]
 

@@ -111,6 +111,8 @@ class Contexts:
     def packed(self, token_ids: Any, name: str = "token_ids") -> bytes:
         """Return token ids as 32-bit integers, checked as ``of`` does."""
         self._check_owner(token_ids)
+        if isinstance(token_ids, Context) and token_ids.pictures is not None:
+            raise PictureError(f"{name} begins with pictures, which nothing can come before")
         return self._packed([*_listed(token_ids, name)])
 
     def _packed(self, ids: list[Any]) -> bytes:

@@ -34,23 +34,23 @@ def read_image(image: Any, number: int) -> Any:
         MissingExtraError: If Pillow is absent.
     """
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise MissingExtraError(
             "pictures need Pillow: pip install 'genlm-backend[images]'"
         ) from error
     try:
         if isinstance(image, (str, Path)):
-            image = Image.open(image)
+            image = ImageOps.exif_transpose(Image.open(image))
         elif isinstance(image, (bytes, bytearray)):
-            image = Image.open(io.BytesIO(image))
+            image = ImageOps.exif_transpose(Image.open(io.BytesIO(image)))
         elif hasattr(image, "__array__") and not isinstance(image, Image.Image):
             image = _of_array(np.asarray(image), number)
         if isinstance(image, Image.Image):
             return image.convert("RGB")
-    except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-        if isinstance(error, PictureError):
-            raise
+    except PictureError:
+        raise
+    except Exception as error:  # whatever a decoder of files, or an array's owner, raises
         raise PictureError(f"picture {number} cannot be read: {error}") from error
     raise PictureError(
         f"picture {number} must be a PIL image, an array [height, width, 3] of uint8, a path or "

@@ -89,6 +89,7 @@ class Pictures:
         inputs: Mapping[str, torch.Tensor],
         num_tokens: int,
         image_token_id: int,
+        of_tokens: frozenset[str] = frozenset(),
         suffix: int = 0,
         keeps: bool = True,
     ) -> Self:
@@ -99,14 +100,13 @@ class Pictures:
             inputs: What the processor has made beside them, for one prompt.
             num_tokens: Number of tokens of the root.
             image_token_id: The id that stands for all parts of pictures.
+            of_tokens: Names of those inputs that have one element for each token.
             suffix: What tokens behind the root have where there is an element for each.
             keeps: Whether what follows the root is computed from its keys and values.
         """
-        shape = 1, len(token_ids)
-        names = {name for name, value in inputs.items() if value.shape == shape}
-        cut = {n: value[:, :num_tokens] if n in names else value for n, value in inputs.items()}
+        cut = {n: value[:, :num_tokens] if n in of_tokens else value for n, value in inputs.items()}
         packed = array("i", token_ids[:num_tokens]).tobytes()
-        return cls(packed, cut, frozenset(names), suffix, image_token_id, keeps)
+        return cls(packed, cut, of_tokens, suffix, image_token_id, keeps)
 
 
 def image_token_id_of(config: Any) -> int | None:
@@ -128,4 +128,4 @@ def codes(fingerprint: bytes, count: int) -> np.ndarray[Any, np.dtype[np.int32]]
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Return what a tensor holds."""
-    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -109,7 +109,8 @@ def check_scorings(
     for prompt, continuation in zip(before, behind, strict=True):
         context = contexts.check(prompt, max_length, name="prompt")
         text = context.followed_by(contexts.packed(continuation, name="continuation"))
-        contexts.check(text[:-1] or text, max_length)
+        if len(text) > len(context):
+            contexts.check(text[:-1], max_length)
         scorings.append(Scoring(Query(text, adapter), len(context)))
     return scorings
 

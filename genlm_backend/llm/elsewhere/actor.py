@@ -52,7 +52,10 @@ class EvaluatorActor:
             self._receiver = Receiver()
         value, error, table = None, None, None
         try:
-            value, table = self._answer(verb, self._receiver.arguments(arguments))
+            if verb != "open" and self._evaluator is None:
+                value = NOT_OPEN  # it knows nothing of what was sent to the one before it
+            else:
+                value, table = self._answer(verb, self._receiver.arguments(arguments))
         except Exception as raised:  # whatever it is, it is for whoever asked
             error = PackedError.of(raised)
         counts = None if self._evaluator is None else self._evaluator.counts()
@@ -70,8 +73,7 @@ class EvaluatorActor:
         if verb == "open":
             return self._open(*arguments), None
         evaluator = self._evaluator
-        if evaluator is None:
-            return NOT_OPEN, None
+        assert evaluator is not None
         if verb == "undefined_ids":
             (evaluator.undefined_ids,) = arguments
             return None, None

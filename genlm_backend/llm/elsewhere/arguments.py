@@ -10,6 +10,7 @@ import io
 import pickle
 from typing import Any, Final, Generic, TypeVar, final
 
+from genlm_backend.errors import EngineDiedError
 from genlm_backend.llm.pictures import Pictures
 
 T = TypeVar("T")
@@ -24,16 +25,14 @@ class _Recent(Generic[T]):
 
     def __init__(self, known: dict[bytes, tuple[int, T]] | None = None) -> None:
         self.known = {} if known is None else dict(known)
+        self.total = sum(size for size, _ in self.known.values())
 
     def name(self, key: bytes, size: int, value: T) -> T:
         """Note that a value has been named."""
-        self.known.pop(key, None)
+        self.total += size - self.known.pop(key, (0, None))[0]
         self.known[key] = size, value
-        total = sum(size for size, _ in self.known.values())
-        for old in list(self.known)[:-1]:
-            if total <= MAX_BYTES:
-                break
-            total -= self.known.pop(old)[0]
+        while self.total > MAX_BYTES and len(self.known) > 1:
+            self.total -= self.known.pop(next(iter(self.known)))[0]
         return value
 
 
@@ -94,5 +93,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         """Return the pictures that something stands for."""
         key, size, whole = pid
+        if whole is None and key not in self._recent.known:
+            raise EngineDiedError("the model has lost the pictures that it was sent: restart it")
         pictures = self._recent.known[key][1] if whole is None else pickle.loads(whole)
         return self._recent.name(key, size, pictures)

@@ -28,13 +28,23 @@ def answers_by_adapter(
         QueryDroppedError: If nobody waits for any of them any more.
     """
     answers: dict[Question, Answer | Exception] = {}
-    for adapter in dict.fromkeys(question.adapter for question in questions):
-        own = [q for q in cast(Sequence[Asked], questions) if q.adapter == adapter]
+
+    def answer(own: list[Asked]) -> None:
         try:
-            with in_place(adapter):
+            with in_place(own[0].adapter):
                 answers.update(zip(own, answers_of(own), strict=True))
         except QueryDroppedError:
             raise
         except Exception as error:  # raised for their callers, and no others
             answers.update(dict.fromkeys(own, error))
+
+    for adapter in dict.fromkeys(question.adapter for question in questions):
+        own = [q for q in cast(Sequence[Asked], questions) if q.adapter == adapter]
+        answer(own)
+        pictured = [q for q in own if q.context.pictures is not None]
+        if len(own) > 1 and pictured and isinstance(answers[own[0]], Exception):
+            # A model may refuse one context's pictures, which concerns nobody else.
+            for part in ([q for q in own if q.context.pictures is None], *([q] for q in pictured)):
+                if part:
+                    answer(part)
     return [answers[question] for question in questions]

@@ -244,7 +244,7 @@ class HFEvaluator(Evaluator):
         A model whose frequencies grow with its contexts keeps those of the longest until a short
         one comes.
         """
-        self.passes.whole([query.prefix(1)])
+        self.passes.whole([Query([0], query.adapter)])
         (row,) = self.passes.whole([query])
         return cast(Row, row)
 

@@ -161,14 +161,21 @@ class Passes:
                     job.row = None if job.targets else row
         self._hand_out_scores(segments, logits)
 
-    def forward_alone(self, job: Job, span: Span, attend: Attend) -> None:
-        """Run tokens of one context in a pass of their own, and hand the job its outputs."""
+    def forward_alone(self, job: Job, span: Span, attend: Attend, start: int = 0) -> None:
+        """Run tokens of one context in a pass of their own, and hand the job its outputs.
+
+        Args:
+            job: Whose tokens they are.
+            span: The tokens.
+            attend: What they attend to.
+            start: Number of tokens of the context before them.
+        """
         self._check_wanted()
         logits = self.runner.forward([span], attend)
         if not job.targets:
             job.row = next(iter(self._finish(logits)), None) if len(span.outputs) else None
             return
-        wanted = [position - job.first for position in span.outputs]
+        wanted = [start + position - job.first for position in span.outputs]
         if wanted:
             targets = [job.targets[i] for i in wanted]
             scores = self._score(logits, [*range(len(wanted))], targets)

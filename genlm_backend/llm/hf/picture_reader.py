@@ -64,10 +64,28 @@ class PictureReader:
             )
 
     @cached_property
-    def _rules(self) -> PictureRules:
+    def _probes(self) -> tuple[_Read, _Read]:
+        """What the processor makes of a picture before texts of two lengths."""
         noise = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
-        read = self._read(f"{self._marker} a b", [read_image(noise, 0)])
-        return self._rules_of(*read)
+        first, second = (
+            self._read(f"{self._marker} a b{rest}", [read_image(noise, 0)]) for rest in ("", " c d")
+        )
+        return first, second
+
+    @cached_property
+    def _of_tokens(self) -> frozenset[str]:
+        """Names of what has one element for each token."""
+        first, second = self._probes
+        return frozenset(
+            name
+            for name, value in first.inputs.items()
+            if value.shape == (1, len(first.token_ids))
+            and second.inputs[name].shape == (1, len(second.token_ids))
+        )
+
+    @cached_property
+    def _rules(self) -> PictureRules:
+        return self._rules_of(*self._probes[0])
 
     def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
         """Return the context of a prompt that begins with pictures.
@@ -88,6 +106,12 @@ class PictureReader:
         pictures = read_images(images)
         if isinstance(prompt, str):
             self._check_places(prompt.count(str(self._marker)), len(pictures))
+            part = str(self._processor.tokenizer.convert_ids_to_tokens(self._image_token_id))
+            if part != self._marker and part in prompt:
+                raise PictureError(
+                    f"the prompt holds {part!r}, which stands for a part of a picture: the place "
+                    f"of a whole one is marked by {self._marker!r}"
+                )
             read = self._read(prompt, pictures) if pictures else None
             ids = read.token_ids if read else self._tokenized(prompt)
         else:
@@ -104,7 +128,7 @@ class PictureReader:
     ) -> Context:
         """Return the context of what the processor has made."""
         given = {n: value for n, value in inputs.items() if n not in _OF_TEXT}
-        if not given or not all(isinstance(value, torch.Tensor) for value in given.values()):
+        if not all(isinstance(value, torch.Tensor) for value in given.values()):
             raise PictureError(
                 "what a processor has made of pictures must be tensors, such as 'pixel_values', "
                 f"got {shown(dict(inputs))}"
@@ -114,6 +138,20 @@ class PictureReader:
                 f"the token ids hold no part of a picture, which is {self._image_token_id}: pass "
                 "them as the processor returns them"
             )
+        known = self._probes[0].inputs
+        if given.keys() != known.keys():
+            raise PictureError(
+                f"what {type(self._processor).__name__} makes of pictures is "
+                f"{', '.join(map(repr, sorted(known)))}, got "
+                f"{', '.join(map(repr, sorted(given))) or 'nothing'}"
+            )
+        for name in self._of_tokens:
+            if given[name].shape != (1, len(ids)):
+                raise PictureError(
+                    f"{name} must have one element for each of {len(ids)} token ids, shape "
+                    f"[1, {len(ids)}], got {list(given[name].shape)}"
+                )
+        given = {name: value.detach().clone() for name, value in given.items()}
         _check_fits(ids, max_length)
         digest = hashlib.sha256()
         for name in sorted(given):
@@ -148,6 +186,11 @@ class PictureReader:
         if num_parts == read.token_ids.count(self._image_token_id) and num_parts != len(pictures):
             return self._with_ids(read, ids), ids
         self._check_places(ids.count(marker), len(pictures))
+        if num_parts and marker != self._image_token_id:
+            raise PictureError(
+                f"the token ids hold {self._image_token_id}, which stands for a part of a picture, "
+                f"beside {marker}, which marks the place of a whole one"
+            )
         apart = iter([self._expanded(picture, marker) for picture in pictures])
         whole = [part for i in ids for part in (next(apart) if i == marker else [i])]
         return self._with_ids(read, whole), whole
@@ -167,7 +210,7 @@ class PictureReader:
         size, inputs = len(read.token_ids), {}
         is_part = [token_id == self._image_token_id for token_id in read.token_ids]
         for name, value in read.inputs.items():
-            if value.shape == (1, size):
+            if name in self._of_tokens and value.shape == (1, size):
                 kinds = {part: int(of) for part, of in zip(is_part, value[0], strict=True)}
                 made = [kinds.get(token_id == self._image_token_id, 0) for token_id in ids]
                 value = torch.tensor([made], dtype=value.dtype)
@@ -223,13 +266,36 @@ class PictureReader:
         (parts,) = np.nonzero(values == self._image_token_id)
         if sum(counts) != len(parts):  # there is one, or what one becomes depends on the others
             prints, counts = [b"".join(prints)], [len(parts)]
+        prints, counts = _joined(prints, counts, parts)
         if rules.is_prompt_one:
             prints = [one + values.tobytes() for one in prints]
         packed = values.copy()
         packed[parts] = np.concatenate([codes(*pair) for pair in zip(prints, counts, strict=True)])
         num_tokens = len(ids) if rules.is_prompt_one else int(parts[-1]) + 1
-        made = Pictures.of(ids, inputs, num_tokens, self._image_token_id, rules.suffix, rules.keeps)
+        made = Pictures.of(
+            ids,
+            inputs,
+            num_tokens,
+            self._image_token_id,
+            self._of_tokens,
+            rules.suffix,
+            rules.keeps,
+        )
         return Context.of(self._contexts, packed.tobytes(), pictures=made)
+
+
+def _joined(
+    prints: list[bytes], counts: list[int], parts: np.ndarray[Any, np.dtype[np.int64]]
+) -> tuple[list[bytes], list[int]]:
+    """Return pictures as groups of those whose parts touch, which may see each other."""
+    groups, sizes, place = list[bytes](), list[int](), 0
+    for one, count in zip(prints, counts, strict=True):
+        if sizes and parts[place] == parts[place - 1] + 1:
+            groups[-1], sizes[-1] = groups[-1] + one, sizes[-1] + count
+        else:
+            groups, sizes = [*groups, one], [*sizes, count]
+        place += count
+    return groups, sizes
 
 
 def _check_fits(ids: list[int], max_length: int | None) -> None:

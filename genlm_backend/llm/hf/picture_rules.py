@@ -11,17 +11,25 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from genlm_backend.cache import KVLayout, KVStore, Run
+from genlm_backend.errors import PictureError
 from genlm_backend.llm.hf.attend import Attend
 from genlm_backend.llm.hf.packing import Span
 from genlm_backend.llm.hf.root_attend import RootAttend, positions_of
 from genlm_backend.llm.hf.runner import Runner
-from genlm_backend.llm.hf.support import rounding
 from genlm_backend.llm.picture_rules import PictureRules
 from genlm_backend.llm.pictures import Pictures, image_token_id_of
 
 logger = logging.getLogger(__name__)
 
-_SHARE_OF_SPREAD: Final = 0.1
+_SHARE_OF_SPREAD: Final = 0.01
+"""What a difference may be, of that which one wrong token makes."""
+
+_TIMES_THE_LEAST: Final = 4
+"""What a difference may be, in terms of the least that there is."""
+
+_OTHERS: Final = (3, 4, 5)
+_TIMES: Final = 3
+"""Some tokens of text, and how often a prompt is followed by them, and its last one."""
 
 
 def image_token_id(model: Any) -> int | None:
@@ -43,10 +51,10 @@ def examine_pictures(
 ) -> PictureRules:
     """Find out by a few passes where text may go on behind pictures.
 
-    A prompt and two more tokens are run whole, and then in two steps: the root, and from its keys
-    and values the rest. The first rules are taken whose rows agree, compared with the difference
-    that one wrong token makes. Where none do, what the tokens behind a prompt have is found out by
-    the model's own cache.
+    A prompt and some more tokens are run whole, and then in two steps: the root, and from its keys
+    and values the rest. How far the rows of the two are apart is compared with the least of all
+    ways, the model's own cache among them, and with the difference that one wrong token makes. The
+    first way is taken that is about as near.
 
     Args:
         runner: What calls the model.
@@ -58,44 +66,54 @@ def examine_pictures(
     """
     size = len(token_ids)
     end = max(i for i, token_id in enumerate(token_ids) if token_id == image_token_id) + 1
-    tail = [token_ids[-1], token_ids[0] if token_ids[0] != image_token_id else token_ids[-1]]
+    of_tokens = frozenset(n for n, value in inputs.items() if value.shape == (1, size))
+    ids = [*token_ids, *([token_ids[-1], *_OTHERS] * _TIMES)]
     kept = [PictureRules(), *(PictureRules(True, suffix) for suffix in (0, 1))]
     whole_only = [PictureRules(True, suffix, keeps=False) for suffix in (0, 1)]
+    found: dict[PictureRules, float] = {}
+    spread, cause = 0.0, None
     for rules in [*(kept if layout.layers else ()), *whole_only]:
         num_tokens = size if rules.is_prompt_one else end
         pictures = Pictures.of(
-            token_ids, inputs, num_tokens, image_token_id, rules.suffix, rules.keeps
+            token_ids, inputs, num_tokens, image_token_id, of_tokens, rules.suffix, rules.keeps
         )
-        ids = [*token_ids, *tail]
         try:
             whole, wrong = (
                 _whole(runner, layout, pictures, some) for some in (ids, _changed(ids, size))
             )
             if rules.keeps:
-                found = _in_steps(runner, layout, attend, pictures, ids)
+                rows = _in_steps(runner, layout, attend, pictures, ids)
             else:
-                found = _as_the_model_goes_on(runner, pictures, ids)
-        except Exception as error:  # third-party model code may raise anything; it still runs whole
+                rows = _as_the_model_goes_on(runner, pictures, ids)
+        except Exception as error:  # third-party model code may raise anything
             logger.debug("%s: %s", type(runner.model).__name__, rules, exc_info=error)
+            cause = error
             continue
-        tolerance = max(
-            rounding(next(runner.model.parameters()).dtype),
-            _SHARE_OF_SPREAD * _distance(whole, wrong),
-        )
-        if _distance(found, whole) <= tolerance:
-            return rules
-    return PictureRules(keeps=False)
+        spread = max(spread, _distance(whole, wrong))
+        found[rules] = _distance(rows, whole)
+    if not found:
+        raise PictureError(
+            f"{type(runner.model).__name__} does not go on behind pictures in a way that is known "
+            f"here: {cause}"
+        ) from cause
+    near = max(_TIMES_THE_LEAST * min(found.values()), _SHARE_OF_SPREAD * spread)
+    return next(rules for rules, distance in found.items() if distance <= near)
 
 
 def _changed(ids: list[int], place: int) -> list[int]:
     """Return ids with another one at a place."""
-    other = next(token_id for token_id in (3, 4, 5) if token_id != ids[place])
+    other = next(token_id for token_id in _OTHERS if token_id != ids[place])
     return [*ids[:place], other, *ids[place + 1 :]]
 
 
 def _whole(runner: Runner, layout: KVLayout, pictures: Pictures, ids: list[int]) -> torch.Tensor:
-    logits = runner.forward([Span(ids, outputs=(len(ids) - 1,))], RootAttend(pictures, layout))
-    return logits[0].float().log_softmax(-1).cpu()
+    logits = runner.forward([Span(ids, outputs=_last(ids))], RootAttend(pictures, layout))
+    return logits.float().log_softmax(-1).cpu()
+
+
+def _last(ids: list[int]) -> range:
+    """Return the places whose rows are compared."""
+    return range(len(ids) - _TIMES, len(ids))
 
 
 def _in_steps(
@@ -115,11 +133,11 @@ def _in_steps(
         ids[stop:],
         (Run(0, slots, stop),),
         range(stop + 1, size + 1),
-        (size - stop - 1,),
+        range(size - stop - _TIMES, size - stop),
         shift,
     )
-    logits: Any = runner.forward([rest], attend(store))
-    return logits[0].float().log_softmax(-1).cpu()
+    logits = runner.forward([rest], attend(store))
+    return logits.float().log_softmax(-1).cpu()
 
 
 @torch.inference_mode()
@@ -135,7 +153,7 @@ def _as_the_model_goes_on(runner: Runner, pictures: Pictures, ids: list[int]) ->
     prompt, rest = (torch.tensor([part], device=runner.device) for part in (ids[:size], ids[size:]))
     runner.model(input_ids=prompt, **inputs, past_key_values=cache, use_cache=True)
     logits = runner.model(input_ids=rest, past_key_values=cache, use_cache=True).logits
-    return logits[0, -1].float().log_softmax(-1).cpu()
+    return logits[0, -_TIMES:].float().log_softmax(-1).cpu()
 
 
 def _distance(first: torch.Tensor, second: torch.Tensor) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from genlm_backend.cache import KVLayout, KVStore, LayerLayout
 from genlm_backend.llm.hf.attend import Attend
@@ -22,12 +22,16 @@ from genlm_backend.llm.pictures import Pictures
 class RootAttend(Attend):
     """Attends to one context's own tokens, as the model does where it is given pictures.
 
+    A second pass goes on behind the root, as the model does by a cache of its own, and is given no
+    pictures.
+
     Args:
         pictures: The pictures.
         layout: Shapes of the keys and values, and how they are kept; no layers where none are.
         store: Where keys and values are written; ``None`` to keep none.
         slots: Slots of the last tokens of the pass, or of those before ``stop``.
         stop: Number of tokens of the context up to which keys and values are kept.
+        goes_on: Whether a second pass will go on behind the first, of a model of no known layers.
     """
 
     def __init__(
@@ -37,13 +41,23 @@ class RootAttend(Attend):
         store: KVStore | None = None,
         slots: Sequence[int] = (),
         stop: int = 0,
+        goes_on: bool = False,
     ) -> None:
         self._pictures, self._layout = pictures, layout
-        self._store, self._slots, self._stop = store, slots, stop
+        self._layers: list[Any] = [
+            _RootLayer(layer, store, i, slots, stop) for i, layer in enumerate(layout.layers)
+        ]
+        self._cache = Cache(layers=self._layers) if self._layers or not goes_on else DynamicCache()
+        self._is_used = bool(self._layers or goes_on)
+        self._is_first = True
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Yield the pictures, the positions of all tokens, and a cache that keeps what it is to."""
+        if not self._is_first:
+            yield {"past_key_values": self._cache, "use_cache": True}
+            return
+        self._is_first = False
         num_tokens = batch.input_ids.shape[1]
         dtype = next(model.parameters()).dtype
         taken = inspect.signature(model.forward).parameters
@@ -55,14 +69,10 @@ class RootAttend(Attend):
         positions, _ = positions_of(model, batch.input_ids, self._pictures)
         if positions is not None:
             given["position_ids"] = positions
-        if not self._layout.layers:
+        if not self._is_used:
             yield {**given, "use_cache": False}
             return
-        layers: list[Any] = [
-            _RootLayer(layout, self._store, i, self._slots, self._stop)
-            for i, layout in enumerate(self._layout.layers)
-        ]
-        yield {**given, "past_key_values": Cache(layers=layers), "use_cache": True}
+        yield {**given, "past_key_values": self._cache, "use_cache": True}
 
 
 @final
@@ -80,13 +90,25 @@ class _RootLayer(SlotLayer):
         super().__init__(0)
         self._layout, self._store, self._number = layout, store, number
         self._slots, self._stop = slots, stop
+        self._past: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``[1, heads, Q, dim]``, keys and values."""
+        """Return ``[1, heads, num_past + Q, dim]``, keys and values."""
+        new = self._as_read(key_states, value_states)
+        if self._past is not None:
+            first, second = (torch.cat(pair, -2) for pair in zip(self._past, new, strict=True))
+            new = first, second
+        self._past, self.num_past = new, new[0].shape[-2]
+        return new
+
+    def _as_read(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return new keys and values as they will be read; those that have slots are written."""
         rows = by_token(key_states, value_states, None)
-        if self._store is not None and self._slots:
+        if self._store is not None and self._slots and self._past is None:
             slots = torch.tensor(self._slots, device=rows.device)
             self._store.write(self._number, slots, rows[self._stop - len(self._slots) : self._stop])
         if self._layout.kept is None:

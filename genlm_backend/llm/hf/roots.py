@@ -55,11 +55,24 @@ class Roots:
         return answers
 
     def whole(self, question: Asked) -> Found:
-        """Return the answer of a context that is run whole and alone; nothing is kept."""
+        """Return the answer of a context that is run whole and alone; nothing is kept.
+
+        A model counts the tokens that stand for parts of pictures. Where one has come behind the
+        root, as text, the root and the rest go through it one after the other.
+        """
         job, pictures = Job.of(question), question.context.pictures
         assert pictures is not None
-        attend = RootAttend(pictures, self._passes.layout)
-        self._passes.forward_alone(job, _span(job, pictures, len(question.context)), attend)
+        is_apart = _holds_parts(job, pictures)
+        attend = RootAttend(pictures, self._passes.layout, goes_on=is_apart)
+        end, size = pictures.num_tokens, len(question.context)
+        if not is_apart:
+            self._passes.forward_alone(job, _span(job, pictures, size), attend)
+            return job.answer
+        self._passes.forward_alone(job, _span(job, pictures, end), attend)
+        outputs = [position - end for position in job.outputs_in(end, size)]
+        shift = end + self.shift(question.context)
+        rest = Span(job.token_ids.packed(end), outputs=outputs, shift=shift)
+        self._passes.forward_alone(job, rest, attend, end)
         return job.answer
 
     def shift(self, context: Context) -> int:
@@ -81,7 +94,10 @@ class Roots:
             is_kept, is_within = match.num_tokens == end, first_output(question) < end
             if is_kept and not is_within:
                 return None
-            is_answered = is_within or size - end <= SHORT_REST
+            is_apart = _holds_parts(Job.of(question), pictures)
+            if is_within and is_apart:
+                return self.whole(question)
+            is_answered = is_within or (size - end <= SHORT_REST and not is_apart)
             stop = size if is_answered else end
             slots = [] if is_kept else tree.allocate(stop - match.num_tokens, [match])
             if slots is None:
@@ -109,6 +125,11 @@ class Roots:
         finally:
             passes.tree.free(slots)
         return match
+
+
+def _holds_parts(job: Job, pictures: Pictures) -> bool:
+    """Return whether the token of a part of a picture has come behind the root."""
+    return pictures.image_token_id in job.token_ids.packed(pictures.num_tokens)
 
 
 def _span(job: Job, pictures: Pictures, stop: int) -> Span:

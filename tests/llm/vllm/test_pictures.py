@@ -89,7 +89,7 @@ def test_a_step_costs_its_new_tokens(lm):
     context = lm.context(prompt_of([5])[0], images=[picture(5)])
     lm.next_token_logprobs_sync(context)
     before = lm.statistics().tokens_computed
-    lm.batch_next_token_logprobs_sync([context + [i + 5] for i in range(9)])
+    lm.batch_next_token_logprobs_sync([context.extend(i + 5) for i in range(9)])
     assert lm.statistics().tokens_computed == before + 9
 
 
@@ -112,7 +112,7 @@ def test_scores_samples_texts_and_pickles(lm):
     for i, more in enumerate([[], [7]]):
         assert abs(float(scores[i]) - float(plain_row(text, images, more)[[7, 8][i]])) < TOLERANCE
     for other in (copy.copy(context), pickle.loads(pickle.dumps(context))):
-        close(lm.next_token_logprobs_sync(other + [9]), plain_row(text, images, [9]))
+        close(lm.next_token_logprobs_sync(other.extend(9)), plain_row(text, images, [9]))
 
     async def main():
         (ids,) = await lm.batch_sample([context], 4, [], temperature=0.0)
