@@ -113,7 +113,7 @@ class AsyncLM(SamplingLM, Closing):
 
         Args:
             token_ids: Token ids. With ``images`` it may be a text.
-            images: Pictures, for models that see them (``AsyncTransformer`` with a processor): PIL
+            images: Pictures, for models that see them (of transformers and vLLM): PIL
                 images, arrays ``[height, width, 3]`` of bytes, paths or the bytes of files, one for
                 each place in the prompt that the model's own token for a picture marks. Or what its
                 processor has made of them, by name (``pixel_values``, …), for its ``input_ids``.

@@ -24,7 +24,9 @@ from genlm_backend.errors import (
 )
 from genlm_backend.llm import AsyncReplicas, Query
 from genlm_backend.llm.elsewhere import actor, on_ray
+from genlm_backend.llm.elsewhere.arguments import Receiver, Sender
 from genlm_backend.llm.elsewhere.on_ray import RayEvaluator
+from genlm_backend.llm.pictures import Pictures
 from tests.llm.elsewhere import over_there, ray_cluster
 from tests.llm.elsewhere.over_there import Told, word_tokenizer
 from tests.llm.elsewhere.test_process import close_to
@@ -190,6 +192,17 @@ def test_an_actor_that_is_new_answers_nothing():
     there = actor.EvaluatorActor()
     reply = there.ask(1, "evaluate", pickle.dumps(([Query([1])],)))
     assert (reply.value, reply.error, reply.counts) == (actor.NOT_OPEN, None, None)
+
+
+def test_an_actor_that_is_new_says_so_whatever_pictures_were_sent_before():
+    pictures = Pictures.of([1, 2], {"pixel_values": torch.ones(2, 2)}, 1, 1)
+    sender = Sender()
+    sender.packed((pictures,))
+    again = sender.packed((pictures,))  # now by their key alone
+    there = actor.EvaluatorActor()
+    assert there.ask(1, "evaluate", again).value == actor.NOT_OPEN
+    with pytest.raises(EngineDiedError, match="lost the pictures"):
+        Receiver().arguments(again)
 
 
 def test_mistakes_are_told_at_once(monkeypatch):
