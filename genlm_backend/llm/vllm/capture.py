@@ -305,6 +305,7 @@ class Core:
         return answer.result()
 
 
+@final
 class PictureProcessing:
     """What vLLM makes of pictures, before its core is asked.
 
