@@ -14,7 +14,7 @@ PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 # Not demo: the model's package asks for an engine that would have to be compiled.
 EXTRAS := bitsandbytes,grammar,images,lora,mlx,ray,viz,test,bench,docs
 
-.PHONY: help setup demo test test-bare test-vllm test-clients test-all quick mutants lint types bench docs clean
+.PHONY: help setup demo test test-bare test-vllm test-clients test-all quick mutants lint types bench gpu docs clean
 
 help:
 	@echo "make demo    run sequential Monte Carlo on the bundled real model"
@@ -26,6 +26,7 @@ help:
 	@echo "make quick   the tests that take no real model and little time"
 	@echo "make mutants  change the pure files at random a hundred times, and count what the tests notice"
 	@echo "make bench   measure this library and its peers; writes docs/performance.md's table"
+	@echo "make gpu     the tests that need CUDA and what a GPU does, with what is installed; OUT=folder"
 	@echo "make docs    build the documentation into site/"
 	@echo "make setup   only create the environment in $(VENV)"
 
@@ -119,6 +120,12 @@ ROUNDS ?= 3
 
 bench: $(STAMP) $(PEER)/.installed $(VLLM_VENV)/.installed $(CLIENTS_VENV)/.installed
 	$(BIN)/python -m benchmarks run --rounds $(ROUNDS) --peer $(PEER) --vllm-python $(VLLM_VENV)/bin/python --clients-python $(CLIENTS_VENV)/bin/python
+
+# On a machine as it is: with torch for CUDA, transformers and numba, and no index to install from.
+DEVICE ?= cuda
+gpu:
+	@test -n "$(OUT)" || { echo "say where the results go: make gpu OUT=folder"; exit 2; }
+	$(PYTHON) -m benchmarks.device $(OUT) --device $(DEVICE)
 
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict

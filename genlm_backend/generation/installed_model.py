@@ -149,7 +149,8 @@ def _warm_up(lm: AsyncLM, max_batch: int, max_length: int | None) -> None:
     """Ask for the longest context and the largest batch there can be."""
     bounds = [None if max_length is None else max_length - 1, lm.max_length]
     known = [bound for bound in bounds if bound is not None]
-    usable = [i for i in range(len(lm.byte_vocab)) if i not in lm.undefined_ids]
+    unusable = {*lm.undefined_ids, lm.contexts.image_token_id}
+    usable = [i for i in range(len(lm.byte_vocab)) if i not in unusable]
     generator = random.Random(0)
     if known:
         lm.next_token_logprobs_sync(generator.choices(usable, k=min(known)))

@@ -12,6 +12,7 @@ from genlm_backend.errors import (
     ContextTypeError,
     GenerationConfigError,
     OptionTypeError,
+    PictureError,
 )
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.constraint import Constraint
@@ -89,7 +90,11 @@ class Prompt:
 def _context(lm: AsyncLM, prompt: str | Chat | TokenIds, config: GenerationConfig) -> Context:
     if config.mm_info is None:
         return lm.contexts.check(_encoded(lm, prompt))
-    if not isinstance(prompt, str):
+    if isinstance(prompt, Context) and prompt.pictures is not None:
+        raise PictureError("the context begins with its pictures already: leave mm_info out")
+    if is_chat(prompt):
+        prompt = _chat_text(lm, prompt)
+    elif not isinstance(prompt, str):
         prompt = _encoded(lm, prompt)
     return lm.contexts.check(lm.context(prompt, images=config.mm_info.images))
 
@@ -141,20 +146,47 @@ def _encode_chat(lm: AsyncLM, messages: Chat) -> list[int]:
     Raises:
         ContextError: If the messages are not ``role`` and text, or there is no template.
     """
+    _check_roles(messages)
     for message in messages:
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ContextError(
-                f"a message of a chat must be a mapping with a 'role', got {shown(message)}"
-            )
         if not isinstance(message.get("content"), str):
             raise ContextError(
-                "the content of a message must be text: images, sounds and other parts are not "
-                f"understood here, got {shown(message)}"
+                "the content of a message must be text, but for pictures, which go with "
+                f"mm_info=MultiMediaInfo(images=[…]); got {shown(message)}"
             )
     template = getattr(lm.tokenizer, "apply_chat_template", None)
     if template is None or not getattr(lm.tokenizer, "chat_template", None):
         raise ContextError("the model's tokenizer has no chat template: pass text or token ids")
     return list(template(list(messages), add_generation_prompt=True, return_dict=False))
+
+
+def _chat_text(lm: AsyncLM, messages: Chat) -> str:
+    """Return the text of a chat about pictures, by the template of their processor.
+
+    Raises:
+        ContextError: If there is no template, or it does not take the messages.
+    """
+    _check_roles(messages)
+    processor = getattr(lm, "processor", None)
+    source: Any = processor if getattr(processor, "chat_template", None) else lm.tokenizer
+    if not getattr(source, "chat_template", None):
+        raise ContextError("the model's processor has no chat template: pass text or token ids")
+    try:
+        text = source.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False
+        )
+    except Exception as error:  # a template is a program of its own
+        raise ContextError(f"the chat template does not take these messages: {error}") from error
+    beginning = getattr(lm.tokenizer, "bos_token", None)
+    is_added = beginning and lm.tokenizer("")["input_ids"][:1] == [lm.tokenizer.bos_token_id]
+    return text.removeprefix(beginning) if is_added else text  # the processor puts it there
+
+
+def _check_roles(messages: Chat) -> None:
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ContextError(
+                f"a message of a chat must be a mapping with a 'role', got {shown(message)}"
+            )
 
 
 def is_chat(text: object) -> TypeGuard[Chat]:

@@ -125,6 +125,8 @@ class AsyncLM(SamplingLM, Closing):
                 of them than places, or one cannot be read.
         """
         if images is not None:
+            if isinstance(token_ids, Context) and token_ids.pictures is not None:
+                raise PictureError("the context begins with its pictures already")
             return self._pictured(token_ids, images)
         return self.contexts.of(token_ids)
 

@@ -23,6 +23,8 @@ def read_images(images: Any) -> list[Any]:
         PictureError: If they are no list, or one cannot be read.
         MissingExtraError: If Pillow is absent.
     """
+    if getattr(images, "ndim", None) == 3:
+        raise PictureError("images must be a list of pictures, got a single one: pass [image]")
     return [read_image(image, number) for number, image in enumerate(listed("images", images))]
 
 
@@ -40,6 +42,8 @@ def read_image(image: Any, number: int) -> Any:
             "pictures need Pillow: pip install 'genlm-backend[images]'"
         ) from error
     try:
+        if isinstance(image, str) and image.startswith(("http:", "https:", "data:")):
+            raise PictureError(f"picture {number} is a URL, which is not fetched: pass its bytes")
         if isinstance(image, (str, Path)):
             image = ImageOps.exif_transpose(Image.open(image))
         elif isinstance(image, (bytes, bytearray)):
@@ -64,7 +68,7 @@ def _of_array(values: np.ndarray[Any, Any], number: int) -> Any:
     if values.ndim != 3 or values.shape[2] != 3 or values.dtype != np.uint8 or not values.size:
         raise PictureError(
             f"picture {number} must be an array [height, width, 3] of uint8, got "
-            f"{values.dtype} {list(values.shape)}"
+            f"{values.dtype} {list(values.shape)}; PIL images may be of any mode"
         )
     return Image.fromarray(values)
 

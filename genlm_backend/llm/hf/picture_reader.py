@@ -102,6 +102,11 @@ class PictureReader:
             ContextError: If it does not fit into the model.
         """
         if isinstance(images, Mapping):
+            if isinstance(prompt, str):
+                raise PictureError(
+                    "what a processor has made of pictures goes with the input_ids that it "
+                    "returned, and not with a text"
+                )
             return self._of_inputs(self._ids(prompt), images, max_length)
         pictures = read_images(images)
         if isinstance(prompt, str):
@@ -171,8 +176,8 @@ class PictureReader:
     def _check_places(self, num_places: int, num_pictures: int) -> None:
         if num_places != num_pictures:
             raise PictureError(
-                f"the prompt has {num_places} places for pictures, each marked by "
-                f"{self._marker!r}, and there are {num_pictures} pictures"
+                f"the prompt must hold {self._marker!r} once for each picture: it has "
+                f"{num_places} of them, and the number of pictures is {num_pictures}"
             )
 
     def _of_ids(self, ids: list[int], pictures: list[Any]) -> tuple[_Read | None, list[int]]:
@@ -191,9 +196,23 @@ class PictureReader:
                 f"the token ids hold {self._image_token_id}, which stands for a part of a picture, "
                 f"beside {marker}, which marks the place of a whole one"
             )
+        self._check_expands_in_place(marker)
         apart = iter([self._expanded(picture, marker) for picture in pictures])
         whole = [part for i in ids for part in (next(apart) if i == marker else [i])]
         return self._with_ids(read, whole), whole
+
+    def _check_expands_in_place(self, marker: int) -> None:
+        """Raise a ``PictureError`` if the processor does more than to expand each place."""
+        text = f"{self._marker} a b"
+        noise = np.zeros((48, 64, 3), np.uint8)
+        one = self._expanded(read_image(noise, 0), marker)
+        plain = self._tokenized(text)
+        wanted = [part for i in plain for part in (one if i == marker else [i])]
+        if self._read(text, [read_image(noise, 0)]).token_ids != wanted:
+            raise PictureError(
+                f"{type(self._processor).__name__} puts text around the pictures of a prompt: pass "
+                "it as a text, or the ids as the processor returns them"
+            )
 
     def _expanded(self, picture: Any, marker: int) -> list[int]:
         """Return the ids that one picture's place becomes, without what begins and ends texts."""

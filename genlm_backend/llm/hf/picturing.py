@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -33,28 +34,28 @@ class PicturingLM(PrefixKeepingLM):
     def processor(self) -> Any:
         """The processor of transformers that reads pictures, loaded when it is first needed.
 
-        Its ``image_token`` is what stands for a picture in a text.
+        Its ``image_token`` is what stands for a picture in a text. ``None`` for a model that reads
+        text alone, or has been given without a processor.
 
         Raises:
-            PictureError: (``ValueError``) If the model reads text alone, if it has been given
-                without a processor, or if there is none where it was loaded from.
+            PictureError: (``ValueError``) If there is none where the model was loaded from.
         """
         processor = self._given_processor
         if self._info.image_token_id is None:
+            return None
+        return processor() if inspect.isroutine(processor) else processor
+
+    @cached_property
+    def _reader(self) -> PictureReader:
+        placeholder = self._info.image_token_id
+        if placeholder is None:
             raise PictureError("the model reads text alone, and takes no pictures")
+        processor = self.processor
         if processor is None:
             raise PictureError(
                 "pictures are read by the model's own processor: AsyncTransformer(hf_model, "
                 "hf_tokenizer, processor=AutoProcessor.from_pretrained(…))"
             )
-        if not hasattr(processor, "image_processor") and callable(processor):
-            processor = processor()
-        return processor
-
-    @cached_property
-    def _reader(self) -> PictureReader:
-        processor, placeholder = self.processor, self._info.image_token_id
-        assert placeholder is not None
 
         def rules_of(token_ids: list[int], inputs: Mapping[str, torch.Tensor]) -> PictureRules:
             self._before_wait()

@@ -164,10 +164,8 @@ class AsyncVirtualLM(BatchedLM):
     def processor(self) -> Any:
         """The processor of transformers that vLLM reads pictures by.
 
-        Its ``image_token`` is what stands for a picture in a text.
-
-        Raises:
-            PictureError: (``ValueError``) If the model reads text alone.
+        Its ``image_token`` is what stands for a picture in a text. ``None`` for a model that reads
+        text alone.
         """
         return self._reader.processor
 

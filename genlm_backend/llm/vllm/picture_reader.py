@@ -35,14 +35,8 @@ class VLLMPictureReader:
 
     @property
     def processor(self) -> Any:
-        """The processor of transformers that vLLM runs.
-
-        Raises:
-            PictureError: If the model reads text alone.
-        """
-        if self._engine.image_token_id is None:
-            raise PictureError("the model reads text alone, and takes no pictures")
-        return self._engine.processor
+        """The processor of transformers that vLLM runs; ``None`` where it reads text alone."""
+        return None if self._engine.image_token_id is None else self._engine.processor
 
     def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
         """Return the context of a prompt that begins with pictures.
@@ -59,6 +53,8 @@ class VLLMPictureReader:
             ContextError: If it does not fit into the model.
         """
         processor = self.processor
+        if processor is None:
+            raise PictureError("the model reads text alone, and takes no pictures")
         if isinstance(images, Mapping):
             raise PictureError("vLLM runs its processor itself: images are a list of pictures")
         pictures, marker = read_images(images), str(processor.image_token)
@@ -71,8 +67,8 @@ class VLLMPictureReader:
             num_places = prompt.count(processor.tokenizer.convert_tokens_to_ids(marker))
         if num_places != len(pictures):
             raise PictureError(
-                f"the prompt has {num_places} places for pictures, each marked by {marker!r}, and "
-                f"there are {len(pictures)} pictures"
+                f"the prompt must hold {marker!r} once for each picture: it has {num_places} of "
+                f"them, and the number of pictures is {len(pictures)}"
             )
         if not pictures:
             is_text = isinstance(prompt, str)

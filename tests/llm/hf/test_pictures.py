@@ -205,7 +205,7 @@ def test_scores_samples_and_texts():
             requests = [engine.start_request_text("m", text, config) for _ in range(3)]
             for request in requests:
                 assert list(request.result(60)[0].token_ids) == expected
-        with pytest.raises(PictureError, match="2 places"):
+        with pytest.raises(PictureError, match="2 of them"):
             asyncio.run(generate(lm, text, config, mm_info=MultiMediaInfo(images[:1])))
     with pytest.raises(GenerationConfigError, match="images"):
         MultiMediaInfo(images=3)
@@ -345,10 +345,10 @@ def test_what_cannot_be_read_is_said(tmp_path):
     with over("qwen2-vl", max_length=40) as lm:
         placeholder = lm.contexts.image_token_id
         for prompt, images, reason in (
-            (text, [], "1 places for pictures.*0 pictures"),
-            (text, [image, image], "1 places.*2 pictures"),
-            ("plain", [image], "0 places.*1 pictures"),
-            ([5, 6], [image], "0 places.*1 pictures"),
+            (text, [], "1 of them.* is 0"),
+            (text, [image, image], "1 of them.* is 2"),
+            ("plain", [image], "0 of them.* is 1"),
+            ([5, 6], [image], "0 of them.* is 1"),
             (text, [broken], "picture 0 cannot be read"),
             (text, [b"no picture"], "picture 0 cannot be read"),
             (text, ["/no/such/file.png"], "picture 0 cannot be read"),
@@ -515,3 +515,61 @@ def test_rows_that_are_kept_hold_no_pictures():
         del context
         gc.collect()
         assert pictures() is None
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "paligemma"])
+def test_an_engine_warms_up_a_model_that_reads_pictures(name):
+    with over(name) as lm, Engine() as engine:
+        engine.install_model("lm", lm, max_length=64)
+        engine.start_model("lm")
+        request = engine.start_request_text(
+            "lm", marker(name), max_new_tokens=3, mm_info=MultiMediaInfo(images=[picture(1)])
+        )
+        assert request.result(60)[0].finish_reason
+
+
+def test_a_chat_about_pictures():
+    """By the processor's own template, with pictures among the parts of a message."""
+    name, image = "smolvlm", picture(1)
+    template = (
+        "{% for m in messages %}{{ m.role }}:{% for p in m.content %}"
+        "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}"
+        "{% endfor %} {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    parts = [{"type": "image"}, {"type": "text", "text": "what?"}]
+    chat = [{"role": "user", "content": parts}]
+    with over(name) as lm:
+        lm.processor.chat_template = template
+        try:
+            info = MultiMediaInfo(images=[image])
+            asked = (chat, "user:<image>what? assistant:")
+            first, second = (
+                asyncio.run(generate(lm, prompt, max_new_tokens=4, mm_info=info))[0].token_ids
+                for prompt in asked
+            )
+            assert first == second
+            with pytest.raises(ContextError, match="mm_info"):
+                asyncio.run(generate(lm, chat, max_new_tokens=4))
+            context = lm.context(asked[1], images=[image])
+            with pytest.raises(PictureError, match="already"):
+                asyncio.run(generate(lm, context, max_new_tokens=4, mm_info=info))
+        finally:
+            lm.processor.chat_template = None
+
+
+def test_ids_with_places_are_taken_where_the_processor_expands_them_and_nothing_else():
+    with over("paligemma") as lm:
+        ids = lm.tokenizer.encode("<image>hi")
+        with pytest.raises(PictureError, match="pass it as a text"):
+            lm.context(ids, images=[picture(1)])
+
+
+def test_a_model_without_a_processor_has_none():
+    model, processor = family("gemma3")
+    with AsyncTransformer(model, processor.tokenizer, self_check=False) as lm:
+        assert lm.processor is None
+    with (
+        AsyncTransformer(model, processor.tokenizer, processor=processor.tokenizer) as lm,
+        pytest.raises(PictureError, match="AutoProcessor"),
+    ):
+        lm.context(marker("gemma3"), images=[picture(1)])

@@ -133,9 +133,9 @@ def test_scores_samples_texts_and_pickles(lm):
 def test_what_cannot_be_read_is_said(lm):
     image = picture(1)
     for prompt, images, message in (
-        ("a <image> b", [], "1 places.* 0 pictures"),
-        ("a", [image], "0 places.* 1 pictures"),
-        ([5, 6], [image], "0 places.* 1 pictures"),
+        ("a <image> b", [], "1 of them.* is 0"),
+        ("a", [image], "0 of them.* is 1"),
+        ([5, 6], [image], "0 of them.* is 1"),
         ("<image>", [b"no picture"], "picture 0 cannot be read"),
         ("<image>", {"pixel_values": torch.zeros(1)}, "processor itself"),
         ("<image>" * 9, [image] * 9, "maximum|longer|length"),

