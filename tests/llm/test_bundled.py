@@ -97,7 +97,7 @@ def test_without_the_extra_the_error_says_what_to_install(monkeypatch):
 
 
 def test_an_interrupted_conversion_leaves_nothing_half_done(tmp_path, monkeypatch):
-    monkeypatch.setattr(bundled.platformdirs, "user_cache_dir", lambda *a, **k: str(tmp_path))
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda *a, **k: str(tmp_path))
 
     def interrupted(source, filename, folder):
         (folder / "config.json").write_text("{}")
@@ -110,7 +110,7 @@ def test_an_interrupted_conversion_leaves_nothing_half_done(tmp_path, monkeypatc
 
 
 def test_of_two_conversions_at_once_the_first_wins(tmp_path, monkeypatch):
-    monkeypatch.setattr(bundled.platformdirs, "user_cache_dir", lambda *a, **k: str(tmp_path))
+    monkeypatch.setattr("platformdirs.user_cache_dir", lambda *a, **k: str(tmp_path))
 
     def convert(source, filename, folder):
         (folder / "config.json").write_text("ours")
