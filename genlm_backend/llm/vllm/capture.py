@@ -30,6 +30,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from genlm_backend.errors import EvaluationError
+from genlm_backend.llm.pictures import image_token_id_of
 from genlm_backend.llm.row import Row, rows_of_logits
 
 TAG = "genlm_row"
@@ -310,11 +311,16 @@ class PictureProcessing:
     """What vLLM makes of pictures, before its core is asked.
 
     Args:
-        llm: A ``vllm.LLM`` of a model that reads pictures.
+        llm: A ``vllm.LLM``.
     """
 
     def __init__(self, llm: Any) -> None:
         self._engine = llm.llm_engine
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The id that stands for a part of a picture; ``None`` for a model that sees none."""
+        return image_token_id_of(self._engine.model_config.hf_config)
 
     @property
     def processor(self) -> Any:

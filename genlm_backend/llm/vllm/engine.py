@@ -3,16 +3,13 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
@@ -25,13 +22,14 @@ from genlm_backend.errors import (
     EvaluationError,
     UnsupportedModelError,
 )
-from genlm_backend.llm.pictures import Pictures, image_token_id_of
+from genlm_backend.llm.pictures import Pictures
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row
 from genlm_backend.llm.vllm import capture, fork, scanning
 from genlm_backend.llm.vllm.completion import Completion
 from genlm_backend.llm.vllm.picture_reader import features_of
 from genlm_backend.llm.vllm.sessions import Placement
+from genlm_backend.llm.vllm.surroundings import environment, random_state_kept
 
 _WAIT = 0.1
 """Seconds to wait for the outputs of a core in another process at each step."""
@@ -59,8 +57,8 @@ class VLLMEngine:
         self._llm: LLM | None = llm
         self._core = capture.Core(llm)
         self._tokenizer = tokenizer
-        self.image_token_id = image_token_id_of(llm.llm_engine.model_config.hf_config)
         self._pictures = capture.PictureProcessing(llm)
+        self.image_token_id = self._pictures.image_token_id
         self._features: WeakKeyDictionary[Pictures, list[Any]] = WeakKeyDictionary()
         self.vocab_size: int = self._core.vocab_size
         self.max_length: int = self._core.max_model_len - 1
@@ -155,7 +153,7 @@ class VLLMEngine:
         )
         variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_apart else "0"}
         variables |= {name: os.environ.get(name, own) for name, own in _DEFAULT_ENVIRONMENT.items()}
-        with _environment(variables), _random_state_kept():
+        with environment(variables), random_state_kept():
             capture.forget_environment()
             scanning.let_modules_be_scanned()
             llm = LLM(path, **made)
@@ -395,28 +393,3 @@ _REFUSED = {
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
 
 _DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
