@@ -7,10 +7,20 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
+
+def has_int8_products() -> bool:
+    """Return whether the processor has what weights of 8 bits need."""
+    from genlm_backend.llm.hf.int8_weights import _is_exact
+
+    return _is_exact()
+
+
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],
     patterns=["README.md", "docs/*.md"],
-    setup=lambda namespace: namespace.update(find_spec=find_spec, __name__="__main__"),
+    setup=lambda namespace: namespace.update(
+        find_spec=find_spec, has_int8_products=has_int8_products, __name__="__main__"
+    ),
 ).pytest()
 
 

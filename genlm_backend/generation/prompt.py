@@ -150,8 +150,9 @@ def _encode_chat(lm: AsyncLM, messages: Chat) -> list[int]:
     for message in messages:
         if not isinstance(message.get("content"), str):
             raise ContextError(
-                "the content of a message must be text, but for pictures, which go with "
-                f"mm_info=MultiMediaInfo(images=[…]); got {shown(message)}"
+                "the content of a message must be text: images, sounds and other parts are not "
+                "understood here, but for pictures with mm_info=MultiMediaInfo(images=[…]); got "
+                f"{shown(message)}"
             )
     template = getattr(lm.tokenizer, "apply_chat_template", None)
     if template is None or not getattr(lm.tokenizer, "chat_template", None):
