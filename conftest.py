@@ -7,13 +7,7 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
-
-def has_int8_products() -> bool:
-    """Return whether the processor has what weights of 8 bits need."""
-    from genlm_backend.llm.hf.int8_weights import _is_exact
-
-    return _is_exact()
-
+from tests.processor import has_int8_products
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],

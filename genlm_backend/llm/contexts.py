@@ -27,11 +27,13 @@ class Contexts:
         vocab_size: As given.
         image_token_id: The id that stands for a part of a picture, which no list may hold; ``None``
             where there is none. It can be set.
+        image_reader: Which library reads its pictures. It can be set.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.image_token_id: int | None = None
+        self.image_reader = "transformers"
         self._beginnings = Beginnings()
 
     def of(self, token_ids: Any, name: str = "token_ids") -> Context:
@@ -66,7 +68,8 @@ class Contexts:
 
     def _with_pictures(self, context: Context, pictures: Pictures) -> Context:
         """Return an unpickled context as one of this model."""
-        if pictures.image_token_id != self.image_token_id:
+        is_known = pictures.image_token_id == self.image_token_id
+        if not is_known or pictures.reader != self.image_reader:
             raise PictureError("the context begins with pictures, and this model sees none like it")
         rest = context.packed(pictures.num_tokens)
         self._packed(list(rest))

@@ -34,6 +34,7 @@ class Pictures:
         image_token_id: The id that stands for all parts of pictures.
         keeps: Whether what follows the root is computed from its keys and values; where not, the
             context is run whole.
+        reader: Which library has read them, and takes what has been made of them.
         key: Digest of all that an answer depends on.
     """
 
@@ -43,6 +44,7 @@ class Pictures:
     suffix: int
     image_token_id: int
     keeps: bool = True
+    reader: str = "transformers"
     key: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +94,7 @@ class Pictures:
         of_tokens: frozenset[str] = frozenset(),
         suffix: int = 0,
         keeps: bool = True,
+        reader: str = "transformers",
     ) -> Self:
         """Return the pictures of a prompt whose first ``num_tokens`` are the root.
 
@@ -103,10 +106,11 @@ class Pictures:
             of_tokens: Names of those inputs that have one element for each token.
             suffix: What tokens behind the root have where there is an element for each.
             keeps: Whether what follows the root is computed from its keys and values.
+            reader: Which library has read them.
         """
         cut = {n: value[:, :num_tokens] if n in of_tokens else value for n, value in inputs.items()}
         packed = array("i", token_ids[:num_tokens]).tobytes()
-        return cls(packed, cut, of_tokens, suffix, image_token_id, keeps)
+        return cls(packed, cut, of_tokens, suffix, image_token_id, keeps, reader)
 
 
 def image_token_id_of(config: Any) -> int | None:

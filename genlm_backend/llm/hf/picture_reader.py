@@ -12,10 +12,11 @@ import numpy as np
 import torch
 
 from genlm_backend.checks import shown
-from genlm_backend.errors import ContextError, PictureError
+from genlm_backend.errors import PictureError
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.contexts import Contexts
 from genlm_backend.llm.images import fingerprint, read_image, read_images
+from genlm_backend.llm.picture_prompt import check_fits, check_places
 from genlm_backend.llm.picture_rules import PictureRules
 from genlm_backend.llm.pictures import Pictures, bytes_of, codes
 
@@ -110,7 +111,7 @@ class PictureReader:
             return self._of_inputs(self._ids(prompt), images, max_length)
         pictures = read_images(images)
         if isinstance(prompt, str):
-            self._check_places(prompt.count(str(self._marker)), len(pictures))
+            check_places(str(self._marker), prompt.count(str(self._marker)), len(pictures))
             part = str(self._processor.tokenizer.convert_ids_to_tokens(self._image_token_id))
             if part != self._marker and part in prompt:
                 raise PictureError(
@@ -124,7 +125,7 @@ class PictureReader:
             read, ids = self._of_ids(ids, pictures)
         if read is None:
             return self._contexts.of(ids)
-        _check_fits(ids, max_length)
+        check_fits(ids, max_length)
         prints = [fingerprint(picture) for picture in pictures]
         return self._context(ids, read.inputs, prints, self._counts(pictures))
 
@@ -157,7 +158,7 @@ class PictureReader:
                     f"[1, {len(ids)}], got {list(given[name].shape)}"
                 )
         given = {name: value.detach().clone() for name, value in given.items()}
-        _check_fits(ids, max_length)
+        check_fits(ids, max_length)
         digest = hashlib.sha256()
         for name in sorted(given):
             digest.update(f"{name} {given[name].shape}".encode() + bytes_of(given[name]))
@@ -173,24 +174,17 @@ class PictureReader:
     def _tokenized(self, text: str) -> list[int]:
         return self._processor.tokenizer(text)["input_ids"]
 
-    def _check_places(self, num_places: int, num_pictures: int) -> None:
-        if num_places != num_pictures:
-            raise PictureError(
-                f"the prompt must hold {self._marker!r} once for each picture: it has "
-                f"{num_places} of them, and the number of pictures is {num_pictures}"
-            )
-
     def _of_ids(self, ids: list[int], pictures: list[Any]) -> tuple[_Read | None, list[int]]:
         """Return what the processor makes of pictures, and ids with all parts of them."""
         marker = self._processor.tokenizer.convert_tokens_to_ids(self._marker)
         num_parts = ids.count(self._image_token_id)
         if not pictures:
-            self._check_places(num_parts or ids.count(marker), 0)
+            check_places(str(self._marker), num_parts or ids.count(marker), 0)
             return None, ids
         read = self._read(str(self._marker) * len(pictures), pictures)
         if num_parts == read.token_ids.count(self._image_token_id) and num_parts != len(pictures):
             return self._with_ids(read, ids), ids
-        self._check_places(ids.count(marker), len(pictures))
+        check_places(str(self._marker), ids.count(marker), len(pictures))
         if num_parts and marker != self._image_token_id:
             raise PictureError(
                 f"the token ids hold {self._image_token_id}, which stands for a part of a picture, "
@@ -315,11 +309,3 @@ def _joined(
             groups, sizes = [*groups, one], [*sizes, count]
         place += count
     return groups, sizes
-
-
-def _check_fits(ids: list[int], max_length: int | None) -> None:
-    if max_length is not None and len(ids) > max_length:
-        raise ContextError(
-            f"the prompt and its pictures are {len(ids)} tokens, more than the model's maximum of "
-            f"{max_length}"
-        )

@@ -27,9 +27,11 @@ _SHARE_OF_SPREAD: Final = 0.01
 _TIMES_THE_LEAST: Final = 4
 """What a difference may be, in terms of the least that there is."""
 
-_OTHERS: Final = (3, 4, 5)
-_TIMES: Final = 3
-"""Some tokens of text, and how often a prompt is followed by them, and its last one."""
+_NUM_TAIL: Final = 12
+"""Number of tokens that a prompt is followed by."""
+
+_NUM_ROWS: Final = 3
+"""Number of rows that are compared, behind the last of them."""
 
 
 def image_token_id(model: Any) -> int | None:
@@ -67,7 +69,8 @@ def examine_pictures(
     size = len(token_ids)
     end = max(i for i, token_id in enumerate(token_ids) if token_id == image_token_id) + 1
     of_tokens = frozenset(n for n, value in inputs.items() if value.shape == (1, size))
-    ids = [*token_ids, *([token_ids[-1], *_OTHERS] * _TIMES)]
+    texts = [token_ids[-1], *(i for i in range(3, 9) if i not in (image_token_id, token_ids[-1]))]
+    ids = [*token_ids, *(texts[i % len(texts)] for i in range(_NUM_TAIL))]
     kept = [PictureRules(), *(PictureRules(True, suffix) for suffix in (0, 1))]
     whole_only = [PictureRules(True, suffix, keeps=False) for suffix in (0, 1)]
     found: dict[PictureRules, float] = {}
@@ -79,7 +82,8 @@ def examine_pictures(
         )
         try:
             whole, wrong = (
-                _whole(runner, layout, pictures, some) for some in (ids, _changed(ids, size))
+                _whole(runner, layout, pictures, some)
+                for some in (ids, [*ids[:size], texts[1], *ids[size + 1 :]])
             )
             if rules.keeps:
                 rows = _in_steps(runner, layout, attend, pictures, ids)
@@ -100,12 +104,6 @@ def examine_pictures(
     return next(rules for rules, distance in found.items() if distance <= near)
 
 
-def _changed(ids: list[int], place: int) -> list[int]:
-    """Return ids with another one at a place."""
-    other = next(token_id for token_id in _OTHERS if token_id != ids[place])
-    return [*ids[:place], other, *ids[place + 1 :]]
-
-
 def _whole(runner: Runner, layout: KVLayout, pictures: Pictures, ids: list[int]) -> torch.Tensor:
     logits = runner.forward([Span(ids, outputs=_last(ids))], RootAttend(pictures, layout))
     return logits.float().log_softmax(-1).cpu()
@@ -113,7 +111,7 @@ def _whole(runner: Runner, layout: KVLayout, pictures: Pictures, ids: list[int])
 
 def _last(ids: list[int]) -> range:
     """Return the places whose rows are compared."""
-    return range(len(ids) - _TIMES, len(ids))
+    return range(len(ids) - _NUM_ROWS, len(ids))
 
 
 def _in_steps(
@@ -133,7 +131,7 @@ def _in_steps(
         ids[stop:],
         (Run(0, slots, stop),),
         range(stop + 1, size + 1),
-        range(size - stop - _TIMES, size - stop),
+        range(size - stop - _NUM_ROWS, size - stop),
         shift,
     )
     logits = runner.forward([rest], attend(store))
@@ -153,7 +151,7 @@ def _as_the_model_goes_on(runner: Runner, pictures: Pictures, ids: list[int]) ->
     prompt, rest = (torch.tensor([part], device=runner.device) for part in (ids[:size], ids[size:]))
     runner.model(input_ids=prompt, **inputs, past_key_values=cache, use_cache=True)
     logits = runner.model(input_ids=rest, past_key_values=cache, use_cache=True).logits
-    return logits[0, -_TIMES:].float().log_softmax(-1).cpu()
+    return logits[0, -_NUM_ROWS:].float().log_softmax(-1).cpu()
 
 
 def _distance(first: torch.Tensor, second: torch.Tensor) -> float:

@@ -10,14 +10,16 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 
-from genlm_backend.errors import ContextError, PictureError
+from genlm_backend.errors import PictureError
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.contexts import Contexts
 from genlm_backend.llm.images import read_images
+from genlm_backend.llm.picture_prompt import check_fits, check_places
 from genlm_backend.llm.pictures import Pictures, codes
 from genlm_backend.llm.vllm.session_engine import SessionEngine
 
 _FEATURES: Final = "features"
+_READER: Final = "vLLM"
 
 
 @final
@@ -31,7 +33,7 @@ class VLLMPictureReader:
 
     def __init__(self, engine: SessionEngine, contexts: Contexts) -> None:
         self._engine, self._contexts = engine, contexts
-        contexts.image_token_id = engine.image_token_id
+        contexts.image_token_id, contexts.image_reader = engine.image_token_id, _READER
 
     @property
     def processor(self) -> Any:
@@ -65,11 +67,7 @@ class VLLMPictureReader:
             packed.frombytes(self._contexts.packed(prompt))
             prompt = list(packed)
             num_places = prompt.count(processor.tokenizer.convert_tokens_to_ids(marker))
-        if num_places != len(pictures):
-            raise PictureError(
-                f"the prompt must hold {marker!r} once for each picture: it has {num_places} of "
-                f"them, and the number of pictures is {len(pictures)}"
-            )
+        check_places(marker, num_places, len(pictures))
         if not pictures:
             is_text = isinstance(prompt, str)
             return self._contexts.of(
@@ -79,11 +77,7 @@ class VLLMPictureReader:
             ids, features = self._engine.read(prompt, pictures)
         except Exception as error:  # vLLM's own classes, and whatever a model's processor raises
             raise PictureError(f"vLLM does not read these pictures: {error}") from error
-        if max_length is not None and len(ids) > max_length:
-            raise ContextError(
-                f"the prompt and its pictures are {len(ids)} tokens, more than the model's maximum "
-                f"of {max_length}"
-            )
+        check_fits(ids, max_length)
         return self._context(ids, features)
 
     def _context(self, ids: list[int], features: list[Any]) -> Context:
@@ -103,16 +97,10 @@ class VLLMPictureReader:
             raise PictureError("vLLM has given its parts of these pictures no places of their own")
         num_tokens = max(f.mm_position.offset + f.mm_position.length for f in features)
         written = torch.frombuffer(bytearray(pickle.dumps(features)), dtype=torch.uint8)
-        made = Pictures.of(ids, {_FEATURES: written}, num_tokens, image_token_id)
+        made = Pictures.of(ids, {_FEATURES: written}, num_tokens, image_token_id, reader=_READER)
         return Context.of(self._contexts, values.tobytes(), pictures=made)
 
 
 def features_of(pictures: Pictures) -> list[Any]:
-    """Return what vLLM's requests have of the pictures of a context.
-
-    Raises:
-        PictureError: If it was made for another backend.
-    """
-    if _FEATURES not in pictures.inputs:
-        raise PictureError("the context's pictures have not been read by vLLM")
+    """Return what vLLM's requests have of the pictures of a context."""
     return pickle.loads(pictures.inputs[_FEATURES].numpy().tobytes())

@@ -21,9 +21,10 @@ from genlm_backend.llm.hf import int8_weights
 from genlm_backend.llm.hf.int8_weights import Int8Linear, quantize
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
+from tests.processor import has_int8_products
 
 pytestmark = pytest.mark.skipif(
-    not int8_weights._is_exact(), reason="the processor has no exact products of 8 bits"
+    not has_int8_products(), reason="the processor has no exact products of 8 bits"
 )
 
 CONTEXTS = [[(7 * i + 3 * j) % families.VOCAB for j in range(12)] for i in range(4)]

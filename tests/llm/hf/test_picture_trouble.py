@@ -1,6 +1,7 @@
 """Contexts that begin with pictures: what a caller must not meet, and what is said instead."""
 
 import asyncio
+import pickle
 
 import pytest
 import torch
@@ -196,3 +197,12 @@ def test_a_model_without_a_processor_has_none():
         pytest.raises(PictureError, match="AutoProcessor"),
     ):
         lm.context(marker("gemma3"), images=[picture(1)])
+
+
+def test_pictures_read_by_another_library_are_refused():
+    """A pickled context takes with it what its reader has made, which is not for others."""
+    with over("gemma3") as lm:
+        context = pickle.loads(pickle.dumps(lm.context(marker("gemma3"), images=[picture(1)])))
+        lm.contexts.image_reader = "vLLM"
+        with pytest.raises(PictureError, match="none like it"):
+            lm.next_token_logprobs_sync(context)

@@ -140,12 +140,19 @@ async def test_removing_an_adapter_fails_what_waits_for_it_and_nobody_else():
         assert engine.adapters == {Adapter("cook", 2): "somewhere"}
 
 
+def hold(lm):
+    """Give the worker something else to do, which it has begun, until the event is set."""
+    begun, held = threading.Event(), threading.Event()
+    lm._batcher.call_soon(lambda: begun.set() or held.wait())
+    assert begun.wait(60)
+    return held
+
+
 async def test_samples_of_an_adapter_removed_before_they_begin_fail_alone():
     engine = FakeEngine()
     with AsyncVirtualLM(engine) as lm:
         lm.add_new_lora("somewhere", "poet")
-        held = threading.Event()
-        lm._batcher.call_soon(held.wait)  # the worker has something else to do
+        held = hold(lm)
         removal = asyncio.ensure_future(asyncio.to_thread(lm.remove_lora, "poet"))
         while lm._batcher._worker._jobs.empty():
             await asyncio.sleep(0)
@@ -166,8 +173,7 @@ async def test_what_waits_for_an_adapter_is_not_answered_by_another_of_its_name(
     engine = FakeEngine()
     with AsyncVirtualLM(engine) as lm:
         lm.add_new_lora("somewhere", "poet")
-        held = threading.Event()
-        lm._batcher.call_soon(held.wait)  # the worker has something else to do
+        held = hold(lm)
         changes = [lambda: lm.remove_lora("poet"), lambda: lm.add_new_lora("elsewhere", "poet")]
         changing = []
         for number, change in enumerate(changes, 1):

@@ -10,7 +10,7 @@ import tempfile
 import pytest
 import torch
 
-from genlm_backend import AsyncVirtualLM, MultiMediaInfo, generate
+from genlm_backend import AsyncTransformer, AsyncVirtualLM, MultiMediaInfo, generate
 from genlm_backend.errors import PictureError
 from tests.llm.picture_families import inputs, make, marker, picture
 from tests.llm.vllm import fake, real
@@ -113,6 +113,13 @@ def test_scores_samples_texts_and_pickles(lm):
         assert abs(float(scores[i]) - float(plain_row(text, images, more)[[7, 8][i]])) < TOLERANCE
     for other in (copy.copy(context), pickle.loads(pickle.dumps(context))):
         close(lm.next_token_logprobs_sync(other.extend(9)), plain_row(text, images, [9]))
+
+    model, processor = family()
+    with AsyncTransformer(model, processor.tokenizer, processor=processor) as other:
+        for mine, theirs in ((lm, other), (other, lm)):
+            made = pickle.loads(pickle.dumps(mine.context(text, images=images)))
+            with pytest.raises(PictureError, match="none like it"):
+                theirs.next_token_logprobs_sync(made)
 
     async def main():
         (ids,) = await lm.batch_sample([context], 4, [], temperature=0.0)
