@@ -10,10 +10,12 @@ from PIL import Image
 from genlm_backend import (
     AsyncTransformer,
     Engine,
+    GenerationConfig,
     MultiMediaInfo,
     generate,
 )
 from genlm_backend.errors import ContextError, PictureError
+from genlm_backend.generation.prompt import Prompt
 from tests.llm.hf.pictured import TOLERANCE, close, family, over, plain_row, prompt_of
 from tests.llm.picture_families import FAMILIES, inputs, make, marker, picture
 
@@ -78,25 +80,30 @@ def test_pictures_that_see_each_other_are_shared_together():
         for numbers in ([1, 2], [1, 3]):
             ids, images = [1, *[part] * 32, 7, 7], [picture(number) for number in numbers]
             made = inputs(model, processor, *prompt_of(name, numbers))
-            given = torch.tensor([ids])
-            types = (given == part).long()
-            with torch.no_grad():
-                pixels = made["pixel_values"]
-                out = model(input_ids=given, pixel_values=pixels, token_type_ids=types)
             context = lm.context(ids, images=images)
-            close(lm.next_token_logprobs_sync(context), out.logits[0, -1].log_softmax(-1))
+            for more in ([], [9]):  # the second from what is kept of the first
+                given = torch.tensor([ids + more])
+                types = (given == part).long()
+                with torch.no_grad():
+                    pixels = made["pixel_values"]
+                    out = model(input_ids=given, pixel_values=pixels, token_type_ids=types)
+                row = lm.next_token_logprobs_sync(context + more)
+                close(row, out.logits[0, -1].log_softmax(-1))
 
 
 def test_a_few_tokens_are_not_taken_for_shapes():
     """A prompt of three tokens, and a tensor of three numbers for each picture."""
     model, processor = make("qwen2-vl")
     processor.image_processor.size = {"shortest_edge": 196, "longest_edge": 3136}
-    text, image = marker("qwen2-vl"), picture(2, (14, 14))
-    made = inputs(model, processor, text, [image])
-    with torch.no_grad():
-        row = model(**made).logits[0, -1].log_softmax(-1)
     with AsyncTransformer(model, processor.tokenizer, processor=processor) as lm:
-        close(lm.next_token_logprobs_sync(lm.context(text, images=[image])), row)
+        for text, size in ((marker("qwen2-vl"), (14, 14)), ("<|image_pad|>", (42, 14))):
+            image = picture(2, size)
+            made = inputs(model, processor, text, [image])
+            with torch.no_grad():
+                row = model(**made).logits[0, -1].log_softmax(-1)
+            for prompt in (text, processor.tokenizer(text)["input_ids"]):
+                context = lm.context(prompt, images=[image])
+                close(lm.next_token_logprobs_sync(context), row)
 
 
 def test_photographs_are_turned_as_they_say(tmp_path):
@@ -206,3 +213,18 @@ def test_pictures_read_by_another_library_are_refused():
         lm.contexts.image_reader = "vLLM"
         with pytest.raises(PictureError, match="none like it"):
             lm.next_token_logprobs_sync(context)
+
+
+def test_a_chat_has_one_token_that_begins_it():
+    """Written by the template, and again by the processor."""
+    name, info = "llava-next", MultiMediaInfo(images=[picture(1)])
+    chat = [{"role": "user", "content": "<image>what?"}]
+    with over(name) as lm:
+        lm.processor.chat_template = "{{ bos_token }}{{ messages[0].content }}"
+        try:
+            config = GenerationConfig(mm_info=info)
+            context = Prompt.check(lm, chat, config).context
+            assert list(context).count(lm.tokenizer.bos_token_id) == 1
+            assert context == lm.context("<image>what?", images=info.images)
+        finally:
+            lm.processor.chat_template = None
