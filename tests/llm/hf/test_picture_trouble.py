@@ -95,7 +95,8 @@ def test_a_few_tokens_are_not_taken_for_shapes():
     """A prompt of three tokens, and a tensor of three numbers for each picture."""
     model, processor = make("qwen2-vl")
     processor.image_processor.size = {"shortest_edge": 196, "longest_edge": 3136}
-    with AsyncTransformer(model, processor.tokenizer, processor=processor) as lm:
+    nothing_kept = {"row_cache_bytes": 0, "kv_cache_bytes": 0}
+    with AsyncTransformer(model, processor.tokenizer, processor=processor, **nothing_kept) as lm:
         for text, size in ((marker("qwen2-vl"), (14, 14)), ("<|image_pad|>", (42, 14))):
             image = picture(2, size)
             made = inputs(model, processor, text, [image])
