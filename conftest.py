@@ -4,10 +4,14 @@ import signal
 from importlib.util import find_spec
 
 import pytest
+from hypothesis import settings
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 from tests.processor import has_int8_products
+
+settings.register_profile("busy machines", deadline=None)
+settings.load_profile("busy machines")
 
 pytest_collect_file = Sybil(
     parsers=[PythonCodeBlockParser(), SkipParser()],

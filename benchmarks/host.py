@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import statistics
 import time
 from typing import Any
 
@@ -15,6 +17,7 @@ Numbers = dict[str, Any]
 
 NUM_PARTICLES = 100
 SIZES = (40, 1000, 4000)
+MANY = (64, 256, 1024)
 
 
 def host(repeats: int, num_steps: int = 20) -> Numbers:
@@ -62,6 +65,44 @@ def host(repeats: int, num_steps: int = 20) -> Numbers:
                 numbers.setdefault(f"reading, {size}", []).extend(reading)
     lm.close()
     return numbers
+
+
+def many(repeats: int, num_steps: int = 100) -> Numbers:
+    """Milliseconds of a step of many particles, with a forward that is free.
+
+    Each particle is asked by an ``await`` of its own, or all by one call. Garbage is looked for
+    with what was loaded, or, "frozen", without. Every step counts, since few of them pay for that.
+    """
+    numbers: Numbers = {}
+    for _ in range(repeats):
+        for kind in ("await", "call", "await, frozen"):
+            if kind.endswith("frozen"):
+                gc.collect()
+                gc.freeze()
+            for count in MANY:
+                found = asyncio.run(_steps_of_many(count, kind, num_steps))
+                numbers.setdefault(f"{kind}, {count}", []).append(statistics.mean(found))
+            gc.unfreeze()
+    return numbers
+
+
+async def _steps_of_many(count: int, kind: str, num_steps: int) -> list[float]:
+    lm = free_forward(kv_cache_bytes=1 << 28, row_cache_bytes=0, batch_size=count)
+    behind = lm.context([(31 * i) % 1000 for i in range(500)])
+    own = [[*divmod(i, 100), 5] for i in range(count)]
+    contexts = [behind + ids for ids in own]
+    found: list[float] = []
+    for step in range(num_steps + 5):
+        start = time.perf_counter()
+        contexts = [context.extend((7 * step) % 1000) for context in contexts]
+        if kind == "call":
+            await lm.batch_next_token_logprobs(contexts)
+        else:
+            await asyncio.gather(*map(lm.next_token_logprobs, contexts))
+        if step >= 5:
+            found.append(1e3 * (time.perf_counter() - start))
+    lm.close()
+    return found
 
 
 def _remembering(lm: Any) -> list[Any]:

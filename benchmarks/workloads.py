@@ -336,7 +336,7 @@ def free_forward(**options: Any) -> Any:
     tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(1000)}, unk_token="<0>"))
     given = {"batch_size": 100, "kv_cache_bytes": 1 << 24, **options}
     lm = AsyncTransformer(LlamaForCausalLM(config), tokenizer, **given)
-    logits = torch.zeros(100, 1000)
+    logits = torch.zeros(given["batch_size"], 1000)
 
     def forward(spans: Any, attend: Any) -> torch.Tensor:
         batch = pack(spans)

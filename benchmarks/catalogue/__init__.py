@@ -25,6 +25,7 @@ _WORKLOADS: tuple[Workload, ...] = (
     models.Scoring(),
     models.StepOverhead(),
     models.Host(),
+    models.ManyParticles(),
     models.PrefillMix(),
     models.LoopStall(),
     models.PythonMeanwhile(),

@@ -64,6 +64,28 @@ class Host(Workload):
         ]
 
 
+class ManyParticles(Workload):
+    """What a step of many particles costs the host."""
+
+    name = "many_particles"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return host.many(repeats)
+
+    def rows(self, found: Found) -> list[Row]:
+        ms = {name: median(values) for name, values in found[""].items()}
+        return [
+            (f"{count:,} particles: host's work of a step, mean, {label}", f"{ms[key]:.1f} ms", "")
+            for count in host.MANY
+            for kind, label in (
+                ("await", "an `await` each"),
+                ("await, frozen", "… after `gc.freeze()`"),
+                ("call", "one call for all"),
+            )
+            if (key := f"{kind}, {count}") in ms
+        ]
+
+
 class PrefillMix(Workload):
     """A 512-token prefill with 19 one-token steps, against the two one after the other."""
 

@@ -31,6 +31,10 @@ class Asking(Protocol[Q, R]):
         """Return the result for ``query``."""
         ...
 
+    async def submit_all(self, queries: Iterable[Q]) -> list[R]:
+        """Return the results for ``queries``, in order."""
+        ...
+
     def submit_sync(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, blocking this thread."""
         ...

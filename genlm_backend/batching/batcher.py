@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar, cast, final
 from genlm_backend.batching.call import Call
 from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision
 from genlm_backend.batching.statistics import BatcherStatistics, Counts
-from genlm_backend.batching.ticker import Ticker
+from genlm_backend.batching.ticker import Tickers
 from genlm_backend.batching.waiter import (
     Entry,
     Settlement,
@@ -78,7 +78,7 @@ class Batcher(Generic[Q, R]):
         self._lock = ProcessLock()
         self._pending: dict[Hashable, Entry] = {}
         self._in_flight: dict[Hashable, Entry] = {}
-        self._tickers: dict[asyncio.AbstractEventLoop, Ticker] = {}
+        self._tickers = Tickers()
         self._is_wanted: Callable[[], bool] | None = None  # what the worker is at
         self._given_up: QueryDroppedError | None = None  # what has ended it
         self._is_busy = self._is_urgent = self._is_closed = False
@@ -96,18 +96,28 @@ class Batcher(Generic[Q, R]):
             QueryDroppedError: If ``drop()`` or ``close()`` came first.
             Exception: What ``evaluate`` raised for this query's batch.
         """
-        loop = asyncio.get_running_loop()
-        with self._lock.here:
-            waiter = self._enqueue(query, loop)
-            if waiter.entry.key in self._pending:
-                self._advance(loop)
+        waiter = Waiter(asyncio.get_running_loop())
         try:
-            return cast(R, await cast("asyncio.Future[R]", waiter.future))
-        except asyncio.CancelledError:
-            self._forget(waiter)
+            self._ask(waiter, (query,))
+            return cast(R, (await waiter.future)[0])
+        except BaseException as error:
+            self._leave(waiter, error)
             raise
-        except GeneratorExit:  # of the garbage collector, maybe where its thread holds the lock
-            waiter.is_gone = True
+
+    async def submit_all(self, queries: Iterable[Q]) -> list[R]:
+        """Return the results for ``queries``, in order, or the first error that one of them meets.
+
+        What is still waiting of them then, and is nobody else's, is not evaluated.
+
+        Raises:
+            Exception: As ``submit``.
+        """
+        waiter = Waiter(asyncio.get_running_loop())
+        try:
+            self._ask(waiter, queries)
+            return cast("list[R]", await waiter.future) if waiter.entries else []
+        except BaseException as error:
+            self._leave(waiter, error)
             raise
 
     def submit_sync(self, queries: Iterable[Q]) -> list[R]:
@@ -122,18 +132,13 @@ class Batcher(Generic[Q, R]):
         """
         if self._worker.is_current_thread():
             raise RuntimeError("evaluate() cannot wait for its own batcher")
-        waiters: list[Waiter] = []
+        waiter = Waiter(None)
         try:
-            with self._lock.here:
-                waiters.extend(self._enqueue(query, None) for query in queries)
-                # Nothing to hurry where all of them joined what is under evaluation.
-                self._is_urgent = bool(self._pending)
-                self._advance(None)
-            return [cast(R, waiter.future.result()) for waiter in waiters]
-        except BaseException:
-            for waiter in waiters:
-                waiter.future.cancel()
-                self._forget(waiter)
+            self._ask(waiter, queries)
+            return cast("list[R]", waiter.future.result()) if waiter.entries else []
+        except BaseException as error:
+            waiter.future.cancel()
+            self._leave(waiter, error)
             raise
 
     def flush(self) -> None:
@@ -146,11 +151,8 @@ class Batcher(Generic[Q, R]):
     def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the worker thread, after the batches already sent; block for it.
 
-        A thread that is interrupted meanwhile leaves a function that has not begun unrun.
-
-        Raises:
-            BatcherClosedError: As ``submit``.
-            ForkedError: As there.
+        A thread that is interrupted meanwhile leaves a function that has not begun unrun. Raises
+        what ``check_open`` does.
         """
         if self._worker.is_current_thread():
             return function()
@@ -161,9 +163,6 @@ class Batcher(Generic[Q, R]):
 
         Returns:
             A future of what it returns or raises. Cancelled before its turn, nothing is run.
-
-        Raises:
-            BatcherClosedError: As ``call``.
         """
         return self._put(Call(function)).future
 
@@ -260,22 +259,37 @@ class Batcher(Generic[Q, R]):
         with self._lock.here:
             return self._counts.statistics(len(self._pending), len(self._in_flight))
 
-    # ---------------------------------------------------------------- under the lock
+    # ---------------------------------------------------------------- coming and going
 
-    def _enqueue(self, query: Q, loop: asyncio.AbstractEventLoop | None) -> Waiter:
-        if self._is_ending():
-            self.check_open()
-        key = cast(Hashable, query) if self._key is None else self._key(query)
-        entry = self._pending.get(key) or self._in_flight.get(key)
-        if entry is None:
-            entry = self._pending[key] = Entry(key, query)
-            self._num_arrived += 1
-        else:
-            self._counts.num_joined += 1
-        waiter = Waiter(entry, loop)
-        entry.waiters.append(waiter)
-        self._counts.num_submitted += 1
-        return waiter
+    def _ask(self, waiter: Waiter, queries: Iterable[Q]) -> None:
+        with self._lock.here:
+            if self._is_ending():
+                self.check_open()
+            for query in queries:
+                key = cast(Hashable, query) if self._key is None else self._key(query)
+                entry = self._pending.get(key) or self._in_flight.get(key)
+                if entry is None:
+                    entry = self._pending[key] = Entry(key, query)
+                    self._num_arrived += 1
+                else:
+                    self._counts.num_joined += 1
+                waiter.wait_for(entry)
+                self._counts.num_submitted += 1
+            if waiter.loop is None:
+                # Nothing to hurry where all of them joined what is under evaluation.
+                self._is_urgent = bool(self._pending)
+                self._advance(None)
+            elif any(entry.key in self._pending for entry in waiter.entries):
+                self._advance(waiter.loop)
+
+    def _leave(self, waiter: Waiter, error: BaseException) -> None:
+        """Take a caller off its queries, and off the queue those it was the last of."""
+        if isinstance(error, GeneratorExit):
+            waiter.is_gone = True  # the garbage collector's, maybe where its thread holds the lock
+            return
+        with self._lock.here:
+            self._counts.num_skipped += waiter.leave(self._pending)
+            self._is_urgent = self._is_urgent and bool(self._pending)
 
     def _advance(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """Decide what becomes of the queue after a change that ``loop`` (or a thread) made."""
@@ -284,10 +298,7 @@ class Batcher(Generic[Q, R]):
         if decision is Decision.FIRE:
             self._fire()
         elif decision is Decision.YIELD and loop is not None:
-            ticker = self._tickers.get(loop)
-            if ticker is None:
-                self._tickers = {t: self._tickers[t] for t in self._tickers if not t.is_closed()}
-                ticker = self._tickers[loop] = Ticker()
+            ticker = self._tickers.of(loop)
             if not ticker.is_scheduled:
                 ticker.start(self._num_arrived)
                 ticker.is_scheduled = True
@@ -385,15 +396,3 @@ class Batcher(Generic[Q, R]):
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock.here:
             self._advance(loop)
-
-    def _forget(self, waiter: Waiter) -> None:
-        """Take a cancelled caller off its query, and the query off the queue if it was the last."""
-        with self._lock.here:
-            entry = waiter.entry
-            if waiter in entry.waiters:
-                entry.waiters.remove(waiter)
-            if not entry.waiters and self._pending.get(entry.key) is entry:
-                del self._pending[entry.key]
-                self._counts.num_skipped += 1
-                if not self._pending:
-                    self._is_urgent = False

@@ -13,34 +13,85 @@ from genlm_backend.errors import EvaluationError
 
 @final
 class Waiter:
-    """One caller: a future of its event loop, or of its thread where it has no loop."""
+    """One caller, who waits for the results of one or more queries.
 
-    __slots__ = ("entry", "future", "is_gone", "loop")
+    Args:
+        loop: Its event loop; ``None`` for a thread that blocks.
 
-    def __init__(self, entry: Entry, loop: asyncio.AbstractEventLoop | None) -> None:
-        self.entry = entry
+    Attributes:
+        loop: As given.
+        future: Future of the results, in the order of the queries; one of its event loop, or of
+            its thread where it has none.
+        entries: The queries.
+        is_gone: Whether its coroutine was closed, maybe by the garbage collector.
+    """
+
+    __slots__ = ("_is_settled", "_num_missing", "entries", "future", "is_gone", "loop")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
         self.loop = loop
-        self.is_gone = False  # its coroutine was closed, maybe by the garbage collector
-        self.future: asyncio.Future | concurrent.futures.Future = (
-            concurrent.futures.Future() if loop is None else loop.create_future()
-        )
+        self.entries: list[Entry] = []
+        self.is_gone = self._is_settled = False
+        self.future: Any = concurrent.futures.Future() if loop is None else loop.create_future()
+        self._num_missing = 0
+
+    def wait_for(self, entry: Entry) -> None:
+        """Wait for one query more, before any is answered."""
+        self.entries.append(entry)
+        entry.waiters.append(self)
+        self._num_missing += 1
+
+    def told(self, error: BaseException | None) -> Settlement | None:
+        """Note that one query has its result, or an error; return what the caller is to get.
+
+        That is once: when the last result has come, or the first error.
+        """
+        self._num_missing -= 1
+        if self._is_settled or (self._num_missing and error is None):
+            return None
+        self._is_settled = True
+        if error is not None:
+            return self, None, error
+        entries, self.entries = self.entries, []
+        return self, [entry.result for entry in entries], None
 
     def is_waiting(self) -> bool:
         """Whether anybody would still see a result."""
-        if self.is_gone or (self.loop is not None and self.loop.is_closed()):
+        if self.is_gone or self._is_settled or (self.loop is not None and self.loop.is_closed()):
             return False
         return not self.future.done()
+
+    def leave(self, pending: dict[Hashable, Entry]) -> int:
+        """Wait no more; take what nobody waits for now off a queue, and return how much that is."""
+        num_left = len(pending)
+        for entry in self.entries:
+            entry.waiters = [waiter for waiter in entry.waiters if waiter is not self]
+            if not entry.waiters and pending.get(entry.key) is entry:
+                del pending[entry.key]
+        return num_left - len(pending)
 
 
 @final
 class Entry:
-    """One distinct query and everybody who waits for it."""
+    """One distinct query and everybody who waits for it.
 
-    __slots__ = ("key", "query", "waiters")
+    Args:
+        key: What it is known by.
+        query: The query.
+
+    Attributes:
+        key: As given.
+        query: As given.
+        waiters: Who waits for it.
+        result: What it was answered.
+    """
+
+    __slots__ = ("key", "query", "result", "waiters")
 
     def __init__(self, key: Hashable, query: object) -> None:
         self.key = key
         self.query = query
+        self.result: object = None
         self.waiters: list[Waiter] = []
 
     def is_wanted(self) -> bool:
@@ -48,11 +99,12 @@ class Entry:
         return any(waiter.is_waiting() for waiter in self.waiters)
 
     def settlements(self, result: object, error: BaseException | None) -> list[Settlement]:
-        """Return what each of its waiters gets, who wait no more."""
+        """Hand a result or an error to its waiters, who wait no more; return whom to tell."""
         # Or entry and waiters, pointing at each other, would keep the result until the garbage
         # collector comes by.
-        waiters, self.waiters = self.waiters, []
-        return [(waiter, result, error) for waiter in waiters]
+        waiters, self.waiters, self.result = self.waiters, [], result
+        told = [waiter.told(error) for waiter in waiters]
+        return [settlement for settlement in told if settlement is not None]
 
 
 def take_wanted(
@@ -86,8 +138,8 @@ def take_wanted(
     return batch, num_skipped
 
 
-Settlement = tuple[Waiter, object, BaseException | None]
-"""A caller, and the result or the exception it gets."""
+Settlement = tuple[Waiter, list[object] | None, BaseException | None]
+"""A caller, and the results or the exception it gets."""
 
 
 def presentable(raised: BaseException) -> BaseException:
@@ -118,7 +170,7 @@ def deliver(settlements: list[Settlement]) -> None:
 
 
 def _settle(settlements: list[Settlement]) -> None:
-    for waiter, result, error in settlements:
+    for waiter, results, error in settlements:
         future = waiter.future
         if future.done() or waiter.is_gone:
             continue
@@ -127,7 +179,7 @@ def _settle(settlements: list[Settlement]) -> None:
         if of_thread and not future.set_running_or_notify_cancel():
             continue
         if error is None:
-            future.set_result(result)
+            future.set_result(results)
         else:
             future.set_exception(error)
 

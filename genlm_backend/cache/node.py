@@ -104,23 +104,30 @@ class Match:
     node: Node
     num_tokens: int
 
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self, known: dict[Node, tuple[Run, ...]] | None = None) -> tuple[Run, ...]:
         """Return the prefix as runs, one for each node from the root on.
 
         They hold until the tree is changed. Matches that go through one node have equal owners
         there if the runs of all are asked for after the last of them was made.
 
+        Args:
+            known: Runs up to nodes that other matches have gone through since then, which this one
+                uses and adds to; ``None`` for none.
+
         Raises:
             CacheError: If a part of it is on the host, and has not been fetched.
         """
-        runs: list[Run] = []
-        node = self.node
-        if node.tier.name == "host":
+        if self.node.tier.name == "host":
             raise CacheError("a match has slots on the host")
-        while node.parent is not None:
-            runs.append(Run(node, node.slots, len(node.slots)))
+        node, below, known = self.node, list[Run](), {} if known is None else known
+        while node.parent is not None and node not in known:
+            below.append(Run(node, node.slots, len(node.slots)))
             node = node.parent
-        return tuple(reversed(runs))
+        runs = (*known.get(node, ()), *reversed(below))
+        if below:  # what one match goes through, its siblings do
+            assert self.node.parent is not None
+            known[self.node], known[self.node.parent] = runs, runs[:-1]
+        return runs
 
 
 @final

@@ -144,10 +144,13 @@ class PrefixTree:
             return match
         tokens, new = array("i", token_ids), array("q", slots)
         end, known = self._edges.walk(match.node, tokens)
+        num_tokens = match.num_tokens + len(tokens)
+        if not known:
+            return self._grow(match, tokens, new, num_tokens)
         self._adopt(end, match.node, new[:known])
         if known < len(tokens):
-            end = self._grow(end, match, tokens[known:], new[known:])
-        longer = self._lock(end, match.num_tokens + len(tokens))
+            end = self._edges.grow(end, tokens[known:], new[known:])
+        longer = self._lock(end, num_tokens)
         self.unlock(match)
         return longer
 
@@ -342,15 +345,6 @@ class PrefixTree:
         self._edges.offer(lower)
         self._edges.offer(lower.parent)
 
-    def _grow(self, end: Node, match: Match, tokens: array[int], slots: array[int]) -> Node:
-        if end is match.node and not end.children and end.num_locks == 1 and end.parent is not None:
-            # The only user of a leaf makes it longer, so that a particle that has gone a thousand
-            # tokens alone is one node and not a chain of a thousand.
-            end.tokens.extend(tokens)
-            end.slots.extend(slots)
-            return end
-        return self._edges.grow(end, tokens, slots)
-
     # ---------------------------------------------------------------- locks
 
     def _lock(self, node: Node, num_tokens: int) -> Match:
@@ -359,6 +353,22 @@ class PrefixTree:
         self._live.add(match)
         self._edges.touch(node, 1)
         return match
+
+    def _grow(self, match: Match, tokens: array[int], slots: array[int], num_tokens: int) -> Match:
+        """Put tokens below a match that none of them follows yet; return one with its locks."""
+        node = match.node
+        if not node.children and node.num_locks == 1 and node.parent is not None:
+            # The only user of a leaf makes it longer, so that a particle that has gone a thousand
+            # tokens alone is one node and not a chain of a thousand.
+            node.tokens.extend(tokens)
+            node.slots.extend(slots)
+        else:
+            node = self._edges.grow(node, tokens, slots)
+            node.num_locks, node.last_used = 1, match.node.last_used
+        longer = Match(node, num_tokens)
+        self._live.remove(match)
+        self._live.add(longer)
+        return longer
 
     def _num_unlocked_slots(self, enough: int) -> int:
         """Return how many slots ``evict`` could free, counted up to ``enough``."""

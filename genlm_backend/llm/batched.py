@@ -156,8 +156,7 @@ class BatchedLM(AsyncLM):
     async def _rows_of(self, queries: list[Query]) -> torch.Tensor:
         rows, missing = self._known(queries)
         self._before_wait()
-        found = await asyncio.gather(*map(self._batcher.submit, missing))
-        rows.update(zip(missing, found, strict=True))
+        rows.update(zip(missing, await self._batcher.submit_all(missing), strict=True))
         return self._table([rows[query] for query in queries])
 
     def batch_next_token_logprobs_sync(
@@ -180,9 +179,9 @@ class BatchedLM(AsyncLM):
 
     def _known(self, queries: Sequence[Query]) -> tuple[dict[Query, Row], list[Query]]:
         """Return the rows that are cached, and the distinct queries that have none."""
-        found = [(query, self._rows.get(query)) for query in dict.fromkeys(queries)]
-        rows = {query: row for query, row in found if row is not None}
-        return rows, [query for query, row in found if row is None]
+        distinct = dict.fromkeys(queries)
+        rows = {q: row for q in distinct if (row := self._rows.get(q)) is not None}
+        return rows, [query for query in distinct if query not in rows]
 
     def _answers_sync(self, queries: list[Query]) -> list[Row]:
         rows, missing = self._known(queries)
@@ -211,7 +210,7 @@ class BatchedLM(AsyncLM):
         asked = distinct(scorings)
         self._before_wait()
         if self._info.scores:
-            found = await asyncio.gather(*map(self._batcher.submit, asked))
+            found = await self._batcher.submit_all(asked)
         else:
             found = await scores_of_rows(asked, self._rows_of, self.batch_size)
         return own_scores(scorings, dict(zip(asked, found, strict=True)), self.output_device)

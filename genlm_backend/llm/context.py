@@ -168,12 +168,12 @@ class Context(Sequence[int]):
 
         Parts of pictures have ids of their own, which are negative.
         """
-        first = min(start // TOKENS_PER_BLOCK, len(self.blocks))
-        found, skipped = array("i"), first * TOKENS_PER_BLOCK
-        found.frombytes(b"".join((*self.blocks[first:], self._tail)))
-        if stop is not None:
-            del found[max(start, stop) - skipped :]
-        del found[: start - skipped]
+        num_blocks = len(self.blocks)
+        first = min(start // TOKENS_PER_BLOCK, num_blocks)
+        kept = self._tail if first == num_blocks else b"".join((*self.blocks[first:], self._tail))
+        skipped, found = first * TOKENS_PER_BLOCK, array("i")
+        end = None if stop is None else (max(start, stop) - skipped) * _ID.size
+        found.frombytes(kept[(start - skipped) * _ID.size : end])
         return found
 
     # ---------------------------------------------------------------- a value

@@ -307,29 +307,32 @@ class Plan:
 
     wait = st.integers(0, 12)
     value = st.integers(0, 6)
+    asked = st.one_of(value, st.lists(value, max_size=5))
     fate = st.sampled_from(["await", "await", "await", "cancel", "timeout"])
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(st.tuples(Plan.wait, Plan.value, Plan.fate, Plan.wait), min_size=1, max_size=30),
+    st.lists(st.tuples(Plan.wait, Plan.asked, Plan.fate, Plan.wait), min_size=1, max_size=30),
     st.integers(1, 7),
     st.sets(st.integers(0, 6), max_size=2),
+    st.sets(st.integers(0, 6), max_size=1),
 )
-def test_whatever_happens_every_caller_gets_its_own_answer(plans, batch_size, broken):
+def test_whatever_happens_every_caller_gets_its_own_answer(plans, batch_size, broken, refused):
     evaluated = []
 
     def evaluate(queries):
         evaluated.append(list(queries))
         if broken & set(queries):
             raise ArithmeticError(repr(queries))
-        return [2 * query for query in queries]
+        return [ArithmeticError(f"[{q}]") if q in refused else 2 * q for q in queries]
 
     batcher = Batcher(evaluate, BatchPolicy(batch_size, timeout=0.01))
 
-    async def caller(wait, value, fate, patience):
+    async def caller(wait, asked, fate, patience):
         await passes(wait)
-        task = asyncio.ensure_future(batcher.submit(value))
+        submit = batcher.submit_all if isinstance(asked, list) else batcher.submit
+        task = asyncio.ensure_future(submit(asked))
         if fate != "await":
             await passes(patience)
             task.cancel()
@@ -342,23 +345,26 @@ def test_whatever_happens_every_caller_gets_its_own_answer(plans, batch_size, br
         return await asyncio.gather(*(caller(*plan) for plan in plans))
 
     results = asyncio.run(main())
-    for (_, value, fate, _), result in zip(plans, results, strict=True):
+    for (_, asked, fate, _), result in zip(plans, results, strict=True):
+        values = asked if isinstance(asked, list) else [asked]
         if isinstance(result, asyncio.CancelledError):
             assert fate != "await"
         elif isinstance(result, ArithmeticError):
             batch = eval(str(result))
-            assert value in batch
-            assert broken & set(batch)
+            assert set(values) & set(batch)
+            assert (broken | refused) & set(batch)
         else:
-            assert result == 2 * value
-            assert value not in broken
+            assert result == ([2 * value for value in asked] if values is asked else 2 * asked)
+            assert not set(values) & (broken | refused)
     for batch in evaluated:
         assert len(batch) <= batch_size
         assert len(set(batch)) == len(batch)
     batcher.call(lambda: None)  # a batch whose callers have gone may still be under way
     statistics = batcher.statistics()
     assert (statistics.num_pending, statistics.num_in_flight) == (0, 0)
-    assert sum(fate == "await" for _, _, fate, _ in plans) <= statistics.num_submitted <= len(plans)
+    numbers = [(len(a) if isinstance(a, list) else 1, fate) for _, a, fate, _ in plans]
+    least = sum(number for number, fate in numbers if fate == "await")
+    assert least <= statistics.num_submitted <= sum(number for number, _ in numbers)
     batcher.close()
 
 

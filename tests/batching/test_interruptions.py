@@ -67,15 +67,14 @@ def test_an_interrupt_at_any_line_leaves_the_batcher_answering(is_started, how):
             elif how == "call":
                 interrupted = partial(asked.call, int)
             else:
-                with asked._lock.here:
-                    waiting = asked._enqueue(1, loop)
-                    asked._advance(loop)
+                waiting = waiter.Waiter(loop)
+                asked._ask(waiting, [1])
                 interrupted = asked.flush
             is_whole = interrupted_at(number, interrupted)
             assert answers(asked, pool) == [[-1], [-2]], number
             if how == "flush":
                 loop.run_until_complete(asyncio.wait_for(waiting.future, 60))
-                assert waiting.future.result() == -1
+                assert waiting.future.result() == [-1]
             loop.close()
             assert asked.statistics().num_pending == asked.statistics().num_in_flight == 0
             asked.close()

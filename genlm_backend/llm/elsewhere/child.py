@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import pickle
 import queue
@@ -123,7 +124,10 @@ class Server:
             raise EvaluationError(f"{make!r} must return an Evaluator, got {type(evaluator)}")
         evaluator.check_wanted = self._check_wanted
         self._evaluator = evaluator
-        return evaluator.open() if evaluator.info is None else evaluator.info
+        info = evaluator.open() if evaluator.info is None else evaluator.info
+        gc.collect()
+        gc.freeze()  # what has been loaded stays, and need not be looked through for garbage
+        return info
 
     def _answers(self, found: Any) -> Any:
         if not isinstance(found, Sequence):

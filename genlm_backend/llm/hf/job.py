@@ -10,6 +10,7 @@ from typing import Self, TypeAlias, final
 import torch
 
 from genlm_backend.cache import Match, Run
+from genlm_backend.cache.node import Node
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.row import Row
@@ -39,6 +40,7 @@ class Job:
             its tokens are inserted into the tree. ``None`` where it is run whole.
         targets: The tokens whose log-probabilities are wanted behind the context's last positions,
             one behind each; empty where a row is wanted behind the last one.
+        stop: Position after the last one.
         first: Position of the first output.
         start: Number of tokens of the prefix that was cached at first.
         missing: The tokens after them.
@@ -50,6 +52,7 @@ class Job:
     token_ids: Context
     match: Match | None = None
     targets: tuple[int, ...] = ()
+    stop: int = field(init=False)
     first: int = field(init=False)
     start: int = field(init=False)
     missing: array[int] = field(init=False)
@@ -58,7 +61,8 @@ class Job:
     scores: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.first = len(self.token_ids) - (len(self.targets) or 1)
+        self.stop = len(self.token_ids)
+        self.first = self.stop - (len(self.targets) or 1)
         self.start = 0 if self.match is None else self.match.num_tokens
         self.missing = self.token_ids.packed(self.start)
         self.scores = [0.0] * len(self.targets)
@@ -69,18 +73,18 @@ class Job:
         targets = () if isinstance(question, Query) else question.targets
         return cls(question.context, match, targets)
 
-    def past_runs(self) -> tuple[Run, ...]:
-        """Return the slots of the tokens that need not be computed."""
-        return () if self.match is None else self.match.runs()
+    def past_runs(self, known: dict[Node, tuple[Run, ...]]) -> tuple[Run, ...]:
+        """Return the slots of the tokens that need not be computed; see ``Match.runs``."""
+        return () if self.match is None else self.match.runs(known)
 
     @property
     def outputs(self) -> range:
         """All positions behind which logits are wanted."""
-        return range(self.first, len(self.token_ids))
+        return range(self.first, self.stop)
 
     def outputs_in(self, start: int, stop: int) -> range:
         """Return the positions from ``start`` to ``stop`` behind which logits are wanted."""
-        return range(max(start, self.first), min(stop, len(self.token_ids)))
+        return range(max(start, self.first), min(stop, self.stop))
 
     def parts(self, size: int) -> list[range]:
         """Return all outputs, divided into parts of at most ``size``."""

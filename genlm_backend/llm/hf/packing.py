@@ -6,12 +6,14 @@ its row. What a row's tokens attend to before them is up to an ``Attend``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from genlm_backend.cache import Run
 
@@ -73,16 +75,15 @@ class PackedBatch:
 
 def pack(spans: Sequence[Span]) -> PackedBatch:
     """Pad spans to one rectangle. All have slots for their new tokens, or none has."""
-    num_columns = max(span.num_new for span in spans)
-    input_ids = np.zeros((len(spans), num_columns), np.int64)
-    position_ids = np.empty((len(spans), num_columns), np.int64)
-    is_new = np.zeros((len(spans), num_columns), bool)
-    for index, span in enumerate(spans):
-        past, new = span.num_past + span.shift, span.num_new
-        input_ids[index, :new] = span.token_ids
-        position_ids[index] = np.minimum(np.arange(past, past + num_columns), past + new - 1)
-        is_new[index, :new] = True
-    new_slots = np.concatenate([np.asarray(span.slots, np.int64) for span in spans])
+    num_new = np.array([[span.num_new] for span in spans])
+    num_past = np.array([[span.num_past + span.shift] for span in spans])
+    num_columns = int(num_new.max())
+    columns = np.arange(num_columns)
+    is_new = columns < num_new
+    input_ids = np.zeros(is_new.shape, np.int64)
+    input_ids[is_new] = _joined(span.token_ids for span in spans)
+    position_ids = num_past + np.minimum(columns, num_new - 1)
+    new_slots = _joined(span.slots for span in spans)
     new_columns = None if is_new.all() else torch.from_numpy(np.flatnonzero(is_new))
     outputs = [(index, column) for index, span in enumerate(spans) for column in span.outputs]
     output_rows, output_columns = np.array(outputs, np.int64).reshape(-1, 2).T
@@ -94,5 +95,9 @@ def pack(spans: Sequence[Span]) -> PackedBatch:
         new_columns=new_columns,
         output_rows=torch.from_numpy(output_rows.copy()),
         output_columns=torch.from_numpy(output_columns.copy()),
-        num_new_tokens=int(is_new.sum()),
+        num_new_tokens=int(num_new.sum()),
     )
+
+
+def _joined(sequences: Iterable[Sequence[int]]) -> NDArray[np.int64]:
+    return np.fromiter(chain.from_iterable(sequences), np.int64)

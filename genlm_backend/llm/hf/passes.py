@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import final
+from typing import Final, final
 
 import torch
 
-from genlm_backend.cache import KVLayout, KVStore, Match, Mover, PrefixTree, Slots
+from genlm_backend.cache import KVLayout, KVStore, Match, Mover, PrefixTree, Run, Slots
+from genlm_backend.cache.node import Node
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm.hf.attend import Attend, WholeAttend
 from genlm_backend.llm.hf.job import Asked, Found, Job, first_output
@@ -26,6 +28,8 @@ from genlm_backend.llm.hf.roots import Roots
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.query import Adapter
 from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
+
+_NO_TOKENS: Final = array("i")
 
 
 @final
@@ -151,15 +155,17 @@ class Passes:
     def _forward(self, segments: Sequence[Segment], attend: Attend) -> None:
         """Run segments in one pass, and hand its outputs to the jobs that want them."""
         self._check_wanted()
-        logits = self.runner.forward([segment.span() for segment in segments], attend)
+        known: dict[Node, tuple[Run, ...]] = {}
+        logits = self.runner.forward([segment.span(known) for segment in segments], attend)
         wanted = [jobs for segment in segments for jobs in segment.outputs.values()]
-        places = [i for i, jobs in enumerate(wanted) if any(not job.targets for job in jobs)]
+        places = [i for i, jobs in enumerate(wanted) if not all(job.targets for job in jobs)]
         if places:
             rows = self._finish(logits if len(places) == len(wanted) else logits[places])
             for i, row in zip(places, rows, strict=True):
                 for job in wanted[i]:
                     job.row = None if job.targets else row
-        self._hand_out_scores(segments, logits)
+        if any(job.targets for jobs in wanted for job in jobs):
+            self._hand_out_scores(segments, logits)
 
     def forward_alone(self, job: Job, span: Span, attend: Attend, start: int = 0) -> None:
         """Run tokens of one context in a pass of their own, and hand the job its outputs.
@@ -190,8 +196,6 @@ class Passes:
             for job in jobs
             if job.targets
         ]
-        if not wanted:
-            return
         places = sorted({place for place, _, _ in wanted})
         if len(places) < len(outputs):
             logits = logits[places]
@@ -207,7 +211,9 @@ class Passes:
         """Lock and return the longest cached prefix of a context, of up to ``most`` tokens."""
         context = question.context
         spot = self.tree.recall(context.place, question.adapter, most)
-        return self.tree.match_from(spot, context.packed(spot.num_tokens, most))
+        is_known = spot.num_tokens == most
+        tokens = _NO_TOKENS if is_known else context.packed(spot.num_tokens, most)
+        return self.tree.match_from(spot, tokens)
 
     def codes_of(self, match: Match) -> list[tuple[torch.Tensor, ...]]:
         """Return the keys and values of a match as the store has them, by layer."""
@@ -290,9 +296,10 @@ class Passes:
 
         Where nobody waits for them any more, what has been computed is kept all the same.
         """
-        taken = iter(slots)
+        start = 0
         for segment in segments:
-            segment.slots = [next(taken) for _ in range(segment.num_tokens)]
+            segment.slots = slots[start : start + segment.num_tokens]
+            start += segment.num_tokens
         held = dict.fromkeys(segments)  # whose slots are neither the tree's nor free
         computed: list[Segment] = []
 

@@ -96,8 +96,12 @@ class Segment:
         """What a forward pass with it depends on."""
         return Size(self.num_tokens, self.start, len(self.outputs))
 
-    def span(self) -> Span:
-        """Return what the forward pass takes: the tokens, and the slots of those before them."""
+    def span(self, known: dict[Node, tuple[Run, ...]]) -> Span:
+        """Return what the forward pass takes: the tokens, and the slots of those before them.
+
+        Args:
+            known: As ``Match.runs`` takes it.
+        """
         computed: list[Run] = []  # by earlier waves of this batch
         ancestor, position = self.parent, self.start
         while ancestor is not None:
@@ -105,7 +109,7 @@ class Segment:
             position, ancestor = ancestor.start, ancestor.parent
         return Span(
             token_ids=self.token_ids,
-            past=(*self.job.past_runs(), *reversed(computed)),
+            past=(*self.job.past_runs(known), *reversed(computed)),
             slots=self.slots,
             outputs=[position - self.start for position in self.outputs],
             shift=self.job.shift,
@@ -141,6 +145,11 @@ def plan_segments(jobs: Sequence[Job], cost: CostModel) -> list[Segment]:
         by_node[job.match.node].append(job)
     for group in by_node.values():
         start = group[0].start
+        if len(group) == 1:
+            (job,) = group
+            outputs = dict.fromkeys(job.outputs, group)
+            segments.append(Segment(job, start, job.stop, None, 0, outputs))
+            continue
         for part in _split(sorted(group, key=lambda job: job.missing), start):
             _place(part, start, start, None, 0, cost, segments)
     return _chunk(segments, cost)
@@ -186,7 +195,7 @@ def _place(
     segment = Segment(part[0], start, start, parent, wave)
     segments.append(segment)
     while True:
-        shared = len(part[0].token_ids)
+        shared = part[0].stop
         if len(part) > 1:  # of sorted contexts, what the first and the last share all share
             shared = part[0].start + common_length(part[0].missing, part[-1].missing)
         segment.job, segment.stop = part[-1], shared
@@ -194,7 +203,7 @@ def _place(
             for position in job.outputs_in(answered, shared):
                 segment.outputs.setdefault(position, []).append(job)
         answered = shared
-        branches = _split((job for job in part if len(job.token_ids) > shared), shared)
+        branches = _split((job for job in part if job.stop > shared), shared)
         if not branches:
             return
         # The most wanted branch goes on in this very row. The others wait for the shared tokens,
@@ -215,6 +224,10 @@ def _chunk(segments: list[Segment], cost: CostModel) -> list[Segment]:
     by_origin: dict[Segment, list[Segment]] = {}
     for segment in segments:
         parent = segment.parent
+        if parent is None and segment.num_tokens <= cost.max_segment and len(segment.outputs) <= 1:
+            by_origin[segment] = [segment]
+            chunks.append(segment)
+            continue
         if parent is not None:  # the first chunk that reaches this segment's start
             parent = next(c for c in by_origin[parent] if c.stop >= segment.start)
         pieces = by_origin[segment] = []

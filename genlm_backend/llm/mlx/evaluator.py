@@ -14,6 +14,7 @@ import torch
 
 from genlm_backend.cache import TierName
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.llm.garbage import collection_paused
 from genlm_backend.llm.hf.by_adapter import answers_by_adapter
 from genlm_backend.llm.hf.memory import cpu_budget
 from genlm_backend.llm.hf.passes import Passes
@@ -121,7 +122,7 @@ class MlxEvaluator(Evaluator):
 
     def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
         """Return one answer to each query or scoring, adapter by adapter."""
-        with frequent_switches():
+        with frequent_switches(), collection_paused():
             return answers_by_adapter(queries, self._in_place, self.passes.evaluate)
 
     @contextlib.contextmanager

@@ -95,6 +95,14 @@ class Distributor:
                 self._ended(query, choice)
                 return answer
 
+    async def submit_all(self, queries: Iterable[Question]) -> list[Any]:
+        """Return the answers to ``queries``, in order, or the first error that one of them meets.
+
+        Raises:
+            Exception: As ``submit``.
+        """
+        return await together(map(self.submit, queries))
+
     def submit_sync(self, queries: Iterable[Question]) -> list[Any]:
         """Return the answers to ``queries``, blocking this thread; see ``Batcher``."""
         self.check_open()

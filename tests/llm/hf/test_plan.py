@@ -171,7 +171,7 @@ def test_spans_have_the_slots_of_all_tokens_before_them(contexts, cached, size):
         for position, slot in zip(range(segment.start, segment.stop), segment.slots, strict=True):
             written[slot] = ids[: position + 1]
     for segment in segments:
-        span = segment.span()
+        span = segment.span({})
         slots = [slot for run in span.past for slot in run.slots[: run.num_tokens]]
         ids = segment.job.token_ids
         assert [written[slot] for slot in slots] == [ids[: n + 1] for n in range(segment.start)]

@@ -6,6 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -136,19 +137,20 @@ def _by_rows(spans: Sequence[Span], few_tokens: int) -> tuple[list[Part], list[l
             position += run.num_tokens
     pieces: defaultdict[tuple[int, ...], list[_Stretch]] = defaultdict(list)
     rests: list[list[_Stretch]] = [[] for _ in spans]
+    positions = np.arange(max(span.num_past for span in spans))
     for (_, first), found in readers.items():
         num_tokens, row, run = found[0]
         if len(found) == 1 and num_tokens <= few_tokens:
-            positions = np.arange(first, first + num_tokens)
-            rests[row].append(_Stretch(positions, run.slots[:num_tokens]))
+            slots = run.slots if num_tokens == len(run.slots) else run.slots[:num_tokens]
+            rests[row].append(_Stretch(positions[first : first + num_tokens], slots))
             continue
         found.sort(key=lambda reader: reader[:2])
         slots, start = np.asarray(found[-1][2].slots, np.int64), 0
         for index, (stop, _, _) in enumerate(found):
             if stop > start:
                 rows = tuple(sorted(row for _, row, _ in found[index:]))
-                positions = np.arange(first + start, first + stop)
-                pieces[rows].append(_Stretch(positions, slots[start:stop]))
+                own = positions[first + start : first + stop]
+                pieces[rows].append(_Stretch(own, slots[start:stop]))
                 start = stop
     return [_joined(rows, chain) for rows, chain in pieces.items()], rests
 
@@ -173,14 +175,13 @@ def _divide(piece: Part, few_tokens: int) -> tuple[list[Part], Part]:
 
 
 def _rest(rests: Sequence[list[_Stretch]]) -> Rest:
-    sizes = [sum(len(stretch.slots) for stretch in stretches) for stretches in rests]
-    num_past = max(sizes)
+    sizes = np.array([sum([len(one.slots) for one in stretches]) for stretches in rests])
+    num_past = int(sizes.max())
     slots = np.full((len(rests), num_past), PADDING_SLOT, np.int64)
     positions = np.full((len(rests), num_past), -1, np.int64)
-    for row, stretches in enumerate(rests):
-        column = num_past - sizes[row]
-        for stretch in stretches:
-            stop = column + len(stretch.slots)
-            slots[row, column:stop], positions[row, column:stop] = stretch.slots, stretch.positions
-            column = stop
+    if num_past:
+        is_there = np.arange(num_past) >= num_past - sizes[:, None]
+        stretches = [*chain.from_iterable(rests)]
+        slots[is_there] = np.concatenate([one.slots for one in stretches])
+        positions[is_there] = np.concatenate([one.positions for one in stretches])
     return Rest(slots, positions)

@@ -1,0 +1,68 @@
+"""A caller who asks many queries at once is one caller, with one answer or one error."""
+
+import asyncio
+
+import pytest
+
+from genlm_backend.batching import Batcher, BatchPolicy
+from genlm_backend.errors import QueryDroppedError
+from tests.batching.test_cancellation import PATIENT, passes, until_held
+
+
+async def test_of_many_queries_only_those_that_nobody_else_wants_are_dropped(recorder):
+    batcher = Batcher(recorder, PATIENT)
+    many = asyncio.ensure_future(batcher.submit_all([1, 2, 3, 2]))
+    other = asyncio.ensure_future(batcher.submit_all([3, 4]))
+    await passes(1)
+    many.cancel()
+    assert await other == [6, 8]
+    assert recorder.batches == [[3, 4]]
+    assert batcher.statistics().num_skipped == 2
+    batcher.close()
+
+
+async def test_the_first_error_is_the_callers_and_the_rest_is_not_evaluated(recorder):
+    batcher = Batcher(recorder, BatchPolicy(max_batch_size=2, timeout=1000.0))
+    recorder.error = ArithmeticError("broken")
+    other = asyncio.ensure_future(batcher.submit(6))
+    await passes(1)
+    recorder.hold()
+    asked = asyncio.ensure_future(batcher.submit_all([0, 1, 2, 3, 6]))
+    await until_held(recorder)
+    recorder.let_go()
+    with pytest.raises(ArithmeticError):
+        await asked
+    with pytest.raises(ArithmeticError):
+        await other
+    recorder.error = None
+    assert await batcher.submit(9) == 18
+    assert recorder.batches[0] == [6, 0]
+    assert {query for batch in recorder.batches[1:] for query in batch} <= {1, 2, 9}
+    batcher.close()
+
+
+async def test_a_query_that_has_no_key_leaves_none_of_its_company_behind(recorder):
+    batcher = Batcher(recorder, PATIENT, key=lambda query: 1 // query)
+    with pytest.raises(ZeroDivisionError):
+        await batcher.submit_all([3, 2, 0, 5])
+    with pytest.raises(ZeroDivisionError):
+        batcher.submit_sync([3, 2, 0, 5])
+    assert batcher.statistics().num_pending == 0
+    assert await batcher.submit_all([]) == []
+    assert await batcher.submit(1) == 2
+    assert recorder.batches == [[1]]
+    batcher.close()
+
+
+async def test_many_are_told_once_that_they_were_dropped(recorder):
+    batcher = Batcher(recorder, BatchPolicy(max_batch_size=2, timeout=1000.0))
+    recorder.hold()
+    many = asyncio.ensure_future(batcher.submit_all(range(5)))
+    await until_held(recorder)
+    assert batcher.drop() == 1
+    recorder.let_go()
+    with pytest.raises(QueryDroppedError):
+        await many
+    assert await batcher.submit(9) == 18
+    assert recorder.batches == [[0, 1], [9]]
+    batcher.close()

@@ -1,0 +1,74 @@
+"""Garbage is collected between batches, and as whoever else is there wants it."""
+
+import gc
+import os
+
+import pytest
+import torch
+
+from genlm_backend.llm.garbage import collection_paused
+from tests.llm import families
+from tests.llm.conftest import word_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def collects():
+    assert gc.isenabled()
+    yield
+    gc.enable()
+
+
+def test_it_is_paused_inside_and_goes_on_after_the_last():
+    with collection_paused():
+        assert not gc.isenabled()
+        with collection_paused():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(KeyError), collection_paused():
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_who_has_turned_it_off_finds_it_off():
+    gc.disable()
+    with collection_paused():
+        assert not gc.isenabled()
+    assert not gc.isenabled()
+
+
+def test_who_turns_it_on_meanwhile_finds_it_on():
+    with collection_paused():
+        gc.enable()
+    assert gc.isenabled()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
+def test_a_fork_made_meanwhile_collects():
+    with collection_paused():
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.isenabled() else 1)
+        _, status = os.waitpid(child, 0)
+        assert not gc.isenabled()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_a_batch_is_evaluated_without_and_leaves_nothing_to_collect():
+    from genlm_backend import AsyncTransformer
+
+    model = families.make("llama")
+    during = []
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        asked = [[5, 6, 7, n] for n in range(8)]
+        lm.batch_next_token_logprobs_sync(asked)
+        hook = model.register_forward_pre_hook(lambda *_: during.append(gc.isenabled()))
+        gc.collect()
+        rows = lm.batch_next_token_logprobs_sync([[*context, 1] for context in asked])
+        assert gc.collect() == 0
+        hook.remove()
+    assert during == [False]
+    assert rows.isfinite().any()
+    assert isinstance(rows, torch.Tensor)
