@@ -1,0 +1,121 @@
+"""What ``test_pretend_device`` runs in a process of its own: a line of JSON for each model."""
+
+import json
+import traceback
+import warnings
+
+import torch
+
+from genlm_backend import ParallelTokenCharacterTrie, TokenCharacterTrie
+from genlm_backend.llm.hf.attend import sharing
+from genlm_backend.llm.hf.attend.block import Block
+from genlm_backend.llm.hf.evaluator import HFEvaluator
+from genlm_backend.llm.query import Query
+from genlm_backend.llm.scoring import Scoring
+from tests.llm import families
+from tests.llm.conftest import fresh_row
+from tests.pretend_device import DEVICE, OnDevice, moved, pretending
+
+BASE = [(7 * i) % 23 for i in range(24)]
+BATCHES = (
+    [BASE[:n] for n in (1, 3, 9, 24)],  # prefills of several lengths
+    [[*BASE[:20], n] for n in range(4)],  # forks of one prefix
+    [[*BASE[:20], n, n + 1] for n in range(4)],  # steps behind what they share
+    [[*BASE, 1, 2], [*BASE[:9], *range(12)], [5, 6], [*BASE[:20], 0, 1, 5]],
+)
+
+
+def of_model(name, output=DEVICE, **options):
+    """Return how far rows on the device are from the plain model's, and the waits of a pass."""
+    model, options = families.make(name), {"kv_cache_bytes": 1 << 20, **options}
+    expected = [[fresh_row(model, context) for context in batch] for batch in BATCHES]
+    if "kv_cache_dtype" in options:
+        expected = rows_here(model, options)
+    differences, num_waits = [], []
+    with pretending() as mode:
+        evaluator = HFEvaluator(moved(model), output_device=output, **options)
+        num_slots = evaluator.open().num_slots
+        for batch, wanted in zip(BATCHES, expected, strict=True):
+            before, passes = mode.num_waits, evaluator.counts().num_forwards
+            found = evaluator.evaluate([Query(context) for context in batch])
+            num_passes = evaluator.counts().num_forwards - passes
+            num_waits.append((mode.num_waits - before) / num_passes)
+            for row, own in zip(found, wanted, strict=True):
+                if isinstance(row, Exception):
+                    raise row
+                assert row.logprobs.device == output
+                differences.append(float((on_processor(row.logprobs) - own).abs().max()))
+        (scores,) = evaluator.evaluate([Scoring(Query(BASE), 20)])
+        if isinstance(scores, Exception):
+            raise scores
+        assert scores.shape == (4,)
+        num_moved = evaluator.counts().num_tokens_from_host
+        evaluator.close()
+    return {
+        "num_slots": num_slots,
+        "difference": max(differences),
+        "num_waits": max(num_waits),
+        "num_from_host": num_moved,
+    }
+
+
+def rows_here(model, options):
+    """Return the rows by the operators that a device is given, on the processor."""
+    is_fused = Block.is_fused
+    Block.is_fused = lambda *_: False
+    try:
+        evaluator = HFEvaluator(model, **options)
+        evaluator.open()
+        batches = [[Query(context) for context in batch] for batch in BATCHES]
+        return [[row.logprobs for row in evaluator.evaluate(batch)] for batch in batches]
+    finally:
+        Block.is_fused = is_fused
+
+
+def of_trie():
+    """Return how far the weights of a trie on the device are from those on the processor."""
+    vocab = [b"a", b"ab", b"abc", b"b", b"ba", b"c"] + [bytes([i, 7]) for i in range(100, 200)]
+    weights = torch.rand(3, len(vocab), generator=torch.Generator().manual_seed(0))
+    plain, differences = TokenCharacterTrie(vocab), []
+    with pretending() as mode:
+        trie = ParallelTokenCharacterTrie(vocab, device=DEVICE, as_tensor=True)
+        trie.has_sparse_product = False  # sparse tensors cannot pretend
+        given = OnDevice(weights)
+        before = mode.num_waits
+        found = [trie.batch_weight_sum(given), trie.batch_weight_max(given)]
+        found.append(trie.batch_log_weight_sum(OnDevice(weights.log())))
+        num_waits = mode.num_waits - before
+    expected = [plain.batch_weight_sum(weights), plain.batch_weight_max(weights)]
+    expected.append(plain.batch_log_weight_sum(weights.log()))
+    for one, own in zip(found, expected, strict=True):
+        difference = (on_processor(one) - torch.as_tensor(own)).nan_to_num()
+        differences.append(float(difference.abs().max()))
+    return {"difference": max(differences), "num_waits": num_waits}
+
+
+def on_processor(tensor):
+    """Return a tensor where it is compared."""
+    return tensor.inner if isinstance(tensor, OnDevice) else tensor
+
+
+def main():
+    """Print a line for each model, and one for the tries."""
+    warnings.simplefilter("ignore")
+    sharing.FEW_TOKENS = 4  # or contexts of this size would share nothing
+    runs = {name: lambda name=name: of_model(name) for name in families.PER_TOKEN}
+    runs["rows on the processor"] = lambda: of_model("llama", torch.device("cpu"))
+    for kept in ("bfloat16", "int8", "uint4"):
+        runs[f"kept as {kept}"] = lambda kept=kept: of_model("llama", kv_cache_dtype=kept)
+    host = {"kv_cache_bytes": 32 * 256, "host_cache_bytes": 1 << 20}
+    runs["host tier"] = lambda: of_model("llama", **host)
+    runs["tries"] = of_trie
+    for name, run in runs.items():
+        try:
+            line = run()
+        except Exception:
+            line = {"error": traceback.format_exc()[-2000:]}
+        print(json.dumps({"name": name, **line}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
