@@ -44,6 +44,37 @@ def is_there(device):
     return device is not None and torch.device(device).type == DEVICE.type
 
 
+def _flash(query, keys, values, dropout=0.0, is_causal=False, debug=False, *, scale=None):
+    """Attend as the operator of CUDA does, which takes halves only."""
+    assert query.dtype in (torch.float16, torch.bfloat16), f"flash attention of {query.dtype}"
+    assert query.shape[-1] % 8 == 0
+    found = _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, is_causal=is_causal, scale=scale
+    )
+    return (*found, None, None, query.shape[2], keys.shape[2], found[1], found[1], found[1])
+
+
+def _efficient(query, keys, values, bias, tells, dropout=0.0, is_causal=False, *, scale=None):
+    """Attend as the other operator of CUDA does, whose sums are padded."""
+    assert tells
+    if bias is not None:
+        assert bias.dtype is query.dtype
+        assert bias.shape == (*query.shape[:3], keys.shape[2])
+        assert not any(stride % 16 for stride in bias.stride()[:3])
+    found, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, is_causal=is_causal, attn_mask=bias, scale=scale
+    )
+    padding = -sums.shape[2] % 32
+    sums = torch.nn.functional.pad(sums, (0, padding), value=torch.inf)
+    return found, sums, torch.zeros(()), torch.zeros(())
+
+
+_STAND_INS = {
+    _aten._scaled_dot_product_flash_attention.default: _flash,
+    _aten._scaled_dot_product_efficient_attention.default: _efficient,
+}
+
+
 class OnDevice(torch.Tensor):
     """A tensor that says it is on the device."""
 
@@ -115,7 +146,9 @@ def dispatched(function, args, kwargs, mode=None):
     given, options = tree_map_only(OnDevice, lambda t: t.inner, (args, kwargs))
     given, options = tree_map_only(torch.device, lambda _: torch.device("cpu"), (given, options))
     options.pop("pin_memory", None)
-    if function is torch.ops.aten.histc.default and not given[0].is_floating_point():
+    if function in _STAND_INS:
+        results = _STAND_INS[function](*given, **options)
+    elif function is torch.ops.aten.histc.default and not given[0].is_floating_point():
         results = function(given[0].float(), *given[1:], **options).to(given[0].dtype)
     else:  # which the processor has for integers too
         results = function(*given, **options)

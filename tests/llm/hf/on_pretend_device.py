@@ -1,5 +1,6 @@
 """What ``test_pretend_device`` runs in a process of its own: a line of JSON for each model."""
 
+import dataclasses
 import json
 import traceback
 import warnings
@@ -7,7 +8,7 @@ import warnings
 import torch
 
 from genlm_backend import ParallelTokenCharacterTrie, TokenCharacterTrie
-from genlm_backend.llm.hf.attend import sharing
+from genlm_backend.llm.hf.attend import fused, sharing
 from genlm_backend.llm.hf.attend.block import Block
 from genlm_backend.llm.hf.evaluator import HFEvaluator
 from genlm_backend.llm.query import Query
@@ -25,15 +26,18 @@ BATCHES = (
 )
 
 
-def of_model(name, output=DEVICE, **options):
+def of_model(name, output=DEVICE, dtype=torch.float32, **options):
     """Return how far rows on the device are from the plain model's, and the waits of a pass."""
-    model, options = families.make(name), {"kv_cache_bytes": 1 << 20, **options}
+    asked = dict.fromkeys(fused.OPERATORS["cuda"], 0)
+    model, options = families.make(name).to(dtype), {"kv_cache_bytes": 1 << 20, **options}
     expected = [[fresh_row(model, context) for context in batch] for batch in BATCHES]
     if "kv_cache_dtype" in options:
         expected = rows_here(model, options)
     differences, num_waits = [], []
     with pretending() as mode:
         evaluator = HFEvaluator(moved(model), output_device=output, **options)
+        fused.OPERATORS[DEVICE.type] = tuple(counted(operator, asked) for operator in asked)
+        fused.fused_operator.cache_clear()
         num_slots = evaluator.open().num_slots
         for batch, wanted in zip(BATCHES, expected, strict=True):
             before, passes = mode.num_waits, evaluator.counts().num_forwards
@@ -56,20 +60,35 @@ def of_model(name, output=DEVICE, **options):
         "difference": max(differences),
         "num_waits": max(num_waits),
         "num_from_host": num_moved,
+        "operators": list(asked.values()),
     }
+
+
+def counted(operator, asked):
+    """Return an operator that is counted when it is asked."""
+
+    def attend(*given):
+        asked[operator] += 1
+        return operator.attend(*given)
+
+    def attend_with(*given):
+        asked[operator] += 1
+        return operator.attend_with(*given)
+
+    return dataclasses.replace(operator, attend=attend, attend_with=attend_with)
 
 
 def rows_here(model, options):
     """Return the rows by the operators that a device is given, on the processor."""
-    is_fused = Block.is_fused
-    Block.is_fused = lambda *_: False
+    own = Block.fused
+    Block.fused = lambda *_: None
     try:
         evaluator = HFEvaluator(model, **options)
         evaluator.open()
         batches = [[Query(context) for context in batch] for batch in BATCHES]
         return [[row.logprobs for row in evaluator.evaluate(batch)] for batch in batches]
     finally:
-        Block.is_fused = is_fused
+        Block.fused = own
 
 
 def of_trie():
@@ -108,6 +127,7 @@ def main():
         runs[f"kept as {kept}"] = lambda kept=kept: of_model("llama", kv_cache_dtype=kept)
     host = {"kv_cache_bytes": 32 * 256, "host_cache_bytes": 1 << 20}
     runs["host tier"] = lambda: of_model("llama", **host)
+    runs["in bfloat16"] = lambda: of_model("llama", dtype=torch.bfloat16)
     runs["tries"] = of_trie
     for name, run in runs.items():
         try:

@@ -11,7 +11,7 @@ from typing import Final, final
 
 import torch
 
-_FUSED: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+from genlm_backend.llm.hf.attend.fused import FusedOperator, fused_operator
 
 FEW_QUERIES: Final = 16
 """Queries up to which keys are parted: the fused operator has one thread for each head of them."""
@@ -93,38 +93,45 @@ class Block:
             mask: What is added to the scores: float32 ``[N, 1, M, n]`` of 0 and ``-inf``; ``None``
                 for zeros. Each query attends to something.
         """
-        if self.is_fused(query, values):
-            if mask is None and len(query) == 1 and query.shape[2] <= FEW_QUERIES:
-                return self._attend_in_stretches(query, keys, values)
-            added = mask.double() if mask is not None and query.dtype is torch.float64 else mask
-            return Attended(*_FUSED(query, keys, values, attn_mask=added, scale=self.scaling))
-        return self.attend_if_any(query, keys, values, mask)
+        fused = self.fused(query, values)
+        if fused is not None and mask is not None and fused.attend_with is not None:
+            return Attended(*fused.attend_with(query, keys, values, self.scaling, mask))
+        if fused is None or mask is not None:
+            return self.attend_if_any(query, keys, values, mask)
+        if fused.is_parted and len(query) == 1 and query.shape[2] <= FEW_QUERIES:
+            return self._attend_in_stretches(fused, query, keys, values)
+        return Attended(*fused.attend(query, keys, values, self.scaling, False))
 
     def _attend_in_stretches(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        fused: FusedOperator,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
     ) -> Attended:
         """Attend from few queries to keys of which all threads take stretches at once."""
         size = keys.shape[2] // NUM_STRETCHES
         if size < SHORTEST_STRETCH:
-            return Attended(*_FUSED(query, keys, values, scale=self.scaling))
-        stop, kept = size * NUM_STRETCHES, (keys, values)
-        found, logsumexp = _FUSED(
-            query.expand(NUM_STRETCHES, -1, -1, -1),
-            *(all_of[0, :, :stop].unflatten(1, (-1, size)).transpose(0, 1) for all_of in kept),
-            scale=self.scaling,
+            return Attended(*fused.attend(query, keys, values, self.scaling, False))
+        stop = size * NUM_STRETCHES
+        parted_keys, parted_values = (
+            all_of[0, :, :stop].unflatten(1, (-1, size)).transpose(0, 1)
+            for all_of in (keys, values)
         )
+        queries = query.expand(NUM_STRETCHES, -1, -1, -1)
+        found, logsumexp = fused.attend(queries, parted_keys, parted_values, self.scaling, False)
         shares = logsumexp.softmax(0).unsqueeze(-1)
         merged = (found * shares).sum(0, keepdim=True).to(found.dtype)
         total = Attended(merged, logsumexp.logsumexp(0, keepdim=True))
         if stop < keys.shape[2]:
-            left = _FUSED(query, keys[:, :, stop:], values[:, :, stop:], scale=self.scaling)
-            total.merge(Attended(*left), None)
+            left = keys[:, :, stop:], values[:, :, stop:]
+            total.merge(Attended(*fused.attend(query, *left, self.scaling, False)), None)
         return total
 
     def attend_causally(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group_size: int
     ) -> Attended:
-        """Attend from each of ``Q`` tokens to itself and to those before it, where ``is_fused``.
+        """Attend from each of ``Q`` tokens to itself and to those before it, where ``fused`` can.
 
         Args:
             query: ``[N, heads, group * Q, dim]``: heads of a group one after another.
@@ -132,22 +139,21 @@ class Block:
             values: ``[N, heads, Q, value_dim]``.
             group_size: Number of heads of a group.
         """
+        fused = self.fused(query, values)
+        assert fused is not None
         num_rows, num_groups, num_queries, dim = query.shape
         shape = num_rows, num_groups * group_size, num_queries // group_size, dim
-        found, logsumexp = _FUSED(
-            query.reshape(shape),
-            keys.repeat_interleave(group_size, 1),
-            values.repeat_interleave(group_size, 1),
-            is_causal=True,
-            scale=self.scaling,
-        )
+        keys, values = (all_of.repeat_interleave(group_size, 1) for all_of in (keys, values))
+        found, logsumexp = fused.attend(query.reshape(shape), keys, values, self.scaling, True)
         shape = num_rows, num_groups, num_queries
         return Attended(found.reshape(*shape, found.shape[-1]), logsumexp.reshape(shape))
 
-    def is_fused(self, query: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether torch has one operator for all of it, of which it tells the sums too."""
-        is_even = query.shape[-1] == values.shape[-1]
-        return is_even and query.device.type == "cpu" and self.softcap is None
+    def fused(self, query: torch.Tensor, values: torch.Tensor) -> FusedOperator | None:
+        """Return torch's operator for all of it, or ``None`` where it has none that is right."""
+        dim = query.shape[-1]
+        if dim != values.shape[-1] or self.softcap is not None:
+            return None
+        return fused_operator(query.device, query.dtype, dim)
 
     def attend_if_any(
         self,

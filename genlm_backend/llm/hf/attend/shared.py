@@ -176,7 +176,7 @@ class _SharedAttention(Attention):
         block = Block(dim**-0.5 if scaling is None else scaling, softcap)
         masks = self._masks_of(mask, group_size, query.device)
         indices = self._on(layer)
-        if masks.is_causal and block.is_fused(packed, values):
+        if masks.is_causal and block.fused(packed, values) is not None:
             total = block.attend_causally(packed, keys, values, group_size)
         else:
             beside = indices.beside(self._store, layer, keys, values)

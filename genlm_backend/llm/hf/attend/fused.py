@@ -1,0 +1,199 @@
+"""Fused: torch's own operators of attention that tell the sums of the weights too.
+
+The sums are what blocks are merged by. On the processor there is one operator for whatever is
+asked. On CUDA devices there are two, neither of which takes every type or shape; so each is tried
+on a few random numbers, with the layout of a store, before it is used for a type and a size of
+head, and the first is taken that agrees with the formula.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias, final
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+_aten: Final = torch.ops.aten
+
+_ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2}
+_DEFAULT_ROUNDING: Final = 3e-2
+
+Found: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Weighted means of values ``[N, heads, M, dim]``, and float32 logarithms ``[N, heads, M]``."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FusedOperator:
+    """An operator of attention, and what it can do.
+
+    Attributes:
+        attend: Attends from queries ``[N, heads, M, dim]`` to keys and values ``[N, heads, n,
+            dim]``, given what the scores are multiplied by, and whether a query attends to the
+            keys up to its own number only.
+        attend_with: The same with what is added to the scores in place of the latter: float32
+            ``[N, 1, M, n]``; ``None`` where it takes no masks.
+        is_parted: Whether it has one thread for each head of few queries, so that keys are to be
+            parted.
+    """
+
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], Found]
+    attend_with: (
+        Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor], Found] | None
+    ) = None
+    is_parted: bool = False
+
+
+def _on_processor(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, is_causal: bool
+) -> Found:
+    return _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, is_causal=is_causal, scale=scale
+    )
+
+
+def _on_processor_with(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor,
+) -> Found:
+    added = mask.double() if query.dtype is torch.float64 else mask
+    return _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, attn_mask=added, scale=scale
+    )
+
+
+def _flash(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, is_causal: bool
+) -> Found:
+    """FlashAttention-2 (Dao, 2023, arXiv:2307.08691): float16 and bfloat16."""
+    found = _aten._scaled_dot_product_flash_attention(
+        query, keys, values, 0.0, is_causal, False, scale=scale
+    )
+    return found[0], found[1]
+
+
+def _efficient(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, is_causal: bool
+) -> Found:
+    """Attention of xFormers, for float32 too; its sums are padded."""
+    found = _aten._scaled_dot_product_efficient_attention(
+        query, keys, values, None, True, 0.0, is_causal, scale=scale
+    )
+    return found[0], found[1][:, :, : query.shape[2]]
+
+
+def _efficient_with(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor,
+) -> Found:
+    """The same with a mask, whose rows have to begin at multiples of 16 bytes."""
+    num_keys = mask.shape[3]
+    aligned = torch.nn.functional.pad(mask.to(query.dtype), (0, -num_keys % 16))
+    bias = aligned[..., :num_keys].expand(-1, query.shape[1], -1, -1)
+    found = _aten._scaled_dot_product_efficient_attention(
+        query, keys, values, bias, True, 0.0, False, scale=scale
+    )
+    return found[0], found[1][:, :, : query.shape[2]]
+
+
+OPERATORS: Final[dict[str, tuple[FusedOperator, ...]]] = {
+    "cpu": (FusedOperator(_on_processor, _on_processor_with, is_parted=True),),
+    "cuda": (
+        FusedOperator(_flash, _efficient_with),
+        FusedOperator(_efficient, _efficient_with),
+    ),
+}
+"""Operators that there may be, by the kind of a device; the first is taken that is right."""
+
+_BLOCKS: Final = (((1, 2, 40, 600), "none"), ((3, 4, 24, 24), "causal"))
+_MASKED: Final = (((5, 2, 4, 43), "masked"), ((1, 3, 33, 16), "masked"))
+"""Blocks that an operator is tried on: rows, heads, queries and keys; and the mask of each."""
+
+
+@functools.cache
+def fused_operator(device: torch.device, dtype: torch.dtype, dim: int) -> FusedOperator | None:
+    """Return the operator for heads of ``dim`` elements, or ``None`` where there is none."""
+    operators = OPERATORS.get(device.type, ())
+    if device.type == "cpu":
+        return operators[0]
+    for operator in operators:
+        if _is_right(operator, _BLOCKS, device, dtype, dim):
+            takes_masks = _is_right(operator, _MASKED, device, dtype, dim)
+            return operator if takes_masks else replace(operator, attend_with=None)
+    return None
+
+
+def _is_right(
+    operator: FusedOperator,
+    blocks: tuple[tuple[tuple[int, int, int, int], str], ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+) -> bool:
+    """Return whether an operator agrees with the formula on some blocks."""
+    tolerance = _ROUNDING.get(dtype, _DEFAULT_ROUNDING)
+    try:
+        return all(
+            _distance(operator, shape, mask, device, dtype, dim) <= tolerance
+            for shape, mask in blocks
+        )
+    except Exception as error:  # whatever an operator raises of what it does not take
+        logger.debug("an operator of attention does not take %s of %s", dtype, dim, exc_info=error)
+        return False
+
+
+@torch.inference_mode()
+def _distance(
+    operator: FusedOperator,
+    shape: tuple[int, int, int, int],
+    masked: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+) -> float:
+    """Return the largest difference of an operator from the formula in float64."""
+    num_rows, num_heads, num_queries, num_keys = shape
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(num_rows, num_heads, num_queries, dim, generator=generator)
+    kept = torch.randn(num_rows, num_keys, 2 * num_heads * dim, generator=generator)  # as in slots
+    query, kept = query.to(dtype), kept.to(dtype)
+    keys, values = _by_head(kept, num_heads, dim)
+    scores = query.double() @ keys.double().transpose(2, 3) * dim**-0.5
+    mask = torch.zeros(num_rows, 1, num_queries, num_keys)
+    if masked == "causal":
+        mask += torch.full_like(mask, -torch.inf).triu(1)
+    elif masked == "masked":  # each query attends to the last key at least
+        is_left_out = torch.rand(mask.shape, generator=generator) < 0.5
+        mask[..., :-1].masked_fill_(is_left_out[..., :-1], -torch.inf)
+    scores += mask
+    expected = scores.softmax(-1) @ values.double(), scores.logsumexp(-1)
+    on_device = _by_head(kept.to(device), num_heads, dim)
+    given = query.to(device), *on_device, dim**-0.5
+    if masked == "masked":
+        assert operator.attend_with is not None
+        found = operator.attend_with(*given, mask.to(device))
+    else:
+        found = operator.attend(*given, masked == "causal")
+    differences = [
+        (one.cpu().double() - own).abs().max() for one, own in zip(found, expected, strict=True)
+    ]
+    return float(torch.stack(differences).nan_to_num(torch.inf).max())
+
+
+def _by_head(kept: torch.Tensor, num_heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """From rows of keys and values ``[N, n, width]`` to ``[N, heads, n, dim]`` each, as views."""
+    keys, values = (
+        part.unflatten(2, (num_heads, dim)).transpose(1, 2) for part in kept.chunk(2, -1)
+    )
+    return keys, values

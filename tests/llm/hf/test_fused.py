@@ -1,0 +1,100 @@
+"""An operator of attention is used where it has shown that it is right."""
+
+import math
+
+import pytest
+import torch
+
+from genlm_backend.llm.hf.attend import fused
+from genlm_backend.llm.hf.attend.block import Block
+from genlm_backend.llm.hf.attend.fused import OPERATORS, FusedOperator, fused_operator
+
+RIGHT = OPERATORS["cpu"][0].attend
+DEVICE = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dim", [8, 20, 64, 80, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_that_of_the_processor_is_right(dtype, dim):
+    blocks = *fused._BLOCKS, *fused._MASKED
+    assert fused._is_right(OPERATORS["cpu"][0], blocks, DEVICE, dtype, dim)
+
+
+def raising(query, keys, values, scale, is_causal):
+    raise RuntimeError("CUDA error: no kernel image is available")
+
+
+def in_base_2(query, keys, values, scale, is_causal):
+    found, sums = RIGHT(query, keys, values, scale, is_causal)
+    return found, sums / math.log(2)
+
+
+def not_causal(query, keys, values, scale, is_causal):
+    return RIGHT(query, keys, values, scale, False)
+
+
+def unscaled(query, keys, values, scale, is_causal):
+    return RIGHT(query, keys, values, 1.0, is_causal)
+
+
+def spoilt(query, keys, values, scale, is_causal):
+    found, sums = RIGHT(query, keys, values, scale, is_causal)
+    return found.index_fill(2, torch.tensor([3]), torch.nan), sums
+
+
+def causal_from_the_end(query, keys, values, scale, is_causal):
+    size = keys.shape[2] - query.shape[2]
+    return RIGHT(query, keys[:, :, size:], values[:, :, size:], scale, is_causal)
+
+
+WRONG = (raising, in_base_2, not_causal, unscaled, spoilt, causal_from_the_end)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_that_is_wrong_is_not_used(wrong, dtype):
+    assert not fused._is_right(FusedOperator(wrong), fused._BLOCKS, DEVICE, dtype, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_that_has_no_masks_or_wrong_ones_is_not_given_any(dtype, monkeypatch):
+    def ignoring(query, keys, values, scale, mask):
+        return RIGHT(query, keys, values, scale, False)
+
+    for attend_with in (None, ignoring):
+        operator = FusedOperator(RIGHT, attend_with)
+        assert not fused._is_right(operator, fused._MASKED, DEVICE, dtype, 64)
+
+
+def test_the_first_that_is_right_is_taken_and_none_is_where_all_are_wrong(monkeypatch):
+    elsewhere = torch.device("meta")
+
+    def is_right(operator, blocks, *_):
+        return operator.attend is RIGHT and (blocks is fused._BLOCKS or operator.attend_with)
+
+    monkeypatch.setattr(fused, "_is_right", is_right)
+    right = FusedOperator(RIGHT, OPERATORS["cpu"][0].attend_with)
+    for operators, expected in (
+        ((FusedOperator(raising), right, FusedOperator(RIGHT, is_parted=True)), right),
+        ((FusedOperator(raising),), None),
+        ((FusedOperator(RIGHT),), FusedOperator(RIGHT)),
+        ((), None),
+    ):
+        monkeypatch.setitem(OPERATORS, "meta", operators)
+        fused_operator.cache_clear()
+        assert fused_operator(elsewhere, torch.float32, 8) == expected
+    fused_operator.cache_clear()
+
+
+def test_a_block_without_masks_and_one_with_agree_with_the_formula(monkeypatch):
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(2, 3, 5, 8, generator=generator)
+    keys, values = torch.randn(2, 2, 3, 40, 8, generator=generator)
+    mask = torch.zeros(2, 1, 5, 40).masked_fill_(torch.rand(2, 1, 5, 40) < 0.3, -torch.inf)
+    block = Block(0.3)
+    monkeypatch.setattr(Block, "fused", lambda *_: FusedOperator(RIGHT))  # which takes no masks
+    for added in (None, mask):
+        found = block.attend(query, keys, values, added)
+        expected = block.attend_if_any(query, keys, values, added)
+        torch.testing.assert_close(found.values, expected.values, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found.logsumexp, expected.logsumexp, rtol=0, atol=1e-5)
