@@ -7,6 +7,7 @@ take the same time.
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 
 from genlm_backend.llm.hf.attend import Attend
+from genlm_backend.llm.hf.attend.block import Block
+from genlm_backend.llm.hf.attend.fused import fused_operator
 from genlm_backend.llm.hf.packing import Span
 
 Line = dict[str, Any]
@@ -303,3 +306,39 @@ def tries(device: str, deadline: float) -> Iterator[Line]:
             "limit_ms": 1e3 * limit,
             "over_limit": taken / limit,
         }
+
+
+def attention(device: str, deadline: float) -> Iterator[Line]:
+    """Yield which operator attends to a shared stretch, and what it and the formula cost.
+
+    Queries are those of 64 and 1,024 rows of 4 heads to a head of keys, as of the shape of a
+    billion parameters; the limit is the time of reading the keys and values once.
+    """
+    speed = bandwidth(device)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        fused = fused_operator(torch.device(device), dtype, 64)
+        line: Line = {"dtype": name, "operator": fused and fused.attend.__name__.strip("_")}
+        yield {**line, "takes_masks": fused is not None and fused.attend_with is not None}
+        for length, count in itertools.product(PROMPTS, (64, 1024)):
+            kept = torch.randn(1, length, 2 * 8 * 64, device=device).to(dtype)
+            keys, values = (
+                part.unflatten(2, (8, 64)).transpose(1, 2) for part in kept.chunk(2, -1)
+            )
+            query = torch.randn(1, 8, 4 * count, 64, device=device).to(dtype)
+            one: Line = {**line, "keys": length, "particles": count}
+            block = Block(64**-0.5)
+            for label, call in (
+                ("fused_ms", lambda q=query, k=keys, v=values, b=block: b.attend(q, k, v, None)),
+                (
+                    "formula_ms",
+                    lambda q=query, k=keys, v=values, b=block: b.attend_if_any(q, k, v, None),
+                ),
+            ):
+                if time.monotonic() > deadline:
+                    yield {**one, "skipped": "no time was left"}
+                    break
+                call()
+                one[label] = 1e3 * float(np.median([seconds(call, device) for _ in range(5)]))
+            else:
+                yield {**one, "limit_ms": 1e3 * kept.nbytes / speed}

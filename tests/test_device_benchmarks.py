@@ -35,8 +35,12 @@ def test_parts_leave_their_lines_and_a_summary(tmp_path):
 
 @pytest.mark.slow
 def test_a_part_without_time_says_what_it_left_out(tmp_path):
-    done = run(tmp_path, "--device", "cpu", "--seconds", "0", "--parts", "steps-SmolLM2-135M")
+    parts = "steps-SmolLM2-135M", "attention"
+    done = run(tmp_path, "--device", "cpu", "--seconds", "0", "--parts", *parts)
     assert done.returncode == 0, done.stderr
+    first, *cases, _ = lines_of(tmp_path, "attention")
+    assert (first["dtype"], first["operator"]) == ("bfloat16", "on_processor")
+    assert sum("no time" in case.get("skipped", "") for case in cases) == 18
     first, *cases, _ = lines_of(tmp_path, "steps-SmolLM2-135M")
     assert first["bandwidth_GB_per_s"] > 0
     assert len(cases) == 15

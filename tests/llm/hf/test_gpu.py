@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer
+from genlm_backend.llm.hf.attend.fused import fused_operator
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -49,3 +50,22 @@ def test_the_budget_is_taken_from_the_free_memory_and_given_back():
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.mem_get_info()[0] > 0.9 * free
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_torch_has_an_operator_that_is_right(dtype, dim):
+    operator = fused_operator(torch.device("cuda:0"), dtype, dim)
+    assert operator is not None
+    assert operator.attend_with is not None
+
+
+async def test_many_rows_behind_a_long_prefix():
+    model = families.make("llama")
+    prefix = [(7 * i) % 23 for i in range(600)]
+    contexts = [[*prefix, *[n % 23] * (1 + n % 3), n // 23] for n in range(40)]
+    expected = torch.stack([fresh_row(model, context) for context in contexts])
+    with AsyncTransformer(model.cuda(), word_tokenizer(), kv_cache_bytes=1 << 22) as lm:
+        for _ in range(2):
+            rows = await lm.batch_next_token_logprobs(contexts)
+            torch.testing.assert_close(rows, expected, rtol=0, atol=2e-3)
