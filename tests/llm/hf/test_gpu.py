@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer
+from genlm_backend.llm.hf.attend import sharing
 from genlm_backend.llm.hf.attend.fused import fused_operator
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -60,9 +61,10 @@ def test_torch_has_an_operator_that_is_right(dtype, dim):
     assert operator.attend_with is not None
 
 
-async def test_many_rows_behind_a_long_prefix():
+async def test_many_rows_behind_what_they_share(monkeypatch):
+    monkeypatch.setattr(sharing, "FEW_TOKENS", 64)
     model = families.make("llama")
-    prefix = [(7 * i) % 23 for i in range(600)]
+    prefix = [(7 * i) % 23 for i in range(100)]
     contexts = [[*prefix, *[n % 23] * (1 + n % 3), n // 23] for n in range(40)]
     expected = torch.stack([fresh_row(model, context) for context in contexts])
     with AsyncTransformer(model.cuda(), word_tokenizer(), kv_cache_bytes=1 << 22) as lm:
