@@ -114,8 +114,8 @@ class Batcher(Generic[Q, R]):
         """
         waiter = Waiter(asyncio.get_running_loop())
         try:
-            self._ask(waiter, queries)
-            return cast("list[R]", await waiter.future) if waiter.entries else []
+            waits = self._ask(waiter, queries)
+            return cast("list[R]", await waiter.future) if waits else []
         except BaseException as error:
             self._leave(waiter, error)
             raise
@@ -134,8 +134,8 @@ class Batcher(Generic[Q, R]):
             raise RuntimeError("evaluate() cannot wait for its own batcher")
         waiter = Waiter(None)
         try:
-            self._ask(waiter, queries)
-            return cast("list[R]", waiter.future.result()) if waiter.entries else []
+            waits = self._ask(waiter, queries)
+            return cast("list[R]", waiter.future.result()) if waits else []
         except BaseException as error:
             waiter.future.cancel()
             self._leave(waiter, error)
@@ -261,7 +261,8 @@ class Batcher(Generic[Q, R]):
 
     # ---------------------------------------------------------------- coming and going
 
-    def _ask(self, waiter: Waiter, queries: Iterable[Q]) -> None:
+    def _ask(self, waiter: Waiter, queries: Iterable[Q]) -> bool:
+        """Have a caller wait for queries; return whether there are any."""
         with self._lock.here:
             if self._is_ending():
                 self.check_open()
@@ -281,6 +282,7 @@ class Batcher(Generic[Q, R]):
                 self._advance(None)
             elif any(entry.key in self._pending for entry in waiter.entries):
                 self._advance(waiter.loop)
+            return bool(waiter.entries)
 
     def _leave(self, waiter: Waiter, error: BaseException) -> None:
         """Take a caller off its queries, and off the queue those it was the last of."""

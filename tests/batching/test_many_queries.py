@@ -66,3 +66,19 @@ async def test_many_are_told_once_that_they_were_dropped(recorder):
     assert await batcher.submit(9) == 18
     assert recorder.batches == [[0, 1], [9]]
     batcher.close()
+
+
+async def test_an_answer_may_be_there_before_its_caller_waits(monkeypatch):
+    batcher = Batcher(lambda queries: [2 * query for query in queries], BatchPolicy(3))
+    ask = batcher._ask
+
+    def ask_and_be_answered(waiter, queries):
+        waits = ask(waiter, queries)
+        batcher.call(lambda: None)  # the worker has come this far
+        return waits
+
+    monkeypatch.setattr(batcher, "_ask", ask_and_be_answered)
+    assert await batcher.submit_all([1, 2, 3]) == [2, 4, 6]
+    assert batcher.submit_sync([4, 5, 6]) == [8, 10, 12]
+    assert await asyncio.gather(*map(batcher.submit, (7, 8, 9))) == [14, 16, 18]
+    batcher.close()
