@@ -132,7 +132,7 @@ def run_part(part: str, folder: Path, device: str, allowed: float) -> list[Line]
             rc = subprocess.run(
                 command, stdout=out, stderr=log, cwd=ROOT, env=environment, timeout=allowed + 60
             ).returncode
-            failure = None if rc == 0 else f"ended with {rc}; its log says why"
+            failure = None if rc == 0 else f"ended with {rc}: {last_line(folder / f'{part}.log')}"
         except subprocess.TimeoutExpired:
             failure = "was stopped, out of time"
     lines = [json.loads(text) for text in path.read_text().splitlines() if text.startswith("{")]
@@ -140,6 +140,12 @@ def run_part(part: str, folder: Path, device: str, allowed: float) -> list[Line]
     lines.append(ended if failure is None else {**ended, "failed": failure})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return lines
+
+
+def last_line(log: Path) -> str:
+    """Return what a part said last."""
+    said = log.read_text(errors="replace").strip().split("\n")
+    return f"{said[-1][:300]} ({log.name} has it all)"
 
 
 def shown(line: Line) -> str:
@@ -157,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__)
     parser.add_argument("folder", type=Path, help="where the lines of JSON go")
     parser.add_argument("--device", default="cuda", help="the device (cuda)")
-    parser.add_argument("--parts", nargs="*", choices=[*PARTS], default=[*PARTS], help="which")
+    parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS], help="which")
     parser.add_argument("--seconds", type=float, default=400, help="of each part, at most, about")
     parser.add_argument("--part", choices=[*PARTS], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -169,12 +175,19 @@ def main() -> None:
         raise SystemExit(f"not installed, and nothing runs without: {', '.join(missing)}")
     import torch
 
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
+    try:
+        device = torch.device(options.device)
+    except RuntimeError as error:
+        raise SystemExit(f"--device {options.device}: {error}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
             f"torch {torch.__version__} finds no CUDA device; --device cpu tries it all"
         )
     options.folder = options.folder.absolute()
-    options.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        options.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"{options.folder} cannot be a folder: {error.strerror}") from error
     run = partial(run_part, device=options.device, allowed=options.seconds)
     found: dict[str, list[Line]] = {}
     for part in options.parts:

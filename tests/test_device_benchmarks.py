@@ -48,8 +48,24 @@ def test_a_part_without_time_says_what_it_left_out(tmp_path):
 
 
 def test_a_part_that_fails_is_told(tmp_path):
-    done = run(tmp_path, "--device", "no_such_device", "--parts", "machine", "tries")
+    done = run(tmp_path, "--device", "meta", "--parts", "machine", "tries")
     assert done.returncode == 1
-    assert "failed" in lines_of(tmp_path, "tries")[-1]
-    assert "no_such_device" in (tmp_path / "tries.log").read_text()
-    assert lines_of(tmp_path, "machine")[0]["device"] == "no_such_device"
+    last = lines_of(tmp_path, "tries")[-1]["failed"]
+    assert "tries.log has it all" in last
+    assert last.split(": ", 1)[1].split(" (tries")[0] in (tmp_path / "tries.log").read_text()
+    assert lines_of(tmp_path, "machine")[0]["device"] == "meta"
+
+
+def test_typos_are_told_before_anything_runs(tmp_path):
+    for options, said in (
+        (("--device", "no_such_device"), "no_such_device"),
+        (("--device", "cpu", "--parts"), "expected at least one argument"),
+        (("--device", "cpu", "--parts", "machin"), "invalid choice"),
+    ):
+        done = run(tmp_path / "out", *options)
+        assert done.returncode
+        assert said in done.stderr
+    (tmp_path / "file").write_text("")
+    done = run(tmp_path / "file", "--device", "cpu", "--parts", "machine")
+    assert "cannot be a folder: File exists" in done.stderr
+    assert not (tmp_path / "out").exists()

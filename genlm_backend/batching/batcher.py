@@ -17,6 +17,7 @@ from genlm_backend.batching.waiter import (
     Settlement,
     Waiter,
     call_threadsafe,
+    check_number,
     deliver,
     loops_of,
     presentable,
@@ -24,7 +25,7 @@ from genlm_backend.batching.waiter import (
 )
 from genlm_backend.batching.worker import Worker
 from genlm_backend.checks import function, instance, optional, text
-from genlm_backend.errors import BatcherClosedError, EvaluationError, QueryDroppedError
+from genlm_backend.errors import BatcherClosedError, QueryDroppedError
 from genlm_backend.process_lock import ProcessLock
 
 Q = TypeVar("Q")
@@ -55,7 +56,8 @@ class Batcher(Generic[Q, R]):
         evaluate: Called on the worker thread with queries that weigh as much as the policy allows.
         policy: When a batch goes.
         key: Queries with equal keys are one query; what it raises refuses one. Default: the query.
-        weight: What a query counts for in a batch; 1 by default. One too heavy for any goes alone.
+        weight: What a query counts for in a batch, 1 by default; raises as ``key`` does. One too
+            heavy for any goes alone.
         name: What errors call it, and debuggers the thread, with ``genlm-`` before it.
 
     Raises:
@@ -151,8 +153,7 @@ class Batcher(Generic[Q, R]):
     def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the worker thread, after the batches already sent; block for it.
 
-        A thread that is interrupted meanwhile leaves a function that has not begun unrun. Raises
-        what ``check_open`` does.
+        An interrupted thread leaves one that has not begun unrun. Raises what ``check_open`` does.
         """
         if self._worker.is_current_thread():
             return function()
@@ -262,7 +263,7 @@ class Batcher(Generic[Q, R]):
     # ---------------------------------------------------------------- coming and going
 
     def _ask(self, waiter: Waiter, queries: Iterable[Q]) -> bool:
-        """Have a caller wait for queries; return whether there are any."""
+        queries = tuple(queries)  # an iterable of its caller's may take long, or ask us
         with self._lock.here:
             if self._is_ending():
                 self.check_open()
@@ -270,7 +271,8 @@ class Batcher(Generic[Q, R]):
                 key = cast(Hashable, query) if self._key is None else self._key(query)
                 entry = self._pending.get(key) or self._in_flight.get(key)
                 if entry is None:
-                    entry = self._pending[key] = Entry(key, query)
+                    weight = 1.0 if self._weight is None else self._weight(query)
+                    entry = self._pending[key] = Entry(key, query, weight)
                     self._num_arrived += 1
                 else:
                     self._counts.num_joined += 1
@@ -338,7 +340,7 @@ class Batcher(Generic[Q, R]):
             self._is_busy = True
 
     def _take(self) -> list[Entry]:
-        batch, num_skipped = take_wanted(self._pending, self.policy, self._weight)
+        batch, num_skipped = take_wanted(self._pending, self.policy)
         self._in_flight.update((entry.key, entry) for entry in batch)
         self._is_urgent = self._is_urgent and bool(self._pending)
         self._counts.num_skipped += num_skipped
@@ -360,10 +362,7 @@ class Batcher(Generic[Q, R]):
         try:
             if batch:
                 results = self._evaluate([cast(Q, entry.query) for entry in batch])
-            if len(results) != len(batch):
-                error = EvaluationError(
-                    f"evaluate returned {len(results)} results for {len(batch)} queries"
-                )
+                check_number(results, len(batch))
         except BaseException as raised:  # everything must settle the futures, nothing else
             error = presentable(raised)
         settlements: list[Settlement] = []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, final
 
 from genlm_backend.batching.policy import BatchPolicy
+from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError
 
 
@@ -78,19 +79,22 @@ class Entry:
     Args:
         key: What it is known by.
         query: The query.
+        weight: What it counts for in a batch.
 
     Attributes:
         key: As given.
         query: As given.
+        weight: As given.
         waiters: Who waits for it.
         result: What it was answered.
     """
 
-    __slots__ = ("key", "query", "result", "waiters")
+    __slots__ = ("key", "query", "result", "waiters", "weight")
 
-    def __init__(self, key: Hashable, query: object) -> None:
+    def __init__(self, key: Hashable, query: object, weight: float) -> None:
         self.key = key
         self.query = query
+        self.weight = weight
         self.result: object = None
         self.waiters: list[Waiter] = []
 
@@ -107,18 +111,13 @@ class Entry:
         return [settlement for settlement in told if settlement is not None]
 
 
-def take_wanted(
-    pending: dict[Hashable, Entry],
-    policy: BatchPolicy,
-    weight: Callable[[Any], float] | None = None,
-) -> tuple[list[Entry], int]:
+def take_wanted(pending: dict[Hashable, Entry], policy: BatchPolicy) -> tuple[list[Entry], int]:
     """Take the oldest entries that somebody wants off a queue.
 
     Args:
         pending: The queue.
-        policy: Whose ``max_batch_size`` the queries of the entries weigh together at most, unless
-            it is one that weighs more.
-        weight: What a query weighs, zero or more; ``None`` for 1 each.
+        policy: Whose ``max_batch_size`` the entries weigh together at most, unless it is one that
+            weighs more.
 
     Returns:
         The entries, and how many were dropped on the way because nobody wanted them.
@@ -126,7 +125,7 @@ def take_wanted(
     batch: list[Entry] = []
     num_skipped, total = 0, 0.0
     for key in list(pending):
-        own = 1.0 if weight is None else weight(pending[key].query)
+        own = pending[key].weight
         if batch and total + own > policy.max_batch_size:
             break
         entry = pending.pop(key)
@@ -136,6 +135,14 @@ def take_wanted(
         else:
             num_skipped += 1
     return batch, num_skipped
+
+
+def check_number(results: Any, number: int) -> None:
+    """Raise an ``EvaluationError`` unless there is a sequence of so many results."""
+    if not isinstance(results, Sequence):
+        raise EvaluationError(f"evaluate returned {shown(results)}, and no sequence")
+    if len(results) != number:
+        raise EvaluationError(f"evaluate returned {len(results)} results for {number} queries")
 
 
 Settlement = tuple[Waiter, list[object] | None, BaseException | None]

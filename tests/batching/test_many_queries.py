@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from genlm_backend.batching import Batcher, BatchPolicy
-from genlm_backend.errors import QueryDroppedError
+from genlm_backend.errors import EvaluationError, QueryDroppedError
 from tests.batching.test_cancellation import PATIENT, passes, until_held
 
 
@@ -81,4 +81,33 @@ async def test_an_answer_may_be_there_before_its_caller_waits(monkeypatch):
     assert await batcher.submit_all([1, 2, 3]) == [2, 4, 6]
     assert batcher.submit_sync([4, 5, 6]) == [8, 10, 12]
     assert await asyncio.gather(*map(batcher.submit, (7, 8, 9))) == [14, 16, 18]
+    batcher.close()
+
+
+async def test_a_query_that_cannot_be_weighed_is_refused_and_nobody_else_notices(recorder):
+    batcher = Batcher(recorder, PATIENT, weight=lambda query: 1 / query)
+    other = asyncio.ensure_future(batcher.submit(4))
+    await passes(1)
+    with pytest.raises(ZeroDivisionError):
+        await batcher.submit_all([1, 0])
+    assert await other == 8
+    assert batcher.submit_sync([2]) == [4]
+    batcher.close()
+
+
+@pytest.mark.parametrize("made", [dict.fromkeys, set, iter], ids=["dict", "set", "iterator"])
+async def test_what_evaluate_returns_must_be_a_sequence(made):
+    results = [made]
+    batcher = Batcher(lambda queries: results.pop()(queries) if results else queries)
+    with pytest.raises(EvaluationError, match="no sequence"):
+        await batcher.submit(5)
+    assert await batcher.submit(5) == 5
+    batcher.close()
+
+
+async def test_queries_may_come_of_what_asks_the_batcher(recorder):
+    batcher = Batcher(recorder, PATIENT)
+    asked = (batcher.submit_sync([i])[0] + batcher.statistics().num_pending for i in range(3))
+    assert batcher.submit_sync(asked) == [0, 4, 8]
+    assert await batcher.submit_all(batcher.submit_sync([i])[0] for i in range(3)) == [0, 4, 8]
     batcher.close()

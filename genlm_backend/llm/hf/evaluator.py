@@ -190,7 +190,7 @@ class HFEvaluator(Evaluator):
 
     def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
         """Return one answer to each query or scoring, adapter by adapter."""
-        with frequent_switches(), collection_paused():
+        with frequent_switches(), collection_paused(len(queries)):
             return answers_by_adapter(queries, self._in_place, self._answers)
 
     @contextlib.contextmanager

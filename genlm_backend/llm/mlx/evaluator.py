@@ -122,7 +122,7 @@ class MlxEvaluator(Evaluator):
 
     def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
         """Return one answer to each query or scoring, adapter by adapter."""
-        with frequent_switches(), collection_paused():
+        with frequent_switches(), collection_paused(len(queries)):
             return answers_by_adapter(queries, self._in_place, self.passes.evaluate)
 
     @contextlib.contextmanager

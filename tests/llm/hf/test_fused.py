@@ -37,6 +37,14 @@ def unscaled(query, keys, values, scale, is_causal):
     return RIGHT(query, keys, values, 1.0, is_causal)
 
 
+def of_its_own_scale(query, keys, values, scale, is_causal):
+    return RIGHT(query, keys, values, query.shape[-1] ** -0.5, is_causal)
+
+
+def of_1024_keys(query, keys, values, scale, is_causal):
+    return RIGHT(query, keys[:, :, :1024], values[:, :, :1024], scale, is_causal)
+
+
 def spoilt(query, keys, values, scale, is_causal):
     found, sums = RIGHT(query, keys, values, scale, is_causal)
     return found.index_fill(2, torch.tensor([3]), torch.nan), sums
@@ -47,7 +55,16 @@ def causal_from_the_end(query, keys, values, scale, is_causal):
     return RIGHT(query, keys[:, :, size:], values[:, :, size:], scale, is_causal)
 
 
-WRONG = (raising, in_base_2, not_causal, unscaled, spoilt, causal_from_the_end)
+WRONG = (
+    raising,
+    in_base_2,
+    not_causal,
+    unscaled,
+    of_its_own_scale,
+    of_1024_keys,
+    spoilt,
+    causal_from_the_end,
+)
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
