@@ -115,3 +115,25 @@ def test_a_block_without_masks_and_one_with_agree_with_the_formula(monkeypatch):
         expected = block.attend_if_any(query, keys, values, added)
         torch.testing.assert_close(found.values, expected.values, rtol=0, atol=1e-5)
         torch.testing.assert_close(found.logsumexp, expected.logsumexp, rtol=0, atol=1e-5)
+
+
+def test_a_query_that_attends_to_nothing_in_two_blocks_merges_with_a_third():
+    generator = torch.Generator().manual_seed(2)
+    query = torch.randn(1, 2, 3, 8, generator=generator)
+    keys, values = torch.randn(2, 1, 2, 30, 8, generator=generator)
+    mask = torch.zeros(1, 1, 3, 30)
+    mask[:, :, 0, :20] = -torch.inf
+    block = Block(0.3)
+    parts = [
+        block.attend_if_any(query, keys[:, :, i:j], values[:, :, i:j], mask[..., i:j])
+        for i, j in ((0, 10), (10, 20), (20, 30))
+    ]
+    total = parts[0]
+    for part in parts[1:]:
+        total.merge(part, None)
+    expected = block.attend_if_any(query, keys, values, mask)
+    torch.testing.assert_close(total.values, expected.values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(total.logsumexp, expected.logsumexp, rtol=0, atol=1e-5)
+    total.logsumexp[0, 0, 0] = torch.nan  # of a model that overflows, which has to be seen
+    total.merge(parts[2], None)
+    assert total.values[0, 0, 0].isnan().all()

@@ -50,7 +50,9 @@ class Attended:
         values, logsumexp = self.values, self.logsumexp
         if rows is not None:
             values, logsumexp = values[rows], logsumexp[rows]
-        share = torch.sigmoid(other.logsumexp - logsumexp).unsqueeze(-1)
+        share = torch.sigmoid(other.logsumexp - logsumexp)
+        # A query that attends to nothing in either block would have a share of NaN.
+        share = share.masked_fill_(other.logsumexp == -torch.inf, 0).unsqueeze(-1)
         values = torch.lerp(values, other.values, share.to(values.dtype))
         logsumexp = torch.logaddexp(logsumexp, other.logsumexp)
         if rows is None:
