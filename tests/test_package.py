@@ -191,6 +191,7 @@ ARROWS = {
     "closing": (set(), {"torch", "numpy", "transformers"}),
     "common_prefix": (set(), {"torch", "numpy", "transformers"}),
     "spare_memory": (set(), {"torch", "transformers"}),
+    "garbage": (set(), {"torch", "numpy", "transformers"}),
     "readable": (set(), {"torch", "numpy", "transformers"}),
     "process_lock": ({"errors"}, {"torch", "numpy", "transformers"}),
     "info": ({"llm", "errors"}, {"transformers"}),
@@ -206,7 +207,7 @@ ARROWS = {
         {"checks", "common_prefix", "process_lock", "errors"},
         {"asyncio", "transformers"},
     ),
-    "tokenization": ({"checks", "errors"}, {"torch"}),
+    "tokenization": ({"checks", "garbage", "errors"}, {"torch"}),
     "trie": (
         {
             "checks",
@@ -255,10 +256,20 @@ ARROWS = {
         {"transformers", "vllm"},
     ),
     "llm.hf": (
-        {"checks", "compiled", "common_prefix", "llm", "llm.elsewhere", "cache", "errors", "lazy"},
+        {
+            "checks",
+            "compiled",
+            "common_prefix",
+            "garbage",
+            "llm",
+            "llm.elsewhere",
+            "cache",
+            "errors",
+            "lazy",
+        },
         {"vllm"},
     ),
-    "llm.mlx": ({"checks", "llm", "llm.hf", "cache", "errors"}, {"vllm"}),
+    "llm.mlx": ({"checks", "garbage", "llm", "llm.hf", "cache", "errors"}, {"vllm"}),
     "llm.vllm": (
         {"checks", "common_prefix", "llm", "cache", "errors", "lazy"},
         {"transformers"},

@@ -16,9 +16,10 @@ from genlm_backend.batching.waiter import (
     Entry,
     Settlement,
     Waiter,
+    as_weight,
     call_threadsafe,
-    check_number,
     deliver,
+    evaluated,
     loops_of,
     presentable,
     take_wanted,
@@ -56,8 +57,8 @@ class Batcher(Generic[Q, R]):
         evaluate: Called on the worker thread with queries that weigh as much as the policy allows.
         policy: When a batch goes.
         key: Queries with equal keys are one query; what it raises refuses one. Default: the query.
-        weight: What a query counts for in a batch, 1 by default; raises as ``key`` does. One too
-            heavy for any goes alone.
+        weight: What a query counts for in a batch, zero or more and 1 by default; what it raises
+            refuses one. One too heavy for any goes alone.
         name: What errors call it, and debuggers the thread, with ``genlm-`` before it.
 
     Raises:
@@ -271,7 +272,7 @@ class Batcher(Generic[Q, R]):
                 key = cast(Hashable, query) if self._key is None else self._key(query)
                 entry = self._pending.get(key) or self._in_flight.get(key)
                 if entry is None:
-                    weight = 1.0 if self._weight is None else self._weight(query)
+                    weight = 1.0 if self._weight is None else as_weight(self._weight(query))
                     entry = self._pending[key] = Entry(key, query, weight)
                     self._num_arrived += 1
                 else:
@@ -303,7 +304,7 @@ class Batcher(Generic[Q, R]):
             self._fire()
         elif decision is Decision.YIELD and loop is not None:
             ticker = self._tickers.of(loop)
-            if not ticker.is_scheduled:
+            if not ticker.is_coming:
                 ticker.start(self._num_arrived)
                 ticker.is_scheduled = True
                 loop.call_soon(self._tick, loop)
@@ -353,18 +354,11 @@ class Batcher(Generic[Q, R]):
     # ---------------------------------------------------------------- on the worker thread
 
     def _run(self) -> None:
-        results: Sequence[object] = ()
-        error: BaseException | None = None
         with self._lock.here:
             self._is_busy = True
             batch = self._take()
         self._is_wanted = lambda: any(entry.is_wanted() for entry in batch)
-        try:
-            if batch:
-                results = self._evaluate([cast(Q, entry.query) for entry in batch])
-                check_number(results, len(batch))
-        except BaseException as raised:  # everything must settle the futures, nothing else
-            error = presentable(raised)
+        results, error = evaluated(self._evaluate, batch)
         settlements: list[Settlement] = []
         with self._lock.here:
             is_given_up = error is not None and error is self._given_up and not self._is_ending()

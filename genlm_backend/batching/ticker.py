@@ -8,16 +8,19 @@ from typing import final
 
 from genlm_backend.batching.policy import BatchState
 
+LOST_SECONDS = 1.0
+"""Seconds without a pass after which a loop is asked for another one."""
+
 
 @final
 class Ticker:
     """The passes of one event loop since queries began to wait.
 
     Attributes:
-        is_scheduled: Whether the loop will make another pass for the queue.
+        is_scheduled: Whether the loop has been asked for another pass for the queue.
     """
 
-    __slots__ = ("_num_passes", "_num_quiet_passes", "_seen", "_since", "is_scheduled")
+    __slots__ = ("_last", "_num_passes", "_num_quiet_passes", "_seen", "_since", "is_scheduled")
 
     def __init__(self) -> None:
         self.is_scheduled = False
@@ -27,6 +30,15 @@ class Ticker:
         """Begin to count, with so many queries there have ever been."""
         self._num_passes = self._num_quiet_passes = 0
         self._seen, self._since = num_arrived, time.monotonic()
+        self._last = self._since
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether the loop will make another pass, as far as one can tell.
+
+        An interrupt may have come between the note and the pass. One too many does no harm.
+        """
+        return self.is_scheduled and time.monotonic() - self._last <= LOST_SECONDS
 
     def tick(
         self, num_arrived: int, num_pending: int, is_busy: bool, is_urgent: bool
@@ -35,7 +47,8 @@ class Ticker:
         self._num_passes += 1
         self._num_quiet_passes = self._num_quiet_passes + 1 if self._seen == num_arrived else 0
         self._seen = num_arrived
-        waited = time.monotonic() - self._since
+        self._last = time.monotonic()
+        waited = self._last - self._since
         return BatchState(
             num_pending, is_busy, is_urgent, self._num_passes, self._num_quiet_passes, waited
         )

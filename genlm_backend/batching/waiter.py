@@ -9,7 +9,7 @@ from typing import Any, final
 
 from genlm_backend.batching.policy import BatchPolicy
 from genlm_backend.checks import shown
-from genlm_backend.errors import EvaluationError
+from genlm_backend.errors import EvaluationError, OptionError
 
 
 @final
@@ -39,8 +39,8 @@ class Waiter:
     def wait_for(self, entry: Entry) -> None:
         """Wait for one query more, before any is answered."""
         self.entries.append(entry)
-        entry.waiters.append(self)
-        self._num_missing += 1
+        self._num_missing += self not in entry.waiters
+        entry.waiters[self] = None
 
     def told(self, error: BaseException | None) -> Settlement | None:
         """Note that one query has its result, or an error; return what the caller is to get.
@@ -65,8 +65,9 @@ class Waiter:
     def leave(self, pending: dict[Hashable, Entry]) -> int:
         """Wait no more; take what nobody waits for now off a queue, and return how much that is."""
         num_left = len(pending)
-        for entry in self.entries:
-            entry.waiters = [waiter for waiter in entry.waiters if waiter is not self]
+        entries, self.entries = self.entries, []
+        for entry in entries:
+            entry.waiters.pop(self, None)
             if not entry.waiters and pending.get(entry.key) is entry:
                 del pending[entry.key]
         return num_left - len(pending)
@@ -96,7 +97,7 @@ class Entry:
         self.query = query
         self.weight = weight
         self.result: object = None
-        self.waiters: list[Waiter] = []
+        self.waiters: dict[Waiter, None] = {}  # a set in the order of their coming
 
     def is_wanted(self) -> bool:
         """Whether anybody would still see a result."""
@@ -106,7 +107,7 @@ class Entry:
         """Hand a result or an error to its waiters, who wait no more; return whom to tell."""
         # Or entry and waiters, pointing at each other, would keep the result until the garbage
         # collector comes by.
-        waiters, self.waiters, self.result = self.waiters, [], result
+        waiters, self.waiters, self.result = self.waiters, {}, result
         told = [waiter.told(error) for waiter in waiters]
         return [settlement for settlement in told if settlement is not None]
 
@@ -137,12 +138,41 @@ def take_wanted(pending: dict[Hashable, Entry], policy: BatchPolicy) -> tuple[li
     return batch, num_skipped
 
 
-def check_number(results: Any, number: int) -> None:
-    """Raise an ``EvaluationError`` unless there is a sequence of so many results."""
-    if not isinstance(results, Sequence):
-        raise EvaluationError(f"evaluate returned {shown(results)}, and no sequence")
-    if len(results) != number:
-        raise EvaluationError(f"evaluate returned {len(results)} results for {number} queries")
+def as_weight(weight: Any) -> float:
+    """Return what a query weighs as a number.
+
+    Raises:
+        OptionError: (``ValueError``) If it is none, not a number, or below zero.
+    """
+    try:
+        number = float(weight)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"weight must return a number, got {shown(weight)}") from error
+    if not number >= 0:
+        raise OptionError(f"weight must return zero or more, got {number}")
+    return number
+
+
+def evaluated(
+    evaluate: Callable[[list[Any]], Any], batch: list[Entry]
+) -> tuple[list[Any], BaseException | None]:
+    """Return the results of a batch, or the error that all of its queries meet.
+
+    No frame that the error remembers knows the error, or it would stay until the garbage collector
+    comes by.
+    """
+    if not batch:
+        return [], None
+    try:
+        found = evaluate([entry.query for entry in batch])
+        if not isinstance(found, Sequence):
+            raise EvaluationError(f"evaluate returned {shown(found)}, and no sequence")
+        results = list(found)
+        if len(results) == len(batch):
+            return results, None
+        raise EvaluationError(f"evaluate returned {len(results)} results for {len(batch)} queries")
+    except BaseException as raised:  # everything must settle the futures, nothing else
+        return [], presentable(raised)
 
 
 Settlement = tuple[Waiter, list[object] | None, BaseException | None]
@@ -153,7 +183,11 @@ def presentable(raised: BaseException) -> BaseException:
     """An exception that may be set on a future: not one that futures or loops treat specially."""
     if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
         return raised
-    error = EvaluationError(f"the evaluation ended with {raised!r}")
+    try:
+        said = repr(raised)
+    except Exception:  # of whatever type it is
+        said = type(raised).__name__
+    error = EvaluationError(f"the evaluation ended with {said}")
     error.__cause__ = raised
     return error
 
@@ -171,24 +205,37 @@ def deliver(settlements: list[Settlement]) -> None:
         by_loop.setdefault(settlement[0].loop, []).append(settlement)
     for loop, group in by_loop.items():
         if loop is None:
-            _settle(group)
+            for settlement in group:
+                _settle(settlement)
         else:
-            call_threadsafe(loop, _settle, group)
+            call_threadsafe(loop, _settle_all, group, loop)
 
 
-def _settle(settlements: list[Settlement]) -> None:
-    for waiter, results, error in settlements:
-        future = waiter.future
-        if future.done() or waiter.is_gone:
-            continue
-        # A thread may give up waiting just now; an event loop's future lives on this thread.
-        of_thread = isinstance(future, concurrent.futures.Future)
-        if of_thread and not future.set_running_or_notify_cancel():
-            continue
-        if error is None:
-            future.set_result(results)
-        else:
-            future.set_exception(error)
+def _settle_all(group: list[Settlement], loop: asyncio.AbstractEventLoop) -> None:
+    """Settle waiters of an event loop; interrupted, have it go on with the others later."""
+    num_settled = 0
+    try:
+        for settlement in group:
+            _settle(settlement)
+            num_settled += 1
+    except BaseException:
+        loop.call_soon(_settle_all, group[num_settled:], loop)
+        raise
+
+
+def _settle(settlement: Settlement) -> None:
+    waiter, results, error = settlement
+    future = waiter.future
+    if future.done() or waiter.is_gone:
+        return
+    # A thread may give up waiting just now; an event loop's future lives on this thread.
+    of_thread = isinstance(future, concurrent.futures.Future)
+    if of_thread and not future.set_running_or_notify_cancel():
+        return
+    if error is None:
+        future.set_result(results)
+    else:
+        future.set_exception(error)
 
 
 def call_threadsafe(loop: asyncio.AbstractEventLoop, callback: Callable, *args: object) -> None:

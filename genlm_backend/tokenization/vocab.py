@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import warnings
-from collections.abc import Iterator
 from typing import Any, Literal, final, get_args
 
 from genlm_backend.checks import one_of, switch
+from genlm_backend.garbage import collection_paused
 from genlm_backend.tokenization.byte_vocab import ByteVocab
 from genlm_backend.tokenization.reader import read_byte_vocab
 from genlm_backend.tokenization.self_check import check_byte_vocab
@@ -123,7 +121,7 @@ def decode_vocab(
     """
     one_of(*get_args(Fallback))("byte2str_fallback", byte2str_fallback)
     switch("self_check", self_check)
-    with _garbage_collection_paused():
+    with collection_paused():  # many objects, and none of them is garbage
         vocab = read_byte_vocab(tokenizer)
         if self_check:
             check_byte_vocab(vocab)
@@ -149,16 +147,3 @@ def _to_strings(vocab: ByteVocab, fallback: Fallback) -> list[str]:
     for token_id in vocab.undefined_ids:
         strings[token_id] = _undefined(token_id)
     return strings
-
-
-@contextlib.contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    # Hundreds of thousands of new objects would set the collector off dozens of times, each
-    # time over all of them, and none of them is garbage.
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -1,11 +1,15 @@
 """A caller who asks many queries at once is one caller, with one answer or one error."""
 
 import asyncio
+import contextlib
+import gc
+import weakref
+from collections.abc import Sequence
 
 import pytest
 
-from genlm_backend.batching import Batcher, BatchPolicy
-from genlm_backend.errors import EvaluationError, QueryDroppedError
+from genlm_backend.batching import Batcher, BatchPolicy, ticker, waiter
+from genlm_backend.errors import EvaluationError, OptionError, QueryDroppedError
 from tests.batching.test_cancellation import PATIENT, passes, until_held
 
 
@@ -110,4 +114,108 @@ async def test_queries_may_come_of_what_asks_the_batcher(recorder):
     asked = (batcher.submit_sync([i])[0] + batcher.statistics().num_pending for i in range(3))
     assert batcher.submit_sync(asked) == [0, 4, 8]
     assert await batcher.submit_all(batcher.submit_sync([i])[0] for i in range(3)) == [0, 4, 8]
+    batcher.close()
+
+
+@pytest.mark.parametrize("weight", [None, "x", [1], -1, float("nan")])
+async def test_a_weight_that_is_none_refuses_its_query(recorder, weight):
+    batcher = Batcher(recorder, PATIENT, weight=lambda query: weight if query == 1 else 1)
+    with pytest.raises(OptionError, match="weight must return"):
+        await batcher.submit_all([2, 1])
+    assert await batcher.submit_all([2, 3]) == [4, 6]
+    batcher.close()
+
+
+class Unreadable(Sequence):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        raise ArithmeticError("unreadable")
+
+
+class Unspeakable(BaseException):
+    def __repr__(self):
+        raise ArithmeticError("unspeakable")
+
+
+def raising(queries):
+    raise Unspeakable
+
+
+@pytest.mark.parametrize("first", [lambda queries: Unreadable(), raising], ids=["results", "error"])
+async def test_whatever_evaluate_does_the_worker_goes_on(first):
+    turns = [first]
+    batcher = Batcher(lambda queries: turns.pop()(queries) if turns else queries, PATIENT)
+    with pytest.raises((ArithmeticError, EvaluationError)):
+        await batcher.submit(1)
+    assert await batcher.submit(2) == 2
+    batcher.close()
+
+
+async def test_a_loop_whose_pass_an_interrupt_has_cost_makes_another(recorder, monkeypatch):
+    batcher = Batcher(recorder, PATIENT)
+    assert await batcher.submit(1) == 2
+    loop = asyncio.get_running_loop()
+    batcher._tickers[loop].is_scheduled = True  # the note was made, and the pass never asked for
+    monkeypatch.setattr(ticker, "LOST_SECONDS", 0.0)
+    assert await asyncio.gather(*map(batcher.submit, range(5))) == [0, 2, 4, 6, 8]
+    batcher.close()
+
+
+class Interrupting(asyncio.Future):
+    is_armed = True
+
+    def done(self):
+        if self.is_armed:
+            self.is_armed = False
+            raise KeyboardInterrupt
+        return super().done()
+
+
+async def test_an_interrupt_while_callers_are_told_leaves_none_untold():
+    loop = asyncio.get_running_loop()
+    callers = [waiter.Waiter(loop) for _ in range(5)]
+    callers[2].future = Interrupting(loop=loop)
+    group = [(caller, [i], None) for i, caller in enumerate(callers)]
+    with pytest.raises(KeyboardInterrupt):
+        waiter._settle_all(group, loop)
+    found = await asyncio.gather(*(caller.future for caller in callers))
+    assert found == [[i] for i in range(5)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_callers_leave_nothing_to_the_garbage_collector(fails):
+    class Result:
+        pass
+
+    alive = weakref.WeakSet()
+
+    def evaluate(queries):
+        results = [Result() for _ in queries]
+        alive.update(results)
+        return [*results[:-1], ArithmeticError("refused")] if fails else results
+
+    batcher = Batcher(evaluate, PATIENT)
+    gc.disable()
+    try:
+        for _ in range(5):
+            with contextlib.suppress(ArithmeticError):
+                await batcher.submit_all(range(4))
+        batcher.call(lambda: None)
+        await passes(2)  # the loop has let go of what woke this
+        assert not alive
+    finally:
+        gc.enable()
+    batcher.close()
+
+
+async def test_thousands_who_wait_for_one_query_may_all_go(recorder):
+    batcher = Batcher(recorder, PATIENT)
+    tasks = [asyncio.ensure_future(batcher.submit_all([7, 7])) for _ in range(5000)]
+    await passes(1)
+    for task in tasks[1:]:
+        task.cancel()
+    assert await tasks[0] == [14, 14]
+    assert recorder.batches == [[7]]
     batcher.close()

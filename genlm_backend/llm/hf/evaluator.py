@@ -14,8 +14,8 @@ import torch
 
 from genlm_backend.cache import KVCacheDtype, KVLayout, KVStore, Match, TierName
 from genlm_backend.errors import CacheError, OptionError
+from genlm_backend.garbage import collection_paused
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
-from genlm_backend.llm.garbage import collection_paused
 from genlm_backend.llm.hf.attend import WholeAttend
 from genlm_backend.llm.hf.by_adapter import answers_by_adapter
 from genlm_backend.llm.hf.job import Asked, Found

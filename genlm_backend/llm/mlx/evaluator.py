@@ -13,8 +13,8 @@ import mlx.core as mx
 import torch
 
 from genlm_backend.cache import TierName
+from genlm_backend.garbage import collection_paused
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
-from genlm_backend.llm.garbage import collection_paused
 from genlm_backend.llm.hf.by_adapter import answers_by_adapter
 from genlm_backend.llm.hf.memory import cpu_budget
 from genlm_backend.llm.hf.passes import Passes

@@ -116,8 +116,14 @@ OPERATORS: Final[dict[str, tuple[FusedOperator, ...]]] = {
 }
 """Operators that there may be, by the kind of a device; the first is taken that is right."""
 
-_BLOCKS: Final = (((1, 2, 40, 1500), "none"), ((3, 4, 24, 24), "causal"))
-_MASKED: Final = (((5, 2, 4, 43), "masked"), ((1, 3, 33, 16), "masked"))
+_BLOCKS: Final = (
+    ((1, 2, 40, 1500), "none"),
+    ((5, 2, 1, 701), "none"),
+    ((1, 3, 70, 33), "none"),
+    ((3, 4, 24, 24), "causal"),
+    ((1, 6, 150, 150), "causal"),
+)
+_MASKED: Final = (((5, 2, 4, 43), "masked"), ((3, 3, 70, 201), "masked"), ((4, 2, 1, 90), "masked"))
 """Blocks that an operator is tried on: rows, heads, queries and keys; and the mask of each."""
 
 
@@ -177,6 +183,7 @@ def _distance(
     elif masked == "masked":  # each query attends to the last key at least
         is_left_out = torch.rand(mask.shape, generator=generator) < 0.5
         mask[..., :-1].masked_fill_(is_left_out[..., :-1], -torch.inf)
+        mask[0, ..., : num_keys - 8], mask[1] = -torch.inf, 0  # all but the end, and nothing
     scores += mask
     expected = scores.softmax(-1) @ values.double(), scores.logsumexp(-1)
     on_device = _by_head(kept.to(device), num_heads, dim)

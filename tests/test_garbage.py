@@ -7,8 +7,8 @@ import weakref
 import pytest
 import torch
 
-from genlm_backend.llm import garbage
-from genlm_backend.llm.garbage import MANY_QUERIES, collect_if_due
+from genlm_backend import garbage
+from genlm_backend.garbage import MANY_QUERIES, collect_if_due
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 

@@ -1,4 +1,4 @@
-"""Have the garbage collector wait while a large batch is evaluated.
+"""Have Python's garbage collector wait while many objects are made.
 
 A batch of a thousand queries is some ten thousand small objects that are alive at once and gone
 when it is answered. Python collects garbage whenever several hundred have been made, and what is
@@ -92,13 +92,15 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_after_fork)
 
 
-def collection_paused(num_queries: int) -> contextlib.AbstractContextManager[None]:
+def collection_paused(num_queries: int | None = None) -> contextlib.AbstractContextManager[None]:
     """While inside, no garbage is collected, but what nothing refers to goes as ever.
 
     Args:
-        num_queries: Number of queries of the batch; of few, nothing is changed.
+        num_queries: Number of queries of a batch; of few, nothing is changed. ``None`` for other
+            work.
     """
-    return _collection.paused() if num_queries >= MANY_QUERIES else contextlib.nullcontext()
+    is_worth_it = num_queries is None or num_queries >= MANY_QUERIES
+    return _collection.paused() if is_worth_it else contextlib.nullcontext()
 
 
 def collect_if_due() -> None:
