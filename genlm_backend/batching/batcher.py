@@ -110,10 +110,8 @@ class Batcher(Generic[Q, R]):
     async def submit_all(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, in order, or the first error that one of them meets.
 
-        What is still waiting of them then, and is nobody else's, is not evaluated.
-
-        Raises:
-            Exception: As ``submit``.
+        What is still waiting of them then, and is nobody else's, is not evaluated. Raises what
+        ``submit`` does.
         """
         waiter = Waiter(asyncio.get_running_loop())
         try:
@@ -306,11 +304,18 @@ class Batcher(Generic[Q, R]):
             ticker = self._tickers.of(loop)
             if not ticker.is_coming:
                 ticker.start(self._num_arrived)
-                ticker.is_scheduled = True
                 loop.call_soon(self._tick, loop)
+                ticker.is_scheduled = True
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         """One pass of ``loop``, while queries of its own or of others wait."""
+        try:
+            self._pass(loop)
+        except (KeyboardInterrupt, SystemExit):
+            loop.call_soon(self._tick, loop)  # it may be run again
+            raise
+
+    def _pass(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock.here:
             ticker = self._tickers[loop]
             ticker.is_scheduled = False
@@ -319,8 +324,8 @@ class Batcher(Generic[Q, R]):
             )
             decision = self.policy.decide(state)
             if decision is Decision.YIELD:
-                ticker.is_scheduled = True
                 loop.call_soon(self._tick, loop)
+                ticker.is_scheduled = True
             elif decision is Decision.FIRE:
                 self._fire()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, final
 
 from genlm_backend.batching.policy import BatchPolicy
@@ -165,7 +165,8 @@ def evaluated(
         return [], None
     try:
         found = evaluate([entry.query for entry in batch])
-        if not isinstance(found, Sequence):
+        is_array = hasattr(found, "__len__") and hasattr(found, "__getitem__")
+        if not is_array or isinstance(found, Mapping):
             raise EvaluationError(f"evaluate returned {shown(found)}, and no sequence")
         results = list(found)
         if len(results) == len(batch):

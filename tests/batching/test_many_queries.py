@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import gc
+import sys
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from genlm_backend.batching import Batcher, BatchPolicy, ticker, waiter
@@ -99,6 +101,12 @@ async def test_a_query_that_cannot_be_weighed_is_refused_and_nobody_else_notices
     batcher.close()
 
 
+async def test_what_evaluate_returns_may_be_an_array():
+    batcher = Batcher(lambda queries: 2 * np.array(queries), PATIENT)
+    assert await batcher.submit_all([1, 2]) == [2, 4]
+    batcher.close()
+
+
 @pytest.mark.parametrize("made", [dict.fromkeys, set, iter], ids=["dict", "set", "iterator"])
 async def test_what_evaluate_returns_must_be_a_sequence(made):
     results = [made]
@@ -160,6 +168,36 @@ async def test_a_loop_whose_pass_an_interrupt_has_cost_makes_another(recorder, m
     batcher._tickers[loop].is_scheduled = True  # the note was made, and the pass never asked for
     monkeypatch.setattr(ticker, "LOST_SECONDS", 0.0)
     assert await asyncio.gather(*map(batcher.submit, range(5))) == [0, 2, 4, 6, 8]
+    batcher.close()
+
+
+@pytest.mark.parametrize("number", range(1, 12))
+def test_a_loop_that_is_interrupted_in_a_pass_and_goes_on_answers_all(number):
+    batcher = Batcher(lambda queries: [2 * query for query in queries], PATIENT)
+    loop = asyncio.new_event_loop()
+    tasks = [loop.create_task(batcher.submit(i)) for i in range(3)]
+    lines = iter(range(1, number))
+
+    def interrupting(frame, event, argument):
+        if event == "line" and next(lines, None) is None:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return interrupting
+
+    def of_passes(frame, event, argument):
+        is_pass = frame.f_code in (Batcher._pass.__code__, ticker.Ticker.tick.__code__)
+        return interrupting if is_pass else None
+
+    before = sys.gettrace()
+    sys.settrace(of_passes)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(asyncio.gather(*tasks))
+    finally:
+        sys.settrace(before)
+    found = loop.run_until_complete(asyncio.wait_for(asyncio.gather(*tasks), 30))
+    assert found == [0, 2, 4]
+    loop.close()
     batcher.close()
 
 
