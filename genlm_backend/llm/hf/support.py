@@ -16,8 +16,9 @@ from genlm_backend.cache import KVLayout, KVStore, LayerLayout, Run
 from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
 from genlm_backend.llm.hf.attend import WAYS, Attend, GatherAttend, Way, WholeAttend
+from genlm_backend.llm.hf.model_state import Placement, check_output
 from genlm_backend.llm.hf.packing import Span
-from genlm_backend.llm.hf.runner import Placement, Runner
+from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.threads import one_thread
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ def check_model(model: Any) -> None:
         raise UnsupportedModelError(
             f"hf_model must be a causal language model of transformers, got {shown(model)}{hint}"
         )
+    check_output(config)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder model; a next token is only defined "
