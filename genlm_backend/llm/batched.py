@@ -192,7 +192,9 @@ class BatchedLM(AsyncLM):
 
     def _table(self, rows: Sequence[Row]) -> torch.Tensor:
         if not rows:
-            return torch.empty(0, len(self.byte_vocab), device=self.output_device)
+            return torch.empty(
+                0, len(self.byte_vocab), dtype=torch.float32, device=self.output_device
+            )
         return table_of(rows, self.output_device)
 
     def _before_wait(self) -> None:

@@ -1,4 +1,4 @@
-"""ModelState: what of a model its rows depend on beside its weights, and whether it is as it was."""
+"""ModelState: what a model's rows depend on beside its weights, and whether it is as it was."""
 
 from __future__ import annotations
 

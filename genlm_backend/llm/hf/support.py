@@ -209,7 +209,7 @@ def _is_small(runner: Runner) -> bool:
 def _observe_layout(runner: Runner, token_ids: list[int]) -> tuple[KVLayout, torch.Tensor]:
     """The shape of keys and values, and the last row of the model that is told no positions."""
     cache = DynamicCache()
-    ids = torch.tensor([token_ids], device=runner.device)
+    ids = torch.tensor([token_ids], dtype=torch.int64, device=runner.device)
     logits = runner.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
     layers = []
     for layer in cache.layers:

@@ -1,102 +1,25 @@
 """Histories of batches over a runner that has no model, and knows what each slot must hold."""
 
 import contextlib
-import math
 import random
-from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm_backend.cache import KVLayout, KVStore
 from genlm_backend.common_prefix import common_length
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm.contexts import of_no_model
-from genlm_backend.llm.hf.attend import WholeAttend
-from genlm_backend.llm.hf.passes import Passes
-from genlm_backend.llm.hf.plan import CostModel
 from genlm_backend.llm.query import Adapter, Query
-from genlm_backend.llm.row import rows_of_logits
-from genlm_backend.llm.scoring import Scoring
-
-VOCAB = 5
-
-
-def logits_after(token_ids):
-    """What the pretended model says after a context."""
-    seed = hash(tuple(token_ids)) % 2**31
-    return torch.from_numpy(np.random.default_rng(seed).standard_normal(VOCAB))
-
-
-class Slotted:
-    """A way to attend that only says that there are slots."""
-
-
-class FakeRunner:
-    """Writes down which context's last token is in a slot, and reads nothing else.
-
-    Attributes:
-        written: Adapter and context by slot.
-        adapter: The adapter whose turn it is.
-        max_outputs: Largest number of outputs that a pass may have, but for one of each row.
-        failing: What the next passes raise, the last one first; ``None`` for a pass that is made.
-    """
-
-    def __init__(self):
-        self.written, self.adapter, self.failing = {}, None, []
-        self.max_outputs = 512
-        self.num_forwards = self.tokens_computed = 0
-
-    def forward(self, spans, attend):
-        error = self.failing.pop() if self.failing else None
-        if error is not None:
-            raise error
-        rows = []
-        num_outputs = sum(len(span.outputs) for span in spans)
-        assert num_outputs <= max(self.max_outputs, len(spans))
-        for span in spans:
-            past = [slot for run in span.past for slot in run.slots[: run.num_tokens]]
-            assert len(past) == span.num_past
-            context = []
-            for slot in past:
-                adapter, before = self.written[slot]
-                context.append(before[-1])
-                assert (adapter, before) == (self.adapter, tuple(context))
-            assert isinstance(attend, WholeAttend) == (not span.slots)
-            for index, token_id in enumerate(span.token_ids):
-                context.append(token_id)
-                if span.slots:
-                    self.written[span.slots[index]] = (self.adapter, tuple(context))
-                if index in span.outputs:
-                    rows.append(logits_after(context))
-            self.tokens_computed += span.num_new
-        self.num_forwards += 1
-        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
-
-
-def make(num_slots, **cost):
-    runner, wanted = FakeRunner(), []
-
-    def check_wanted():
-        if wanted and not wanted.pop():
-            raise QueryDroppedError("by the test")
-
-    passes = Passes(runner, CostModel(**cost), check_wanted=check_wanted)
-    runner.max_outputs = passes.cost.max_outputs
-    passes.wanted = wanted
-    if num_slots is not None:
-        passes.keep(KVStore(KVLayout(), num_slots), num_slots, Slotted())
-    return passes
-
-
-class Afresh:
-    """Contexts that are made anew whenever they are asked."""
-
-    def __getitem__(self, token_ids):
-        return of_no_model(token_ids)
+from tests.llm.hf.fake_runner import (
+    AFRESH,
+    Split,
+    logprobs_after,
+    make,
+    question,
+    splits,
+)
 
 
 class Grown(dict):
@@ -121,20 +44,6 @@ class Branched(dict):
         return self[token_ids]
 
 
-AFRESH = Afresh()
-
-
-def question(asked, adapter=None, made=AFRESH):
-    """A query of a context, or a scoring of a text from a place on."""
-    if isinstance(asked, Split):
-        return Scoring(Query(made[asked.text], adapter), asked.start)
-    return Query(made[asked], adapter)
-
-
-def logprobs_after(context):
-    return logits_after(context).float().log_softmax(-1)
-
-
 def check(passes, asked, adapter=None, made=AFRESH):
     passes.runner.adapter = adapter
     answers = passes.evaluate([question(one, adapter, made) for one in asked])
@@ -148,19 +57,7 @@ def check(passes, asked, adapter=None, made=AFRESH):
     passes.tree.check_integrity()
 
 
-class Split(NamedTuple):
-    """A text and where its prompt ends."""
-
-    text: tuple[int, ...]
-    start: int
-
-
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
-splits = st.builds(
-    lambda text, start: Split(text, 1 + start % (len(text) - 1)),
-    st.lists(st.integers(0, 2), min_size=2, max_size=12).map(tuple),
-    st.integers(0, 10),
-)
 batches = st.lists(contexts | splits, min_size=1, max_size=8, unique=True)
 steps = st.lists(
     st.one_of(
@@ -269,97 +166,6 @@ def test_a_token_that_overflows_spoils_no_score_before_it():
     expected = [logprobs_after(text[:end])[text[end]] for end in range(2, 7)]
     torch.testing.assert_close(scores[:5], torch.stack(expected), rtol=0, atol=1e-6)
     assert passes.tree.num_used == 0
-
-
-class OverflowingRunner(FakeRunner):
-    """A runner of a model that makes NaN of token 4, and of all that meets it in one pass.
-
-    Attributes:
-        batch: Number of the batch that is being answered; to be counted up.
-        spoilt: The batch in which NaN has been written to a slot, by slot.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.batch, self.spoilt = 0, {}
-
-    def forward(self, spans, attend):
-        logits, first = super().forward(spans, attend), 0
-        for span in spans:
-            past = [slot for run in span.past for slot in run.slots[: run.num_tokens]]
-            assert {self.spoilt.get(slot, self.batch) for slot in past} <= {self.batch}
-            is_spoilt = 4 in span.token_ids or any(slot in self.spoilt for slot in past)
-            if is_spoilt:
-                logits[first : first + len(span.outputs)] = torch.nan
-            for slot in span.slots:
-                self.spoilt.pop(slot, None)
-                if is_spoilt:
-                    self.spoilt[slot] = self.batch
-            first += len(span.outputs)
-        return logits
-
-
-def make_overflowing(num_slots, **cost):
-    runner = OverflowingRunner()
-    passes = Passes(runner, CostModel(**cost))
-    runner.max_outputs = passes.cost.max_outputs
-    passes.keep(KVStore(KVLayout(), num_slots), num_slots, Slotted())
-    return passes
-
-
-def check_overflowing(passes, asked):
-    """Those contexts alone that have token 4 get NaN, and no slot that is kept is spoilt."""
-    passes.runner.batch += 1
-    answers = passes.evaluate([question(one) for one in asked])
-    for one, answer in zip(asked, answers, strict=True):
-        text, start = (one.text, one.start) if isinstance(one, Split) else (one, len(one))
-        if start == len(text):
-            assert answer.is_nan if 4 in text else answer.logprobs.equal(logprobs_of(text))
-        else:
-            for end, score in zip(range(start, len(text)), answer.tolist(), strict=True):
-                wanted = math.nan if 4 in text[:end] else float(logprobs_of(text[:end])[text[end]])
-                assert score == pytest.approx(wanted, nan_ok=True, abs=1e-6)
-    passes.tree.check_integrity()
-
-
-def logprobs_of(context):
-    return rows_of_logits(logits_after(context).unsqueeze(0))[0].logprobs
-
-
-overflowing = st.lists(st.sampled_from([0, 1, 2, 4]), min_size=1, max_size=9).map(tuple)
-
-
-@settings(deadline=None, max_examples=300)
-@given(
-    st.lists(
-        st.lists(overflowing | splits, min_size=1, max_size=8, unique=True), min_size=1, max_size=6
-    ),
-    st.sampled_from([3, 20, 1000]),
-    st.sampled_from([0.0, 3.0, 1000.0]),
-    st.sampled_from([1, 3, 1000]),
-    st.sampled_from([1, 2, 1000]),
-)
-def test_a_context_that_overflows_costs_no_other_its_answer_or_its_slots(
-    batches, num_slots, per_forward, max_segment, max_outputs
-):
-    cost = {"per_forward": per_forward, "max_segment": max_segment, "max_outputs": max_outputs}
-    passes = make_overflowing(num_slots, **cost)
-    for asked in batches:
-        check_overflowing(passes, asked)
-
-
-def test_one_particle_that_overflows_is_alone_computed_again():
-    passes = make_overflowing(10_000)
-    prompt = tuple(i % 3 for i in range(1000))
-    particles = [(*prompt, i % 3, i // 3 % 3, i // 9 % 3, i // 27) for i in range(63)]
-    particles.append((*prompt, 1, 4))
-    for step in range(3):
-        before = passes.runner.tokens_computed
-        check_overflowing(passes, particles)
-        computed = passes.runner.tokens_computed - before
-        if step:  # each its last token, and one its last ones, and all of them whole
-            assert computed == 63 + (step + 1) + (1002 + step)
-        particles = [(*context, 0) for context in particles]
 
 
 def test_a_prompt_under_a_hundred_continuations_is_computed_once_and_kept():
