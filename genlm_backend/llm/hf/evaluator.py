@@ -16,6 +16,7 @@ from genlm_backend.cache import KVCacheDtype, KVLayout, KVStore, Match, TierName
 from genlm_backend.errors import CacheError, OptionError
 from genlm_backend.garbage import collection_paused
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.llm.hf.architecture import check_predicts
 from genlm_backend.llm.hf.attend import WholeAttend
 from genlm_backend.llm.hf.by_adapter import answers_by_adapter
 from genlm_backend.llm.hf.job import Asked, Found
@@ -120,6 +121,7 @@ class HFEvaluator(Evaluator):
             with self._adapters.in_place():
                 self.packed.pack(runner.model)
         with self._in_place():
+            check_predicts(runner, width)
             support = examine(runner, width, self._max_length)
             layout = self._layout(support, width)
         self.passes.pads = support.pads

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -52,6 +53,14 @@ class KVSupport:
 def rounding(dtype: torch.dtype) -> float:
     """Return what rows may differ by that are computed in another order."""
     return _ROUNDING.get(dtype, _DEFAULT_ROUNDING)
+
+
+def bounds(model: Any) -> tuple[float, float]:
+    """Return what rows that are the same may differ by, and what share of the spread of others."""
+    if getattr(model, "is_quantized", False):
+        return _DEFAULT_ROUNDING, _SHARE_OF_SPREAD_QUANTISED
+    dtype = next((p.dtype for p in model.parameters()), torch.float32)
+    return rounding(dtype), _SHARE_OF_SPREAD
 
 
 def check_model(model: Any) -> None:
@@ -141,15 +150,15 @@ def _bears_padding(runner: Runner, vocab_size: int, max_length: int | None) -> b
     if not short.num_new:
         return True
     try:
-        with one_thread() if _is_small(runner) else contextlib.nullcontext():
+        with tried(runner):
             alone = _row(runner.forward([short], WholeAttend()))
             beside = _row(runner.forward([short, Span(long, outputs=(length - 1,))], WholeAttend()))
     except Exception as error:  # third-party model code may raise anything; alone it may do
         logger.debug("%s takes no padding", type(runner.model).__name__, exc_info=error)
         return False
-    dtype = next((p.dtype for p in runner.model.parameters()), torch.float32)
+    tolerance, share = bounds(runner.model)
     spread = _distance(beside[0], beside[1])
-    return _distance(alone[0], beside[0]) <= max(rounding(dtype), _SHARE_OF_SPREAD * spread)
+    return _distance(alone[0], beside[0]) <= max(tolerance, share * spread)
 
 
 def _examine_slots(runner: Runner, vocab_size: int, max_length: int | None) -> KVSupport:
@@ -172,7 +181,7 @@ def _examine_slots(runner: Runner, vocab_size: int, max_length: int | None) -> K
     generator = random.Random(0)
     long, other = ([generator.randrange(vocab_size) for _ in range(length)] for _ in range(2))
     try:
-        with one_thread() if _is_small(runner) else contextlib.nullcontext():
+        with tried(runner):
             layout, bare_row = _observe_layout(runner, long[:3])
             expected = _expected(runner, long, other, vocab_size)
             tolerance = _tolerance(runner, layout, expected.spread)
@@ -199,10 +208,15 @@ def _examine_slots(runner: Runner, vocab_size: int, max_length: int | None) -> K
     return KVSupport(layout, way.over)
 
 
-def _is_small(runner: Runner) -> bool:
-    """Whether threads would gain less on an idle machine than they would lose on a busy one."""
+def tried(runner: Runner) -> AbstractContextManager[None]:
+    """Return the context of a tiny pass that a model is tried by.
+
+    It is on one thread where others would gain less on an idle machine than they would lose on a
+    busy one.
+    """
     num_parameters = sum(parameter.numel() for parameter in runner.model.parameters())
-    return runner.device.type == "cpu" and num_parameters < _ONE_THREAD_PARAMETERS
+    is_small = runner.device.type == "cpu" and num_parameters < _ONE_THREAD_PARAMETERS
+    return one_thread() if is_small else contextlib.nullcontext()
 
 
 @torch.inference_mode()
