@@ -124,6 +124,14 @@ class HFEvaluator(Evaluator):
             check_predicts(runner, width)
             support = examine(runner, width, self._max_length)
             layout = self._layout(support, width)
+        if support.spread_alone:
+            warnings.warn(
+                f"rows of this {type(runner.model).__name__} depend on what they are computed "
+                f"beside, beyond rounding: alone, one has a root mean square difference of "
+                f"{support.spread_alone:.2g} to the same row among others; its quantised weights "
+                "have kernels of several precisions on this processor",
+                stacklevel=2,
+            )
         self.passes.pads = support.pads
         self.passes.attend_whole, self.passes.layout = WholeAttend(layout), layout
         self._attend = support.attend

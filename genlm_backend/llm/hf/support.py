@@ -42,12 +42,15 @@ class KVSupport:
         attend: The way to attend to them that gives the model's own rows.
         reason: Why there is no layer; empty where there are some.
         pads: Whether a context run whole may be padded beside a longer one.
+        spread_alone: Distance of the row of a token that goes through the model alone to the same
+            row computed among others; 0 where that is rounding.
     """
 
     layout: KVLayout = field(default_factory=KVLayout)
     attend: Callable[[KVStore], Attend] = GatherAttend
     reason: str = ""
     pads: bool = True
+    spread_alone: float = 0.0
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -186,6 +189,7 @@ def _examine_slots(runner: Runner, vocab_size: int, max_length: int | None) -> K
             expected = _expected(runner, long, other, vocab_size)
             tolerance = _tolerance(runner, layout, expected.spread)
             way, difference = _first_way(runner, layout, expected, tolerance)
+            alone = _spread_alone(runner, layout, way or WAYS[-1], expected)
     except UnsupportedModelError as error:
         return KVSupport(reason=str(error))
     except Exception as error:  # third-party model code may raise anything; it still runs whole
@@ -205,7 +209,7 @@ def _examine_slots(runner: Runner, vocab_size: int, max_length: int | None) -> K
             reason=f"rows from cached keys and values differ by {difference:.2g} from whole ones, "
             f"and by {expected.spread:.2g} between different contexts"
         )
-    return KVSupport(layout, way.over)
+    return KVSupport(layout, way.over, spread_alone=alone)
 
 
 def tried(runner: Runner) -> AbstractContextManager[None]:
@@ -334,6 +338,25 @@ def _difference(runner: Runner, layout: KVLayout, way: Way, expected: _Expected)
     rows = _row(runner.forward(second, attend))
     wanted = expected.long_row, expected.short_row, expected.long_row
     return max(map(_distance, rows, wanted))
+
+
+def _spread_alone(runner: Runner, layout: KVLayout, way: Way, expected: _Expected) -> float:
+    """Return how far the row of a token computed alone is from the expected one; 0 in rounding.
+
+    It is asked of quantised models: some of their kernels compute one row in another precision than
+    many. Of other ones, sums are added up in another order.
+    """
+    if not getattr(runner.model, "is_quantized", False):
+        return 0.0
+    *before, last = expected.long
+    attend = way.probing(KVStore(layout, len(expected.long)))
+    slots = range(1, len(expected.long) + 1)
+    first = Span(before, (), slots[:-1])
+    runner.forward([first], attend)
+    past = (Run(0, first.slots, first.num_new),)
+    (row,) = _row(runner.forward([Span([last], past, slots[-1:], (0,))], attend))
+    distance = _distance(row, expected.long_row)
+    return distance if distance > rounding(layout.layers[0].dtype) else 0.0
 
 
 def _row(logits: torch.Tensor) -> torch.Tensor:

@@ -237,3 +237,24 @@ def test_positions_of_a_models_own_are_refused(options):
     config = RobertaConfig(**families.COMMON, is_decoder=True, initializer_range=0.5)
     with pytest.raises(UnsupportedModelError, match="RobertaForCausalLM counts positions"):
         AsyncTransformer(RobertaForCausalLM(config).eval(), word_tokenizer(), **options)
+
+
+class OtherwiseAlone(torch.nn.Linear):
+    """A layer whose kernel for a single row computes with 16 bits, as some of quantised ones do."""
+
+    def forward(self, rows):
+        if rows[..., 0].numel() > 1:
+            return super().forward(rows)
+        half = rows.bfloat16() @ self.weight.bfloat16().T
+        return half.to(rows.dtype)
+
+
+def test_kernels_that_compute_a_single_row_otherwise_are_found_out_and_told():
+    model = families.make("llama")
+    model.is_quantized = True
+    AsyncTransformer(model, word_tokenizer()).close()  # where there are none, nothing is said
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        for layer in model.model.layers:
+            getattr(layer.mlp, name).__class__ = OtherwiseAlone
+    with pytest.warns(UserWarning, match="depend on what they are computed beside"):
+        AsyncTransformer(model, word_tokenizer()).close()
