@@ -58,7 +58,8 @@ def test_an_added_token_of_white_space_is_white_space(name, content, normalized)
     after = b"".join(vocabulary.byte_vocab[i] for i in ids[ids.index(added) + 1 :])
     assert (before.strip(), after.strip()) == (b"ab", b"ab")
     if not normalized:
-        assert vocabulary.byte_vocab[added].byte_string == content.encode()
+        space = b" " if name == "word-piece" else b""  # which decoding prints before every word
+        assert vocabulary.byte_vocab[added].byte_string == space + content.encode()
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
