@@ -61,36 +61,24 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         name_of_token = spellings[token_id] if added is None else added.content
         byte_strings[token_id] = (name_of_token or "").encode()
     texts = _Texts(rust, decoder, added_tokens)
-    added_texts: defaultdict[tuple[bool, ...], list[str]] = defaultdict(list)
-    model = rust.model
-    for token_id in sorted(added_tokens.keys() - special_ids):
-        added = added_tokens[token_id]
-        if model.token_to_id(added.content) is None:
+    ordinary = {i: added_tokens[i] for i in sorted(added_tokens.keys() - special_ids)}
+    for token_id, added in ordinary.items():
+        if rust.model.token_to_id(added.content) is None:
             byte_strings[token_id] = texts.added_bytes(added.content, added.normalized)
         elif spellings[token_id] != added.content:  # it is spelt as the normaliser writes it
             spelt = decoder.decode([added.content])[0]
             if texts.can_come_back(spelt):  # or only the added token ever gives the id
                 byte_strings[token_id] = spelt
-        # Ids of the model come out of other texts too, as Gemma's "▁▁" out of two spaces.
-        is_rewritten = byte_strings[token_id] != added.content.encode()
-        flags = (added.normalized, added.lstrip, added.rstrip, added.single_word)
-        of_its_kind = added_texts[(is_rewritten, *flags)]
-        if len(of_its_kind) < _TEXTS_OF_A_KIND:
-            of_its_kind.append(added.content)
-            if added.single_word:
-                of_its_kind.append(f" {added.content} ")
-            if added.normalized:  # a normaliser may have made it a word with a space before it
-                of_its_kind.append(f" {added.content}")
-            if is_rewritten:
-                of_its_kind.append(rust.decode([token_id], skip_special_tokens=False))
-    unknown = getattr(model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
+    unknown = getattr(rust.model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
     unknown_ids = {rust.token_to_id(unknown)} if unknown else set()
-    if not unknown or not hasattr(model, "unk_token"):
+    if not unknown or not hasattr(rust.model, "unk_token"):
         # A Unigram model has such an id, not always the tokenizer's, and does not tell it.
         unknown_ids |= {
             token_id
             for token_id in unheard_of_ids
-            if byte_strings[token_id].strip() and byte_strings[token_id] not in unheard_of.encode()
+            if byte_strings[token_id].strip()
+            and byte_strings[token_id] not in unheard_of.encode()
+            and spellings[token_id] != texts.written_space  # put before every word
         }
     return ByteVocab(
         name=name,
@@ -103,8 +91,29 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         encode=encode,
         readings=texts.readings,
         prints=_printing(rust, byte_strings, spellings),
-        added_texts=[*itertools.chain.from_iterable(added_texts.values())],
+        added_texts=_added_texts(rust, ordinary, byte_strings),
     )
+
+
+def _added_texts(
+    rust: Any, added_tokens: Mapping[int, Any], byte_strings: Sequence[bytes]
+) -> list[str]:
+    """Texts that come out as added tokens, some of each kind."""
+    texts: defaultdict[tuple[bool, ...], list[str]] = defaultdict(list)
+    for token_id, added in added_tokens.items():
+        # Ids of the model come out of other texts too, as Gemma's "▁▁" out of two spaces.
+        is_rewritten = byte_strings[token_id] != added.content.encode()
+        flags = (added.normalized, added.lstrip, added.rstrip, added.single_word)
+        of_its_kind = texts[(is_rewritten, *flags)]
+        if len(of_its_kind) < _TEXTS_OF_A_KIND:
+            of_its_kind.append(added.content)
+            if added.single_word:
+                of_its_kind.append(f" {added.content} ")
+            if added.normalized:  # a normaliser may have made it a word with a space before it
+                of_its_kind.append(f" {added.content}")
+            if is_rewritten:
+                of_its_kind.append(rust.decode([token_id], skip_special_tokens=False))
+    return [*itertools.chain.from_iterable(texts.values())]
 
 
 def _encode(rust: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:

@@ -237,10 +237,11 @@ def test_an_added_token_of_a_metaspace_vocabulary_has_no_block(name, content, no
     assert tokenizer.decode([a, token.token_id, a]).lstrip(" ") == f"a{token.decode()}a"
 
 
+@pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("content", ["né", "Ġq", "日本 né"])
-def test_letters_of_an_added_token_are_no_bytes(content):
+def test_letters_of_an_added_token_are_no_bytes(content, normalized):
     tokenizer = byte_level()
-    tokenizer.add_tokens([AddedToken(content, normalized=False)])
+    tokenizer.add_tokens([AddedToken(content, normalized=normalized)])
     vocabulary = decode_vocab(tokenizer)
     text = f"a{content}b"
     ids = tokenizer.encode(text).ids

@@ -228,3 +228,32 @@ def test_a_decoder_that_prints_something_else_is_found_out_and_the_token_named()
         decode_vocab(tokenizer)
     assert caught.value.token == "\x1f"
     assert decode_vocab(tokenizer, self_check=False).byte_vocab
+
+
+def test_an_added_token_that_is_printed_otherwise_is_found_out():
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate("ab<>")}, []))
+    tokenizer.decoder = decoders.Replace(Regex(r"\s"), " ")
+    decode_vocab(tokenizer)
+    tokenizer.add_tokens(["<\x1f>"])
+    with pytest.raises(TokenizerDecodeError, match="its decoder prints") as caught:
+        decode_vocab(tokenizer)
+    assert caught.value.token == "<\x1f>"
+
+
+@pytest.mark.parametrize(
+    "pre_tokenizer",
+    [
+        pre_tokenizers.Metaspace(),
+        pre_tokenizers.Metaspace(replacement="_"),
+        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]),
+    ],
+)
+def test_a_decoder_that_leaves_what_stands_for_a_space_is_found_out(pre_tokenizer):
+    tokenizer = SMALL["unigram"]()
+    tokenizer.pre_tokenizer = pre_tokenizer
+    if "_" in pre_tokenizer.pre_tokenize_str("a b")[-1][0]:
+        tokenizer.decoder = decoders.Metaspace(replacement="_")
+    decode_vocab(tokenizer)
+    tokenizer.decoder = decoders.Fuse()
+    with pytest.raises(TokenizerDecodeError, match="does not come back"):
+        decode_vocab(tokenizer)
