@@ -42,6 +42,9 @@ class ByteVocab:
         readings: Function from a text and its ids to what the ids are to spell, in stretches, and
             in several ways: a text that the tokenizer
             rewrites, or cuts at an added token, may be read in several ways.
+        prints: Function from ids to those of them whose bytes are what the declared decoder makes
+            of them, and to the text that it prints for these between others; ``None`` where no
+            decoder is declared.
         added_texts: Texts that come out as added tokens which are not special, some of each
             kind.
     """
@@ -55,4 +58,5 @@ class ByteVocab:
     keeps_spaces: bool = True
     encode: Callable[[str], list[int] | None] | None = None
     readings: Callable[[str, list[int]], Iterator[list[Stretch]]] = _as_it_is
+    prints: Callable[[list[int]], tuple[list[int], str]] | None = None
     added_texts: Sequence[str] = ()

@@ -37,8 +37,10 @@ def byte_level_alphabet() -> dict[str, int]:
 
 
 _ALPHABET: Final = byte_level_alphabet()
-_BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>\Z")
 _OUTSIDE: Final = 256
+_CODES: Final = np.full(max(map(ord, _ALPHABET)) + 2, _OUTSIDE, dtype=np.uint16)
+_CODES[[ord(character) for character in _ALPHABET]] = [*_ALPHABET.values()]
+_BYTE_TOKEN: Final = re.compile(r"<0x[0-9A-Fa-f]{2}>\Z")
 
 
 def decode_byte_level(strings: Sequence[str]) -> list[bytes]:
@@ -46,11 +48,8 @@ def decode_byte_level(strings: Sequence[str]) -> list[bytes]:
 
     A token with a character outside the alphabet is its own UTF-8.
     """
-    table = np.full(max(map(ord, _ALPHABET)) + 2, _OUTSIDE, dtype=np.uint16)
-    for character, byte in _ALPHABET.items():
-        table[ord(character)] = byte
     points = np.frombuffer("".join(strings).encode("utf-32-le", "surrogatepass"), dtype="<u4")
-    codes = table[np.minimum(points, len(table) - 1)]
+    codes = _CODES[np.minimum(points, len(_CODES) - 1)]
     ends = np.cumsum(np.fromiter(map(len, strings), dtype=np.int64, count=len(strings)))
     buffer = codes.astype(np.uint8).tobytes()
     result, start = [], 0
@@ -74,12 +73,15 @@ class CompiledDecoder:
     Attributes:
         stages: Functions that are applied to the token's string, in this order.
         is_byte_level: Whether the only stage is byte-level, which has a fast way.
+        reads_bytes: Whether some stage is byte-level: letters of a token stand for bytes then, so
+            that a text which is no token of the model is not written in its own.
         keeps_spaces: Whether the joined tokens can give back a text's white space. WordPiece
             and word-end-marker vocabularies cannot: they never saw it.
     """
 
     stages: tuple[Stage, ...]
     is_byte_level: bool = False
+    reads_bytes: bool = False
     keeps_spaces: bool = True
 
     def decode(self, strings: Sequence[str]) -> list[bytes]:
@@ -104,7 +106,7 @@ class CompiledDecoder:
             text = str(piece).removesuffix(suffix)
             return self.decode([text])[0] + b" " * (text != piece)
 
-        return CompiledDecoder((stage,), keeps_spaces=False)
+        return CompiledDecoder((stage,), reads_bytes=self.reads_bytes, keeps_spaces=False)
 
 
 def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
@@ -116,17 +118,27 @@ def compile_decoder(state: dict[str, Any]) -> CompiledDecoder:
     flat = _flatten(state)
     kinds = [stage.get("type") for stage in flat]
     stages: list[Stage] = []
-    is_fused = False
-    for stage in flat:
-        if stage.get("type") == "Fuse":
-            is_fused = True
-        elif stage.get("type") == "Strip" and is_fused:
+    joiner = None  # the stage that has made one string of all tokens
+    for stage, kind in zip(flat, kinds, strict=True):
+        if kind == "Fuse":
+            joiner = joiner or kind
+            continue
+        if joiner is not None and kind == "Strip":
             continue  # the rule for a text's first space, not part of a token
-        else:
-            stages.append(_compile_stage(stage))
+        compiled = _compile_stage(stage)
+        if joiner is not None and not (joiner == "Fuse" and _replaces_a_character(stage)):
+            raise UnknownDecoderError(
+                f"its decoder has a {kind} stage behind {joiner}, where the tokens are one string "
+                "already, so that what a token contributes depends on its neighbours"
+            )
+        stages.append(compiled)
+        if kind == "ByteLevel":
+            joiner = kind
     return CompiledDecoder(
         stages=tuple(stages),
-        is_byte_level=[kind for kind in kinds if kind != "Fuse"] == ["ByteLevel"],
+        is_byte_level=[kind for kind in kinds if kind not in ("Fuse", "Strip")] == ["ByteLevel"]
+        and len(stages) == 1,
+        reads_bytes="ByteLevel" in kinds,
         keeps_spaces=not {"WordPiece", "BPEDecoder"} & set(kinds),
     )
 
@@ -215,6 +227,11 @@ def _compile_stage(stage: dict[str, Any]) -> Stage:
     if kind == "CTC":
         raise UnknownDecoderError("a CTC decoder merges repeated tokens, so no token has bytes")
     raise UnknownDecoderError(f"its decoder has a stage of the unknown type {kind!r}")
+
+
+def _replaces_a_character(stage: dict[str, Any]) -> bool:
+    """Whether a stage does the same to a text as to its parts."""
+    return stage.get("type") == "Replace" and len(stage["pattern"].get("String", "")) == 1
 
 
 def _replace(old: str, new: str) -> Stage:

@@ -221,15 +221,18 @@ def _read_slow(
     special_ids = set(tokenizer.all_special_ids)
     special_ids.update(token_id for token_id, token in added.items() if token.special)
     # Ids that stand for their content, whatever the model makes of its own pieces.
-    literal_ids = special_ids | {i for i, token in added.items() if not is_of_model(token.content)}
+    literals = {i: token.content for i, token in added.items() if not is_of_model(token.content)}
+    if decode is not None:  # a SentencePiece class: some print "▁" as a space in these too
+        for token_id in literals.keys() - special_ids:
+            literals[token_id] = _between_others(tokenizer, literals[token_id])
     byte_strings, spellings = [], []
     for token_id in range(size):
         spelling = tokenizer.convert_ids_to_tokens(token_id)
         spellings.append(spelling)
         if spelling is None:
             byte_strings.append(b"")
-        elif token_id in literal_ids:
-            byte_strings.append(spelling.encode())
+        elif token_id in literals or token_id in special_ids:
+            byte_strings.append(literals.get(token_id, spelling).encode())
         else:
             byte_strings.append(to_bytes(spelling))
     unknown_id = tokenizer.unk_token_id
@@ -237,9 +240,12 @@ def _read_slow(
     def readings(text: str, ids: list[int]) -> Iterator[list[Stretch]]:
         yield [Stretch(text.encode(), ids)]
         stretches = []
-        for is_added, group in itertools.groupby(ids, literal_ids.__contains__):
+        for is_added, group in itertools.groupby(ids, (special_ids | literals.keys()).__contains__):
             tokens = tokenizer.convert_ids_to_tokens(run := list(group))
-            part = "".join(tokens) if is_added else to_text(tokens)
+            if is_added:
+                part = "".join(map(literals.get, run, tokens))
+            else:
+                part = to_text(tokens)
             stretches.append(Stretch(part.encode(), run, is_exact=is_added))
         yield stretches
 
@@ -254,6 +260,12 @@ def _read_slow(
         readings=readings,
         added_texts=[token.content for i, token in added.items() if i not in special_ids],
     )
+
+
+def _between_others(tokenizer: Any, token: str) -> str:
+    """What decoding prints for ``token`` in the middle of a text."""
+    text = tokenizer.convert_tokens_to_string(["a", token, "a"])
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] == "a" else token
 
 
 def _spelling(byte_string: bytes) -> str:

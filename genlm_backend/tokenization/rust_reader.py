@@ -33,7 +33,7 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
 
     def encode(text: str) -> list[int] | None:
         try:
-            return rust.encode(text, add_special_tokens=False).ids
+            return _encode(rust, text)[0]
         except Exception:  # all that the Rust side raises for a character it has no token for
             return None
         except BaseException as error:
@@ -61,36 +61,24 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         name_of_token = spellings[token_id] if added is None else added.content
         byte_strings[token_id] = (name_of_token or "").encode()
     texts = _Texts(rust, decoder, added_tokens)
-    added_texts: defaultdict[tuple[bool, ...], list[str]] = defaultdict(list)
-    model = rust.model
-    for token_id in sorted(added_tokens.keys() - special_ids):
-        added = added_tokens[token_id]
-        if model.token_to_id(added.content) is None:
+    ordinary = {i: added_tokens[i] for i in sorted(added_tokens.keys() - special_ids)}
+    for token_id, added in ordinary.items():
+        if rust.model.token_to_id(added.content) is None:
             byte_strings[token_id] = texts.added_bytes(added.content, added.normalized)
         elif spellings[token_id] != added.content:  # it is spelt as the normaliser writes it
             spelt = decoder.decode([added.content])[0]
             if texts.can_come_back(spelt):  # or only the added token ever gives the id
                 byte_strings[token_id] = spelt
-        # Ids of the model come out of other texts too, as Gemma's "▁▁" out of two spaces.
-        is_rewritten = byte_strings[token_id] != added.content.encode()
-        flags = (added.normalized, added.lstrip, added.rstrip, added.single_word)
-        of_its_kind = added_texts[(is_rewritten, *flags)]
-        if len(of_its_kind) < _TEXTS_OF_A_KIND:
-            of_its_kind.append(added.content)
-            if added.single_word:
-                of_its_kind.append(f" {added.content} ")
-            if added.normalized:  # a normaliser may have made it a word with a space before it
-                of_its_kind.append(f" {added.content}")
-            if is_rewritten:
-                of_its_kind.append(rust.decode([token_id], skip_special_tokens=False))
-    unknown = getattr(model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
-    if unknown:
-        unknown_ids = {rust.token_to_id(unknown)}
-    else:  # a Unigram model has such an id and, in Python, no attribute that tells it
-        unknown_ids = {
+    unknown = getattr(rust.model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
+    unknown_ids = {rust.token_to_id(unknown)} if unknown else set()
+    if not unknown or not hasattr(rust.model, "unk_token"):
+        # A Unigram model has such an id, not always the tokenizer's, and does not tell it.
+        unknown_ids |= {
             token_id
             for token_id in unheard_of_ids
-            if byte_strings[token_id].strip() and byte_strings[token_id] not in unheard_of.encode()
+            if byte_strings[token_id].strip()
+            and byte_strings[token_id] not in unheard_of.encode()
+            and spellings[token_id] != texts.written_space  # put before every word
         }
     return ByteVocab(
         name=name,
@@ -102,8 +90,52 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         keeps_spaces=decoder.keeps_spaces,
         encode=encode,
         readings=texts.readings,
-        added_texts=[*itertools.chain.from_iterable(added_texts.values())],
+        prints=_printing(rust, byte_strings, spellings),
+        added_texts=_added_texts(rust, ordinary, byte_strings),
     )
+
+
+def _added_texts(
+    rust: Any, added_tokens: Mapping[int, Any], byte_strings: Sequence[bytes]
+) -> list[str]:
+    """Texts that come out as added tokens, some of each kind."""
+    texts: defaultdict[tuple[bool, ...], list[str]] = defaultdict(list)
+    for token_id, added in added_tokens.items():
+        # Ids of the model come out of other texts too, as Gemma's "▁▁" out of two spaces.
+        is_rewritten = byte_strings[token_id] != added.content.encode()
+        flags = (added.normalized, added.lstrip, added.rstrip, added.single_word)
+        of_its_kind = texts[(is_rewritten, *flags)]
+        if len(of_its_kind) < _TEXTS_OF_A_KIND:
+            of_its_kind.append(added.content)
+            if added.single_word:
+                of_its_kind.append(f" {added.content} ")
+            if added.normalized:  # a normaliser may have made it a word with a space before it
+                of_its_kind.append(f" {added.content}")
+            if is_rewritten:
+                of_its_kind.append(rust.decode([token_id], skip_special_tokens=False))
+    return [*itertools.chain.from_iterable(texts.values())]
+
+
+def _encode(rust: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """The ids of a whole text and their offsets, whatever is set for truncation and padding.
+
+    A call of transformers leaves both set. What truncation cuts off is in further windows, each of
+    which begins (or, if the left is cut off, ends) with the tokens that two have in common.
+    """
+    first = rust.encode(text, add_special_tokens=False)
+    truncation = rust.truncation
+    if truncation is None and rust.padding is None:
+        return first.ids, first.offsets
+    windows = [first, *first.overflowing]
+    in_common = 0 if truncation is None else truncation["stride"]
+    if truncation is not None and truncation["direction"] == "left":
+        windows.reverse()
+    tokens: list[tuple[int, tuple[int, int]]] = []
+    for window in windows:
+        padded = zip(window.ids, window.offsets, window.attention_mask, strict=True)
+        found = [(token_id, offset) for token_id, offset, is_token in padded if is_token]
+        tokens.extend(found[in_common if tokens else 0 :])
+    return [token_id for token_id, _ in tokens], [offset for _, offset in tokens]
 
 
 def _spellings(rust: Any) -> list[str | None]:
@@ -162,6 +194,26 @@ def _decoder(rust: Any, falls_back: bool) -> CompiledDecoder:
     return decoder.with_byte_fallback() if falls_back else decoder
 
 
+def _printing(
+    rust: Any, byte_strings: Sequence[bytes], spellings: Sequence[str | None]
+) -> Callable[[list[int]], tuple[list[int], str]] | None:
+    """What the declared decoder prints; see ``ByteVocab.prints``."""
+    if rust.decoder is None:
+        return None
+    declared = compile_decoder(_state(rust.decoder))
+    first, last = rust.decoder.decode(["a"]), declared.decode(["a"])[0].decode()
+
+    def prints(ids: list[int]) -> tuple[list[int], str]:
+        alone = declared.decode([spellings[token_id] or "" for token_id in ids])
+        pairs = zip(ids, alone, strict=True)
+        kept = [token_id for token_id, spelt in pairs if byte_strings[token_id] == spelt]
+        between = (spellings[token_id] or "" for token_id in kept)
+        printed = rust.decoder.decode(["a", *between, "a"])  # in the middle of a text
+        return kept, printed.removeprefix(first).removesuffix(last)
+
+    return prints
+
+
 def _state(part: Any) -> dict[str, Any]:
     try:
         return json.loads(part.__getstate__())
@@ -183,20 +235,30 @@ class _Texts:
         # Asked rather than read off its state, which one written in Python does not have.
         self.writes_spaces = " " not in self.normalized("x x")
         self.writes_byte_level = self.normalized("ß") == "ÃŁ"
+        self.splits_byte_level = "".join(self.split("ß")).endswith("ÃŁ")
+        _, *between, _ = *"".join(self.split("x x")).split("x"), ""
+        # What the pre-tokenizer writes a space with, if it does not leave it out.
+        self.written_space = between[0] if len(between) == 2 else ""
 
     def normalized(self, text: str) -> str:
         return text if self.normalizer is None else self.normalizer.normalize_str(text)
 
+    def split(self, text: str) -> list[str]:
+        """The pieces that the model is given of a normalised text."""
+        if self.pre_tokenizer is None:
+            return [text]
+        return [piece for piece, _ in self.pre_tokenizer.pre_tokenize_str(text)]
+
     def added_bytes(self, text: str, is_normalized: bool) -> bytes:
         """What an added token that is neither special nor of the model spells for ``text``."""
-        if not is_normalized:
+        text = self.normalized(text) if is_normalized else text
+        if self.decoder.reads_bytes and not (is_normalized and self.writes_spaces):
+            # The decoder takes letters of it for bytes, which no text that gives the token has.
             return text.encode()
-        normalized = self.normalized(text)
-        return self.decoder.decode([normalized])[0] if self.writes_spaces else normalized.encode()
+        return self.decoder.decode([text])[0]
 
     def readings(self, text: str, ids: list[int]) -> Iterator[list[Stretch]]:
-        whole = text.encode() if self.normalizer is None else self._spelt(self.normalized(text))
-        yield [Stretch(whole, ids)]
+        yield [Stretch(self._handed_on(self.normalized(text)), ids)]
         for cuts_normalized in (False, True):
             yield [*self._cut(text, cuts_normalized)]
 
@@ -209,14 +271,12 @@ class _Texts:
 
     def _handed_on(self, normalized: str) -> bytes:
         """What the pre-tokenizer hands on of a normalised text, spelt."""
-        if self.pre_tokenizer is None:
-            return self._spelt(normalized)
-        split = self.pre_tokenizer.pre_tokenize_str
-        pieces = split(normalized)
-        if "".join(piece for piece, _ in split("ß")).endswith("ÃŁ"):
-            # With the spaces that it has put before them.
-            return b"".join(decode_byte_level([piece for piece, _ in pieces]))
-        return self._spelt("".join(normalized[start:end] for _, (start, end) in pieces))
+        pieces = self.split(normalized)  # with the spaces that it has put before them
+        if self.splits_byte_level:
+            return b"".join(decode_byte_level(pieces))
+        joined = "".join(pieces)
+        written = self.written_space
+        return self._spelt(joined.replace(written, " ") if written else joined)
 
     def can_come_back(self, spelt: bytes) -> bool:
         """Whether the normaliser leaves what a token spells as it is, up to spaces around it."""
@@ -246,9 +306,8 @@ class _Texts:
         ``cuts_normalized`` is whether a cut is also made at the added tokens that are looked for
         in the normalised text. White space that a token takes along is not spelt by it.
         """
-        encoding = self.rust.encode(text, add_special_tokens=False)
         start, part_ids = 0, []
-        for token_id, (left, right) in zip(encoding.ids, encoding.offsets, strict=True):
+        for token_id, (left, right) in zip(*_encode(self.rust, text), strict=True):
             added, part = self.added_tokens.get(token_id), text[left:right]
             if added is None or (
                 not cuts_normalized if added.normalized else part.strip() != added.content.strip()

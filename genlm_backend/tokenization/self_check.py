@@ -29,13 +29,15 @@ def check_byte_vocab(vocab: ByteVocab) -> None:
     """Encode a few probe texts and compare each with the joined bytes of its tokens.
 
     The texts reach tokens of every class: words in several scripts, runs of white space,
-    bytes, and each added token that is not special. Equal means equal up to a space at either
-    end, the tokenizer's normaliser, and (for vocabularies that never see it) white space. A
-    character that the tokenizer cannot spell makes it skip the character, or else the probe
-    says nothing and is passed over.
+    bytes, and each added token that is not special. What is to come back is the text as the
+    tokenizer's own normaliser and pre-tokenizer leave it, up to a space at either end and (for
+    vocabularies that never see it) white space. A character that the tokenizer cannot spell makes
+    it skip the character, or else the probe says nothing and is passed over. What the declared
+    decoder prints for the same ids is compared too, with its white space.
 
     Raises:
-        TokenizerDecodeError: If a text does not come back; it names the first token at fault.
+        TokenizerDecodeError: If a text does not come back, or is printed otherwise; it names the
+            first token at fault.
     """
     for text in PROBES:
         _check(vocab, text)
@@ -44,9 +46,12 @@ def check_byte_vocab(vocab: ByteVocab) -> None:
     if (ids := _encode(vocab, together)) is None or not _comes_back(vocab, together, ids):
         for text in added:  # one by one: some say nothing, and a fault has to be named
             _check(vocab, text)
+    else:
+        _check_printed(vocab, together, ids)
 
 
 def _check(vocab: ByteVocab, text: str) -> None:
+    _check_printed(vocab, text, vocab.encode(text) if vocab.encode is not None else None)
     ids = _encode(vocab, text)
     if ids is None or _comes_back(vocab, text, ids):
         return
@@ -65,6 +70,31 @@ def _encode(vocab: ByteVocab, text: str) -> list[int] | None:
     """The ids of ``text``, or ``None`` where they say nothing of the vocabulary."""
     ids = vocab.encode(text) if vocab.encode is not None else None
     return None if not ids or vocab.unknown_ids.intersection(ids) else ids
+
+
+def _check_printed(vocab: ByteVocab, text: str, ids: list[int] | None) -> None:
+    """Compare what the declared decoder prints for ``ids`` with their bytes."""
+    if vocab.prints is None or not ids:
+        return
+    kept, printed = vocab.prints(ids)
+    if _is_printed(vocab, kept, printed):
+        return
+    ends = range(1, len(kept) + 1)
+    end = next(n for n in ends if not _is_printed(vocab, *vocab.prints(kept[:n])))
+    raise TokenizerDecodeError(
+        vocab.name,
+        f"its decoder prints {printed!r} for tokens of the probe text {text!r}, whose bytes would "
+        f"be {b''.join(vocab.byte_strings[i] for i in kept)!r}. Pass self_check=False to "
+        "decode the vocabulary all the same",
+        kept[end - 1],
+        vocab.spellings[kept[end - 1]],
+    )
+
+
+def _is_printed(vocab: ByteVocab, ids: list[int], printed: str) -> bool:
+    """Whether bytes and text are equal, up to parts of characters."""
+    spelt = b"".join(vocab.byte_strings[token_id] for token_id in ids).decode("utf-8", "replace")
+    return spelt.replace("\ufffd", "") == printed.replace("\ufffd", "")
 
 
 def _comes_back(vocab: ByteVocab, text: str, ids: list[int]) -> bool:

@@ -96,7 +96,7 @@ def decode_vocab(
     Needs nothing but the object: the bytes come from the decoder that it declares itself
     (or, for SentencePiece, tiktoken and mistral-common, from the model it holds), so nothing
     is loaded again or fetched. They are what the id contributes in the middle of a text. Special
-    tokens spell their names; added tokens that are not special, their content.
+    tokens spell their names; added tokens that are not special, what decoding prints for them.
 
     Args:
         tokenizer: The tokenizer: a Hugging Face tokenizer (Rust, slow or mistral-common's), a bare
@@ -105,8 +105,9 @@ def decode_vocab(
         byte2str_fallback: The text of a token whose bytes are not valid UTF-8: its spelling in
             the tokenizer's files ("tokenizer"), one character a byte ("latin1"), or with
             U+FFFD in place of what is invalid ("replace").
-        self_check: Whether probe texts, which reach tokens of every class, are compared with the
-            bytes of their tokens. It takes a millisecond or two, also for 262,000 tokens.
+        self_check: Whether probe texts, which reach tokens of every class, are compared, as the
+            tokenizer lets them through, with the bytes of their tokens. It takes a millisecond or
+            two, also for 262,000 tokens.
 
     Returns:
         The pair ``(byte_vocab, str_vocab)``, lists indexed by token id, which also has

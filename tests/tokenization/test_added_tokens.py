@@ -58,7 +58,8 @@ def test_an_added_token_of_white_space_is_white_space(name, content, normalized)
     after = b"".join(vocabulary.byte_vocab[i] for i in ids[ids.index(added) + 1 :])
     assert (before.strip(), after.strip()) == (b"ab", b"ab")
     if not normalized:
-        assert vocabulary.byte_vocab[added].byte_string == content.encode()
+        space = b" " if name == "word-piece" else b""  # which decoding prints before every word
+        assert vocabulary.byte_vocab[added].byte_string == space + content.encode()
 
 
 @pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
@@ -202,3 +203,47 @@ def test_a_text_on_which_the_tokenizer_fails_says_nothing():
     vocabulary = decode_vocab(tokenizer)
     ids = tokenizer.encode("an apple").ids
     assert b"".join(vocabulary.byte_vocab[i] for i in ids) == b"an apple"
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_an_added_token_of_a_word_piece_vocabulary_has_the_space_that_decoding_prints(normalized):
+    words = ["[UNK]", "the", "fox", "a", ".", "nai", "##ve", "##es"]
+    model = models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_tokens([AddedToken("naive", normalized=normalized)])
+    vocabulary = decode_vocab(tokenizer)
+    assert len(vocabulary.byte_vocab) == 9
+    assert vocabulary.byte_vocab[8].byte_string == b" naive"
+    for text in ("the naive fox", "naive naive", "the naive.", "foxes naivea"):
+        ids = tokenizer.encode(text).ids
+        joined = b"".join(vocabulary.byte_vocab[i] for i in ids).decode()
+        assert joined == " " + tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("content", ["x▁y", "▁new", "▁▁▁▁▁"])
+@pytest.mark.parametrize("name", ["unigram", "llama-like"])
+def test_an_added_token_of_a_metaspace_vocabulary_has_no_block(name, content, normalized):
+    tokenizer = SMALL[name]()
+    tokenizer.add_tokens([AddedToken(content, normalized=normalized)])
+    vocabulary = decode_vocab(tokenizer)
+    token = vocabulary.byte_vocab[tokenizer.token_to_id(content)]
+    prepended = " " if normalized and name == "llama-like" else ""  # by its normalizer
+    assert token.decode() == prepended + content.replace("▁", " ")
+    a = tokenizer.token_to_id("a")
+    assert tokenizer.decode([a, token.token_id, a]).lstrip(" ") == f"a{token.decode()}a"
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("content", ["né", "Ġq", "日本 né"])
+def test_letters_of_an_added_token_are_no_bytes(content, normalized):
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken(content, normalized=normalized)])
+    vocabulary = decode_vocab(tokenizer)
+    text = f"a{content}b"
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.token_to_id(content) in ids
+    assert b"".join(vocabulary.byte_vocab[i] for i in ids) == text.encode()

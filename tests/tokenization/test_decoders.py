@@ -8,6 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from genlm_backend import decode_vocab
 from genlm_backend.errors import TokenizerDecodeError
 from genlm_backend.tokenization.reader import read_byte_vocab
+from genlm_backend.tokenization.self_check import PROBES
 from tests.tokenization.samples import LANGUAGES
 from tests.tokenization.small_tokenizers import SMALL, TEXTS, byte_level, byte_pieces, clip_like
 
@@ -180,3 +181,79 @@ def test_bytes_that_were_trained_as_special_tokens_are_bytes():
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         joined = b"".join(vocabulary.byte_vocab[i] for i in ids).decode()
         assert joined.removeprefix(" ") == text
+
+
+FUSE = decoders.Fuse()
+
+
+@pytest.mark.parametrize(
+    ("stages", "part"),
+    [
+        ([FUSE, decoders.Replace("th", "TH")], "Replace stage behind Fuse"),
+        ([FUSE, decoders.Replace(Regex("[a-z]+"), "x")], "Replace stage behind Fuse"),
+        ([FUSE, decoders.Metaspace()], "Metaspace stage behind Fuse"),
+        ([FUSE, decoders.WordPiece()], "WordPiece stage behind Fuse"),
+        ([FUSE, decoders.BPEDecoder()], "BPEDecoder stage behind Fuse"),
+        ([FUSE, decoders.ByteFallback()], "ByteFallback stage behind Fuse"),
+        ([decoders.ByteLevel(), decoders.Replace("a", "b")], "Replace stage behind ByteLevel"),
+    ],
+)
+def test_a_stage_that_sees_all_tokens_as_one_string_is_an_error(stages, part):
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.Sequence(stages)
+    with pytest.raises(TokenizerDecodeError, match=part):
+        decode_vocab(tokenizer, self_check=False)
+
+
+def test_stages_that_see_all_tokens_and_change_single_characters_are_decoded():
+    tokenizer = SMALL["unigram"]()
+    expected = decode_vocab(tokenizer)
+    strip = decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([FUSE, decoders.Replace("▁", " "), FUSE, strip])
+    assert [*map(bytes, decode_vocab(tokenizer).byte_vocab)] == [*map(bytes, expected.byte_vocab)]
+    tokenizer = byte_level()
+    expected = decode_vocab(tokenizer)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), FUSE, strip])
+    assert [*map(bytes, decode_vocab(tokenizer).byte_vocab)] == [*map(bytes, expected.byte_vocab)]
+
+
+def test_a_decoder_that_prints_something_else_is_found_out_and_the_token_named():
+    characters = sorted({*"".join(PROBES)})
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(characters)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    assert decode_vocab(tokenizer).byte_vocab[characters.index("\x1f")].byte_string == b"\x1f"
+    # A unit separator is white space to Python, and none to the tokenizer.
+    tokenizer.decoder = decoders.Replace(Regex(r"\s"), " ")
+    with pytest.raises(TokenizerDecodeError, match=r"its decoder prints .*a.x01b.x1fc") as caught:
+        decode_vocab(tokenizer)
+    assert caught.value.token == "\x1f"
+    assert decode_vocab(tokenizer, self_check=False).byte_vocab
+
+
+def test_an_added_token_that_is_printed_otherwise_is_found_out():
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate("ab<>")}, []))
+    tokenizer.decoder = decoders.Replace(Regex(r"\s"), " ")
+    decode_vocab(tokenizer)
+    tokenizer.add_tokens(["<\x1f>"])
+    with pytest.raises(TokenizerDecodeError, match="its decoder prints") as caught:
+        decode_vocab(tokenizer)
+    assert caught.value.token == "<\x1f>"
+
+
+@pytest.mark.parametrize(
+    "pre_tokenizer",
+    [
+        pre_tokenizers.Metaspace(),
+        pre_tokenizers.Metaspace(replacement="_"),
+        pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]),
+    ],
+)
+def test_a_decoder_that_leaves_what_stands_for_a_space_is_found_out(pre_tokenizer):
+    tokenizer = SMALL["unigram"]()
+    tokenizer.pre_tokenizer = pre_tokenizer
+    if "_" in pre_tokenizer.pre_tokenize_str("a b")[-1][0]:
+        tokenizer.decoder = decoders.Metaspace(replacement="_")
+    decode_vocab(tokenizer)
+    tokenizer.decoder = decoders.Fuse()
+    with pytest.raises(TokenizerDecodeError, match="does not come back"):
+        decode_vocab(tokenizer)

@@ -140,3 +140,19 @@ def test_nothing_is_inferred_from_what_is_written_in_python(part):
         tokenizer.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(PythonPreTokenizer())
     with pytest.raises(TokenizerDecodeError, match="serialised"):
         decode_vocab(tokenizer)
+
+
+def test_a_unigram_model_whose_unknown_token_is_another_than_the_tokenizer_says_is_decoded():
+    from transformers import PreTrainedTokenizerFast
+
+    rust = SMALL["unigram"]()
+    state = json.loads(rust.to_str())
+    state["model"]["vocab"].insert(1, ["<other>", 0.0])
+    state["model"]["unk_id"] = 1
+    state["added_tokens"] = []
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
+    tokenizer.unk_token = "<unk>"
+    assert 1 in tokenizer.encode("\U0002a6d6")
+    expected = [bytes(token) for token in decode_vocab(rust).byte_vocab]
+    decoded = [bytes(token) for token in decode_vocab(tokenizer).byte_vocab]
+    assert decoded == [expected[0], b"<other>", *expected[1:]]

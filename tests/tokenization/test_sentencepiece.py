@@ -182,3 +182,15 @@ def test_an_added_piece_of_the_model_is_decoded_by_a_slow_tokenizer(tmp_path, ki
         ids = tokenizer.encode(text, add_special_tokens=False)
         joined = b"".join(vocabulary.byte_vocab[i] for i in ids).decode()
         assert joined.strip() == tokenizer.decode(ids).strip() == text
+
+
+@pytest.mark.parametrize("kind", [GPTSw3Tokenizer, BertGenerationTokenizer])
+@pytest.mark.parametrize("content", ["x▁y", "▁▁", " w ", "neu"])
+def test_an_added_token_is_what_a_slow_tokenizer_prints_for_it(tmp_path, kind, content):
+    path = tmp_path / "spiece.model"
+    path.write_bytes(trained(byte_fallback=True))
+    tokenizer = kind(vocab_file=str(path))
+    tokenizer.add_tokens([AddedToken(content, normalized=False)])
+    token = decode_vocab(tokenizer).byte_vocab[tokenizer.convert_tokens_to_ids(content)]
+    letter = tokenizer.convert_tokens_to_ids("a")
+    assert tokenizer.decode([letter, token.token_id, letter]) == f"a{token.decode()}a"
