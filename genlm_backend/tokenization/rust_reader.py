@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 from genlm_backend.errors import TokenizerDecodeError
@@ -30,17 +30,7 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         TokenizerDecodeError: If the bytes of an id cannot be known.
     """
     spellings = _spellings(rust)
-
-    def encode(text: str) -> list[int] | None:
-        try:
-            return _encode(rust, text)[0]
-        except Exception:  # all that the Rust side raises for a character it has no token for
-            return None
-        except BaseException as error:
-            if type(error).__name__ == "PanicException":  # the Rust side fails on some texts
-                return None
-            raise
-
+    encode = _encoder(rust)
     unheard_of, unheard_of_ids = _unheard_of(encode, spellings)
     falls_back = any(is_byte_token(spellings[token_id] or "") for token_id in unheard_of_ids)
     try:
@@ -72,14 +62,10 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
     unknown = getattr(rust.model, "unk_token", None) or getattr(tokenizer, "unk_token", None)
     unknown_ids = {rust.token_to_id(unknown)} if unknown else set()
     if not unknown or not hasattr(rust.model, "unk_token"):
-        # A Unigram model has such an id, not always the tokenizer's, and does not tell it.
-        unknown_ids |= {
-            token_id
-            for token_id in unheard_of_ids
-            if byte_strings[token_id].strip()
-            and byte_strings[token_id] not in unheard_of.encode()
-            and spellings[token_id] != texts.written_space  # put before every word
-        }
+        # A Unigram model has such an id, not always the tokenizer's, and does not tell it. What is
+        # written for a space is put before every word.
+        heard = [i for i in unheard_of_ids if spellings[i] != texts.written_space]
+        unknown_ids.update(_not_of(unheard_of, heard, byte_strings))
     return ByteVocab(
         name=name,
         byte_strings=byte_strings,
@@ -93,6 +79,29 @@ def read_rust(tokenizer: Any, rust: Any, name: str) -> ByteVocab:
         prints=_printing(rust, byte_strings, spellings),
         added_texts=_added_texts(rust, ordinary, byte_strings),
     )
+
+
+def _encoder(rust: Any) -> Callable[[str], list[int] | None]:
+    """Return a function from a text to its ids, or ``None`` where the Rust side has none."""
+
+    def encode(text: str) -> list[int] | None:
+        try:
+            return _encode(rust, text)[0]
+        except Exception:  # all that the Rust side raises for a character it has no token for
+            return None
+        except BaseException as error:
+            if type(error).__name__ == "PanicException":  # the Rust side fails on some texts
+                return None
+            raise
+
+    return encode
+
+
+def _not_of(text: str, ids: Iterable[int], byte_strings: Sequence[bytes]) -> Iterator[int]:
+    """Return the ids whose bytes are not among those of a text that they came out of."""
+    for token_id in ids:
+        if byte_strings[token_id].strip() and byte_strings[token_id] not in text.encode():
+            yield token_id
 
 
 def _added_texts(
