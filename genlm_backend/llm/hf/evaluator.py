@@ -122,7 +122,7 @@ class HFEvaluator(Evaluator):
         with self._in_place():
             support = examine(runner, width, self._max_length)
             layout = self._layout(support, width)
-        self.passes.pads = support.pads
+        self.passes.pads, self.passes.aligns = support.pads, support.aligns
         self.passes.attend_whole, self.passes.layout = WholeAttend(layout), layout
         self._attend = support.attend
         if self._wanted_bytes != 0:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
@@ -28,6 +29,10 @@ _ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.0
 _DEFAULT_ROUNDING: Final = 0.25  # bfloat16, and quantised weights whatever they compute in
 _SHARE_OF_SPREAD: Final = 0.1
 _SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations: one rounding flips the next
+_MOST_COLUMNS: Final = 1 << 20
+_COPIED_BYTES: Final = 1 << 27  # of one layer's keys and values at a time
+_ALIGNMENT: Final = 1024
+_SHARE_OF_ROUNDING: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +45,14 @@ class KVSupport:
         attend: The way to attend to them that gives the model's own rows.
         reason: Why there is no layer; empty where there are some.
         pads: Whether a context run whole may be padded beside a longer one.
+        aligns: Whether contexts may share a pass only if as many tokens of each are in slots.
     """
 
     layout: KVLayout = field(default_factory=KVLayout)
     attend: Callable[[KVStore], Attend] = GatherAttend
     reason: str = ""
     pads: bool = True
+    aligns: bool = False
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -118,7 +125,7 @@ def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSuppor
 
     The rows of two short contexts are computed whole and then from slots, in two steps and padded
     to one batch. The first way to attend is taken whose difference is rounding, compared with the
-    difference that one wrong token makes. That takes four passes, of a small model on one thread.
+    difference that one wrong token makes. That takes five passes, of a small model on one thread.
     Where nothing can be kept, two more tell whether the model minds the padding of its rows.
 
     Raises:
@@ -174,7 +181,8 @@ def _examine_slots(runner: Runner, vocab_size: int, max_length: int | None) -> K
             layout, bare_row = _observe_layout(runner, long[:3])
             expected = _expected(runner, long, other, vocab_size)
             tolerance = _tolerance(runner, layout, expected.spread)
-            way, difference = _first_way(runner, layout, expected, tolerance)
+            trial, difference = _first_trial(runner, layout, expected, tolerance)
+            aligns = trial is not None and _counts_columns(trial, max_length)
     except UnsupportedModelError as error:
         return KVSupport(reason=str(error))
     except Exception as error:  # third-party model code may raise anything; it still runs whole
@@ -189,12 +197,12 @@ def _examine_slots(runner: Runner, vocab_size: int, max_length: int | None) -> K
                 f"{type(runner.model).__name__} counts positions in a way of its own: told that a "
                 "context begins at position 0, it gives other rows than when it is told nothing"
             )
-    if way is None:
+    if trial is None:
         return KVSupport(
             reason=f"rows from cached keys and values differ by {difference:.2g} from whole ones, "
             f"and by {expected.spread:.2g} between different contexts"
         )
-    return KVSupport(layout, way.over)
+    return KVSupport(layout, trial.way.over, aligns=aligns)
 
 
 def _is_small(runner: Runner) -> bool:
@@ -276,48 +284,96 @@ def _tolerance(runner: Runner, layout: KVLayout, spread: float) -> float:
     return max(smallest, share * spread)
 
 
-def _first_way(
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Two contexts whose first tokens are in slots, and the rest of them.
+
+    Attributes:
+        runner: What has computed the first tokens.
+        way: The way to attend to them.
+        store: The slots.
+        spans: The rest; the first and the last are of one context.
+        rows: Their rows.
+    """
+
+    runner: Runner
+    way: Way
+    store: KVStore
+    spans: tuple[Span, ...]
+    rows: torch.Tensor
+
+    @classmethod
+    def begun(cls, runner: Runner, layout: KVLayout, way: Way, expected: _Expected) -> Self:
+        """Compute the first tokens of both contexts, and then the rest of them."""
+        long, short = expected.long, expected.short
+        size = len(long) + len(short)
+        store = KVStore(layout, size + 2)
+        long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
+        first = [Span(long[:-2], (), long_slots[:-2]), Span(short[:1], (), short_slots[:1])]
+        runner.forward(first, way.probing(store, 0))
+        past, other = [(Run(i, span.slots, span.num_new),) for i, span in enumerate(first)]
+        spans = (
+            Span(long[-2:], past, long_slots[-2:], (1,)),
+            Span(short[1:], other, short_slots[1:], (len(short) - 2,)),
+            Span(long[-2:], past, range(size + 1, size + 3), (1,)),
+        )
+        rows = _row(runner.forward(spans, way.probing(store, 0)))
+        return cls(runner, way, store, spans, rows)
+
+    def change(self, wider: int) -> float:
+        """Return how far rows are from before in a pass with so many columns more."""
+        attend = self.way.probing(self.store, wider)
+        return _distance(_row(self.runner.forward(self.spans, attend)), self.rows)
+
+
+def _first_trial(
     runner: Runner, layout: KVLayout, expected: _Expected, tolerance: float
-) -> tuple[Way | None, float]:
-    """Return the first way to attend whose rows are the expected ones, and the last distance.
+) -> tuple[_Trial | None, float]:
+    """Return the first way's trial whose rows are the expected ones, and the last distance.
 
     Raises:
         Exception: What the last way raises; the model may be unable to attend in the others.
     """
-    *others, last = WAYS
-    for way in others:
-        try:
-            if (difference := _difference(runner, layout, way, expected)) <= tolerance:
-                return way, difference
-        except Exception as error:  # third-party model code may raise anything
-            logger.debug("%s cannot attend so", type(runner.model).__name__, exc_info=error)
-    difference = _difference(runner, layout, last, expected)
-    return last if difference <= tolerance else None, difference
-
-
-def _difference(runner: Runner, layout: KVLayout, way: Way, expected: _Expected) -> float:
-    """Return the largest distance of rows from slots, in two steps, to the expected ones.
-
-    Two of the rows share their beginning.
-    """
-    long, short = expected.long, expected.short
-    size = len(long) + len(short)
-    attend = way.probing(KVStore(layout, size + 2))
-    long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
-    first = [Span(long[:-2], (), long_slots[:-2]), Span(short[:1], (), short_slots[:1])]
-    runner.forward(first, attend)
-    pasts = [
-        (Run(number, span.slots, span.num_new),)  # what the first step has computed
-        for number, span in enumerate(first)
-    ]
-    second = [
-        Span(long[-2:], pasts[0], long_slots[-2:], (1,)),
-        Span(short[1:], pasts[1], short_slots[1:], (len(short) - 2,)),
-        Span(long[-2:], pasts[0], range(size + 1, size + 3), (1,)),
-    ]
-    rows = _row(runner.forward(second, attend))
     wanted = expected.long_row, expected.short_row, expected.long_row
-    return max(map(_distance, rows, wanted))
+    difference = math.inf
+    for way in WAYS:
+        try:
+            trial = _Trial.begun(runner, layout, way, expected)
+            difference = max(map(_distance, trial.rows, wanted))
+        except Exception as error:  # third-party model code may raise anything
+            if way is WAYS[-1]:
+                raise
+            logger.debug("%s cannot attend so", type(runner.model).__name__, exc_info=error)
+            continue
+        if difference <= tolerance:
+            return trial, difference
+    return None, difference
+
+
+def _counts_columns(trial: _Trial, max_length: int | None) -> bool:
+    """Return whether rows change beside a context that is far longer.
+
+    A model is told how many columns a pass has before the new tokens, which is as many as the
+    longest past, and where each row's tokens stand among its own. Some count by the first number:
+    they scale attention by it, or cut it out of a table. Rows that have as many past tokens each
+    are right all the same. A trial that is as wide as passes can be sees what no context of a few
+    tokens would: a scale that is 1 for the first 8,192 columns, a table that ends.
+    """
+    dtype = trial.store.layout.layers[0].dtype
+    wider = min(2 * (max_length or _MOST_COLUMNS), _MOST_COLUMNS)
+    if trial.way.copies:
+        num_bytes = trial.store.bytes_per_slot // len(trial.store.layout.layers)
+        wider = min(wider, _COPIED_BYTES // (num_bytes * len(trial.spans)))
+    wider = -(-wider // _ALIGNMENT) * _ALIGNMENT  # or kernels add up in another order
+    try:
+        change = trial.change(wider)
+        if change <= _SHARE_OF_ROUNDING * rounding(dtype):
+            return False
+        return change > 4 * trial.change(0)  # some devices add up in any order
+    except Exception as error:  # third-party model code may raise anything
+        name = type(trial.runner.model).__name__
+        logger.debug("%s takes no longer past", name, exc_info=error)
+        return True
 
 
 def _row(logits: torch.Tensor) -> torch.Tensor:
