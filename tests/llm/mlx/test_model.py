@@ -38,6 +38,7 @@ MORE = {
         num_hidden_layers=3,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "glm": lambda: families._config("GlmConfig", head_dim=8),
     "olmo2": lambda: families._config("Olmo2Config"),
     "olmo3": lambda: families._config(
         "Olmo3Config",
@@ -54,7 +55,7 @@ TOLERANCES = {
         ["llama", "qwen2", "qwen3", "deepseek-v3", "mixtral", "cohere", "granite", "stablelm"], 1e-4
     ),
     **dict.fromkeys(["mistral-sliding", "gemma3", "olmo2", "olmo3", "qwen3-moe"], 1e-4),
-    **dict.fromkeys(["phi", "gptj", "mamba"], 1e-4),
+    **dict.fromkeys(["phi", "gptj", "mamba", "glm"], 1e-4),
     "gemma": 5e-3,
 }
 
