@@ -54,7 +54,6 @@ _SMALL: Final = {
     **_named(2, "mamba_n_groups", "n_groups"),
     **_named(4, "time_step_rank", "mamba_dt_rank"),
     **_named(8, "rotary_dim"),
-    **_named(256, "max_position_embeddings", "n_positions", "n_ctx"),
     **_named(_WINDOW, "sliding_window", "attention_window_size", "attention_chunk_size"),
     **_named(_WINDOW, "sliding_window_size", "index_topk"),
     **_named(0, "pad_token_id"),
@@ -140,7 +139,8 @@ def _small(config: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     given = {k: v for k, v in config.items() if not k.startswith("quantization")}
     try:
-        full: dict[str, Any] = CONFIG_MAPPING[kind].from_dict(given).to_dict()
+        with _quiet():
+            full: dict[str, Any] = CONFIG_MAPPING[kind].from_dict(given).to_dict()
     except Exception as error:  # third-party code may raise anything of a strange config
         logger.debug("transformers does not take this config", exc_info=error)
         return None

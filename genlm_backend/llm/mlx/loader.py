@@ -121,7 +121,8 @@ def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
 def _implied(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what some models of mlx-lm need and others of their config's entries say."""
     pairs = {"n_ctx": "n_positions", "num_experts": "num_local_experts"}
-    return {name: config[other] for name, other in pairs.items() if other in config}
+    found = {name: config[other] for name, other in pairs.items() if other in config}
+    return {"rope_scaling": None, **found}
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -118,6 +118,23 @@ def test_tables_of_rotary_frequencies_are_computed_where_the_model_was_made(kind
 
 
 @needs_mlx
+def test_positions_that_depend_on_the_length_of_a_pass():
+    """A context has the row that it has alone, beside longer ones too."""
+    from transformers import LlamaConfig
+
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = {**families.COMMON, "max_position_embeddings": 20, "rope_parameters": rope}
+    with over(families.of(LlamaConfig(**config)), max_length=60) as lm:
+        assert not lm.kv_reuse
+        contexts = random_contexts(10, seed=7, max_length=50)
+        assert {len(context) > 20 for context in contexts} == {False, True}
+        rows = lm.batch_next_token_logprobs_sync(contexts)
+        for row, context in zip(rows, contexts, strict=True):
+            alone = lm.next_token_logprobs_uncached(context)
+            torch.testing.assert_close(row, alone, atol=1e-4, rtol=0)
+
+
+@needs_mlx
 def test_nothing_is_compiled_nor_written_beside_the_program(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with over(families.make("gemma")) as lm:
