@@ -78,14 +78,16 @@ def check_option_names(kind: type, given: Iterable[str], nested: Mapping[str, st
     Args:
         kind: The class.
         given: Names to check.
-        nested: Names that go into one of its options, and the option of each.
+        nested: Names that go into one of its options, and the option of each; or that have another
+            name there, after a dot.
     """
     known = list(_option_names(kind))
     for name in given:
         if name in nested and name not in known:
+            option, _, own = nested[name].partition(".")
             raise OptionTypeError(
-                f"{name} is no option of {kind.__name__}: it goes into {nested[name]}, as "
-                f"{nested[name]}={{{name!r}: …}}"
+                f"{name} is no option of {kind.__name__}: it goes into {option}, as "
+                f"{option}={{{own or name!r}: …}}"
             )
     check_names(given, known, f"option of {kind.__name__}", also=_loading_names(kind))
 
@@ -140,6 +142,7 @@ def integer(least: int | None = None, most: int | None = None) -> Check[int]:
         if found is None:
             is_whole = isinstance(value, float) and value.is_integer()
             hint = f": write {int(value)}" if is_whole else ""
+            hint = "; pass its token_id" if hasattr(value, "token_id") else hint
             raise OptionTypeError(f"{name} must be {wanted}, got {shown(value)}{hint}")
         if least is not None and found < least:
             raise OptionError(f"{name} must be {wanted}, got {found}")
@@ -280,10 +283,16 @@ def sequence(check: Check[T], wanted: str) -> Check[tuple[T, ...]]:
         except OptionError as error:
             raise OptionError(f"{name} must be {wanted}, got {shown(value)}") from error
         except (TypeError, RuntimeError) as error:  # RuntimeError: of a tensor that holds nothing
-            raise OptionTypeError(f"{name} must be {wanted}, got {shown(value)}") from error
+            hint = "; pass the token_id of each" if _has_tokens(value) else ""
+            raise OptionTypeError(f"{name} must be {wanted}, got {shown(value)}{hint}") from error
         raise OptionTypeError(f"{name} must be {wanted}, got {shown(value)}")
 
     return check_all
+
+
+def _has_tokens(value: Any) -> bool:
+    """Return whether a collection has tokens in it, which know their ids."""
+    return isinstance(value, Collection) and any(hasattr(each, "token_id") for each in value)
 
 
 def known_device(name: str, value: Any) -> Any:
@@ -317,7 +326,7 @@ def device(name: str, value: Any) -> Any:
 
     found = torch.device(known_device(name, value))
     try:
-        torch.empty(1, device=found)
+        torch.empty(1, dtype=torch.float32, device=found)
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).split("\n")[0]
         raise DeviceError(f"{name} {str(value)!r} cannot be used: {reason}") from error

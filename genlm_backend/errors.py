@@ -35,6 +35,7 @@ keeps working without knowing this module::
     ├── ReplacedNameError (NotImplementedError)  a name of genlm.backend that is not needed here
     ├── BatcherClosedError (RuntimeError)    asked after close()
     ├── ForkedError (RuntimeError)           asked in a fork of the process it lives in
+    ├── NotPicklableError (TypeError)        pickled or copied, though it lives in one process
     ├── QueryDroppedError (RuntimeError)     the query was dropped before it was answered
     ├── EvaluationError (RuntimeError)       an evaluation broke its contract
     │   └── EngineDiedError                  the process that evaluates has ended
@@ -189,6 +190,10 @@ class BatcherClosedError(GenlmBackendError, RuntimeError):
 
 class ForkedError(GenlmBackendError, RuntimeError):
     """A model, engine or trie was used in a fork of its process, where its threads are not."""
+
+
+class NotPicklableError(GenlmBackendError, TypeError):
+    """A model, engine or trie was pickled or copied, though its threads live in one process."""
 
 
 class QueryDroppedError(GenlmBackendError, RuntimeError):

@@ -1,13 +1,34 @@
-"""ProcessLock: a lock that raises in a fork of its process, where it might never be free."""
+"""Locks and objects of one process: they raise in a fork of it, and are not pickled."""
 
 from __future__ import annotations
 
+import abc
 import os
 import threading
 import weakref
-from typing import Final, final
+from typing import Final, NoReturn, final
 
-from genlm_backend.errors import ForkedError
+from genlm_backend.errors import ForkedError, NotPicklableError
+
+_MAKE_IT_THERE: Final = (
+    "make the model, engine or trie in the process that uses it, after the fork or in one that "
+    "spawn has started (for a DataLoader of torch, in its worker_init_fn)"
+)
+
+
+class OfOneProcess(abc.ABC):  # noqa: B024
+    """An object with threads, which live in the process that made it: it is not pickled."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            NotPicklableError: (``TypeError``) Always.
+        """
+        raise NotPicklableError(
+            f"{type(self).__name__} cannot be pickled or copied, since its threads live in one "
+            f"process: {_MAKE_IT_THERE}"
+        )
 
 
 @final
@@ -73,8 +94,7 @@ class _Foreign:
         process = os.getpid()
         return ForkedError(
             f"used in process {process}, which was forked from process {self._owner} where it "
-            f"lives: its threads are not here; make the model, engine or trie in this process, "
-            f'or start processes by multiprocessing.get_context("spawn")'
+            f"lives: its threads are not here; {_MAKE_IT_THERE}"
         )
 
     def __enter__(self) -> bool:

@@ -43,7 +43,9 @@ def _copy(source: KVStore, from_slots: Sequence[int], to: KVStore, to_slots: Seq
     if len(from_slots) >= LONG_STRETCH * len(stretches):
         _copy_stretches(source, to, stretches)
         return
-    wanted, places = torch.tensor(list(from_slots)), torch.tensor(list(to_slots))
+    wanted, places = (
+        torch.tensor(list(slots), dtype=torch.int64) for slots in (from_slots, to_slots)
+    )
     for old, new in zip(source.codes, to.codes, strict=True):
         for codes, kept in zip(old, new, strict=True):
             # What the processor reads and writes has to be there, so that this waits for copies.

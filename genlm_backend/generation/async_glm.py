@@ -28,13 +28,13 @@ from genlm_backend.generation.served_model import ServedModel
 from genlm_backend.generation.task import Task
 from genlm_backend.llm.base import AsyncLM
 from genlm_backend.llm.query import TokenIds
-from genlm_backend.process_lock import ProcessLock
+from genlm_backend.process_lock import OfOneProcess, ProcessLock
 
 _NAME = "model"
 
 
 @final
-class AsyncGLM:
+class AsyncGLM(OfOneProcess):
     """Generates for many threads at once: ``submit`` a task, ``get_result`` later.
 
     What ``model.generate`` does for one caller at a time, this does for as many as come: tasks

@@ -77,9 +77,10 @@ class BeamSearch(Draft):
         rows, beams, config = self._rows, self._beams, self._config
         assert rows is not None
         self._rows = None
-        ids = torch.tensor([beam.context for beam in beams], device=rows.device)
+        ids = torch.tensor([b.context for b in beams], dtype=torch.int64, device=rows.device)
         scores = self._processors(ids, rows.clone()) if self._processors else rows
-        scores = scores + torch.tensor([b.score for b in beams], device=rows.device)[:, None]
+        before = torch.tensor([b.score for b in beams], dtype=torch.float32, device=rows.device)
+        scores = scores + before[:, None]
         found = scores.flatten().topk(min(self._num_candidates, scores.numel()))
         check_possible(float(found.values[0]))  # NaN counts as the largest
         candidates: list[_Beam] = []
@@ -119,7 +120,9 @@ class BeamSearch(Draft):
 
     def _scored(self, beam: _Beam) -> _Beam:
         length = len(beam.context) - len(self._prompt.token_ids)
-        scale = torch.tensor(beam.score) / (length**self._config.length_penalty)
+        scale = torch.tensor(beam.score, dtype=torch.float32) / (
+            length**self._config.length_penalty
+        )
         return _Beam(beam.context, float(scale), beam.logprobs)
 
     def _end(self, beams: list[_Beam]) -> None:
@@ -137,7 +140,10 @@ class BeamSearch(Draft):
         is_longest = stopping == "never" and penalty > 0
         length = self._prompt.max_length if is_longest else len(best.context)
         length -= len(self._prompt.token_ids)
-        return bool(torch.tensor(best.score) / (length**penalty) > self._ended[-1].score)
+        return bool(
+            torch.tensor(best.score, dtype=torch.float32) / (length**penalty)
+            > self._ended[-1].score
+        )
 
     # ---------------------------------------------------------------- texts
 

@@ -30,13 +30,13 @@ from genlm_backend.generation.served_model import ServedModel
 from genlm_backend.generation.status import GeneratedElements, GenerationStatus
 from genlm_backend.llm.base import AsyncLM
 from genlm_backend.llm.query import TokenIds
-from genlm_backend.process_lock import ProcessLock
+from genlm_backend.process_lock import OfOneProcess, ProcessLock
 
 _RUNTIME_CONFIG = instance(RuntimeConfig, "a RuntimeConfig")
 
 
 @final
-class Engine(Closing):
+class Engine(OfOneProcess, Closing):
     """Holds models by name and generates texts for whoever asks, batched together.
 
     Requests live on an event loop of the engine's own, on a thread of its own: they are started,

@@ -99,7 +99,7 @@ class Sample(Draft):
     def _apply(self, processors: Any, logits: torch.Tensor) -> torch.Tensor:
         if not processors:
             return logits
-        ids = torch.tensor([self.contexts[0]], device=logits.device)
+        ids = torch.tensor([self.contexts[0]], dtype=torch.int64, device=logits.device)
         return processors(ids, logits[None])[0]
 
     def _is_end(self, token_id: int) -> bool:

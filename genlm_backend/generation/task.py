@@ -104,7 +104,14 @@ class Task:
         longest = max(len(token_ids) for _, token_ids in texts)
         return torch.stack(
             [
-                torch.cat([row, torch.tensor(ids + [self.pad_token_id] * (longest - len(ids)))])
+                torch.cat(
+                    [
+                        row,
+                        torch.tensor(
+                            ids + [self.pad_token_id] * (longest - len(ids)), dtype=torch.int64
+                        ),
+                    ]
+                )
                 for row, ids in texts
             ]
         )

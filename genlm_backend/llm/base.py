@@ -197,7 +197,11 @@ class AsyncLM(SamplingLM, Closing):
         return self._stacked(rows)
 
     def _stacked(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.stack(list(rows)) if rows else torch.empty(0, len(self.byte_vocab))
+        return (
+            torch.stack(list(rows))
+            if rows
+            else torch.empty(0, len(self.byte_vocab), dtype=torch.float32)
+        )
 
     # ---------------------------------------------------------------- scores
 

@@ -29,12 +29,13 @@ from genlm_backend.llm.row_scores import scores_of_rows, scores_of_rows_sync
 from genlm_backend.llm.scoring import Question, Scoring, check_scorings, distinct, own_scores
 from genlm_backend.llm.statistics import LMStatistics
 from genlm_backend.llm.threads import release_idle_threads
+from genlm_backend.process_lock import OfOneProcess
 
 T = TypeVar("T")
 DEFAULT_ROW_CACHE_BYTES = 256 << 20
 
 
-class BatchedLM(AsyncLM):
+class BatchedLM(OfOneProcess, AsyncLM):
     """A model over an evaluator: checks, batching, the row cache and adapters' names.
 
     The evaluator is called on one worker thread of the model's own, which it has until
@@ -192,7 +193,9 @@ class BatchedLM(AsyncLM):
 
     def _table(self, rows: Sequence[Row]) -> torch.Tensor:
         if not rows:
-            return torch.empty(0, len(self.byte_vocab), device=self.output_device)
+            return torch.empty(
+                0, len(self.byte_vocab), dtype=torch.float32, device=self.output_device
+            )
         return table_of(rows, self.output_device)
 
     def _before_wait(self) -> None:

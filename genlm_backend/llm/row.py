@@ -145,7 +145,9 @@ def scores_of_logits(
         undefined_ids: Ids that no token has, whose logits are left out.
     """
     shifted, _, logarithms = _normalised(logits, undefined_ids)
-    rows, columns = (torch.tensor(ids, device=logits.device) for ids in (places, targets))
+    rows, columns = (
+        torch.tensor(ids, dtype=torch.int64, device=logits.device) for ids in (places, targets)
+    )
     return shifted[rows, columns] - logarithms[rows, 0]
 
 

@@ -104,11 +104,11 @@ class RowScores:
 
     def put(self, rows: torch.Tensor) -> None:
         """Take the targets' log-probabilities from the rows of the last chunk: ``[n, vocab]``."""
-        targets = torch.tensor(self._targets, device=rows.device)
+        targets = torch.tensor(self._targets, dtype=torch.int64, device=rows.device)
         self._found.append(rows.gather(1, targets[:, None])[:, 0].float())
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the scores of each text, once all rows were put in."""
-        found = torch.cat(self._found) if self._found else torch.empty(0)
+        found = torch.cat(self._found) if self._found else torch.empty(0, dtype=torch.float32)
         parts = found.split([scoring.num_targets for scoring in self._scorings])
         return [part.clone() for part in parts]  # each with memory of its own

@@ -124,5 +124,5 @@ def own_scores(
     scorings: Sequence[Scoring], found: Mapping[Scoring, torch.Tensor], device: torch.device
 ) -> list[torch.Tensor]:
     """Return the scores of each text on ``device``, copied for a caller to modify."""
-    nothing = torch.empty(0)
+    nothing = torch.empty(0, dtype=torch.float32)
     return [found.get(scoring, nothing).to(device, copy=True) for scoring in scorings]

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, final, get_args
 from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.checks import checked, instance, integer, number, shown
 from genlm_backend.errors import BatcherClosedError, UnknownBackendError
-from genlm_backend.process_lock import ProcessLock
+from genlm_backend.process_lock import OfOneProcess, ProcessLock
 from genlm_backend.readable import Readable
 from genlm_backend.trie.base import VocabularyTrie
 from genlm_backend.trie.operation import Operation, Weights, check_weights
@@ -37,7 +37,7 @@ class TrieStatistics(Readable):
 
 
 @final
-class AsyncTokenCharacterTrie:
+class AsyncTokenCharacterTrie(OfOneProcess):
     """A trie whose prefix weights can be awaited, by many coroutines at once.
 
     All concurrent awaits of an operation are evaluated as one batch on a worker thread, so that

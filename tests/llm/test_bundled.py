@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import random
+import warnings
 
 import pytest
 import torch
@@ -67,9 +68,15 @@ def test_a_particles_step_costs_one_token(lm):
 )
 @pytest.mark.filterwarnings("ignore")
 def test_quantised_weights_run_on_the_cpu(lm, options, megabytes, tolerance):
-    with AsyncTransformer.from_name(
-        "smollm2", bitsandbytes_opts=options, kv_cache_bytes=64 << 20
-    ) as small:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = AsyncTransformer.from_name(
+            "smollm2", bitsandbytes_opts=options, kv_cache_bytes=64 << 20
+        )
+    # On some processors bitsandbytes has another kernel for one row than for many, with 16 bits.
+    is_told = any("depend on what they are computed beside" in str(w.message) for w in caught)
+    tolerance = max(tolerance, 0.5) if is_told else tolerance
+    with made as small:
         assert small.model.get_memory_footprint() < megabytes * 1e6
         assert small.kv_reuse
         prompt = lm.tokenizer.encode("The capital of France is")

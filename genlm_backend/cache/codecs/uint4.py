@@ -76,7 +76,7 @@ class UInt4(Codec):
         """Return the integers and their zeros times the scales, rotated back."""
         pairs, scales, zeros = codes
         half = self.width // 2
-        flat = torch.empty(len(pairs), self.width, device=pairs.device)
+        flat = torch.empty(len(pairs), self.width, dtype=torch.float32, device=pairs.device)
         flat[:, :half] = pairs & _LARGEST
         flat[:, half:] = pairs >> 4
         groups = flat.view(len(pairs), self._num_groups, self._group_size)
@@ -129,7 +129,7 @@ def _quantised(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
 @functools.cache
 def hadamard(size: int, device: torch.device) -> torch.Tensor:
     """Return Sylvester's symmetric orthogonal matrix: float32 ``[size, size]``, a power of two."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return (matrix / math.sqrt(size)).to(device)

@@ -37,7 +37,7 @@ def _drawn(drawing: Drawing, answer: Any, undefined_ids: Sequence[int]) -> Any:
     if not is_row(answer):
         return answer
     if undefined_ids:
-        ids = torch.tensor(undefined_ids)
+        ids = torch.tensor(undefined_ids, dtype=torch.int64)
         answer = Row(answer.logprobs.cpu().clone(), answer.normaliser).without(ids)
     try:
         return drawing.of_row(answer)

@@ -16,6 +16,7 @@ from genlm_backend.cache import KVCacheDtype, KVLayout, KVStore, Match, TierName
 from genlm_backend.errors import CacheError, OptionError
 from genlm_backend.garbage import collection_paused
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.llm.hf.architecture import check_predicts
 from genlm_backend.llm.hf.attend import WholeAttend
 from genlm_backend.llm.hf.by_adapter import answers_by_adapter
 from genlm_backend.llm.hf.job import Asked, Found
@@ -120,8 +121,17 @@ class HFEvaluator(Evaluator):
             with self._adapters.in_place():
                 self.packed.pack(runner.model)
         with self._in_place():
+            check_predicts(runner, width)
             support = examine(runner, width, self._max_length)
             layout = self._layout(support, width)
+        if support.spread_alone:
+            warnings.warn(
+                f"rows of this {type(runner.model).__name__} depend on what they are computed "
+                f"beside, beyond rounding: alone, one has a root mean square difference of "
+                f"{support.spread_alone:.2g} to the same row among others; its quantised weights "
+                "have kernels of several precisions on this processor",
+                stacklevel=2,
+            )
         self.passes.pads, self.passes.aligns = support.pads, support.aligns
         self.passes.attend_whole, self.passes.layout = WholeAttend(layout), layout
         self._attend = support.attend

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from genlm_backend.llm.hf.support import rounding
+from genlm_backend.llm.hf.trial import rounding
 
 Entry = tuple[dict[str, Any], str, Any]
 """A dictionary, a key of it, and the value that belongs there for some time."""
@@ -204,7 +204,8 @@ def _own_name(key: str) -> str:
 def _outputs(model: Any, start: int, stop: int, **options: Any) -> Any:
     weight = model.get_input_embeddings().weight
     token_ids = [i % len(weight) for i in range(start, stop)]
-    return model(input_ids=torch.tensor([token_ids], device=weight.device), **options)
+    ids = torch.tensor([token_ids], dtype=torch.int64, device=weight.device)
+    return model(input_ids=ids, **options)
 
 
 def _row(model: Any) -> torch.Tensor:

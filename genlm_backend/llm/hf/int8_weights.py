@@ -65,7 +65,7 @@ def quantize(model: Any) -> None:
         )
     try:
         with torch.inference_mode():
-            model(torch.tensor([[0, 0]]))
+            model(torch.tensor([[0, 0]], dtype=torch.int64))
     except AttributeError as error:
         raise UnsupportedModelError(
             f"weights='int8' does not go with {type(model).__name__}, which asks for more than the "
@@ -156,7 +156,7 @@ def _is_exact() -> bool:
     """Whether products of digits are exact, up to the largest: some processors cut off."""
     digits = torch.tensor([[255] * 64, [1] * 64, [0, 255] * 32], dtype=torch.uint8)
     codes = torch.tensor([[127] * 64, [-127] * 64, [127, -127] * 32], dtype=torch.int8)
-    scale, zero = torch.ones(3), torch.zeros(3, dtype=torch.int32)
+    scale, zero = torch.ones(3, dtype=torch.float32), torch.zeros(3, dtype=torch.int32)
     try:
         found = _products(digits, torch.ops.onednn.qlinear_prepack(codes, None), scale, zero)
     except (RuntimeError, AttributeError) as error:  # a build that does not have them

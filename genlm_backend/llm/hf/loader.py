@@ -13,9 +13,10 @@ from genlm_backend.checks import Check, one_of, shown
 from genlm_backend.errors import OptionError, OptionTypeError, PictureError
 from genlm_backend.llm.bundled import is_bundled
 from genlm_backend.llm.elsewhere.process import pickled
+from genlm_backend.llm.hf.architecture import check_architecture, check_complete
 from genlm_backend.llm.hf.evaluator import HFEvaluator
 from genlm_backend.llm.hf.memory import check_budgets
-from genlm_backend.llm.hf.options import loading_options
+from genlm_backend.llm.hf.options import explained_options, loading_options
 from genlm_backend.llm.loading import check_holds, hub_options, resolve_name
 
 Weights: TypeAlias = Literal["int8"]
@@ -93,7 +94,8 @@ class HFLoader:
 
         Raises:
             OptionError: (``ValueError``) If its weights cannot be brought into the format.
-            UnsupportedModelError: (``ValueError``) If it does not compute with them.
+            UnsupportedModelError: (``ValueError``) If it is no causal language model, lacks some of
+                its weights, or does not compute with those of the format.
         """
         from transformers import (
             AutoModelForCausalLM,
@@ -104,9 +106,13 @@ class HFLoader:
         # What ships as a package is wherever the process is that loads it.
         path = resolve_name(self.name) if is_bundled(self.name) else self.path
         config, _ = PretrainedConfig.get_config_dict(path, **self._shared)
+        check_architecture(self.name, config)
         sees = "vision_config" in config and config.get("model_type") in _seeing()
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        model = kind.from_pretrained(path, **self.options)
+        with explained_options(self.options):
+            loaded: Any = kind.from_pretrained(path, **self.options, output_loading_info=True)
+        model, told = loaded
+        check_complete(self.name, model, told["missing_keys"])
         if self.weights == "int8":
             from genlm_backend.llm.hf.int8_weights import quantize
 

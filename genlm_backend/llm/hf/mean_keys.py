@@ -33,8 +33,11 @@ def mean_keys(runner: Runner, vocab_size: int, longest: float) -> list[torch.Ten
     farthest = int(min(longest, _FARTHEST))
     num_tokens = min(_NUM_TOKENS, farthest)
     ids = [generator.randrange(vocab_size) for _ in range(num_tokens)]
-    positions = torch.arange(num_tokens) * (farthest // num_tokens)
-    inputs = {"input_ids": torch.tensor([ids]), "position_ids": positions.unsqueeze(0)}
+    positions = torch.arange(num_tokens, dtype=torch.int64) * (farthest // num_tokens)
+    inputs = {
+        "input_ids": torch.tensor([ids], dtype=torch.int64),
+        "position_ids": positions.unsqueeze(0),
+    }
     if "position_ids" not in runner.parameters:
         del inputs["position_ids"]
     cache = DynamicCache()

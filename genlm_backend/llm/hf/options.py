@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -34,8 +36,12 @@ NESTED: Final[Mapping[str, str]] = {
         ),
         "bitsandbytes_opts",
     ),
+    "device": "hf_opts.device_map",
 }  # fmt: skip
-"""Options of loading, and the mapping of ``AsyncTransformer.from_name`` that each goes into."""
+"""Options of loading, and the mapping of ``AsyncTransformer.from_name`` that each goes into.
+
+After a dot stands what it is called there.
+"""
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 """The frequent ones of the dtypes that weights may have."""
@@ -69,6 +75,28 @@ def loading_options(
     if quantization:
         options["quantization_config"] = _quantization_config(quantization)
     return options
+
+
+@contextlib.contextmanager
+def explained_options(options: Mapping[str, Any]) -> Iterator[None]:
+    """Turn the error of a model that takes no option of some name into one of ours.
+
+    Loading hands on to the model what it does not know itself, and what is no key of its config.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If there is no option of some name.
+    """
+    try:
+        yield
+    except TypeError as error:
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if found is None or found[1] not in options:
+            raise
+        known = [name for name, option in NESTED.items() if option == "hf_opts"]
+        near = near_names(found[1], known)
+        raise OptionTypeError(
+            f"hf_opts has no {found[1]}, which neither loading nor the model's config knows{near}"
+        ) from error
 
 
 def _check_dtype(name: str, value: Any) -> None:

@@ -185,7 +185,7 @@ def _checksum(weight: torch.Tensor) -> tuple[int, int]:
 
 
 def _weighted(sums: torch.Tensor) -> int:
-    return int((sums * torch.arange(1, len(sums) + 1)).sum())
+    return int((sums * torch.arange(1, len(sums) + 1, dtype=torch.int64)).sum())
 
 
 def _can_be_packed(weight: torch.Tensor) -> bool:
@@ -224,7 +224,8 @@ def _is_better(layers: list[nn.Linear]) -> bool:
 def _is_same(packed: nn.Linear, layer: nn.Linear) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight = layer.weight
-    rows = torch.randn(_NUM_ROWS, weight.shape[1], generator=generator).to(weight.dtype)
+    shape = _NUM_ROWS, weight.shape[1]
+    rows = torch.randn(shape, generator=generator, dtype=torch.float32).to(weight.dtype)
     found, expected = packed(rows).float(), layer(rows).float()
     tolerance = 8 * torch.finfo(weight.dtype).eps * expected.abs().max()
     return bool(((found - expected).abs() <= tolerance).all())

@@ -20,6 +20,7 @@ from genlm_backend.llm.hf.packing import Span
 from genlm_backend.llm.hf.plan import (
     CostModel,
     Segment,
+    cut_to_sound,
     plan_groups,
     plan_segments,
     plan_waves,
@@ -280,9 +281,9 @@ class Passes:
                 slots = self.tree.allocate(num_new, matches)
             if slots is not None:
                 num_reused = sum(job.start for job in jobs)
-                is_sound = self._run(jobs, segments, slots, questions[0].adapter)
+                self._run(jobs, segments, slots, questions[0].adapter)
                 self.tokens_reused += num_reused
-                return [job.answer for job in jobs] if is_sound else self.whole(questions)
+                return self._sound_answers(questions, jobs)
         finally:
             for job in jobs:
                 assert job.match is not None
@@ -292,10 +293,20 @@ class Passes:
             return self.whole(questions)
         return _in_halves(questions, self._from_slots)
 
+    def _sound_answers(self, questions: list[Asked], jobs: list[Job]) -> list[Found]:
+        """Return the answers of jobs that have been run, those with NaN among them run whole.
+
+        Attention gives what it masks a weight of zero, and zero times NaN is NaN. So a context
+        that overflows spoils its own beginning too, and the answers of others that end there.
+        """
+        spoilt = [q for q, job in zip(questions, jobs, strict=True) if job.is_spoilt(job.outputs)]
+        again = dict(zip(spoilt, self.whole(spoilt), strict=True)) if spoilt else {}
+        return [again.get(q, job.answer) for q, job in zip(questions, jobs, strict=True)]
+
     def _run(
         self, jobs: list[Job], segments: list[Segment], slots: list[int], adapter: Adapter | None
-    ) -> bool:
-        """Compute the jobs' answers; return whether no NaN came. If one did, nothing is kept.
+    ) -> None:
+        """Compute the jobs' answers, and keep what none of them shows to have overflown.
 
         Where nobody waits for them any more, what has been computed is kept all the same.
         """
@@ -303,13 +314,14 @@ class Passes:
         for segment in segments:
             segment.slots = slots[start : start + segment.num_tokens]
             start += segment.num_tokens
-        held = dict.fromkeys(segments)  # whose slots are neither the tree's nor free
+        # The slots that are neither the tree's nor free, by the segment that they were for.
+        held = {segment: segment.slots for segment in segments}
         computed: list[Segment] = []
 
         def keep() -> None:
             for segment in computed:
                 self._insert(segment, adapter)
-                del held[segment]
+                held[segment] = held[segment][segment.num_tokens :]
 
         try:
             for wave in plan_waves(segments):
@@ -318,10 +330,8 @@ class Passes:
                     self._forward([wave[i] for i in group], self.attend)
                     computed += [wave[i] for i in group]
             if any(job.is_spoilt(job.outputs) for job in jobs):
-                # Attention gives what it masks a weight of zero, and zero times NaN is NaN. So a
-                # context that overflows spoils the keys and values of its own beginning, which
-                # other contexts share.
-                return False
+                cut_to_sound(segments)
+                computed = [segment for segment in segments if segment.num_tokens]
             keep()
         except QueryDroppedError:
             # There may be no row yet that would tell whether they have overflown.
@@ -329,8 +339,7 @@ class Passes:
                 keep()
             raise
         finally:
-            self.tree.free([*chain.from_iterable(segment.slots for segment in held)])
-        return True
+            self.tree.free([*chain.from_iterable(held.values())])
 
     def _insert(self, segment: Segment, adapter: Adapter | None) -> None:
         """Hand one segment's slots to the tree, below what its context has there by now."""

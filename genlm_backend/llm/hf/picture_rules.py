@@ -125,7 +125,7 @@ def _in_steps(
     store = KVStore(layout, size)
     slots = range(1, stop + 1)
     runner.forward([Span(ids[:stop])], RootAttend(pictures, layout, store, slots, stop))
-    root = torch.tensor([ids[:stop]])
+    root = torch.tensor([ids[:stop]], dtype=torch.int64)
     _, shift = positions_of(runner.model, root, pictures)
     rest = Span(
         ids[stop:],
@@ -148,7 +148,10 @@ def _as_the_model_goes_on(runner: Runner, pictures: Pictures, ids: list[int]) ->
         for name, value in pictures.inputs.items()
         if name in taken
     }
-    prompt, rest = (torch.tensor([part], device=runner.device) for part in (ids[:size], ids[size:]))
+    prompt, rest = (
+        torch.tensor([part], dtype=torch.int64, device=runner.device)
+        for part in (ids[:size], ids[size:])
+    )
     runner.model(input_ids=prompt, **inputs, past_key_values=cache, use_cache=True)
     logits = runner.model(input_ids=rest, past_key_values=cache, use_cache=True).logits
     return logits[0, -_NUM_ROWS:].float().log_softmax(-1).cpu()

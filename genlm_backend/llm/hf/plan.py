@@ -247,6 +247,26 @@ def _chunk(segments: list[Segment], cost: CostModel) -> list[Segment]:
     return chunks
 
 
+def cut_to_sound(segments: Sequence[Segment]) -> None:
+    """Cut off each segment's tokens that no answer without NaN has been computed from.
+
+    All of them have been run. Where a row or a score is a number, so are the keys and values that
+    it was computed from.
+    """
+    stops = {segment: segment.start for segment in segments}
+    for segment in segments:
+        for position, jobs in segment.outputs.items():
+            if all(job.is_spoilt(range(position, position + 1)) for job in jobs):
+                continue
+            read: Segment | None = segment
+            stop = position + 1
+            while read is not None and stops[read] < stop:
+                stops[read], stop, read = stop, read.start, read.parent
+    for segment, stop in stops.items():
+        segment.stop = stop
+        segment.slots = segment.slots[: segment.num_tokens]
+
+
 def plan_waves(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Return the segments in order of execution: each wave needs only the ones before it."""
     waves: list[list[Segment]] = [[] for _ in range(1 + max(s.wave for s in segments))]

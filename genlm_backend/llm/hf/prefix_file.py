@@ -109,7 +109,7 @@ def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
             raise PrefixFileError(f"{path} is {_DIFFERENT[name]}{kinds}")
     if said.pop("digest", None) != _digest(said, tensors):
         raise PrefixFileError(f"{path} has been changed since it was written")
-    token_ids = tensors.get("token_ids", torch.empty(0))
+    token_ids = tensors.get("token_ids", torch.empty(0, dtype=torch.int64))
     found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     if found != _kinds(layout, token_ids.numel()):
         raise PrefixFileError(f"{path} does not hold the tensors that it says")

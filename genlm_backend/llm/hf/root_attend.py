@@ -109,7 +109,7 @@ class _RootLayer(SlotLayer):
         """Return new keys and values as they will be read; those that have slots are written."""
         rows = by_token(key_states, value_states, None)
         if self._store is not None and self._slots and self._past is None:
-            slots = torch.tensor(self._slots, device=rows.device)
+            slots = torch.tensor(self._slots, dtype=torch.int64, device=rows.device)
             self._store.write(self._number, slots, rows[self._stop - len(self._slots) : self._stop])
         if self._layout.kept is None:
             return key_states, value_states

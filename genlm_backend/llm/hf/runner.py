@@ -5,36 +5,13 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, final
 
 import torch
 
-from genlm_backend.errors import ModelStateError
 from genlm_backend.llm.hf.attend import Attend
+from genlm_backend.llm.hf.model_state import ModelState
 from genlm_backend.llm.hf.packing import PackedBatch, Span, pack
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """What a model's parameters are and where; a conversion changes the first with the others.
-
-    Attributes:
-        dtype: Data type of the first parameter.
-        device: Device that it is on.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Return that of a model, or ``None`` if it has no parameters."""
-        parameters = getattr(model, "parameters", tuple)()
-        return next((cls(p.dtype, p.device) for p in parameters), None)
-
-    def __str__(self) -> str:
-        return f"{self.dtype} on {self.device}"
 
 
 @final
@@ -58,17 +35,17 @@ class Runner:
         self.tokens_computed = 0
         self.parameters = frozenset(inspect.signature(model.forward).parameters)
         self.device = input_device(model)
-        self._placement = Placement.of(model)
+        self._state = ModelState(model)
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span], attend: Attend) -> torch.Tensor:
         """Return the logits at each span's outputs, span by span: ``[num_outputs, model_vocab]``.
 
         Raises:
-            ModelStateError: (``RuntimeError``) If the model has been converted or moved.
+            ModelStateError: (``RuntimeError``) If the model has been converted, moved, put into
+                training mode or configured otherwise.
         """
-        if Placement.of(self.model) != self._placement:
-            raise self._moved()
+        self._state.check(self.model)
         batch = pack(spans)
         with attend.attending(batch, self.model) as given:
             inputs: dict[str, Any] = {
@@ -85,13 +62,6 @@ class Runner:
         self.num_forwards += 1
         self.tokens_computed += batch.num_new_tokens
         return logits
-
-    def _moved(self) -> ModelStateError:
-        return ModelStateError(
-            f"the model was {self._placement} when it was wrapped and is "
-            f"{Placement.of(self.model)} now, which its keys and values are not: put it back, or "
-            "wrap it again"
-        )
 
     def _select(self, batch: PackedBatch, inputs: dict[str, Any]) -> torch.Tensor:
         """Run the model, projecting onto the vocabulary only where an output is wanted.

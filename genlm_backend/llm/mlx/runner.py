@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import torch
 
+from genlm_backend.errors import ModelStateError
 from genlm_backend.llm.hf.packing import Span, pack
 from genlm_backend.llm.mlx.attend import MlxAttend
 
@@ -36,7 +37,15 @@ class MlxRunner:
         """Return the logits at each span's outputs, span by span: float32 ``[num_outputs, vocab]``.
 
         They are in the processor's memory.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) If the model has been put into training mode.
         """
+        if self.model.training:
+            raise ModelStateError(
+                "the model is in training mode, where its rows are drawn at random: call eval() "
+                "on it before it is asked"
+            )
         batch = pack(spans)
         picked = _Picked(batch.input_ids.shape, batch.output_rows, batch.output_columns)
         with (

@@ -75,14 +75,14 @@ def test_rows_are_the_bare_models(name, few_tokens, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("num_threads", [None, 3])
-def test_asking_a_model_takes_five_passes_on_one_thread(name, num_threads):
+def test_asking_a_model_takes_six_passes_on_one_thread(name, num_threads):
     model, before = families.make(name), torch.get_num_threads()
     during = []
     hook = model.register_forward_pre_hook(lambda *_: during.append(torch.get_num_threads()))
     with AsyncTransformer(model, word_tokenizer(), num_threads=num_threads) as lm:
         hook.remove()
         assert lm.kv_reuse
-        assert during == [1] * 5
+        assert during == [1] * 6
         assert lm._batcher.call(torch.get_num_threads) == (num_threads or before)
     assert torch.get_num_threads() == before
     with ThreadPoolExecutor(1) as pool:
@@ -267,3 +267,24 @@ def test_positions_of_a_models_own_are_refused(options):
     config = RobertaConfig(**families.COMMON, is_decoder=True, initializer_range=0.5)
     with pytest.raises(UnsupportedModelError, match="RobertaForCausalLM counts positions"):
         AsyncTransformer(RobertaForCausalLM(config).eval(), word_tokenizer(), **options)
+
+
+class OtherwiseAlone(torch.nn.Linear):
+    """A layer whose kernel for a single row computes with 16 bits, as some of quantised ones do."""
+
+    def forward(self, rows):
+        if rows[..., 0].numel() > 1:
+            return super().forward(rows)
+        half = rows.bfloat16() @ self.weight.bfloat16().T
+        return half.to(rows.dtype)
+
+
+def test_kernels_that_compute_a_single_row_otherwise_are_found_out_and_told():
+    model = families.make("llama")
+    model.is_quantized = True
+    AsyncTransformer(model, word_tokenizer()).close()  # where there are none, nothing is said
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        for layer in model.model.layers:
+            getattr(layer.mlp, name).__class__ = OtherwiseAlone
+    with pytest.warns(UserWarning, match="depend on what they are computed beside"):
+        AsyncTransformer(model, word_tokenizer()).close()

@@ -2,99 +2,24 @@
 
 import contextlib
 import random
-from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm_backend.cache import KVLayout, KVStore
 from genlm_backend.common_prefix import common_length
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm.contexts import of_no_model
-from genlm_backend.llm.hf.attend import WholeAttend
-from genlm_backend.llm.hf.passes import Passes
-from genlm_backend.llm.hf.plan import CostModel
 from genlm_backend.llm.query import Adapter, Query
-from genlm_backend.llm.scoring import Scoring
-
-VOCAB = 5
-
-
-def logits_after(token_ids):
-    """What the pretended model says after a context."""
-    seed = hash(tuple(token_ids)) % 2**31
-    return torch.from_numpy(np.random.default_rng(seed).standard_normal(VOCAB))
-
-
-class Slotted:
-    """A way to attend that only says that there are slots."""
-
-
-class FakeRunner:
-    """Writes down which context's last token is in a slot, and reads nothing else.
-
-    Attributes:
-        written: Adapter and context by slot.
-        adapter: The adapter whose turn it is.
-        max_outputs: Largest number of outputs that a pass may have, but for one of each row.
-        failing: What the next passes raise, the last one first; ``None`` for a pass that is made.
-    """
-
-    def __init__(self):
-        self.written, self.adapter, self.failing = {}, None, []
-        self.max_outputs = 512
-        self.num_forwards = self.tokens_computed = 0
-
-    def forward(self, spans, attend):
-        error = self.failing.pop() if self.failing else None
-        if error is not None:
-            raise error
-        rows = []
-        num_outputs = sum(len(span.outputs) for span in spans)
-        assert num_outputs <= max(self.max_outputs, len(spans))
-        for span in spans:
-            past = [slot for run in span.past for slot in run.slots[: run.num_tokens]]
-            assert len(past) == span.num_past
-            context = []
-            for slot in past:
-                adapter, before = self.written[slot]
-                context.append(before[-1])
-                assert (adapter, before) == (self.adapter, tuple(context))
-            assert isinstance(attend, WholeAttend) == (not span.slots)
-            for index, token_id in enumerate(span.token_ids):
-                context.append(token_id)
-                if span.slots:
-                    self.written[span.slots[index]] = (self.adapter, tuple(context))
-                if index in span.outputs:
-                    rows.append(logits_after(context))
-            self.tokens_computed += span.num_new
-        self.num_forwards += 1
-        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
-
-
-def make(num_slots, **cost):
-    runner, wanted = FakeRunner(), []
-
-    def check_wanted():
-        if wanted and not wanted.pop():
-            raise QueryDroppedError("by the test")
-
-    passes = Passes(runner, CostModel(**cost), check_wanted=check_wanted)
-    runner.max_outputs = passes.cost.max_outputs
-    passes.wanted = wanted
-    if num_slots is not None:
-        passes.keep(KVStore(KVLayout(), num_slots), num_slots, Slotted())
-    return passes
-
-
-class Afresh:
-    """Contexts that are made anew whenever they are asked."""
-
-    def __getitem__(self, token_ids):
-        return of_no_model(token_ids)
+from tests.llm.hf.fake_runner import (
+    AFRESH,
+    Split,
+    logprobs_after,
+    make,
+    question,
+    splits,
+)
 
 
 class Grown(dict):
@@ -119,20 +44,6 @@ class Branched(dict):
         return self[token_ids]
 
 
-AFRESH = Afresh()
-
-
-def question(asked, adapter=None, made=AFRESH):
-    """A query of a context, or a scoring of a text from a place on."""
-    if isinstance(asked, Split):
-        return Scoring(Query(made[asked.text], adapter), asked.start)
-    return Query(made[asked], adapter)
-
-
-def logprobs_after(context):
-    return logits_after(context).float().log_softmax(-1)
-
-
 def check(passes, asked, adapter=None, made=AFRESH):
     passes.runner.adapter = adapter
     answers = passes.evaluate([question(one, adapter, made) for one in asked])
@@ -146,19 +57,7 @@ def check(passes, asked, adapter=None, made=AFRESH):
     passes.tree.check_integrity()
 
 
-class Split(NamedTuple):
-    """A text and where its prompt ends."""
-
-    text: tuple[int, ...]
-    start: int
-
-
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
-splits = st.builds(
-    lambda text, start: Split(text, 1 + start % (len(text) - 1)),
-    st.lists(st.integers(0, 2), min_size=2, max_size=12).map(tuple),
-    st.integers(0, 10),
-)
 batches = st.lists(contexts | splits, min_size=1, max_size=8, unique=True)
 steps = st.lists(
     st.one_of(

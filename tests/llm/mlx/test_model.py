@@ -15,6 +15,7 @@ from genlm_backend.errors import (
     CacheError,
     MissingExtraError,
     ModelNotFoundError,
+    ModelStateError,
     OptionError,
     OptionTypeError,
     UnsupportedModelError,
@@ -154,6 +155,17 @@ def test_slots_grow_as_they_are_used():
         row, whole = lm.next_token_logprobs_sync(long), lm.next_token_logprobs_uncached(long)
         torch.testing.assert_close(row, whole, atol=1e-5, rtol=0)
         assert lm._mlx.passes.store._kept[0][0].shape[1] < 5000
+
+
+@needs_mlx
+def test_a_model_in_training_mode_says_so():
+    with over(families.make("llama")) as lm:
+        model = lm._mlx.passes.runner.model
+        model.train()
+        with pytest.raises(ModelStateError, match=r"eval\(\)"):
+            lm.next_token_logprobs_sync([1, 2, 3])
+        model.eval()
+        assert lm.next_token_logprobs_sync([1, 2, 3]).isfinite().all()
 
 
 @needs_mlx

@@ -110,6 +110,14 @@ def test_a_removed_adapter_leaves_its_place_and_its_name(lm, models):
     torch.testing.assert_close(row, before, rtol=0, atol=1e-4)
 
 
+def hold(lm):
+    """Give the worker something else to do, which it has begun, until the event is set."""
+    begun, held = threading.Event(), threading.Event()
+    lm._batcher.call_soon(lambda: begun.set() or held.wait())
+    assert begun.wait(60)
+    return held
+
+
 async def test_removing_an_adapter_fails_what_waits_for_it_and_nobody_else():
     engine = FakeEngine()
     with AsyncVirtualLM(engine) as lm:
@@ -121,12 +129,17 @@ async def test_removing_an_adapter_fails_what_waits_for_it_and_nobody_else():
             for name in ("poet", "cook", None)
         }
         await asyncio.sleep(0)
+        held = hold(lm)  # a batch that is sent before the removal is answered before it
+        removal = asyncio.ensure_future(asyncio.to_thread(lm.remove_lora, "poet"))
+        while lm._batcher._worker._jobs.qsize() < 2:  # the next step of the samples, and it
+            await asyncio.sleep(0)
         rows = {
             name: asyncio.ensure_future(lm.next_token_logprobs([3], name))
             for name in ("poet", "cook", None)
         }
         await asyncio.sleep(0)
-        await asyncio.to_thread(lm.remove_lora, "poet")
+        held.set()
+        await removal
         engine.may_sample.set()
         for name in ("cook", None):
             assert len(await samples[name]) == 3
@@ -138,14 +151,6 @@ async def test_removing_an_adapter_fails_what_waits_for_it_and_nobody_else():
         with pytest.raises(UnknownAdapterError, match="'poet'"):
             lm.remove_lora("poet")
         assert engine.adapters == {Adapter("cook", 2): "somewhere"}
-
-
-def hold(lm):
-    """Give the worker something else to do, which it has begun, until the event is set."""
-    begun, held = threading.Event(), threading.Event()
-    lm._batcher.call_soon(lambda: begun.set() or held.wait())
-    assert begun.wait(60)
-    return held
 
 
 async def test_samples_of_an_adapter_removed_before_they_begin_fail_alone():

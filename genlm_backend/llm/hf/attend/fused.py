@@ -12,7 +12,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 
@@ -171,17 +171,18 @@ def _distance(
     """Return the largest difference of an operator from the formula in float64."""
     num_rows, num_heads, num_queries, num_keys = shape
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(num_rows, num_heads, num_queries, dim, generator=generator)
-    kept = torch.randn(num_rows, num_keys, 2 * num_heads * dim, generator=generator)  # as in slots
+    options: dict[str, Any] = {"generator": generator, "dtype": torch.float32}
+    query = torch.randn(num_rows, num_heads, num_queries, dim, **options)
+    kept = torch.randn(num_rows, num_keys, 2 * num_heads * dim, **options)  # as in slots
     query, kept = query.to(dtype), kept.to(dtype)
     keys, values = _by_head(kept, num_heads, dim)
     scale = 0.7 * dim**-0.5  # another one than operators take by themselves
     scores = query.double() @ keys.double().transpose(2, 3) * scale
-    mask = torch.zeros(num_rows, 1, num_queries, num_keys)
+    mask = torch.zeros(num_rows, 1, num_queries, num_keys, dtype=torch.float32)
     if masked == "causal":
         mask += torch.full_like(mask, -torch.inf).triu(1)
     elif masked == "masked":  # each query attends to the last key at least
-        is_left_out = torch.rand(mask.shape, generator=generator) < 0.5
+        is_left_out = torch.rand(mask.shape, **options) < 0.5
         mask[..., :-1].masked_fill_(is_left_out[..., :-1], -torch.inf)
         mask[0, ..., : num_keys - 8], mask[1] = -torch.inf, 0  # all but the end, and nothing
     scores += mask

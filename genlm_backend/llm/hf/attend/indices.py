@@ -29,7 +29,7 @@ class PartIndices:
     def of(cls, part: Part, num_rows: int, device: torch.device) -> Self:
         """Return the indices of a part of a pass of ``num_rows`` rows."""
         is_everybody = len(part.rows) == num_rows
-        rows = None if is_everybody else torch.tensor(part.rows, device=device)
+        rows = None if is_everybody else torch.tensor(part.rows, dtype=torch.int64, device=device)
         if part.is_consecutive:
             return cls(rows, slice(int(part.slots[0]), int(part.slots[-1]) + 1))
         return cls(rows, torch.from_numpy(part.slots).to(device))
@@ -139,8 +139,8 @@ def by_head(
 
 def new_positions(batch: PackedBatch) -> torch.Tensor:
     """Return where the columns of new tokens stand in their contexts: int64 ``[B, Q]``."""
-    first = torch.tensor([span.num_past for span in batch.spans])
-    return first[:, None] + torch.arange(batch.input_ids.shape[1])
+    first = torch.tensor([span.num_past for span in batch.spans], dtype=torch.int64)
+    return first[:, None] + torch.arange(batch.input_ids.shape[1], dtype=torch.int64)
 
 
 @final
@@ -220,4 +220,4 @@ def _joined(mask: torch.Tensor, group_size: int) -> torch.Tensor:
 
 
 def _added(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.zeros(mask.shape).masked_fill_(~mask, -torch.inf).to(device)
+    return torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf).to(device)

@@ -138,10 +138,10 @@ class _SharedAttention(Attention):
         if is_causal or (window is not None and window >= length):
             return None
         allowed = allows(
-            torch.arange(num_rows)[:, None, None, None],
+            torch.arange(num_rows, dtype=torch.int64)[:, None, None, None],
             torch.zeros(1, 1, 1, 1, dtype=torch.int64),
             new_positions(self._batch)[:, None, :, None],
-            torch.arange(length)[None, None, None, :],
+            torch.arange(length, dtype=torch.int64)[None, None, None, :],
         ).expand(num_rows, 1, num_new, length)
         self._allowed[id(allowed)] = allowed
         return allowed

@@ -134,7 +134,7 @@ class _SharedAttention:
     def _allowed(self, window: int | None) -> torch.Tensor:
         """Return bool ``[B, 1, Q, L]`` over all positions."""
         new = new_positions(self._batch)
-        distance = new[:, :, None] - torch.arange(self._longest + new.shape[1])
+        distance = new[:, :, None] - torch.arange(self._longest + new.shape[1], dtype=torch.int64)
         allowed = distance >= 0
         return (allowed if window is None else allowed & (distance < window))[:, None]
 

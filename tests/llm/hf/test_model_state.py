@@ -1,0 +1,91 @@
+"""What a model's owner may change between two batches, and what is told."""
+
+import copy
+
+import pytest
+import torch
+
+from genlm_backend import AsyncTransformer
+from genlm_backend.errors import ModelStateError
+from tests.llm import families
+from tests.llm.conftest import fresh_row, word_tokenizer
+
+
+@pytest.fixture
+def model(tiny_llama):
+    return copy.deepcopy(tiny_llama)
+
+
+@pytest.fixture
+def lm(model):
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        yield lm
+
+
+def put(config, name, value):
+    return lambda: setattr(config, name, value)
+
+
+CHANGES = {
+    "train": lambda m: (m.train, m.eval, "training mode"),
+    "a layer": lambda m: (m.model.layers[1].mlp.train, m.eval, "training mode"),
+    "return_dict": lambda m: (
+        put(m.config, "return_dict", False),
+        put(m.config, "return_dict", True),
+        "had return_dict=True when it was wrapped and has False now",
+    ),
+    "rms_norm_eps": lambda m: (
+        put(m.config, "rms_norm_eps", 0.5),
+        put(m.config, "rms_norm_eps", m.config.rms_norm_eps),
+        "rms_norm_eps",
+    ),
+    "in place": lambda m: (
+        lambda: m.config.rope_parameters.update(rope_theta=3.0),
+        lambda r=dict(m.config.rope_parameters): m.config.rope_parameters.update(r),
+        "rope_parameters",
+    ),
+    "dtype": lambda m: (m.double, m.float, "float64"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_changed_model_says_so_until_it_is_as_it_was(lm, model, change):
+    do, undo, said = change(model)
+    expected = fresh_row(model, [1, 2, 3])
+    do()
+    for ask in (lm.next_token_logprobs_sync, lm.next_token_logprobs_uncached):
+        with pytest.raises(ModelStateError, match=said):
+            ask([1, 2, 3])
+    with pytest.raises(ModelStateError, match=said):
+        lm.batch_score_sync([[1, 2]], [[3]])
+    undo()
+    row = lm.next_token_logprobs_sync([1, 2, 3])
+    torch.testing.assert_close(row, expected, rtol=0, atol=2e-5)
+
+
+def test_what_owners_set_and_no_row_depends_on_disturbs_nobody(lm, model):
+    model.gradient_checkpointing_enable()
+    model.config.use_cache = False
+    model.config.pad_token_id = model.config.eos_token_id
+    row = lm.next_token_logprobs_sync([1, 2, 3])
+    torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
+
+
+def test_dropout_of_a_model_that_is_trained_reaches_no_row(model):
+    """Its default configuration drops a tenth of what passes through each layer."""
+    gpt2 = families.make("gpt2")
+    assert gpt2.config.resid_pdrop == 0.1
+    gpt2.train()
+    gpt2.gradient_checkpointing_enable()
+    with AsyncTransformer(gpt2, word_tokenizer()) as lm:
+        row = lm.next_token_logprobs_sync([1, 2, 3])
+        torch.testing.assert_close(row, fresh_row(gpt2, [1, 2, 3]), rtol=0, atol=2e-5)
+        gpt2.train()
+        with pytest.raises(ModelStateError, match=r"eval\(\)"):
+            lm.next_token_logprobs_sync([1, 2, 4])
+
+
+def test_a_model_that_returns_tuples_is_refused_by_the_name_of_the_option(model):
+    model.config.return_dict = False
+    with pytest.raises(ModelStateError, match="return_dict=False"):
+        AsyncTransformer(model, word_tokenizer())

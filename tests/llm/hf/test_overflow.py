@@ -1,0 +1,94 @@
+"""A context that overflows: NaN in its row, and in nobody else's."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlm_backend.llm.row import rows_of_logits
+from tests.llm.hf.fake_runner import FakeRunner, Split, logits_after, make, question, splits
+
+
+class OverflowingRunner(FakeRunner):
+    """A runner of a model that makes NaN of token 4, and of all that meets it in one pass.
+
+    Attributes:
+        batch: Number of the batch that is being answered; to be counted up.
+        spoilt: The batch in which NaN has been written to a slot, by slot.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.batch, self.spoilt = 0, {}
+
+    def forward(self, spans, attend):
+        logits, first = super().forward(spans, attend), 0
+        for span in spans:
+            past = [slot for run in span.past for slot in run.slots[: run.num_tokens]]
+            assert {self.spoilt.get(slot, self.batch) for slot in past} <= {self.batch}
+            is_spoilt = 4 in span.token_ids or any(slot in self.spoilt for slot in past)
+            if is_spoilt:
+                logits[first : first + len(span.outputs)] = torch.nan
+            for slot in span.slots:
+                self.spoilt.pop(slot, None)
+                if is_spoilt:
+                    self.spoilt[slot] = self.batch
+            first += len(span.outputs)
+        return logits
+
+
+def check(passes, asked):
+    """Those contexts alone that have token 4 get NaN, and no slot that is kept is spoilt."""
+    passes.runner.batch += 1
+    answers = passes.evaluate([question(one) for one in asked])
+    for one, answer in zip(asked, answers, strict=True):
+        text, start = (one.text, one.start) if isinstance(one, Split) else (one, len(one))
+        if start == len(text):
+            assert answer.is_nan if 4 in text else answer.logprobs.equal(logprobs_of(text))
+        else:
+            for end, score in zip(range(start, len(text)), answer.tolist(), strict=True):
+                wanted = math.nan if 4 in text[:end] else float(logprobs_of(text[:end])[text[end]])
+                assert score == pytest.approx(wanted, nan_ok=True, abs=1e-6)
+    passes.tree.check_integrity()
+
+
+def logprobs_of(context):
+    return rows_of_logits(logits_after(context).unsqueeze(0))[0].logprobs
+
+
+overflowing = st.lists(st.sampled_from([0, 1, 2, 4]), min_size=1, max_size=9).map(tuple)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(
+        st.lists(overflowing | splits, min_size=1, max_size=8, unique=True), min_size=1, max_size=6
+    ),
+    st.sampled_from([3, 20, 1000]),
+    st.sampled_from([0.0, 3.0, 1000.0]),
+    st.sampled_from([1, 3, 1000]),
+    st.sampled_from([1, 2, 1000]),
+)
+def test_a_context_that_overflows_costs_no_other_its_answer_or_its_slots(
+    batches, num_slots, per_forward, max_segment, max_outputs
+):
+    cost = {"per_forward": per_forward, "max_segment": max_segment, "max_outputs": max_outputs}
+    passes = make(num_slots, OverflowingRunner(), **cost)
+    for asked in batches:
+        check(passes, asked)
+
+
+def test_one_particle_that_overflows_is_alone_computed_again():
+    passes = make(10_000, OverflowingRunner())
+    prompt = tuple(i % 3 for i in range(1000))
+    particles = [(*prompt, i % 3, i // 3 % 3, i // 9 % 3, i // 27) for i in range(63)]
+    particles.append((*prompt, 1, 4))
+    for step in range(3):
+        before = passes.runner.tokens_computed
+        check(passes, particles)
+        computed = passes.runner.tokens_computed - before
+        if step:  # each its last token, and one its last ones, and all of them whole
+            assert computed == 63 + (step + 1) + (1002 + step)
+        particles = [(*context, 0) for context in particles]

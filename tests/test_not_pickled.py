@@ -1,0 +1,37 @@
+"""What has threads lives in one process, and says so when it is to be sent to another."""
+
+import copy
+import pickle
+
+import pytest
+
+from genlm_backend import AsyncGLM, AsyncTokenCharacterTrie, AsyncTransformer, Engine, MockAsyncLM
+from genlm_backend.errors import NotPicklableError, OptionTypeError
+from tests.llm import families
+from tests.llm.conftest import word_tokenizer
+
+MAKE = {
+    "mock": lambda: MockAsyncLM(word_tokenizer()),
+    "hf": lambda: AsyncTransformer(families.make("llama"), word_tokenizer()),
+    "glm": lambda: AsyncGLM(MockAsyncLM(word_tokenizer())),
+    "engine": Engine,
+    "trie": lambda: AsyncTokenCharacterTrie.from_vocab([b"a", b"b"]),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("send", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_what_has_threads_is_not_sent_elsewhere(kind, send):
+    made = MAKE[kind]()
+    with pytest.raises(NotPicklableError, match=r"worker_init_fn") as raised:
+        send(made)
+    assert isinstance(raised.value, TypeError)
+    assert str(raised.value).startswith(type(made).__name__)
+    (made.shutdown if kind in ("glm", "trie") else made.close)()
+
+
+async def test_a_token_in_the_place_of_its_id_is_told_so():
+    async with MockAsyncLM(word_tokenizer()) as lm:
+        token = lm.byte_vocab[5]
+        with pytest.raises(OptionTypeError, match="pass the token_id of each"):
+            await lm.draw_next_token([1], allowed=[token])
