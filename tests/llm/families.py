@@ -27,6 +27,21 @@ def _bare(name, **settings):
     return getattr(tf, name)(pad_token_id=0, bos_token_id=1, eos_token_id=2, **settings)
 
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+}
+
 PER_TOKEN = {
     "llama": lambda: _config("LlamaConfig"),
     "llama-eager": lambda: _config("LlamaConfig", attn_implementation="eager"),
@@ -50,20 +65,17 @@ PER_TOKEN = {
         num_experts_per_tok=2,
         layer_types=["sliding_attention", "full_attention"],
     ),
-    "deepseek-v3": lambda: _config(
-        "DeepseekV3Config",
-        num_key_value_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=12,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        moe_intermediate_size=16,
+    "deepseek-v3": lambda: _config("DeepseekV3Config", **_LATENT),
+    "llama4-tuned": lambda: _config(  # attention is scaled by the number of columns
+        "Llama4TextConfig",
+        head_dim=8,
+        intermediate_size_mlp=48,
+        num_local_experts=4,
+        no_rope_layers=[1, 0],
+        attention_chunk_size=7,
+        attn_temperature_tuning=True,
+        floor_scale=4,
+        attn_scale=0.5,
     ),
     "mixtral": lambda: _config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
     "qwen3-moe": lambda: _config(
@@ -164,6 +176,30 @@ WHOLE = {
         moe_intermediate_size=16,
         shared_expert_intermediate_size=16,
         layer_types=["linear_attention", "full_attention"],
+    ),
+    # Each token attends to the few that an indexer finds. It has so many heads that no two tokens
+    # have the same score, between which the number of columns would decide.
+    "deepseek-v32": lambda: _config(
+        "DeepseekV32Config",
+        **{**_LATENT, "index_topk": 6, "index_n_heads": 32, "index_head_dim": 16},
+    ),
+    "glm-moe-dsa": lambda: _config(
+        "GlmMoeDsaConfig",
+        **{**_LATENT, "index_topk": 12, "index_n_heads": 32, "index_head_dim": 16},
+    ),
+    "minimax-m3-sparse": lambda: _config(  # to two blocks of four
+        "MiniMaxM3VLTextConfig",
+        head_dim=8,
+        rotary_dim=4,
+        dense_intermediate_size=48,
+        shared_intermediate_size=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layer_types=["minimax_m3_sparse", "full_attention"],
+        index_n_heads=2,
+        index_head_dim=16,
+        index_block_size=4,
+        index_topk_blocks=2,
     ),
     "lfm2": lambda: _config("Lfm2Config", layer_types=["conv", "full_attention"]),
     "recurrent-gemma": lambda: _config(

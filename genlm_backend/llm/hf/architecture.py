@@ -13,7 +13,8 @@ import torch
 from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
 from genlm_backend.llm.hf.runner import Runner
-from genlm_backend.llm.hf.support import bounds, tried
+from genlm_backend.llm.hf.support import tried
+from genlm_backend.llm.hf.trial import bounds
 
 _PREDICTING: Final = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 """Tasks of transformers whose models say what token comes next."""

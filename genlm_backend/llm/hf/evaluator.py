@@ -132,7 +132,7 @@ class HFEvaluator(Evaluator):
                 "have kernels of several precisions on this processor",
                 stacklevel=2,
             )
-        self.passes.pads = support.pads
+        self.passes.pads, self.passes.aligns = support.pads, support.aligns
         self.passes.attend_whole, self.passes.layout = WholeAttend(layout), layout
         self._attend = support.attend
         if self._wanted_bytes != 0:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from genlm_backend.llm.hf.support import rounding
+from genlm_backend.llm.hf.trial import rounding
 
 Entry = tuple[dict[str, Any], str, Any]
 """A dictionary, a key of it, and the value that belongs there for some time."""

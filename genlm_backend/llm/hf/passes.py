@@ -59,6 +59,7 @@ class Passes:
         roots: The beginnings of contexts that are pictures.
         keeps: Whether keys and values are kept.
         pads: Whether contexts that are run whole may be padded beside longer ones; it can be set.
+        aligns: Whether rows of a pass have to have as many past tokens each; it can be set.
         tokens_reused: Number of tokens whose keys and values were there.
     """
 
@@ -72,7 +73,7 @@ class Passes:
     ) -> None:
         self.runner = runner
         self.cost = cost
-        self.pads = True
+        self.pads, self.aligns = True, False
         self.tokens_reused = 0
         self._finish = finish
         self._score = score
@@ -324,7 +325,8 @@ class Passes:
 
         try:
             for wave in plan_waves(segments):
-                for group in plan_groups([segment.size for segment in wave], self.cost):
+                sizes = [segment.size for segment in wave]
+                for group in plan_groups(sizes, self.cost, aligns=self.aligns):
                     self._forward([wave[i] for i in group], self.attend)
                     computed += [wave[i] for i in group]
             if any(job.is_spoilt(job.outputs) for job in jobs):

@@ -275,18 +275,30 @@ def plan_waves(segments: Sequence[Segment]) -> list[list[Segment]]:
     return waves
 
 
-def plan_groups(sizes: Sequence[Size], cost: CostModel, *, pads: bool = True) -> list[list[int]]:
+def plan_groups(
+    sizes: Sequence[Size], cost: CostModel, *, pads: bool = True, aligns: bool = False
+) -> list[list[int]]:
     """Divide rows into forward passes of the least total cost.
 
     Args:
         sizes: Size of each row.
         cost: What a pass costs.
         pads: Whether rows of different numbers of new tokens may be in one pass.
+        aligns: Whether all rows of a pass have to have the same number of past tokens.
 
     Returns:
         Groups of indices into ``sizes``. Rows are sorted by size and cut into runs by dynamic
         programming over the places where the size changes.
     """
+    if aligns:
+        by_past: dict[int, list[int]] = {}
+        for i, size in enumerate(sizes):
+            by_past.setdefault(size.num_past, []).append(i)
+        return [
+            [rows[i] for i in group]
+            for rows in by_past.values()
+            for group in plan_groups([sizes[i] for i in rows], cost, pads=pads)
+        ]
     order = sorted(range(len(sizes)), key=lambda i: sizes[i])
     cuts = [0]  # candidate boundaries; rows of about one size are never parted
     for rank in range(1, len(order)):

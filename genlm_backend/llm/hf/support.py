@@ -13,23 +13,29 @@ from typing import Any, Final
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from genlm_backend.cache import KVLayout, KVStore, LayerLayout, Run
+from genlm_backend.cache import KVLayout, KVStore, LayerLayout
 from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
-from genlm_backend.llm.hf.attend import WAYS, Attend, GatherAttend, Way, WholeAttend
+from genlm_backend.llm.hf.attend import WAYS, Attend, GatherAttend, WholeAttend
 from genlm_backend.llm.hf.model_state import Placement, check_output
 from genlm_backend.llm.hf.packing import Span
 from genlm_backend.llm.hf.runner import Runner
+from genlm_backend.llm.hf.trial import (
+    bounds,
+    counts_columns,
+    distance,
+    expected_rows,
+    first_trial,
+    row_of,
+    spread_alone,
+    tolerance_of,
+)
 from genlm_backend.llm.threads import one_thread
 
 logger = logging.getLogger(__name__)
 
 _PROBE_LENGTH: Final = 24
 _ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # some five seconds on one thread
-_ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05}
-_DEFAULT_ROUNDING: Final = 0.25  # bfloat16, and quantised weights whatever they compute in
-_SHARE_OF_SPREAD: Final = 0.1
-_SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations: one rounding flips the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,7 @@ class KVSupport:
         attend: The way to attend to them that gives the model's own rows.
         reason: Why there is no layer; empty where there are some.
         pads: Whether a context run whole may be padded beside a longer one.
+        aligns: Whether contexts may share a pass only if as many tokens of each are in slots.
         spread_alone: Distance of the row of a token that goes through the model alone to the same
             row computed among others; 0 where that is rounding.
     """
@@ -50,20 +57,8 @@ class KVSupport:
     attend: Callable[[KVStore], Attend] = GatherAttend
     reason: str = ""
     pads: bool = True
+    aligns: bool = False
     spread_alone: float = 0.0
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """Return what rows may differ by that are computed in another order."""
-    return _ROUNDING.get(dtype, _DEFAULT_ROUNDING)
-
-
-def bounds(model: Any) -> tuple[float, float]:
-    """Return what rows that are the same may differ by, and what share of the spread of others."""
-    if getattr(model, "is_quantized", False):
-        return _DEFAULT_ROUNDING, _SHARE_OF_SPREAD_QUANTISED
-    dtype = next((p.dtype for p in model.parameters()), torch.float32)
-    return rounding(dtype), _SHARE_OF_SPREAD
 
 
 def check_model(model: Any) -> None:
@@ -132,7 +127,7 @@ def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSuppor
 
     The rows of two short contexts are computed whole and then from slots, in two steps and padded
     to one batch. The first way to attend is taken whose difference is rounding, compared with the
-    difference that one wrong token makes. That takes four passes, of a small model on one thread.
+    difference that one wrong token makes. That takes five passes, of a small model on one thread.
     Where nothing can be kept, two more tell whether the model minds the padding of its rows.
 
     Raises:
@@ -154,14 +149,16 @@ def _bears_padding(runner: Runner, vocab_size: int, max_length: int | None) -> b
         return True
     try:
         with tried(runner):
-            alone = _row(runner.forward([short], WholeAttend()))
-            beside = _row(runner.forward([short, Span(long, outputs=(length - 1,))], WholeAttend()))
+            alone = row_of(runner.forward([short], WholeAttend()))
+            beside = row_of(
+                runner.forward([short, Span(long, outputs=(length - 1,))], WholeAttend())
+            )
     except Exception as error:  # third-party model code may raise anything; alone it may do
         logger.debug("%s takes no padding", type(runner.model).__name__, exc_info=error)
         return False
     tolerance, share = bounds(runner.model)
-    spread = _distance(beside[0], beside[1])
-    return _distance(alone[0], beside[0]) <= max(tolerance, share * spread)
+    spread = distance(beside[0], beside[1])
+    return distance(alone[0], beside[0]) <= max(tolerance, share * spread)
 
 
 def _examine_slots(runner: Runner, vocab_size: int, max_length: int | None) -> KVSupport:
@@ -186,10 +183,11 @@ def _examine_slots(runner: Runner, vocab_size: int, max_length: int | None) -> K
     try:
         with tried(runner):
             layout, bare_row = _observe_layout(runner, long[:3])
-            expected = _expected(runner, long, other, vocab_size)
-            tolerance = _tolerance(runner, layout, expected.spread)
-            way, difference = _first_way(runner, layout, expected, tolerance)
-            alone = _spread_alone(runner, layout, way or WAYS[-1], expected)
+            expected = expected_rows(runner, long, other, vocab_size)
+            tolerance = tolerance_of(runner, layout, expected.spread)
+            trial, difference = first_trial(runner, layout, expected, tolerance)
+            aligns = trial is not None and counts_columns(trial, max_length)
+            alone = spread_alone(runner, layout, trial.way if trial else WAYS[-1], expected)
     except UnsupportedModelError as error:
         return KVSupport(reason=str(error))
     except Exception as error:  # third-party model code may raise anything; it still runs whole
@@ -197,19 +195,19 @@ def _examine_slots(runner: Runner, vocab_size: int, max_length: int | None) -> K
             "%s runs without key-value reuse", type(runner.model).__name__, exc_info=True
         )
         return KVSupport(reason=f"it does not run on a foreign cache: {error!r}")
-    if _distance(expected.third, bare_row) > tolerance:  # its positions, or it looks ahead
-        (alone_row,) = _row(runner.forward([Span(long[:3], outputs=(2,))], WholeAttend()))
-        if _distance(alone_row, bare_row) > tolerance:
+    if distance(expected.third, bare_row) > tolerance:  # its positions, or it looks ahead
+        (alone_row,) = row_of(runner.forward([Span(long[:3], outputs=(2,))], WholeAttend()))
+        if distance(alone_row, bare_row) > tolerance:
             raise UnsupportedModelError(
                 f"{type(runner.model).__name__} counts positions in a way of its own: told that a "
                 "context begins at position 0, it gives other rows than when it is told nothing"
             )
-    if way is None:
+    if trial is None:
         return KVSupport(
             reason=f"rows from cached keys and values differ by {difference:.2g} from whole ones, "
             f"and by {expected.spread:.2g} between different contexts"
         )
-    return KVSupport(layout, way.over, spread_alone=alone)
+    return KVSupport(layout, trial.way.over, aligns=aligns, spread_alone=alone)
 
 
 def tried(runner: Runner) -> AbstractContextManager[None]:
@@ -246,122 +244,4 @@ def _observe_layout(runner: Runner, token_ids: list[int]) -> tuple[KVLayout, tor
         )
     if not layers:
         raise UnsupportedModelError("no layer keeps keys and values")
-    return KVLayout(tuple(layers)), _row(logits[0, -1])
-
-
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """Two contexts and their rows, computed whole.
-
-    Attributes:
-        long: The first context.
-        short: The second one, half as long.
-        long_row: Row after the first.
-        short_row: Row after the second.
-        third: Row after the first three tokens of the first.
-        spread: Distance that one wrong token makes.
-    """
-
-    long: list[int]
-    short: list[int]
-    long_row: torch.Tensor
-    short_row: torch.Tensor
-    third: torch.Tensor
-    spread: float
-
-
-def _expected(runner: Runner, long: list[int], other: list[int], vocab_size: int) -> _Expected:
-    short = other[: len(other) // 2]
-    wrong = [*long[:-3], (long[-3] + 1) % vocab_size, *long[-2:]]
-    last = (len(long) - 1,)
-    # One pass for all: of one length, so that nothing is padded. What follows ``short`` takes no
-    # part in its row, or the row from slots, where nothing follows, is another one.
-    whole = runner.forward(
-        [
-            Span(long, outputs=(2, *last)),
-            Span(wrong, outputs=last),
-            Span(other, outputs=(len(short) - 1,)),
-        ],
-        WholeAttend(),
-    )
-    third, long_row, wrong_row, short_row = _row(whole)
-    return _Expected(long, short, long_row, short_row, third, _distance(wrong_row, long_row))
-
-
-def _tolerance(runner: Runner, layout: KVLayout, spread: float) -> float:
-    """Return the distance up to which two rows are the same one."""
-    is_quantised = getattr(runner.model, "is_quantized", False)
-    share = _SHARE_OF_SPREAD_QUANTISED if is_quantised else _SHARE_OF_SPREAD
-    smallest = _DEFAULT_ROUNDING if is_quantised else rounding(layout.layers[0].dtype)
-    return max(smallest, share * spread)
-
-
-def _first_way(
-    runner: Runner, layout: KVLayout, expected: _Expected, tolerance: float
-) -> tuple[Way | None, float]:
-    """Return the first way to attend whose rows are the expected ones, and the last distance.
-
-    Raises:
-        Exception: What the last way raises; the model may be unable to attend in the others.
-    """
-    *others, last = WAYS
-    for way in others:
-        try:
-            if (difference := _difference(runner, layout, way, expected)) <= tolerance:
-                return way, difference
-        except Exception as error:  # third-party model code may raise anything
-            logger.debug("%s cannot attend so", type(runner.model).__name__, exc_info=error)
-    difference = _difference(runner, layout, last, expected)
-    return last if difference <= tolerance else None, difference
-
-
-def _difference(runner: Runner, layout: KVLayout, way: Way, expected: _Expected) -> float:
-    """Return the largest distance of rows from slots, in two steps, to the expected ones.
-
-    Two of the rows share their beginning.
-    """
-    long, short = expected.long, expected.short
-    size = len(long) + len(short)
-    attend = way.probing(KVStore(layout, size + 2))
-    long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
-    first = [Span(long[:-2], (), long_slots[:-2]), Span(short[:1], (), short_slots[:1])]
-    runner.forward(first, attend)
-    pasts = [
-        (Run(number, span.slots, span.num_new),)  # what the first step has computed
-        for number, span in enumerate(first)
-    ]
-    second = [
-        Span(long[-2:], pasts[0], long_slots[-2:], (1,)),
-        Span(short[1:], pasts[1], short_slots[1:], (len(short) - 2,)),
-        Span(long[-2:], pasts[0], range(size + 1, size + 3), (1,)),
-    ]
-    rows = _row(runner.forward(second, attend))
-    wanted = expected.long_row, expected.short_row, expected.long_row
-    return max(map(_distance, rows, wanted))
-
-
-def _spread_alone(runner: Runner, layout: KVLayout, way: Way, expected: _Expected) -> float:
-    """Return how far the row of a token computed alone is from the expected one; 0 in rounding.
-
-    It is asked of quantised models: some of their kernels compute one row in another precision than
-    many. Of other ones, sums are added up in another order.
-    """
-    if not getattr(runner.model, "is_quantized", False):
-        return 0.0
-    *before, last = expected.long
-    attend = way.probing(KVStore(layout, len(expected.long)))
-    slots = range(1, len(expected.long) + 1)
-    first = Span(before, (), slots[:-1])
-    runner.forward([first], attend)
-    past = (Run(0, first.slots, first.num_new),)
-    (row,) = _row(runner.forward([Span([last], past, slots[-1:], (0,))], attend))
-    distance = _distance(row, expected.long_row)
-    return distance if distance > rounding(layout.layers[0].dtype) else 0.0
-
-
-def _row(logits: torch.Tensor) -> torch.Tensor:
-    return logits.float().log_softmax(-1).cpu()
-
-
-def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    return float((first - second).square().mean().sqrt())
+    return KVLayout(tuple(layers)), row_of(logits[0, -1])

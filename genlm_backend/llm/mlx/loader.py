@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Final, final
 
 from genlm_backend.errors import ModelNotFoundError, UnsupportedModelError
 from genlm_backend.llm.loading import check_holds, load_tokenizer, resolve_name
+from genlm_backend.llm.mlx.differences import warn_of_differences
 
 _LONG_MESSAGE: Final = 300
 _FILES = ["*.json", "model*.safetensors", "*.py", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
@@ -55,20 +55,14 @@ class MlxLoader:
         return self._loaded(Path(path))
 
     def _loaded(self, path: Path) -> Any:
-        from mlx_lm.utils import load_model
-
         if not [*path.glob("model*.safetensors")]:
             raise ModelNotFoundError(
                 f"{self.name!r} has no weights in safetensors: save it with save_pretrained of "
                 f"transformers, or convert it: mlx_lm.convert --hf-path {self.name} --mlx-path …"
             )
-        config = json.loads((path / "config.json").read_text())
+        config = _config_in(path)
         try:
-            model, _ = load_model(
-                path,
-                model_config=told_flat(config),
-                trust_remote_code=self.trust_remote_code,
-            )
+            model = load_directory(path, config, trust_remote_code=self.trust_remote_code)
         # Olmo's module ends the interpreter where another package is absent; a damaged file is a
         # RuntimeError.
         except (
@@ -84,9 +78,33 @@ class MlxLoader:
             raise UnsupportedModelError(
                 f"mlx-lm does not load {self.name!r} (model_type {kind!r}): {said}"
             ) from error
-        give_windows(model, config)
-        warn_of_windows(model, config)
+        warn_of_differences(model, config, load_directory)
         return model
+
+
+def load_directory(
+    path: Path, config: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+) -> Any:
+    """Load a model with mlx-lm, which is told what a config of transformers says.
+
+    Args:
+        path: The directory.
+        config: What its ``config.json`` says; ``None`` to read it.
+        trust_remote_code: Whether code that comes with the model may run.
+    """
+    from mlx_lm.utils import load_model
+
+    if config is None:
+        config = _config_in(path)
+    told = told_flat(config)
+    model, _ = load_model(path, model_config=told, trust_remote_code=trust_remote_code)
+    give_windows(model, config)
+    give_parts_of_heads(model, {**config, **told})
+    return model
+
+
+def _config_in(path: Path) -> dict[str, Any]:
+    return json.loads((path / "config.json").read_text())
 
 
 def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +121,8 @@ def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
 def _implied(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what some models of mlx-lm need and others of their config's entries say."""
     pairs = {"n_ctx": "n_positions", "num_experts": "num_local_experts"}
-    return {name: config[other] for name, other in pairs.items() if other in config}
+    found = {name: config[other] for name, other in pairs.items() if other in config}
+    return {"rope_scaling": None, **found}
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,22 +172,20 @@ def give_windows(model: Any, config: Mapping[str, Any]) -> None:
         layer.use_sliding = True
 
 
-def warn_of_windows(model: Any, config: Mapping[str, Any]) -> None:
-    """Warn where mlx-lm leaves out the window that a config names.
+def give_parts_of_heads(model: Any, told: Mapping[str, Any]) -> None:
+    """Let a model turn the part of each head that its config names.
+
+    mlx-lm's GLM turns whole heads.
 
     Args:
         model: What mlx-lm has loaded.
-        config: Its config.
+        told: Its config, in the words of before.
     """
-    from mlx_lm.models.cache import make_prompt_cache
+    import mlx.nn as nn
 
-    window = config.get("sliding_window")
-    if not isinstance(window, int) or config.get("use_sliding_window") is False:
+    share, dim = told.get("partial_rotary_factor"), told.get("head_dim")
+    if not isinstance(share, float) or not isinstance(dim, int):
         return
-    if all(getattr(cache, "max_size", None) is None for cache in make_prompt_cache(model)):
-        warnings.warn(
-            f"mlx-lm leaves out the sliding window of {window} tokens that the config of this "
-            f"{config.get('model_type')!r} names: contexts that are longer have other rows than in "
-            "transformers",
-            stacklevel=2,
-        )
+    for module in model.modules():
+        if isinstance(module, nn.RoPE) and module.dims == dim:
+            module.dims = int(dim * share)

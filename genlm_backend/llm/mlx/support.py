@@ -116,7 +116,10 @@ def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
             f"rows from cached keys and values differ by {difference:.2g} from whole ones"
         )
         logger.debug("%s: %s", type(runner.model).__name__, reason)
-    return MlxSupport(vocab_size, reason=reason, pads=pads)
+    # It has keys and values and cannot be told where each row's tokens stand, but counts them
+    # itself: mlx-lm's "dynamic" rotary positions go by the columns of a pass once these are more
+    # than a limit, which contexts of a few tokens do not show.
+    return MlxSupport(vocab_size, reason=reason, pads=False)
 
 
 def _length(model: Any) -> int:

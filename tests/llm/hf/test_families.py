@@ -18,6 +18,7 @@ from transformers import (
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import UnsupportedModelError
 from genlm_backend.llm.hf.attend import SharedAttend, sharing
+from genlm_backend.llm.hf.plan import CostModel
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -41,6 +42,9 @@ GATHERED = {
 }
 """Families whose attention does not go through the interface of transformers, or is cut short."""
 
+ALIGNED = {"gpt-neo-local", "llama4-tuned", "mpt"}
+"""Families that do something by the number of columns: scale by it, or cut out of a table."""
+
 
 @pytest.mark.parametrize("few_tokens", [2, 40, 384])
 @pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.WHOLE])
@@ -60,6 +64,7 @@ def test_rows_are_the_bare_models(name, few_tokens, monkeypatch):
         if lm.kv_reuse:
             is_shared = isinstance(lm._evaluator.passes.attend, SharedAttend)
             assert is_shared == (name not in GATHERED)
+            assert lm._evaluator.passes.aligns == (name in ALIGNED)
             assert lm.statistics().tokens_reused > 300
         # The test means something: one wrong token, even early on, shows in the row.
         wrong = list(contexts[-1])
@@ -70,14 +75,14 @@ def test_rows_are_the_bare_models(name, few_tokens, monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("num_threads", [None, 3])
-def test_asking_a_model_takes_five_passes_on_one_thread(name, num_threads):
+def test_asking_a_model_takes_six_passes_on_one_thread(name, num_threads):
     model, before = families.make(name), torch.get_num_threads()
     during = []
     hook = model.register_forward_pre_hook(lambda *_: during.append(torch.get_num_threads()))
     with AsyncTransformer(model, word_tokenizer(), num_threads=num_threads) as lm:
         hook.remove()
         assert lm.kv_reuse
-        assert during == [1] * 5
+        assert during == [1] * 6
         assert lm._batcher.call(torch.get_num_threads) == (num_threads or before)
     assert torch.get_num_threads() == before
     with ThreadPoolExecutor(1) as pool:
@@ -93,6 +98,31 @@ def test_models_made_at_once_leave_every_thread_its_number():
 
     with ThreadPoolExecutor(4) as pool:
         assert set(pool.map(make, range(8))) == {before}
+
+
+@pytest.mark.parametrize("name", sorted(ALIGNED))
+def test_what_only_a_long_past_shows_is_found_out(name):
+    """Scaling begins far behind the contexts of the trial, and tables end there."""
+    config = families.PER_TOKEN[name]()
+    if name == "llama4-tuned":
+        config.floor_scale = 100
+    model, generator = families.of(config), random.Random(name)
+    long, other = (generator.choices(range(families.VOCAB), k=256) for _ in range(2))
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        lm._evaluator.passes.cost = CostModel.on("cuda")  # few passes are worth much padding
+        for num_past in (90, 130, 230):
+            lm.next_token_logprobs_sync(long[:num_past])
+            contexts = [long[: num_past + 10], other[:95], long[: num_past + 1], other[:60]]
+            for row, context in zip(
+                lm.batch_next_token_logprobs_sync(contexts), contexts, strict=True
+            ):
+                torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=3e-5)
+            lm.clear_cache()
+        steps = [[*long[:200], i] for i in range(12)]
+        lm.next_token_logprobs_sync(long[:200])
+        before = lm.statistics().num_forwards
+        lm.batch_next_token_logprobs_sync(steps)
+        assert lm.statistics().num_forwards == before + 1  # of one length, in one pass
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

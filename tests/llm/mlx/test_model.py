@@ -39,6 +39,7 @@ MORE = {
         num_hidden_layers=3,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "glm": lambda: families._config("GlmConfig", head_dim=8),
     "olmo2": lambda: families._config("Olmo2Config"),
     "olmo3": lambda: families._config(
         "Olmo3Config",
@@ -55,7 +56,7 @@ TOLERANCES = {
         ["llama", "qwen2", "qwen3", "deepseek-v3", "mixtral", "cohere", "granite", "stablelm"], 1e-4
     ),
     **dict.fromkeys(["mistral-sliding", "gemma3", "olmo2", "olmo3", "qwen3-moe"], 1e-4),
-    **dict.fromkeys(["phi", "gptj", "mamba"], 1e-4),
+    **dict.fromkeys(["phi", "gptj", "mamba", "glm"], 1e-4),
     "gemma": 5e-3,
 }
 
@@ -115,6 +116,23 @@ def test_tables_of_rotary_frequencies_are_computed_where_the_model_was_made(kind
                 for ask in (lm.next_token_logprobs_sync, lm.next_token_logprobs_uncached)
             )
             torch.testing.assert_close(row, whole, atol=1e-4, rtol=0)
+
+
+@needs_mlx
+def test_positions_that_depend_on_the_length_of_a_pass():
+    """A context has the row that it has alone, beside longer ones too."""
+    from transformers import LlamaConfig
+
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config = {**families.COMMON, "max_position_embeddings": 20, "rope_parameters": rope}
+    with over(families.of(LlamaConfig(**config)), max_length=60) as lm:
+        assert not lm.kv_reuse
+        contexts = random_contexts(10, seed=7, max_length=50)
+        assert {len(context) > 20 for context in contexts} == {False, True}
+        rows = lm.batch_next_token_logprobs_sync(contexts)
+        for row, context in zip(rows, contexts, strict=True):
+            alone = lm.next_token_logprobs_uncached(context)
+            torch.testing.assert_close(row, alone, atol=1e-4, rtol=0)
 
 
 @needs_mlx

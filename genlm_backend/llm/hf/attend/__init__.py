@@ -7,8 +7,8 @@ from genlm_backend.llm.hf.attend.way import Way
 from genlm_backend.llm.hf.attend.whole import WholeAttend
 
 WAYS = (
-    Way(SharedAttend, lambda store: SharedAttend(store, few_tokens=4)),
-    Way(GatherAttend, GatherAttend),
+    Way(SharedAttend, lambda store, wider: SharedAttend(store, 4, wider), copies=False),
+    Way(GatherAttend, GatherAttend, copies=True),
 )
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""
 

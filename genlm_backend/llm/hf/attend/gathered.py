@@ -45,9 +45,14 @@ class Gathered:
     num_past: int
 
 
-def gather(spans: Sequence[Span]) -> Gathered:
-    """Return the columns of a batch whose new tokens have slots; pure."""
-    num_past = max(span.num_past for span in spans)
+def gather(spans: Sequence[Span], wider: int = 0) -> Gathered:
+    """Return the columns of a batch whose new tokens have slots; pure.
+
+    Args:
+        spans: The batch.
+        wider: Number of columns more than the longest past has.
+    """
+    num_past = wider + max(span.num_past for span in spans)
     num_new = max(span.num_new for span in spans)
     slots = np.full((len(spans), num_past + num_new), PADDING_SLOT, np.int64)
     mask = np.ones((len(spans), num_past + num_new), np.int64)
@@ -67,15 +72,16 @@ class GatherAttend(Attend):
 
     Args:
         store: Where they are.
+        wider: Number of columns more than the longest past of a pass has.
     """
 
-    def __init__(self, store: KVStore) -> None:
-        self._store = store
+    def __init__(self, store: KVStore, wider: int = 0) -> None:
+        self._store, self._wider = store, wider
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Yield the mask of the left padding, and a cache of transformers over the slots."""
-        gathered = gather(batch.spans)
+        gathered = gather(batch.spans, self._wider)
         on: dict[torch.device, _Indices] = {}  # moved once to each device that has a layer
         layers: list[Any] = []
         for number, layer in enumerate(self._store.layout.layers):

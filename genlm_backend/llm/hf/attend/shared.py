@@ -64,10 +64,11 @@ class SharedAttend(Attend):
         store: Where the keys and values are.
         few_tokens: Cached tokens, counted for each row, that are not worth a product; ``None``
             for what has been measured.
+        wider: Number of columns more than the longest past of a pass has.
     """
 
-    def __init__(self, store: KVStore, few_tokens: int | None = None) -> None:
-        self._store = store
+    def __init__(self, store: KVStore, few_tokens: int | None = None, wider: int = 0) -> None:
+        self._store, self._wider = store, wider
         self._few_tokens = sharing.FEW_TOKENS if few_tokens is None else few_tokens
         self._dispatch: tuple[Any, Dispatch] | None = None
 
@@ -80,7 +81,7 @@ class SharedAttend(Attend):
         """
         if self._dispatch is None or self._dispatch[0] is not model:
             self._dispatch = model, Dispatch(model)
-        attention = _SharedAttention(self._store, batch, self._few_tokens)
+        attention = _SharedAttention(self._store, batch, self._few_tokens, self._wider)
         with self._dispatch[1].to(attention):
             yield {"past_key_values": attention.cache(), "use_cache": True}
         attention.check_complete()
@@ -90,10 +91,10 @@ class SharedAttend(Attend):
 class _SharedAttention(Attention):
     """The attention of one forward pass."""
 
-    def __init__(self, store: KVStore, batch: PackedBatch, few_tokens: int) -> None:
+    def __init__(self, store: KVStore, batch: PackedBatch, few_tokens: int, wider: int) -> None:
         self._store, self._batch = store, batch
         self._reading = plan_reading(batch.spans, few_tokens)
-        self._num_past = max(span.num_past for span in batch.spans)
+        self._num_past = wider + max(span.num_past for span in batch.spans)
         self._indices: dict[torch.device, Indices] = {}  # moved once to each device with a layer
         self._allowed: dict[int, torch.Tensor] = {}  # what ``mask`` has returned, by identity
         self._masks: dict[tuple[object, ...], PassMasks] = {}

@@ -17,8 +17,11 @@ class Way:
 
     Attributes:
         over: Makes it over a store.
-        probing: Makes it so that contexts of a few tokens go through all of it.
+        probing: Makes it so that contexts of a few tokens go through all of it, in passes with so
+            many columns more than their longest past has: as beside a context that is longer.
+        copies: Whether it copies the columns of every row.
     """
 
     over: Callable[[KVStore], Attend]
-    probing: Callable[[KVStore], Attend]
+    probing: Callable[[KVStore, int], Attend]
+    copies: bool
