@@ -85,7 +85,7 @@ class Constraint:
             schema: A JSON schema, or the JSON text of one.
             whitespace: A pattern of what may stand between the parts of a value; ``""`` for
                 nothing.
-            eos_token_ids: The tokens that end a text; by default the tokenizer's own.
+            eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
             ConstraintError: If it is no schema, or has a keyword anywhere that llguidance does
@@ -115,7 +115,7 @@ class Constraint:
             lm: The model whose tokens the texts are made of.
             pattern: A pattern in the syntax of Rust's ``regex``: no look-around and no
                 back-references.
-            eos_token_ids: The tokens that end a text; by default the tokenizer's own.
+            eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
             ConstraintError: If it is no such expression.
@@ -153,7 +153,7 @@ class Constraint:
             lm: The model whose tokens the texts are made of.
             grammar: A grammar in Lark's syntax, as llguidance reads it, beginning at the rule
                 ``start``.
-            eos_token_ids: The tokens that end a text; by default the tokenizer's own.
+            eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
             ConstraintError: If it is no such grammar.
@@ -180,7 +180,7 @@ class Constraint:
                 ``"choice"`` or ``"grammar"``; all but the second have an entry of that name with
                 what the method of that name takes. A JSON schema may be in that of OpenAI's API:
                 ``{"name": …, "strict": …, "schema": {…}}``; it is kept to in either case.
-            eos_token_ids: The tokens that end a text; by default the tokenizer's own.
+            eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
             ConstraintError: If it is none of these.
