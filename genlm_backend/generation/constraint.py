@@ -7,6 +7,7 @@ model's ``byte_vocab``.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Self, final
@@ -31,6 +32,8 @@ from genlm_backend.generation.grammar_fault import fault_of_generated, fault_of_
 from genlm_backend.generation.grammar_vocabulary import GrammarVocabularies, load_library
 from genlm_backend.generation.json_schema import check_schema, unwrapped
 from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.draw import as_scores
+from genlm_backend.llm.drawing import log_mass, log_sum
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """Or only one way to divide a text into tokens would be allowed where it is forced.
@@ -259,18 +262,23 @@ class Constraint:
 
         Returns:
             The row with the others at ``-inf``, normalised again, and the logarithm of the
-            probability that the allowed ones had together: the weight of a particle's step.
+            probability that the allowed ones had together: the weight of a particle's step, 0 at
+            most. It is ``-inf``, as is the whole row, where none of them is possible.
 
         Raises:
+            ConstraintViolation: (``ValueError``) If the text has ended, so that nothing follows.
             OptionTypeError: (``TypeError``) If ``row`` or ``mask`` is no tensor.
             OptionError: (``ValueError``) If one of them is of another shape or dtype.
         """
         check_row(row, self._vocab_size)
         mask = self.mask() if mask is None else mask
         check_mask(mask, self._vocab_size)
+        if self._is_ended:
+            raise ConstraintViolation("the text has ended: no token follows that could be weighed")
         allowed = row.masked_fill(~mask.to(row.device), -torch.inf)
-        log_mass = allowed.logsumexp(-1)
-        return allowed - log_mass, float(log_mass)
+        total = log_sum(as_scores(allowed))
+        normalised = allowed if total == -math.inf else allowed - total
+        return normalised, log_mass(total, as_scores(row))
 
     def advance(self, token_id: int) -> None:
         """Go on by one token.
