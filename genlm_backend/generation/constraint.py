@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any, ClassVar, Self, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Self, final
 
 import numpy as np
 import torch
@@ -42,6 +42,13 @@ They come last, so that the lines of a grammar have the numbers that its writer 
 """
 
 
+_INSTEAD: Final = {
+    "is_finished": "a loop that draws a text runs while not is_ended, since the token that ends it "
+    "is drawn and weighed too; must_end says that nothing else may follow",
+}
+"""Names of former releases, and what to write instead."""
+
+
 @final
 class Constraint:
     """How far a text has come in a grammar, and what may follow.
@@ -50,6 +57,11 @@ class Constraint:
     is allowed, however the text is divided into tokens: a sampler that draws from the allowed
     ones samples from the model restricted to the grammar, prefix by prefix. Each particle of a
     program holds one of its own; ``fork`` copies it.
+
+    A text is drawn ``while not constraint.is_ended``: what ends it is a token that the model gives
+    a probability, and so is drawn and weighed as the others are, also where nothing else may
+    follow. A loop that leaves it out there weighs texts that cannot go on by other measures than
+    those that can, and samples another distribution.
 
     The grammar decides what ends a text. Where it goes on with a token, the token is text, even if
     it is one of those that end a text (a line break, say, in a grammar of lines); where it does
@@ -321,9 +333,20 @@ class Constraint:
         return self._is_ended
 
     @property
-    def is_finished(self) -> bool:
-        """Whether nothing can follow: the text has ended, or is complete and cannot be longer."""
-        return self._is_ended or bool(self._matcher.is_stopped())
+    def must_end(self) -> bool:
+        """Whether the text has not ended, and nothing but its end may follow.
+
+        For whoever wants the text alone, without what its end weighs; a loop that weighs texts
+        runs until ``is_ended``.
+        """
+        return not self._is_ended and bool(self._matcher.is_stopped())
+
+    if not TYPE_CHECKING:  # to whom every name would be known
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Tell what has become of a name."""
+            instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}{instead}")
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -124,7 +124,7 @@ def test_the_mask_is_every_token_that_some_text_goes_on_with(lm, choices):
     special = lm.special_ids | lm.undefined_ids
     for _ in range(12):
         constraint, text = Constraint.from_choice(lm, choices), b""
-        while not constraint.is_finished:
+        while not constraint.is_ended:
             mask = constraint.mask()
             expected = {
                 i
@@ -182,7 +182,7 @@ def test_a_token_that_is_not_allowed_changes_nothing(lm):
         assert torch.equal(constraint.mask(), before)
     constraint.advance(lm.tokenizer.encode("yes")[0])
     assert constraint.can_end
-    assert constraint.is_finished
+    assert constraint.must_end
     assert constraint.mask().nonzero().flatten().tolist() == [eos]
     constraint.advance(eos)
     assert not constraint.mask().any()
