@@ -203,3 +203,17 @@ async def test_a_model_that_only_its_tokenizer_tells_of_ends_there_as_well():
 def test_an_evaluator_that_names_no_ids_is_told(wrong):
     with pytest.raises(TypeError, match="eos_token_ids must be a collection of token ids"):
         EvaluatorInfo(eos_token_ids=wrong)
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(max_examples=15, deadline=None)
+@given(ends=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60), prompt=PROMPTS)
+def test_texts_of_a_model_that_is_no_transformer_end_as_it_says(ends, prompt):
+    with MockAsyncLM(word_tokenizer(), eos_token_ids=ends) as lm, Engine() as engine:
+        engine.install_model("m", lm, warm_up=False)
+        engine.start_model("m")
+        text = []
+        while len(text) < NUM_NEW and not set(text) & set(ends):
+            text.append(int(lm.next_token_logprobs_sync([*prompt, *text]).argmax()))
+        found = asyncio.run(found_by_every_way(lm, engine, prompt))
+    assert found == dict.fromkeys(found, text)
