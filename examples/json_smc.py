@@ -1,7 +1,7 @@
 """Sequential Monte Carlo under a JSON schema: every particle keeps to it, the heavy ones survive.
 
-A particle holds a constraint of its own. Its weight is the probability that the model gave to
-what the schema allowed, so that the posterior is the model's own, given that the text validates.
+A particle holds a constraint of its own. Its weight is the probability that the model gave to what
+the schema allowed, the end too, so that the posterior is the model's own, given a valid text.
 """
 
 import argparse
@@ -41,12 +41,13 @@ class Particle:
         self.constraint.advance(lm.draw(row, generator=random))
 
 
-async def smc(lm: AsyncLM, count: int, max_tokens: int) -> list[Particle]:
-    prompt, random = lm.tokenizer.encode(PROMPT), np.random.default_rng(0)
-    constraint = Constraint.from_json_schema(lm, SCHEMA)
+async def smc(
+    lm: AsyncLM, prompt: list[int], constraint: Constraint, count: int, max_tokens: int
+) -> list[Particle]:
+    random = np.random.default_rng(0)
     particles = [Particle(constraint.fork()) for _ in range(count)]
     for _ in range(max_tokens):
-        active = [p for p in particles if not p.constraint.is_finished]
+        active = [p for p in particles if not p.constraint.is_ended]
         if not active:
             break
         await asyncio.gather(*(particle.step(lm, prompt, random) for particle in active))
@@ -65,11 +66,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=80, help="tokens of each particle, at most")
     options = parser.parse_args()
     with load_model_by_name("smollm2", llm_opts={"batch_size": options.particles}) as lm:
-        particles = asyncio.run(smc(lm, options.particles, options.tokens))
+        prompt, constraint = lm.tokenizer.encode(PROMPT), Constraint.from_json_schema(lm, SCHEMA)
+        particles = asyncio.run(smc(lm, prompt, constraint, options.particles, options.tokens))
         for particle in sorted(particles, key=lambda p: -p.log_weight):
-            ids = [i for i in particle.constraint.token_ids if i not in lm.special_ids]
+            is_whole = particle.constraint.is_ended
+            ids = particle.constraint.token_ids[: -1 if is_whole else None]
             text = b"".join(lm.byte_vocab[i].byte_string for i in ids).decode(errors="replace")
-            is_whole = particle.constraint.is_finished
             print(f"{particle.log_weight:8.2f}  {json.loads(text) if is_whole else text + ' …'}")
 
 

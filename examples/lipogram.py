@@ -29,7 +29,8 @@ class Particle:
             if not masses.sum() > 0:
                 self.log_weight, self.is_done = -np.inf, True
                 return
-            self.log_weight += np.log(masses.sum() / weights[node])
+            whole = weights[node] if node != trie.trie.root else 1.0  # special tokens too
+            self.log_weight += np.log(masses.sum() / whole)
             letter = letters[random.choice(len(letters), p=masses / masses.sum())]
             if letter == ord(" ") and len(self.text) >= length:
                 self.is_done = True  # at the end of a word
@@ -51,7 +52,8 @@ async def main() -> None:
     options = parser.parse_args()
     allowed = set(range(32, 127)) - set((options.without + options.without.upper()).encode())
     lm = load_model_by_name(options.model, llm_opts={"batch_size": options.particles})
-    trie, random = AsyncTokenCharacterTrie.from_vocab(lm.byte_vocab), np.random.default_rng(0)
+    tokens = [token for token in lm.byte_vocab if token.token_id not in lm.special_ids]
+    trie, random = AsyncTokenCharacterTrie.from_vocab(tokens), np.random.default_rng(0)
     particles = [Particle(lm.tokenizer.encode(options.prompt)) for _ in range(options.particles)]
     async with lm, trie:
         while active := [particle for particle in particles if not particle.is_done]:

@@ -26,14 +26,14 @@ class Particle:
         logprobs[~allowed] = -np.inf
         self.log_weight += np.log(np.exp(logprobs).sum())
         token = lm.draw(logprobs, generator=random)
-        self.is_done = token == lm.tokenizer.eos_token_id
+        self.is_done = token in lm.eos_token_ids
         self.tokens = [*self.tokens, token]
 
 
 async def smc(lm: AsyncLM, prompt: list[int], count: int, max_tokens: int, max_bytes: int):
     random, particles, sizes = np.random.default_rng(0), [Particle() for _ in range(count)], []
     allowed = np.array([len(t.strip()) <= max_bytes and t.isascii() for t in lm.byte_vocab])
-    allowed[list(lm.special_ids)], allowed[lm.tokenizer.eos_token_id] = False, True
+    allowed[list(lm.special_ids)], allowed[list(lm.eos_token_ids)] = False, True
     for _ in track(range(max_tokens), "Sampling"):
         steps = (p.step(lm, prompt, allowed, random) for p in particles if not p.is_done)
         await asyncio.gather(*steps)

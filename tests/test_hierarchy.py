@@ -27,6 +27,7 @@ DEFAULTS = {
         "check_adapter",
         "clear_cache",
         "close",
+        "eos_token_ids",
         "forget",
         "kv_capacity",
         "next_token_logits",

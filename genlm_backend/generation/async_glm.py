@@ -332,9 +332,12 @@ def _full(num_waiting: int) -> RequestQueueFullError:
 
 
 def _defaults_of(lm: AsyncLM) -> Any:
-    """The model's own ``transformers.GenerationConfig``, or what its tokenizer says."""
-    return own_config(lm) or transformers.GenerationConfig(
-        eos_token_id=getattr(lm.tokenizer, "eos_token_id", None),
+    """The model's own ``transformers.GenerationConfig``, or what is known of it here."""
+    own = own_config(lm)
+    if own is not None:
+        return own
+    return transformers.GenerationConfig(
+        eos_token_id=sorted(lm.eos_token_ids) if lm.eos_token_ids else None,
         pad_token_id=getattr(lm.tokenizer, "pad_token_id", None),
     )
 

@@ -45,7 +45,8 @@ class GenerationConfig:
         min_length: Tokens of prompt and text together before the text may end.
         min_new_tokens: Tokens of the text before it may end.
         early_stopping: Whether to stop at an end-of-sequence token at all.
-        eos_token_id: One or several tokens that end a text; ``None`` for the tokenizer's own.
+        eos_token_id: One or several tokens that end a text; ``None`` for the model's own,
+            ``lm.eos_token_ids``.
         stop_words_ids: Lists of token ids; a text that ends with one of them is complete. ``None``
             means none, as with the next two.
         stop: Strings; a text is complete, and cut off, where one of them begins.

@@ -7,9 +7,10 @@ model's ``byte_vocab``.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import Any, ClassVar, Self, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Self, final
 
 import numpy as np
 import torch
@@ -31,12 +32,21 @@ from genlm_backend.generation.grammar_fault import fault_of_generated, fault_of_
 from genlm_backend.generation.grammar_vocabulary import GrammarVocabularies, load_library
 from genlm_backend.generation.json_schema import check_schema, unwrapped
 from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.draw import as_scores
+from genlm_backend.llm.drawing import log_mass, log_sum
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """Or only one way to divide a text into tokens would be allowed where it is forced.
 
 They come last, so that the lines of a grammar have the numbers that its writer knows.
 """
+
+
+_INSTEAD: Final = {
+    "is_finished": "a loop that draws a text runs while not is_ended, since the token that ends it "
+    "is drawn and weighed too; must_end says that nothing else may follow",
+}
+"""Names of former releases, and what to write instead."""
 
 
 @final
@@ -47,6 +57,11 @@ class Constraint:
     is allowed, however the text is divided into tokens: a sampler that draws from the allowed
     ones samples from the model restricted to the grammar, prefix by prefix. Each particle of a
     program holds one of its own; ``fork`` copies it.
+
+    A text is drawn ``while not constraint.is_ended``: what ends it is a token that the model gives
+    a probability, and so is drawn and weighed as the others are, also where nothing else may
+    follow. A loop that leaves it out there weighs texts that cannot go on by other measures than
+    those that can, and samples another distribution.
 
     The grammar decides what ends a text. Where it goes on with a token, the token is text, even if
     it is one of those that end a text (a line break, say, in a grammar of lines); where it does
@@ -85,7 +100,7 @@ class Constraint:
             schema: A JSON schema, or the JSON text of one.
             whitespace: A pattern of what may stand between the parts of a value; ``""`` for
                 nothing.
-            eos_token_ids: The tokens that end a text; by default the tokenizer's own.
+            eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
             ConstraintError: If it is no schema, or has a keyword anywhere that llguidance does
@@ -115,7 +130,7 @@ class Constraint:
             lm: The model whose tokens the texts are made of.
             pattern: A pattern in the syntax of Rust's ``regex``: no look-around and no
                 back-references.
-            eos_token_ids: The tokens that end a text; by default the tokenizer's own.
+            eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
             ConstraintError: If it is no such expression.
@@ -153,7 +168,7 @@ class Constraint:
             lm: The model whose tokens the texts are made of.
             grammar: A grammar in Lark's syntax, as llguidance reads it, beginning at the rule
                 ``start``.
-            eos_token_ids: The tokens that end a text; by default the tokenizer's own.
+            eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
             ConstraintError: If it is no such grammar.
@@ -180,7 +195,7 @@ class Constraint:
                 ``"choice"`` or ``"grammar"``; all but the second have an entry of that name with
                 what the method of that name takes. A JSON schema may be in that of OpenAI's API:
                 ``{"name": …, "strict": …, "schema": {…}}``; it is kept to in either case.
-            eos_token_ids: The tokens that end a text; by default the tokenizer's own.
+            eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
             ConstraintError: If it is none of these.
@@ -259,18 +274,23 @@ class Constraint:
 
         Returns:
             The row with the others at ``-inf``, normalised again, and the logarithm of the
-            probability that the allowed ones had together: the weight of a particle's step.
+            probability that the allowed ones had together: the weight of a particle's step, 0 at
+            most. It is ``-inf``, as is the whole row, where none of them is possible.
 
         Raises:
+            ConstraintViolation: (``ValueError``) If the text has ended, so that nothing follows.
             OptionTypeError: (``TypeError``) If ``row`` or ``mask`` is no tensor.
             OptionError: (``ValueError``) If one of them is of another shape or dtype.
         """
         check_row(row, self._vocab_size)
         mask = self.mask() if mask is None else mask
         check_mask(mask, self._vocab_size)
+        if self._is_ended:
+            raise ConstraintViolation("the text has ended: no token follows that could be weighed")
         allowed = row.masked_fill(~mask.to(row.device), -torch.inf)
-        log_mass = allowed.logsumexp(-1)
-        return allowed - log_mass, float(log_mass)
+        total = log_sum(as_scores(allowed))
+        normalised = allowed if total == -math.inf else allowed - total
+        return normalised, log_mass(total, as_scores(row))
 
     def advance(self, token_id: int) -> None:
         """Go on by one token.
@@ -313,9 +333,20 @@ class Constraint:
         return self._is_ended
 
     @property
-    def is_finished(self) -> bool:
-        """Whether nothing can follow: the text has ended, or is complete and cannot be longer."""
-        return self._is_ended or bool(self._matcher.is_stopped())
+    def must_end(self) -> bool:
+        """Whether the text has not ended, and nothing but its end may follow.
+
+        For whoever wants the text alone, without what its end weighs; a loop that weighs texts
+        runs until ``is_ended``.
+        """
+        return not self._is_ended and bool(self._matcher.is_stopped())
+
+    if not TYPE_CHECKING:  # to whom every name would be known
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Tell what has become of a name."""
+            instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+            raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}{instead}")
 
     def _check(self) -> None:
         if self._matcher.is_error():

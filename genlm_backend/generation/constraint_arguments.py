@@ -26,16 +26,16 @@ def check_arguments(**arguments: Any) -> dict[str, Any]:
 
 
 def eos_of(lm: AsyncLM, given: Collection[int] | None) -> frozenset[int]:
-    """Return the tokens that end a text; by default the tokenizer's own.
+    """Return the tokens that end a text; by default those of the model.
 
     Raises:
         ConstraintError: (``ValueError``) If there is none, or one is outside the vocabulary.
     """
-    eos = getattr(lm.tokenizer, "eos_token_id", None) if given is None else given
-    listed_eos = [eos] if isinstance(eos, int) else () if eos is None else eos
-    ids = frozenset(check_arguments(eos_token_ids=listed_eos)["eos_token_ids"])
+    ends: Any = lm.eos_token_ids if given is None else given
+    listed = [ends] if isinstance(ends, int) else ends
+    ids = frozenset(check_arguments(eos_token_ids=listed)["eos_token_ids"])
     if not ids:
-        raise ConstraintError("the tokenizer names no token that ends a text: pass eos_token_ids")
+        raise ConstraintError("the model names no token that ends a text: pass eos_token_ids")
     check_known_ids("eos_token_ids", ids, len(lm.byte_vocab), ConstraintError)
     return ids
 

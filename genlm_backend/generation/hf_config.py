@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from genlm_backend.errors import GenerationConfigError
 from genlm_backend.llm.base import AsyncLM
+from genlm_backend.llm.ends import listed_ids
 
 SHARED_FIELDS = (
     "do_sample",
@@ -93,9 +95,18 @@ _NEUTRAL: dict[str, Callable[[Any], bool]] = {
 def own_config(lm: AsyncLM) -> Any:
     """Return a model's own ``transformers.GenerationConfig``, or ``None`` where it has none.
 
-    Only models of transformers have one; no attribute of every ``AsyncLM`` tells.
+    Only models of transformers have one; no attribute of every ``AsyncLM`` tells. Ids that end a
+    text and are outside the vocabulary, which no text has, are left out.
     """
-    return getattr(getattr(lm, "model", None), "generation_config", None)
+    config = getattr(getattr(lm, "model", None), "generation_config", None)
+    named = None if config is None else listed_ids(config.eos_token_id)
+    if config is None or named is None:
+        return config
+    known = [token_id for token_id in named if 0 <= token_id < len(lm.byte_vocab)]
+    if len(known) < len(named):
+        config = copy.deepcopy(config)
+        config.eos_token_id = known if len(known) else None
+    return config
 
 
 def fields_of_hf(config: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.constraint import Constraint
 from genlm_backend.llm.base import AsyncLM
 from genlm_backend.llm.context import Context
+from genlm_backend.llm.ends import listed_ids
 from genlm_backend.llm.query import TokenIds, check_known_ids
 
 Chat = Sequence[Mapping[str, Any]]
@@ -76,7 +77,7 @@ class Prompt:
         constraint = None
         if config.response_format is not None:
             constraint = Constraint.from_response_format(
-                lm, config.response_format, eos_token_ids=eos or None
+                lm, config.response_format, eos_token_ids=eos if len(eos) else None
             )
         return cls(
             context=context,
@@ -250,11 +251,11 @@ def _max_length(
 def _eos_ids(lm: AsyncLM, config: GenerationConfig) -> frozenset[int]:
     if not config.early_stopping:
         return frozenset()
-    given = config.eos_token_id
-    eos = getattr(lm.tokenizer, "eos_token_id", None) if given is None else given
-    ids = [eos] if isinstance(eos, int) else list(eos or ())
-    _check_ids("eos_token_id", ids, lm)
-    return frozenset(ids)
+    given = listed_ids(config.eos_token_id)
+    if given is None:
+        return lm.eos_token_ids
+    _check_ids("eos_token_id", given, lm)
+    return frozenset(given)
 
 
 def _check_ids(name: str, ids: Sequence[int], lm: AsyncLM) -> None:

@@ -111,6 +111,8 @@ class Sample(Draft):
         if token_id in self._prompt.eos_token_ids and self._is_end(token_id):
             return "eos"
         is_stopped = self._text.is_stopped or self._ends_with_stop_word(self.contexts[0])
-        if is_stopped or (self._constraint is not None and self._constraint.is_finished):
+        if self._constraint is not None:  # its text is whole; nobody weighs its end here
+            is_stopped |= self._constraint.is_ended or self._constraint.must_end
+        if is_stopped:
             return "stop"
         return "length" if len(self.contexts[0]) >= self._prompt.max_length else None

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from genlm_backend.llm.registry import load_model_by_name
     from genlm_backend.llm.replicas.model import AsyncReplicas
     from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
+    from genlm_backend.llm.sampling import Sampled
     from genlm_backend.llm.scoring import Scoring
     from genlm_backend.llm.statistics import LMStatistics
     from genlm_backend.llm.vllm.model import AsyncVirtualLM
@@ -51,6 +52,7 @@ __all__ = [
     "Query",
     "RestartableEvaluator",
     "Row",
+    "Sampled",
     "Scoring",
     "StatelessEvaluator",
     "load_model_by_name",
@@ -81,6 +83,7 @@ __getattr__, __dir__ = lazy_names(
         "Query": "genlm_backend.llm.query",
         "RestartableEvaluator": "genlm_backend.llm.evaluator",
         "Row": "genlm_backend.llm.row",
+        "Sampled": "genlm_backend.llm.sampling",
         "Scoring": "genlm_backend.llm.scoring",
         "StatelessEvaluator": "genlm_backend.llm.evaluator",
         "load_model_by_name": "genlm_backend.llm.registry",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
 from genlm_backend.llm.adapters import UNKNOWN_ADAPTER
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.contexts import Contexts, listed_contexts
+from genlm_backend.llm.ends import default_ends
 from genlm_backend.llm.query import TokenIds
 from genlm_backend.llm.row_scores import scores_by, scores_by_sync
 from genlm_backend.llm.sampling_lm import SamplingLM
@@ -82,6 +83,9 @@ class AsyncLM(SamplingLM, Closing):
     kv_cache_dtype: str | None = None
     """Number format in which keys and values are kept; ``None`` for the type of the model."""
 
+    _own_eos: Collection[int] | None = None
+    """Ids that end a text by the model's generation config; ``None`` where it names none."""
+
     has_host_tier: bool = False
     """Whether keys and values that have to leave the device are kept on the host."""
 
@@ -90,6 +94,18 @@ class AsyncLM(SamplingLM, Closing):
 
     device: torch.device | None = None
     """Device on which the model takes its token ids; ``None`` where it does not say."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids that end a text, wherever a caller names none.
+
+        The model's own generation config names them, and may name several. Where it names no token
+        of the model, they are the tokenizer's; empty where that names none either.
+        """
+        return default_ends(self._own_eos, self.tokenizer, self._is_token)
+
+    def _is_token(self, token_id: int) -> bool:
+        return 0 <= token_id < len(self.byte_vocab) and token_id not in self.undefined_ids
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:

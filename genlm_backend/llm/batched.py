@@ -109,6 +109,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
             evaluator.close()
             raise
         self.max_length, self.kv_cache_dtype = self._info.max_length, self._info.kv_cache_dtype
+        self._own_eos = self._info.eos_token_ids
         self.has_host_tier = self._info.num_host_slots is not None
         self.device = None if self._info.device is None else torch.device(self._info.device)
         self._answering.set_vocabulary(len(self.byte_vocab), self.undefined_ids)

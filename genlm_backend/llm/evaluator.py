@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
 import torch
 
 from genlm_backend.cache import TierName
-from genlm_backend.checks import MAX_VOCAB, checked, integer, known_device, optional, switch
+from genlm_backend.checks import (
+    MAX_VOCAB,
+    checked,
+    integer,
+    known_device,
+    optional,
+    sequence,
+    switch,
+)
 from genlm_backend.errors import AdapterError, CacheError, PictureError
 from genlm_backend.llm.picture_rules import PictureRules
 from genlm_backend.llm.query import Adapter, Query
@@ -42,6 +50,8 @@ class EvaluatorInfo:
         draws: Whether it answers a ``Drawing`` too. Where not, samples are drawn from rows.
         image_token_id: The id that stands for a part of a picture, where it sees pictures; ``None``
             where it does not.
+        eos_token_ids: The ids that end a text by the model's own generation config; ``None`` where
+            it names none, and the tokenizer tells.
     """
 
     vocab_size: int | None = None
@@ -58,6 +68,7 @@ class EvaluatorInfo:
     scores: bool = False
     draws: bool = False
     image_token_id: int | None = None
+    eos_token_ids: Collection[int] | None = None
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -99,6 +110,7 @@ _CHECKS: Final = {
     "scores": switch,
     "draws": switch,
     "image_token_id": optional(integer(0)),
+    "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
 }
 
 

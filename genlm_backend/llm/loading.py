@@ -10,6 +10,7 @@ from typing import Any
 from genlm_backend.checks import near_names, shown, text
 from genlm_backend.errors import ModelNotFoundError
 from genlm_backend.llm.bundled import BUNDLED, bundled_directory, is_bundled
+from genlm_backend.llm.ends import listed_ids
 from genlm_backend.llm.hub import cached_models, hub_answers
 from genlm_backend.llm.watching import bars_where_seen
 
@@ -97,6 +98,35 @@ def explained(name: str) -> Iterator[None]:
             f"that name, a bundled model ({', '.join(BUNDLED)}), and a repository on the Hugging "
             f"Face hub ({first_line}). A path to a local directory works as a name."
         ) from error
+
+
+def named_ends(
+    name: str, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[int, ...] | None:
+    """Return the ids that end a text by the files of a model, without its weights.
+
+    Args:
+        name: Name that ``resolve_name`` takes.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Whether code that comes with the model may run.
+
+    Returns:
+        What the model's generation config would name, if transformers loaded it; ``None`` where
+        that is nothing, or there are no such files.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    path = resolve_name(name)
+    options = hub_options(path) if revision is None else {**hub_options(path), "revision": revision}
+    try:
+        return listed_ids(GenerationConfig.from_pretrained(path, **options).eos_token_id)
+    except OSError:  # there is no such file, but the config may tell
+        pass
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError):  # a tokenizer alone, or a model that transformers does not know
+        return None
+    return listed_ids(GenerationConfig.from_model_config(config).eos_token_id)
 
 
 _TOKENIZER_FILES = (

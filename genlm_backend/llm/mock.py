@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from array import array
-from collections.abc import Sequence
-from typing import Any, Self, final
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Self, final
 
 import numpy as np
 import torch
 
-from genlm_backend.checks import checked
+from genlm_backend.checks import Check, checked, integer, optional, sequence
 from genlm_backend.llm.batched import BatchedLM
 from genlm_backend.llm.evaluator import StatelessEvaluator
 from genlm_backend.llm.query import Query
@@ -31,8 +31,14 @@ class MockAsyncLM(BatchedLM):
         vocab_size: Width of the rows, where it is to differ from the tokenizer's.
         max_length: Longest context to accept, in tokens.
         max_batch_size: Number of contexts that can be evaluated at once, where that is bounded.
+        eos_token_ids: The ids that end a text where a caller names none. Default: the tokenizer's.
         **kwargs: Options of ``BatchedLM``: ``batch_size``, ``timeout``, ``row_cache_bytes``, …
     """
+
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        **BatchedLM.option_checks,
+        "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
+    }
 
     def __init__(
         self,
@@ -41,11 +47,17 @@ class MockAsyncLM(BatchedLM):
         vocab_size: int | None = None,
         max_length: int | None = None,
         max_batch_size: int | None = None,
+        eos_token_ids: Collection[int] | None = None,
         **kwargs: Any,
     ) -> None:
         given = checked(
             self.option_checks,
-            {"vocab_size": vocab_size, "max_length": max_length, "max_batch_size": max_batch_size},
+            {
+                "vocab_size": vocab_size,
+                "max_length": max_length,
+                "max_batch_size": max_batch_size,
+                "eos_token_ids": eos_token_ids,
+            },
         )
         size: int | None = given.pop("vocab_size")
         if size is None:
@@ -54,16 +66,17 @@ class MockAsyncLM(BatchedLM):
 
     @classmethod
     def from_name(cls, model_name: str, **kwargs: Any) -> Self:
-        """Mock the model of that name: its tokenizer, no weights.
+        """Mock the model of that name: its tokenizer and the ends of its texts, no weights.
 
         Args:
             model_name: Name that ``load_model_by_name`` takes.
             **kwargs: Options of the constructor.
         """
-        from genlm_backend.llm.loading import load_tokenizer
+        from genlm_backend.llm.loading import load_tokenizer, named_ends
 
         cls.check_options(kwargs)
-        return cls(load_tokenizer(model_name), **kwargs)
+        tokenizer = load_tokenizer(model_name)
+        return cls(tokenizer, **{"eos_token_ids": named_ends(model_name), **kwargs})
 
 
 @final
@@ -74,15 +87,23 @@ class MockEvaluator(StatelessEvaluator):
         vocab_size: Width of the rows.
         max_length: Longest context to accept, in tokens.
         max_batch_size: Number of queries at once, at most.
+        eos_token_ids: The ids that end a text; ``None`` for the tokenizer's.
     """
 
     def __init__(
-        self, vocab_size: int, max_length: int | None = None, max_batch_size: int | None = None
+        self,
+        vocab_size: int,
+        max_length: int | None = None,
+        max_batch_size: int | None = None,
+        eos_token_ids: Collection[int] | None = None,
     ) -> None:
         super().__init__(vocab_size)
         self._size = vocab_size
         self.info = dataclasses.replace(
-            self.info, max_length=max_length, max_batch_size=max_batch_size
+            self.info,
+            max_length=max_length,
+            max_batch_size=max_batch_size,
+            eos_token_ids=eos_token_ids,
         )
 
     def evaluate(self, queries: Sequence[Query]) -> Sequence[Row]:

@@ -71,7 +71,7 @@ class Row:
         # Of what is left, to the precision that its terms have.
         left = math.log1p(-excluded) if excluded < 0.5 else float(logprobs.logsumexp(-1))
         if left:
-            logprobs.sub_(left)
+            logprobs.sub_(left).clamp_(max=0)  # which rounding may be above
         return Row(logprobs, None if self.normaliser is None else self.normaliser + left)
 
 

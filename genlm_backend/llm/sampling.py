@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, final
+from collections.abc import Iterable
+from typing import Any, Final, Literal, final
 
 import numpy as np
 import torch
@@ -11,6 +12,29 @@ from genlm_backend.checks import checked, integer, optional, sequence, switch
 from genlm_backend.llm.draw import TEMPERATURE, as_scores, draw_token
 from genlm_backend.llm.drawing import Drawing
 from genlm_backend.llm.query import Query, check_known_ids
+
+
+@final
+class Sampled(list[int]):
+    """Token ids that have been sampled: a list, which also says why there are no more.
+
+    Args:
+        token_ids: The ids.
+        finish_reason: Why they end.
+
+    Attributes:
+        finish_reason: ``"eos"`` where a token came that ends a text, which is not among them;
+            ``"length"`` where there are as many as were asked for; ``"max_length"`` where the
+            model takes no longer context, so that there are fewer.
+    """
+
+    __slots__ = ("finish_reason",)
+
+    def __init__(
+        self, token_ids: Iterable[int], finish_reason: Literal["eos", "length", "max_length"]
+    ) -> None:
+        super().__init__(token_ids)
+        self.finish_reason = finish_reason
 
 
 @final

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from genlm_backend.llm.draw import (
 )
 from genlm_backend.llm.drawing import Drawing, packed_mask
 from genlm_backend.llm.query import Query, TokenIds
-from genlm_backend.llm.sampling import Sampler, check_sampling
+from genlm_backend.llm.sampling import Sampled, Sampler, check_sampling
 from genlm_backend.llm.together import together
 from genlm_backend.llm.watching import progress_bar
 from genlm_backend.tokenization import Token
@@ -38,10 +38,18 @@ class SamplingLM(abc.ABC):
     Attributes:
         byte_vocab: The tokens by id, as bytes.
         contexts: What checks token ids and makes a ``Context`` of them.
+        max_length: Longest context that the model takes, in tokens; ``None`` where nothing bounds
+            it.
     """
 
     byte_vocab: list[Token]
     contexts: Contexts
+    max_length: int | None
+
+    @property
+    @abc.abstractmethod
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids that end a text, wherever a caller names none."""
 
     @abc.abstractmethod
     async def next_token_logprobs(
@@ -106,24 +114,35 @@ class SamplingLM(abc.ABC):
         self,
         prompt_token_ids: TokenIds,
         max_tokens: int,
-        eos_token_ids: Collection[int],
+        eos_token_ids: Collection[int] | None = None,
         temperature: float = 1.0,
         seed: int | None = None,
         lora_name: str | None = None,
-    ) -> list[int]:
+    ) -> Sampled:
         """Sample a continuation of up to ``max_tokens`` ids, token by token.
 
-        Ends before the first of ``eos_token_ids``, which is not returned. ``temperature``
-        divides the log-probabilities; 0 takes the most probable token. Equal seeds give equal
-        continuations, whatever else the model is asked meanwhile.
+        Equal seeds give equal continuations, whatever else the model is asked meanwhile.
+
+        Args:
+            prompt_token_ids: What is continued.
+            max_tokens: Ids to sample, at most; fewer where the model takes no longer context.
+            eos_token_ids: Ids that end it. The first that comes is not returned. By default, those
+                that end a text of this model; none for ``[]``.
+            temperature: Divisor of the log-probabilities; 0 takes the most probable token.
+            seed: Seed of the draws; ``None`` draws afresh.
+            lora_name: The adapter to read the contexts with.
+
+        Returns:
+            The ids, in a list whose ``finish_reason`` says why there are no more: ``"eos"``,
+            ``"length"`` after ``max_tokens``, or ``"max_length"`` where the model takes no more.
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is of a wrong type.
             OptionError: (``ValueError``) If ``temperature`` or ``max_tokens`` is negative, or one
                 of ``eos_token_ids`` is outside the vocabulary.
+            Exception: What ``next_token_logprobs`` raises.
         """
-        size = len(self.byte_vocab)
-        given = check_sampling(size, max_tokens=max_tokens, eos_token_ids=eos_token_ids)
+        given = self._check_sampling(max_tokens, eos_token_ids)
         sampler = Sampler(temperature, seed)
         return await self._sample(prompt_token_ids, **given, sampler=sampler, lora_name=lora_name)
 
@@ -131,12 +150,12 @@ class SamplingLM(abc.ABC):
         self,
         prompt_token_ids_list: Sequence[TokenIds],
         max_tokens: int,
-        eos_token_ids: Collection[int],
+        eos_token_ids: Collection[int] | None = None,
         temperature: float = 1.0,
         seed: int | None = None,
         lora_name: str | None = None,
         progress: bool = False,
-    ) -> list[list[int]]:
+    ) -> list[Sampled]:
         """Sample a continuation of each prompt, all at the same time; see ``sample``.
 
         Each prompt has a random stream of its own, derived from ``seed`` and its place in the
@@ -145,13 +164,12 @@ class SamplingLM(abc.ABC):
         """
         contexts = listed_contexts("prompt_token_ids_list", prompt_token_ids_list)
         prompts = [self.contexts.check(context) for context in contexts]
-        size = len(self.byte_vocab)
-        given = check_sampling(size, max_tokens=max_tokens, eos_token_ids=eos_token_ids)
-        check_sampling(size, progress=progress)
+        given = self._check_sampling(max_tokens, eos_token_ids, progress=progress)
+        del given["progress"]
         samplers = [Sampler(temperature, seed, stream) for stream in range(len(prompts))]
         with progress_bar(len(samplers), progress) as bar:
 
-            async def sample(prompt: TokenIds, sampler: Sampler) -> list[int]:
+            async def sample(prompt: TokenIds, sampler: Sampler) -> Sampled:
                 found = await self._sample(prompt, **given, sampler=sampler, lora_name=lora_name)
                 bar.update()
                 return found
@@ -165,14 +183,28 @@ class SamplingLM(abc.ABC):
         eos_token_ids: Collection[int],
         sampler: Sampler,
         lora_name: str | None,
-    ) -> list[int]:
+    ) -> Sampled:
         prompt = context = self.contexts.check(prompt_token_ids)
+        reason: Literal["eos", "length", "max_length"] = "length"
         while len(context) < len(prompt) + max_tokens:
+            is_full = self.max_length is not None and len(context) > self.max_length
+            if is_full and len(context) > len(prompt):  # of a prompt that is, the model tells
+                reason = "max_length"
+                break
             drawn = await self._drawn(context, sampler.drawing, lora_name)
             if drawn.token_id in eos_token_ids:
+                reason = "eos"
                 break
             context = context.extend(drawn.token_id)
-        return list(context.packed(len(prompt)))
+        return Sampled(context.packed(len(prompt)), reason)
+
+    def _check_sampling(
+        self, max_tokens: Any, eos_token_ids: Any, **options: Any
+    ) -> dict[str, Any]:
+        """Return options of ``sample`` as they are meant, the ends of this model by default."""
+        ends = self.eos_token_ids if eos_token_ids is None else eos_token_ids
+        given = {"max_tokens": max_tokens, "eos_token_ids": ends, **options}
+        return check_sampling(len(self.byte_vocab), **given)
 
     async def _drawn(
         self, token_ids: TokenIds, drawing: Callable[[Query], Drawing], lora_name: str | None

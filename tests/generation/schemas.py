@@ -62,7 +62,7 @@ def write(constraint, byte_vocab, seed, max_tokens=400):
         if constraint.can_end and randomness.random() < 0.8:
             return text
         constraint.advance(chosen)
-        if constraint.is_finished and not constraint.can_end:
+        if constraint.is_ended:
             return text  # it was the token that ends
         text += byte_vocab[chosen].byte_string
     raise AssertionError(f"no end in sight: {text[:200]!r}")

@@ -1,6 +1,7 @@
 """What a constraint lets through is in the language, and all that is in it is let through."""
 
 import json
+import math
 import random
 import re
 
@@ -123,7 +124,7 @@ def test_the_mask_is_every_token_that_some_text_goes_on_with(lm, choices):
     special = lm.special_ids | lm.undefined_ids
     for _ in range(12):
         constraint, text = Constraint.from_choice(lm, choices), b""
-        while not constraint.is_finished:
+        while not constraint.is_ended:
             mask = constraint.mask()
             expected = {
                 i
@@ -181,7 +182,7 @@ def test_a_token_that_is_not_allowed_changes_nothing(lm):
         assert torch.equal(constraint.mask(), before)
     constraint.advance(lm.tokenizer.encode("yes")[0])
     assert constraint.can_end
-    assert constraint.is_finished
+    assert constraint.must_end
     assert constraint.mask().nonzero().flatten().tolist() == [eos]
     constraint.advance(eos)
     assert not constraint.mask().any()
@@ -200,6 +201,36 @@ def test_restricting_gives_the_weight_of_the_step(lm):
     assert log_mass == pytest.approx(float(row.exp()[mask].sum().log()), abs=1e-5)
     torch.testing.assert_close(allowed[mask], row[mask] - log_mass)
     assert (allowed[~mask] == -torch.inf).all()
+
+
+def test_no_step_weighs_more_than_nothing_and_one_that_leaves_all_weighs_nothing(lm):
+    constraint, everything = Constraint.from_regex(lm, "a*"), torch.ones(len(lm.byte_vocab)).bool()
+    weights = []
+    for i in range(40):
+        row = lm.next_token_logprobs_sync([1, i])
+        allowed, log_mass = constraint.restrict(row, everything)
+        assert log_mass == 0
+        torch.testing.assert_close(allowed, row, rtol=0, atol=1e-5)
+        all_but_one = everything.clone()
+        all_but_one[int(row.argmin())] = False
+        weights.append(constraint.restrict(row, all_but_one)[1])
+        assert weights[-1] <= 0
+        halved = row.masked_fill(torch.arange(len(row)) % 2 == 0, -torch.inf)
+        expected = float(halved.double().logsumexp(0))
+        assert constraint.restrict(halved, everything)[1] == pytest.approx(expected, abs=1e-6)
+        for dtype in (torch.float64, torch.float16, torch.bfloat16):
+            restricted, log_mass = constraint.restrict(row.to(dtype), everything)
+            assert restricted.dtype is dtype
+            assert log_mass <= 0
+    assert min(weights) < 0
+
+
+def test_where_nothing_that_is_allowed_is_possible_the_weight_is_that_of_nothing(lm):
+    constraint = Constraint.from_choice(lm, ["yes"])
+    row = lm.next_token_logprobs_sync([1]).masked_fill(constraint.mask(), -torch.inf)
+    allowed, log_mass = constraint.restrict(row.log_softmax(-1))
+    assert log_mass == -math.inf
+    assert (allowed == -torch.inf).all()
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_the_mask_and_advance_are_by_one_rule(lm, texts, eos):
             assert set(constraint.mask().nonzero().flatten().tolist()) == going_on | ends
             assert set(constraint.mask(may_end=False).nonzero().flatten().tolist()) == going_on
             assert constraint.can_end == (text in texts)
-            assert constraint.is_finished == (not going_on)
+            assert constraint.must_end == (not going_on)
             for wrong in set(range(len(WORDS))) - going_on - ends:
                 with pytest.raises(ConstraintViolation):
                     constraint.fork().advance(wrong)

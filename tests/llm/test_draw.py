@@ -62,7 +62,7 @@ def test_a_draw_inverts_the_cumulative_distribution(size, temperature):
     points = np.random.default_rng(3).random(50)
     for point in points:
         token_id = draw(row, size, generator, temperature)
-        below = ends[token_id - 1] if token_id else 0.0
+        below = ends[token_id - 1] if token_id > 0 else 0.0
         assert below - 1e-6 <= point <= ends[token_id] + 1e-6
         assert row[token_id] > -torch.inf
 

@@ -19,7 +19,7 @@ from genlm_backend.errors import (
     UnknownAdapterError,
 )
 from genlm_backend.llm import BatchedLM, Draw, Row, StatelessEvaluator
-from genlm_backend.llm.drawing import packed_mask
+from genlm_backend.llm.drawing import log_mass, log_sum, packed_mask
 from tests.llm.conftest import word_tokenizer
 from tests.llm.toy import VOCAB
 
@@ -140,6 +140,42 @@ async def test_where_no_allowed_token_is_possible_only_that_caller_is_told():
     assert found[0] == found[2] == Draw(4, 0.0, 0.0)
     assert isinstance(found[1], EvaluationError)
     assert "no token can be chosen" in str(found[1])
+
+
+@pytest.mark.parametrize("width", [VOCAB, VOCAB + 7], ids=["as wide", "with undefined ids"])
+async def test_what_was_allowed_weighs_nothing_where_that_was_all_and_less_where_it_was_not(width):
+    with MockAsyncLM(word_tokenizer(), vocab_size=width) as lm:
+        for i in range(60):
+            row = (await lm.next_token_logprobs([i, 3])).double()
+            assert row.max() <= 0
+            all_defined, most = np.ones(width, bool), np.ones(width, bool)
+            all_defined[list(lm.undefined_ids)] = False
+            most[int(row[:VOCAB].argmin())] = False
+            for allowed in (None, np.ones(width, bool), all_defined, range(width)):
+                assert (await lm.draw_next_token([i, 3], allowed=allowed)).log_allowed == 0
+            for allowed in (most, [7], MASK.nonzero()[0]):
+                _, logprob, log_allowed = await lm.draw_next_token([i, 3], allowed=allowed)
+                assert logprob <= log_allowed < 0
+                expected = float(row[torch.as_tensor(allowed)].logsumexp(0))
+                assert log_allowed == pytest.approx(expected, abs=1e-6)
+
+
+@given(
+    st.lists(st.floats(-90, 0, width=32), min_size=1, max_size=40),
+    st.lists(st.booleans(), min_size=40, max_size=40),
+    st.floats(0.1, 30),
+)
+def test_the_mass_of_some_tokens_is_between_the_largest_of_them_and_zero(scores, kept, scale):
+    row = (torch.tensor(scores) * scale).log_softmax(0).numpy()
+    allowed = np.where(kept[: len(row)], row, np.float32(-np.inf))
+    mass = log_mass(log_sum(allowed), row)
+    assert allowed.max() <= mass <= 0
+    if np.array_equal(allowed, row):
+        assert mass == 0
+    expected = float(torch.from_numpy(allowed).double().logsumexp(0))
+    assert mass == pytest.approx(expected, abs=1e-6)
+    # Of a row that has been restricted before, what it lacks is told.
+    assert log_mass(log_sum(allowed), allowed) == pytest.approx(mass, abs=5e-5)
 
 
 @given(st.integers(1, 70).flatmap(lambda n: st.lists(st.booleans(), min_size=n, max_size=n)))

@@ -1,6 +1,8 @@
 """Sampling on every backend."""
 
 import asyncio
+import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from genlm_backend import MockAsyncLM
 from genlm_backend.errors import EvaluationError, OptionError
+from genlm_backend.llm import Sampled
 from genlm_backend.llm.sampling import Sampler
 from tests.llm.conftest import word_tokenizer
 from tests.llm.families import VOCAB
@@ -126,3 +129,32 @@ async def test_an_end_that_no_token_is_is_refused_before_anything_is_asked(lm, t
     with pytest.raises(OptionError, match=message):
         await lm.batch_sample([[1], [2]], 3, {token_id})
     assert lm.statistics().num_awaits == before
+
+
+async def test_a_sample_that_fills_the_model_is_what_there_is(backend):
+    """Whatever is asked for, it begins with the same ids; and it says why there are no more."""
+    with backend.make(max_length=9) as lm:
+        whole = await lm.sample([1, 2], 8, [], seed=5)
+        assert (len(whole), whole.finish_reason) == (8, "length")
+        for max_tokens in (0, 1, 7, 8, 9, 500):
+            found = await lm.sample([1, 2], max_tokens, [], seed=5)
+            assert found == whole[:max_tokens]
+            assert found.finish_reason == ("length" if max_tokens <= 8 else "max_length")
+            (batched, other) = await lm.batch_sample([[1, 2], [1] * 9], max_tokens, [], seed=5)
+            assert (batched, batched.finish_reason) == (whole[:max_tokens], found.finish_reason)
+            assert len(other) == min(max_tokens, 1)
+        ended = await lm.sample([1, 2], 500, [whole[3]], seed=5)
+        assert ended == whole[: whole.index(whole[3])]
+        assert ended.finish_reason == "eos"
+        row = await lm.next_token_logprobs([1, 2, *whole[:-1]])  # nothing longer was asked
+        assert torch.isfinite(row).any()
+        with pytest.raises(ValueError, match=r"10 tokens.*maximum of 9"):
+            await lm.sample([1] * 10, 3, [])
+
+
+def test_what_is_sampled_is_a_list_and_travels_as_one():
+    found = Sampled([3, 1], "eos")
+    assert isinstance(found, list)
+    assert found == [3, 1]
+    for again in (pickle.loads(pickle.dumps(found)), copy.copy(found), copy.deepcopy(found)):
+        assert (again, again.finish_reason, type(again)) == ([3, 1], "eos", Sampled)

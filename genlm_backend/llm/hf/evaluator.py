@@ -15,6 +15,7 @@ import torch
 from genlm_backend.cache import KVCacheDtype, KVLayout, KVStore, Match, TierName
 from genlm_backend.errors import CacheError, OptionError
 from genlm_backend.garbage import collection_paused
+from genlm_backend.llm.ends import ends_of_model
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.llm.hf.architecture import check_predicts
 from genlm_backend.llm.hf.attend import WholeAttend
@@ -150,6 +151,7 @@ class HFEvaluator(Evaluator):
             uses_openmp=runner.device.type == "cpu",
             scores=not support.reason,  # which tells that what follows a token is not seen
             image_token_id=image_token_id(runner.model),
+            eos_token_ids=ends_of_model(runner.model),
         )
 
     def _layout(self, support: KVSupport, vocab_size: int) -> KVLayout:

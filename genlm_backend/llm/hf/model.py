@@ -20,6 +20,7 @@ from genlm_backend.checks import (
 from genlm_backend.errors import ModelStateError, OptionError
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES
 from genlm_backend.llm.elsewhere.process import ProcessEvaluator
+from genlm_backend.llm.ends import ends_of_model
 from genlm_backend.llm.hf.evaluator import HFEvaluator
 from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader, Weights
 from genlm_backend.llm.hf.options import NESTED
@@ -233,6 +234,13 @@ class AsyncTransformer(PicturingLM):
     def model(self) -> Any:
         """The model as it was given; ``None`` in another process and after ``close()``."""
         return None if isinstance(self._hf, ProcessEvaluator) else self._hf.passes.runner.model
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids that end a text, as the model's generation config names them now."""
+        if self.model is not None:
+            self._own_eos = ends_of_model(self.model)
+        return super().eos_token_ids
 
     @property
     def packed_weight_bytes(self) -> int:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Final, cast, final
 
 import mlx.core as mx
@@ -49,13 +49,19 @@ class MlxEvaluator(Evaluator):
         model: The model.
         max_length: Longest context to accept; ``None`` for what its arguments say.
         kv_cache_bytes: Bytes of keys and values to keep; ``None`` for a part of what is free.
+        eos_token_ids: The ids that end a text; ``None`` for the tokenizer's.
 
     Raises:
         UnsupportedModelError: If it is no language model of mlx-lm.
     """
 
     def __init__(
-        self, model: Any, *, max_length: int | None = None, kv_cache_bytes: int | None = None
+        self,
+        model: Any,
+        *,
+        max_length: int | None = None,
+        kv_cache_bytes: int | None = None,
+        eos_token_ids: Collection[int] | None = None,
     ) -> None:
         check_model(model)
         model.eval()
@@ -72,7 +78,7 @@ class MlxEvaluator(Evaluator):
             lambda: self.check_wanted(),
         )
         self._max_length = _longest_context(model) if max_length is None else max_length
-        self._wanted_bytes = kv_cache_bytes
+        self._wanted_bytes, self._ends = kv_cache_bytes, eos_token_ids
         self._budget = 0
 
     @property
@@ -116,6 +122,7 @@ class MlxEvaluator(Evaluator):
             can_forget=True,
             takes_adapters=True,
             scores=support.pads or self.passes.keeps,
+            eos_token_ids=self._ends,
         )
 
     # ---------------------------------------------------------------- rows and scores

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from genlm_backend.errors import ModelNotFoundError, UnsupportedModelError
-from genlm_backend.llm.loading import check_holds, load_tokenizer, resolve_name
+from genlm_backend.llm.loading import check_holds, load_tokenizer, named_ends, resolve_name
 from genlm_backend.llm.mlx.differences import warn_of_differences
 
 _LONG_MESSAGE: Final = 300
@@ -37,6 +37,10 @@ class MlxLoader:
         if self.revision is not None:
             options["revision"] = self.revision
         return load_tokenizer(self.name, **options)
+
+    def ends(self) -> tuple[int, ...] | None:
+        """Return the ids that end a text by the model's files; ``None`` where they name none."""
+        return named_ends(self.name, self.revision, self.trust_remote_code)
 
     def model(self) -> Any:
         """Load the model.

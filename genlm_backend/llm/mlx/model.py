@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 import torch
 
-from genlm_backend.checks import Check, byte_count, checked, optional, switch, text
+from genlm_backend.checks import (
+    Check,
+    byte_count,
+    checked,
+    integer,
+    optional,
+    sequence,
+    switch,
+    text,
+)
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES
 from genlm_backend.llm.kv_caching import KVCachingLM
 from genlm_backend.llm.loading import explained
@@ -41,6 +50,8 @@ class AsyncMlxLM(KVCachingLM):
         output_device: Where rows are returned: "cpu", "mps", …
         max_length: The longest context to accept. Default: what the model's arguments say.
         self_check: Compare a few probe texts with the bytes of their tokens.
+        eos_token_ids: The ids that end a text where a caller names none. Default: those that the
+            tokenizer says; what ``mlx_lm.load`` returns says the model's.
 
     Raises:
         MissingExtraError: (``ImportError``) Without MLX.
@@ -53,6 +64,7 @@ class AsyncMlxLM(KVCachingLM):
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
         **KVCachingLM.option_checks,
         "kv_cache_bytes": optional(byte_count),
+        "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
     }
 
     def __init__(
@@ -67,12 +79,16 @@ class AsyncMlxLM(KVCachingLM):
         output_device: str | torch.device = "cpu",
         max_length: int | None = None,
         self_check: bool = True,
+        eos_token_ids: Collection[int] | None = None,
     ) -> None:
         check_present()
         from genlm_backend.llm.mlx.evaluator import MlxEvaluator
 
-        options = {"kv_cache_bytes": kv_cache_bytes, "max_length": max_length}
+        options: dict[str, Any] = {"kv_cache_bytes": kv_cache_bytes, "max_length": max_length}
+        options["eos_token_ids"] = eos_token_ids
         given = checked(self.option_checks, options)
+        if eos_token_ids is None and _is_wrapper(tokenizer):
+            given["eos_token_ids"] = tokenizer.eos_token_ids
         self._mlx: MlxEvaluator = MlxEvaluator(mlx_lm_model, **given)
         super().__init__(
             _of_transformers(tokenizer),
@@ -120,7 +136,7 @@ class AsyncMlxLM(KVCachingLM):
         tokenizer = loader.tokenizer()
         with explained(model_id):
             model = loader.model()
-        return cls(model, tokenizer, **kwargs)
+        return cls(model, tokenizer, **{"eos_token_ids": loader.ends(), **kwargs})
 
     # ---------------------------------------------------------------- keys and values
 
@@ -151,5 +167,8 @@ class AsyncMlxLM(KVCachingLM):
 
 def _of_transformers(tokenizer: Any) -> Any:
     """Return the tokenizer that mlx-lm has put a wrapper around, or what is given."""
-    is_wrapper = type(tokenizer).__name__ == "TokenizerWrapper"
-    return getattr(tokenizer, "_tokenizer", tokenizer) if is_wrapper else tokenizer
+    return getattr(tokenizer, "_tokenizer", tokenizer) if _is_wrapper(tokenizer) else tokenizer
+
+
+def _is_wrapper(tokenizer: Any) -> bool:
+    return type(tokenizer).__name__ == "TokenizerWrapper"

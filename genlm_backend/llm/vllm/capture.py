@@ -30,6 +30,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from genlm_backend.errors import EvaluationError
+from genlm_backend.llm.ends import listed_ids
 from genlm_backend.llm.pictures import image_token_id_of
 from genlm_backend.llm.row import Row, rows_of_logits
 
@@ -173,6 +174,8 @@ class Core:
         max_num_seqs: Largest number of requests in a step.
         block_size: Number of tokens in a block of keys and values.
         num_blocks: Number of blocks of keys and values.
+        eos_token_ids: The ids that end a text by the generation config; ``None`` where there are
+            none.
         kv_cache_dtype: Number format of these; ``None`` for the type that the model computes in.
         num_free_blocks: Number of blocks that were free after the latest step.
         num_requests: Number of requests after the latest step, idle ones included.
@@ -186,6 +189,8 @@ class Core:
         config = llm.llm_engine.vllm_config
         self.vocab_size: int = config.model_config.get_vocab_size()
         self.max_model_len: int = config.model_config.max_model_len
+        named = config.model_config.try_get_generation_config()
+        self.eos_token_ids = listed_ids(named.get("eos_token_id"))
         self.max_num_seqs: int = config.scheduler_config.max_num_seqs
         self.block_size: int = config.cache_config.block_size
         self.num_blocks: int = config.cache_config.num_gpu_blocks

@@ -9,8 +9,9 @@ from typing import final
 
 import numpy as np
 
-from genlm_backend.errors import ContextError
+from genlm_backend.errors import EvaluationError
 from genlm_backend.llm.query import Query
+from genlm_backend.llm.sampling import Sampled
 
 _numbers = itertools.count()
 
@@ -53,7 +54,7 @@ class Completion:
         self.max_tokens = max_tokens
         self.max_length = max_length
         self.token_ids: list[int] = []
-        self.future: concurrent.futures.Future[list[int]] = concurrent.futures.Future()
+        self.future: concurrent.futures.Future[Sampled] = concurrent.futures.Future()
 
     @property
     def num_possible(self) -> int:
@@ -66,15 +67,16 @@ class Completion:
         if not is_finished:
             return
         if self.token_ids and self.token_ids[-1] in self.eos_token_ids:
-            self._settle(result=self.token_ids[:-1])
+            self._settle(result=Sampled(self.token_ids[:-1], "eos"))
         elif len(self.token_ids) >= self.max_tokens:
-            self._settle(result=self.token_ids)
+            self._settle(result=Sampled(self.token_ids, "length"))
+        elif len(self.token_ids) >= self.num_possible:
+            self._settle(result=Sampled(self.token_ids, "max_length"))
         else:
-            length = len(self.prompt.context) + len(self.token_ids)
             self._settle(
-                error=ContextError(
-                    f"the context has {length} tokens, more than the model's maximum of "
-                    f"{self.max_length}"
+                error=EvaluationError(
+                    f"the engine ended a sample after {len(self.token_ids)} of the "
+                    f"{self.num_possible} tokens that it was to have"
                 )
             )
 
@@ -82,10 +84,10 @@ class Completion:
         """Settle the future with ``error``."""
         self._settle(error=error)
 
-    def _settle(self, result: list[int] | None = None, error: BaseException | None = None) -> None:
+    def _settle(self, result: Sampled | None = None, error: BaseException | None = None) -> None:
         if self.future.done() or not self.future.set_running_or_notify_cancel():
             return
-        if error is None:
-            self.future.set_result(result or [])
+        if result is not None:
+            self.future.set_result(result)
         else:
             self.future.set_exception(error)

@@ -60,6 +60,7 @@ class VLLMEngine:
         self._pictures = capture.PictureProcessing(llm)
         self.image_token_id = self._pictures.image_token_id
         self._features: WeakKeyDictionary[Pictures, list[Any]] = WeakKeyDictionary()
+        self.eos_token_ids = self._core.eos_token_ids
         self.vocab_size: int = self._core.vocab_size
         self.max_length: int = self._core.max_model_len - 1
         self.max_sessions: int = self._core.max_num_seqs

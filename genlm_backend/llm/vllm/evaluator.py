@@ -54,6 +54,7 @@ class VLLMEvaluator(Evaluator):
             slots_per_block=engine.block_size,
             kv_cache_dtype=engine.kv_cache_dtype,
             takes_adapters=True,
+            eos_token_ids=engine.eos_token_ids,
         )
 
     # ---------------------------------------------------------------- rows

@@ -20,7 +20,7 @@ from genlm_backend.llm.context import Context
 from genlm_backend.llm.contexts import listed_contexts
 from genlm_backend.llm.loading import check_holds, check_reachable, explained, resolve_name
 from genlm_backend.llm.query import TokenIds
-from genlm_backend.llm.sampling import check_sampling
+from genlm_backend.llm.sampling import Sampled
 from genlm_backend.llm.vllm.completion import Completion
 from genlm_backend.llm.vllm.evaluator import VLLMEvaluator
 from genlm_backend.llm.vllm.picture_reader import VLLMPictureReader
@@ -181,11 +181,11 @@ class AsyncVirtualLM(BatchedLM):
         self,
         prompt_token_ids: TokenIds,
         max_tokens: int,
-        eos_token_ids: Collection[int],
+        eos_token_ids: Collection[int] | None = None,
         temperature: float = 1.0,
         seed: int | None = None,
         lora_name: str | None = None,
-    ) -> list[int]:
+    ) -> Sampled:
         """Sample a continuation with vLLM's own sampler; see ``AsyncLM.sample``.
 
         No row leaves vLLM for it. A seed gives other draws than on other backends.
@@ -200,26 +200,21 @@ class AsyncVirtualLM(BatchedLM):
         self,
         prompt_token_ids_list: Sequence[TokenIds],
         max_tokens: int,
-        eos_token_ids: Collection[int],
+        eos_token_ids: Collection[int] | None = None,
         temperature: float = 1.0,
         seed: int | None = None,
         lora_name: str | None = None,
         progress: bool = False,
-    ) -> list[list[int]]:
+    ) -> list[Sampled]:
         """Sample a continuation of each prompt with vLLM's own sampler."""
-        size = len(self.byte_vocab)
-        given = check_sampling(
-            size,
-            max_tokens=max_tokens,
-            eos_token_ids=eos_token_ids,
-            temperature=temperature,
-            seed=seed,
+        given = self._check_sampling(
+            max_tokens, eos_token_ids, temperature=temperature, seed=seed, progress=progress
         )
-        check_sampling(size, progress=progress)
+        del given["progress"]
         contexts = listed_contexts("prompt_token_ids_list", prompt_token_ids_list)
         prompts = [self._query(token_ids, lora_name) for token_ids in contexts]
         if max_tokens == 0:
-            return [[] for _ in prompts]
+            return [Sampled([], "length") for _ in prompts]
         assert self.max_length is not None
         completions = [
             Completion(prompt, **given, stream=stream, max_length=self.max_length)
@@ -230,7 +225,7 @@ class AsyncVirtualLM(BatchedLM):
         with progress_bar(len(completions), progress) as bar:
             return await self._sampler.sample(completions, lambda _: bar.update())
 
-    def _count(self, ended: Future[list[int]]) -> None:
+    def _count(self, ended: Future[Sampled]) -> None:
         if not ended.cancelled():  # which a caller does, on another thread than the engine's
             self._answering.counts = self._vllm.counts()
 

@@ -9,6 +9,7 @@ from typing import Any, final
 
 from genlm_backend.errors import BatcherClosedError
 from genlm_backend.llm.query import Query
+from genlm_backend.llm.sampling import Sampled
 from genlm_backend.llm.vllm.completion import Completion
 from genlm_backend.llm.vllm.rounds import Rounds
 
@@ -41,7 +42,7 @@ class VLLMSampler:
 
     async def sample(
         self, completions: Sequence[Completion], when_ended: Callable[[Any], None]
-    ) -> list[list[int]]:
+    ) -> list[Sampled]:
         """Return the ids sampled for each completion; stop them all where one fails.
 
         Args:

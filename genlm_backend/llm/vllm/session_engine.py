@@ -24,6 +24,8 @@ class SessionEngine(Protocol):
         kv_cache_dtype: Number format of these keys and values, in vLLM's words; ``None`` for the
             type that the model computes in.
         image_token_id: The id that stands for a part of a picture; ``None`` where none are read.
+        eos_token_ids: The ids that end a text by the model's generation config; ``None`` where it
+            names none.
         processor: The processor of transformers that reads pictures, where they are.
         num_steps: Number of steps that have computed something.
         completions: The completions that have not ended, by their ids.
@@ -37,6 +39,7 @@ class SessionEngine(Protocol):
     num_blocks: int
     kv_cache_dtype: str | None
     image_token_id: int | None
+    eos_token_ids: tuple[int, ...] | None
     num_steps: int
     completions: dict[str, Completion]
 

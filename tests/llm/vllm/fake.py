@@ -13,12 +13,14 @@ from tests.llm.conftest import word_tokenizer
 class FakeEngine:
     """Refuses what vLLM could not do: too many sessions or blocks, prefixes that are not there."""
 
-    def __init__(self, max_sessions=8, num_blocks=64, block_size=4, max_length=63):
+    def __init__(
+        self, max_sessions=8, num_blocks=64, block_size=4, max_length=63, eos_token_ids=None
+    ):
         self.tokenizer = word_tokenizer()
         self.vocab_size = None
         self.max_sessions, self.num_blocks, self.block_size = max_sessions, num_blocks, block_size
         self.kv_cache_dtype = self.image_token_id = None
-        self.max_length = max_length
+        self.max_length, self.eos_token_ids = max_length, eos_token_ids
         self.num_steps = 0
         self.num_sampled = []  # of each step: how many completions, and of how many
         self.sessions, self.added = {}, {}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genlm_backend import AsyncVirtualLM
-from genlm_backend.errors import BatcherClosedError
+from genlm_backend.errors import BatcherClosedError, EvaluationError
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.vllm.completion import Completion
 from tests.llm.vllm.fake import FakeEngine
@@ -105,6 +105,13 @@ async def test_a_sample_that_cannot_even_begin(lm, engine, monkeypatch):
             await lm.batch_sample([[1], [2]], 5, [])
     assert engine.completions == {}
     assert len(await lm.sample([1], 5, [])) == 5
+
+
+def test_a_sample_that_the_engine_ends_for_no_reason_that_it_was_given_is_an_error():
+    completion = Completion(Query([1]), 5, [], 1.0, 0, 0, 63)
+    completion.extend([3, 4], is_finished=True)
+    with pytest.raises(EvaluationError, match="ended a sample after 2 of the 5 tokens"):
+        completion.future.result(0)
 
 
 async def test_closing_settles_the_samples(engine):

@@ -1,0 +1,202 @@
+"""Programs that weigh texts, the documented ones among them, against every text there is."""
+
+import ast
+import asyncio
+import importlib.util
+import itertools
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers as tf
+from tokenizers import Tokenizer, models
+
+from genlm_backend import AsyncTokenCharacterTrie, MockAsyncLM
+from genlm_backend.errors import ConstraintViolation
+from genlm_backend.generation import Constraint
+
+ROOT = Path(__file__).parents[2]
+WORDS = ["a", "b", "ab", '"', '"a', 'b"', " ", "ba", "<end>", "<stop>"]
+ENDS = [WORDS.index("<end>"), WORDS.index("<stop>")]
+PROMPT = [1, 0]
+
+
+@pytest.fixture(scope="module")
+def lm():
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="a"))
+    words.add_special_tokens(["<end>", "<stop>"])
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    with MockAsyncLM(tokenizer, eos_token_ids=ENDS, batch_size=4000) as lm:
+        yield lm
+
+
+def example(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def documented(function):
+    """A function of the guide's, as it stands there."""
+    text = (ROOT / "docs" / "generation.md").read_text()
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.S) if f"def {function}" in b)
+    wanted = (ast.Import, ast.ImportFrom, ast.AsyncFunctionDef)
+    body = [node for node in ast.parse(block).body if isinstance(node, wanted)]
+    names = {}
+    exec(compile(ast.Module(body, []), function, "exec"), names)
+    return names[function]
+
+
+def probabilities(lm, texts):
+    """How probable it is that the model writes each text, in whatever tokens, and ends it."""
+    found = defaultdict(float)
+
+    def go_on(ids, text, probability):
+        row = lm.next_token_logprobs_sync([*PROMPT, *ids]).double().exp().tolist()
+        if text in texts:
+            found[text] += probability * sum(row[end] for end in ENDS)
+        for token_id, word in enumerate(WORDS):
+            if token_id not in ENDS and any(whole.startswith(text + word) for whole in texts):
+                go_on([*ids, token_id], text + word, probability * row[token_id])
+
+    go_on([], "", 1.0)
+    return dict(found)
+
+
+def check(expected, weighted):
+    """Compare exact probabilities with texts and their log-weights, as a sampler has them."""
+    weights = np.exp([log_weight for _, log_weight in weighted])
+    total = sum(expected.values())
+    assert np.log(weights.mean()) == pytest.approx(np.log(total), abs=0.1)
+    for text, probability in expected.items():
+        share = sum(w for w, (own, _) in zip(weights, weighted, strict=True) if own == text)
+        assert share / weights.sum() == pytest.approx(probability / total, abs=0.04), text
+    unknown = sum(w for w, (own, _) in zip(weights, weighted, strict=True) if own not in expected)
+    assert unknown / weights.sum() < 0.01  # of texts that are too long to have been looked at
+
+
+LANGUAGES = [["a", "ab"], ["ab", "ba", "abab"], ["a", "aa", "aaa", "b"], ["ab"]]
+
+
+@pytest.mark.parametrize("texts", LANGUAGES, ids=str)
+async def test_the_loop_of_the_guide_weighs_texts_as_the_model_does(lm, texts):
+    """Some of them can go on where they may end, and some cannot."""
+    particle, first = documented("particle"), Constraint.from_choice(lm, texts)
+    generator = np.random.default_rng(0)
+    found = await asyncio.gather(
+        *(particle(lm, PROMPT, first.fork(), generator) for _ in range(3000))
+    )
+    check(probabilities(lm, texts), found)
+
+
+@pytest.mark.parametrize("values", [["a", "ab"], ["ab", "aba", "b", ""]], ids=str)
+async def test_the_example_under_a_schema_weighs_texts_as_the_model_does(lm, values):
+    constraint = Constraint.from_json_schema(lm, {"enum": values})
+    particles = await example("json_smc").smc(lm, PROMPT, constraint, 3000, 12)
+    assert all(particle.constraint.is_ended for particle in particles)
+    texts = ["".join(WORDS[i] for i in p.constraint.token_ids[:-1]) for p in particles]
+    expected = probabilities(lm, [f'"{value}"' for value in values])
+    check(expected, list(zip(texts, (p.log_weight for p in particles), strict=True)))
+
+
+async def test_the_example_in_short_words_weighs_texts_as_the_model_does(lm):
+    """Up to three tokens of at most one letter, or fewer and an end."""
+    short = [i for i, word in enumerate(WORDS) if len(word.strip()) <= 1 and i not in ENDS]
+    expected = {}
+    for length in range(4):
+        for ids in itertools.product(short, repeat=length):
+            log_probability = sum(
+                float(lm.next_token_logprobs_sync([*PROMPT, *ids[:n]])[ids[n]])
+                for n in range(length)
+            )
+            if length == 3:
+                expected[ids] = np.exp(log_probability)
+            else:
+                row = lm.next_token_logprobs_sync([*PROMPT, *ids])
+                for end in ENDS:
+                    expected[(*ids, end)] = np.exp(log_probability + float(row[end]))
+    particles, _ = await example("smc").smc(lm, PROMPT, 3000, 3, 1)
+    check(expected, [(tuple(p.tokens), p.log_weight) for p in particles])
+
+
+async def test_the_example_of_importance_sampling_weighs_texts_as_the_model_does(lm):
+    allowed = np.array([not set(word) & set('"<') for word in WORDS])
+    expected = defaultdict(float)
+    for ids in itertools.product(np.flatnonzero(allowed).tolist(), repeat=2):
+        scores = await lm.score(PROMPT, ids)
+        expected["".join(WORDS[i] for i in ids)] += float(scores.sum().exp())
+    sis = example("sis")
+    runs = (sis.particle(lm, PROMPT, 2, allowed, seed) for seed in range(3000))
+    check(expected, [(text, weight) for weight, text in await asyncio.gather(*runs)])
+
+
+async def test_the_example_without_some_letters_weighs_texts_as_the_model_does(lm):
+    """Of "a" and blanks alone: up to the first blank behind one letter, wherever tokens end."""
+    lipogram, allowed, expected = example("lipogram"), {ord("a"), ord(" ")}, defaultdict(float)
+
+    def go_on(ids, text, probability):
+        row = lm.next_token_logprobs_sync([*PROMPT, *ids]).double().exp().tolist()
+        for token_id, word in enumerate(WORDS[: min(ENDS)]):
+            whole = text + word
+            ending = next((n for n, x in enumerate(whole) if x == " " and n >= 2), None)
+            if not set(whole[:ending].encode()) <= allowed:
+                continue
+            if ending is not None:
+                expected[whole[:ending]] += probability * row[token_id]
+            elif probability * row[token_id] > 1e-7:  # it may go on without a blank for ever
+                go_on([*ids, token_id], whole, probability * row[token_id])
+
+    go_on([], "", 1.0)
+    tokens = [token for token in lm.byte_vocab if token.token_id not in lm.special_ids]
+    particles = [lipogram.Particle(PROMPT) for _ in range(2000)]
+    random = np.random.default_rng(0)
+    async with AsyncTokenCharacterTrie.from_vocab(tokens) as trie:
+        while active := [particle for particle in particles if not particle.is_done]:
+            await asyncio.gather(*(p.step(lm, trie, allowed, 2, random) for p in active))
+    check(expected, [(p.text.decode(), p.log_weight) for p in particles])
+
+
+@pytest.mark.parametrize(
+    ("bos", "begin"), [("a", "a"), ("ab", "ab"), (None, "<end>")], ids=["0", "2", "none"]
+)
+async def test_the_example_that_scores_begins_as_the_tokenizer_says(bos, begin):
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="a"))
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=words, bos_token=bos, eos_token="<end>")
+    with MockAsyncLM(tokenizer) as lm:
+        total, bits = await example("scoring").score(lm, "b")
+        row = await lm.next_token_logprobs([WORDS.index(begin)])
+    assert total == pytest.approx(float(row[WORDS.index("b")]), abs=1e-6)
+    assert bits == pytest.approx(-total / np.log(2))
+
+
+# -------------------------------------------------------------------- the wrong loops
+
+
+def test_the_former_name_of_the_loop_that_left_the_end_out_says_what_to_write(lm):
+    constraint = Constraint.from_choice(lm, ["a"])
+    assert not hasattr(constraint, "is_finished")
+    with pytest.raises(AttributeError, match=r"'is_finished'; a loop .* runs while not is_ended"):
+        _ = constraint.is_finished
+    with pytest.raises(AttributeError, match=r"has no attribute 'is_finnished'$"):
+        _ = constraint.is_finnished
+
+
+async def test_a_loop_that_would_leave_the_end_out_does_not_pass_over_one_that_came(lm):
+    constraint, row = Constraint.from_choice(lm, ["a", "ab"]), await lm.next_token_logprobs([1])
+    constraint.advance(0)
+    assert constraint.can_end
+    assert not constraint.must_end
+    closed = constraint.fork()
+    closed.advance(1)
+    assert closed.must_end
+    assert closed.can_end
+    assert not closed.is_ended
+    for one in (constraint, closed):
+        one.advance(ENDS[0])
+        assert one.is_ended
+        assert not one.must_end
+        with pytest.raises(ConstraintViolation, match="the text has ended: no token follows"):
+            one.restrict(row)
