@@ -30,6 +30,7 @@ from genlm_backend.generation.constraint_arguments import (
 from genlm_backend.generation.grammar_fault import fault_of_generated, fault_of_own
 from genlm_backend.generation.grammar_vocabulary import GrammarVocabularies, load_library
 from genlm_backend.generation.json_schema import check_schema, unwrapped
+from genlm_backend.generation.schema_grammar import schema_grammar
 from genlm_backend.llm.base import AsyncLM
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
@@ -93,11 +94,7 @@ class Constraint:
                 ``examples``, … and whatever begins with ``x-``.
         """
         check_arguments(whitespace=whitespace)
-        plain = check_schema(schema)
-        options = (
-            {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
-        )
-        grammar = f"start: %json {json.dumps({**plain, 'x-guidance': options})}"
+        grammar = schema_grammar(check_schema(schema), whitespace)
         return cls._make(lm, grammar + _OPTIONS, eos_token_ids)
 
     @classmethod

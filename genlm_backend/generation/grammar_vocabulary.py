@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import weakref
+from functools import cache
 from typing import Any, final
 
 from genlm_backend.errors import MissingExtraError
@@ -46,6 +48,41 @@ def load_library() -> Any:
             "constraints need llguidance: pip install 'genlm-backend[grammar]'"
         ) from error
     return llguidance
+
+
+@cache
+def is_key_spelled_once(escapes: str) -> bool:
+    """Tell whether a key that a JSON schema leaves free has no escapes but those named.
+
+    Releases of llguidance before 1.8 allow every other in a key, and none in a string.
+
+    Args:
+        escapes: Letters that may stand behind a backslash.
+    """
+    library, vocabulary = load_library(), _Bytes()
+    schema = {"properties": {"a": False}, "x-guidance": {"json_allowed_escapes": escapes}}
+    matcher = library.LLMatcher(
+        library.LLTokenizer(library.TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens)),
+        library.LLMatcher.grammar_from_lark(f"start: %json {json.dumps(schema)}"),
+        log_level=0,
+    )
+    return not any(
+        matcher.validate_tokens(vocabulary('{"\\' + letter)) == 4 for letter in 'nrbtf/"\\u'
+        if letter not in escapes
+    )  # fmt: skip
+
+
+@final
+class _Bytes:
+    """The bytes as a vocabulary, in the form that llguidance asks for."""
+
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids = (256,)
+    tokens = (*(bytes([i]) for i in range(256)), b"<|end of text|>")
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
 
 
 @final
