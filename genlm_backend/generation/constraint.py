@@ -89,9 +89,10 @@ class Constraint:
             eos_token_ids: The tokens that end a text; by default the tokenizer's own.
 
         Raises:
-            ConstraintError: If it is no schema, or has a keyword anywhere that llguidance does
-                not keep to. Annotations are allowed: ``title``, ``description``, ``default``,
-                ``examples``, … and whatever begins with ``x-``.
+            ConstraintError: If it is no schema, or has a keyword or a value anywhere that cannot be
+                kept to; the message says where, and what would do. Annotations are allowed:
+                ``title``, ``description``, ``default``, ``examples``, … and whatever begins with
+                ``x-``.
         """
         check_arguments(whitespace=whitespace)
         grammar = schema_grammar(check_schema(schema), whitespace)
