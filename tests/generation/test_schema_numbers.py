@@ -4,6 +4,7 @@ import json
 import re
 from decimal import Decimal
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -101,6 +102,35 @@ def test_constants_with_numbers_go_with_what_rules_can_express(byte_lm):
     ]
     texts = [f'{{"k":{k}}}' for k in range(number - 1, number + 4)]
     assert allowed(byte_lm, {"oneOf": kinds}, texts) == [texts[1], texts[3]]
+
+
+def test_options_of_one_of_are_apart_or_refused(byte_lm):
+    number = 2**60 + 1
+    one, other = ({"const": number}, {"enum": [number + 2, "a"]})
+    apart = [
+        (other, {"type": "null"}),
+        ({"type": "string"}, {"type": "object"}),
+        ({"$ref": "#/$defs/a"}, False),
+    ]
+    for options in apart:
+        schema = {"oneOf": [one, *options], "$defs": {"a": other}}
+        constraint = Constraint.from_json_schema(byte_lm, schema)
+        for text in (str(number), str(number + 2), '"a"', "null", "{}", "[]"):
+            is_valid = jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+            assert byte_model.allows(byte_lm, constraint, text) == is_valid
+    properties = {"type": "object", "properties": {"k": {"const": number}}}
+    meeting = [
+        [one, {"enum": [number, 3]}],
+        [one, {"type": "integer"}],
+        [one, {"minimum": 3}],
+        [one, True],
+        [{"enum": [number, {"k": 1}]}, {"type": "object"}],
+        [properties, {"type": "object", "properties": {"k": other}}],  # k is in neither required
+        [{"$ref": "#/$defs/a"}, {"anyOf": [other]}],
+    ]
+    for options in meeting:
+        with pytest.raises(ConstraintError, match="options of oneOf are not known to be apart"):
+            Constraint.from_json_schema(byte_lm, {"oneOf": options, "$defs": {"a": other}})
 
 
 @pytest.mark.parametrize(
