@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from functools import cache
 from typing import Any, final
@@ -51,25 +50,21 @@ def load_library() -> Any:
 
 
 @cache
-def is_key_spelled_once(escapes: str) -> bool:
-    """Tell whether a key that a JSON schema leaves free has no escapes but those named.
-
-    Releases of llguidance before 1.8 allow every other in a key, and none in a string.
+def is_beginning(grammar: str, text: str) -> bool:
+    """Tell whether a text begins one of a grammar, by the installed release of llguidance.
 
     Args:
-        escapes: Letters that may stand behind a backslash.
+        grammar: A grammar in Lark's syntax.
+        text: The beginning of a text.
     """
     library, vocabulary = load_library(), _Bytes()
-    schema = {"properties": {"a": False}, "x-guidance": {"json_allowed_escapes": escapes}}
     matcher = library.LLMatcher(
         library.LLTokenizer(library.TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens)),
-        library.LLMatcher.grammar_from_lark(f"start: %json {json.dumps(schema)}"),
+        library.LLMatcher.grammar_from_lark(grammar),
         log_level=0,
     )
-    return not any(
-        matcher.validate_tokens(vocabulary('{"\\' + letter)) == 4 for letter in 'nrbtf/"\\u'
-        if letter not in escapes
-    )  # fmt: skip
+    token_ids = vocabulary(text)
+    return matcher.validate_tokens(token_ids) == len(token_ids)
 
 
 @final

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 from genlm_backend.errors import ConstraintError
-from genlm_backend.generation.grammar_vocabulary import is_key_spelled_once
+from genlm_backend.generation.grammar_vocabulary import is_beginning
 from genlm_backend.generation.schema_document import Schema, SchemaDocument, rules, types_of
 from genlm_backend.generation.schema_keywords import ALL_TYPES, HONOURED
-from genlm_backend.generation.schema_leaves import ESCAPES, Leaves
+from genlm_backend.generation.schema_leaves import Leaves
 from genlm_backend.generation.schema_literals import (
     constants,
     is_plain,
@@ -29,6 +29,13 @@ from genlm_backend.generation.schema_values import inexact_bounds, integer_bound
 
 _IN_LARK = {"/": "\\/", "\n": "\\n"}
 _CHARACTER = r'[^"\\\x00-\x1f\x7f]|\\["\\bfnrt]'
+
+# Schemas, each with a beginning of a text that it forbids.
+_ESCAPED = (({"properties": {"a": False}}, '{"\\u'), ({"properties": {"a": False}}, '{"\\/'))
+_FORGOTTEN = (
+    ({"additionalProperties": False, "allOf": [{"patternProperties": {"^b": {}}}]}, '{"b'),
+    ({"properties": {"b": {"type": "null"}}, "patternProperties": {"b": {"const": 1}}}, '{"b":'),
+)
 
 
 def schema_grammar(document: SchemaDocument, whitespace: str) -> str:
@@ -46,16 +53,27 @@ def schema_grammar(document: SchemaDocument, whitespace: str) -> str:
 
 
 def _check_keys(document: SchemaDocument) -> None:
-    """Refuse objects whose free keys may spell a declared one, by a release that allows that."""
+    """Refuse objects whose keys the installed release of llguidance does not keep to.
+
+    Before 1.8, a key that is not declared may have any escape, and so spell one that is; the first
+    releases of 1.7 forget patterns of keys where they merge schemas.
+    """
     for schema in document:
-        declares = bool(schema.get("properties") or schema.get("patternProperties"))
-        is_open = declares and schema.get("additionalProperties") is not False
-        if is_open and not is_key_spelled_once(ESCAPES):
-            raise ConstraintError(
-                f"the schema at {document.place(schema)} allows keys that are not declared, which "
-                "llguidance before 1.8 lets spell a declared one by escapes: install llguidance "
-                '1.8 or later, or forbid other keys by "additionalProperties": false'
-            )
+        has_patterns = bool(schema.get("patternProperties"))
+        is_open = schema.get("additionalProperties") is not False
+        if has_patterns or (is_open and schema.get("properties")):
+            wrong = _FORGOTTEN if has_patterns else ()
+            wrong += _ESCAPED if is_open else ()
+            if any(is_beginning(_probe(probe), text) for probe, text in wrong):
+                raise ConstraintError(
+                    f"the installed llguidance does not keep to the keys of the schema at "
+                    f"{document.place(schema)}: install llguidance 1.8 or later, or declare all "
+                    "keys in 'properties', with \"additionalProperties\": false"
+                )
+
+
+def _probe(schema: dict[str, Any]) -> str:
+    return f"start: {Leaves(SchemaDocument(schema), '').grammar(schema)}"
 
 
 def _needing_rules(document: SchemaDocument) -> set[int]:

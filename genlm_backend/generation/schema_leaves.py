@@ -13,7 +13,7 @@ from genlm_backend.generation.schema_literals import doubles
 from genlm_backend.generation.schema_patterns import portable
 
 _NAME = re.compile("[^0-9A-Za-z_]+")
-ESCAPES = 'nrbtf\\"'
+_ESCAPES = 'nrbtf\\"'
 """Letters behind a backslash in strings: each character has one spelling.
 
 With ``u`` a key could be spelled in several ways, and be taken for one that is not declared.
@@ -29,7 +29,7 @@ class Leaves:
         spaces = (
             {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
         )
-        self._options = {**spaces, "json_allowed_escapes": ESCAPES}
+        self._options = {**spaces, "json_allowed_escapes": _ESCAPES}
 
     def grammar(self, schema: Schema) -> str:
         """Return what a rule can consist of: ``%json`` and a schema."""

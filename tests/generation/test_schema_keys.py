@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation import Constraint, schema_grammar
-from genlm_backend.generation.grammar_vocabulary import is_key_spelled_once
 from tests.generation import byte_model
 
 WORDS = ["a", "ab", "\n", "\x01", "\x7f", "é", "😀", 'q"', "\\", "/", "\u2028"]
@@ -104,12 +103,14 @@ def test_counts_that_cannot_be_kept_to_are_refused_with_the_way_out(byte_lm):
     Constraint.from_json_schema(byte_lm, {"minProperties": 2, "required": ["a"]})
 
 
-def test_a_release_that_lets_keys_be_escaped_is_told_by_what_it_does(byte_lm, monkeypatch):
-    assert is_key_spelled_once('nrbtf\\"')
-    assert is_key_spelled_once('nrbtf\\"u/')
-    monkeypatch.setattr(schema_grammar, "is_key_spelled_once", lambda escapes: False)
-    with pytest.raises(ConstraintError, match=r"at #/items allows keys .* llguidance 1\.8"):
-        Constraint.from_json_schema(byte_lm, {"items": {"properties": {"a": {}}}})
+def test_a_release_that_does_not_keep_to_keys_is_told_by_what_it_does(byte_lm, monkeypatch):
+    patterns = {"patternProperties": {"^a": {}}, "additionalProperties": False}
+    for schema in (patterns, {"properties": {"a": {}}}):
+        Constraint.from_json_schema(byte_lm, {"items": schema})
+    monkeypatch.setattr(schema_grammar, "is_beginning", lambda grammar, text: True)
+    for schema in (patterns, {"properties": {"a": {}}}):
+        with pytest.raises(ConstraintError, match=r"at #/items: install llguidance 1\.8"):
+            Constraint.from_json_schema(byte_lm, {"items": schema})
     Constraint.from_json_schema(
         byte_lm, {"properties": {"a": {}}, "additionalProperties": False, "items": {}}
     )
