@@ -151,6 +151,30 @@ def test_arrays_with_large_numbers_have_as_many_items_as_they_may(byte_lm, low, 
     assert allowed(byte_lm, schema, texts) == wanted
 
 
+@pytest.mark.parametrize("whitespace", ["", " ?", "[ \n]*", r"(?:\n|\t)?", " /?"])
+def test_white_space_is_as_everywhere(byte_lm, whitespace):
+    made = [
+        Constraint.from_json_schema(
+            byte_lm, {"enum": [[number, {"a": "b"}]]}, whitespace=whitespace
+        )
+        for number in (1, 2**60 + 1)
+    ]
+    for space in ["", " ", "  ", "\n", "\n  \n", "\t", " /"]:
+        is_wanted = not space or bool(re.fullmatch(whitespace, space))
+        for small, large in zip(*texts_with(space), strict=True):
+            allowed = [
+                byte_model.allows(byte_lm, *one) for one in zip(made, (small, large), strict=True)
+            ]
+            assert allowed == [is_wanted] * 2, large
+
+
+def texts_with(space):
+    """Texts of two lists that differ in a number, each with white space in one place."""
+    for number in (1, 2**60 + 1):
+        parts = ["[", str(number), ",", "{", '"a"', ":", '"b"', "}", "]"]
+        yield ["".join(parts[:i]) + space + "".join(parts[i:]) for i in range(1, len(parts))]
+
+
 @pytest.mark.parametrize(
     "beside",
     [
