@@ -31,6 +31,7 @@ from genlm_backend.generation.constraint_arguments import (
 from genlm_backend.generation.grammar_fault import fault_of_generated, fault_of_own
 from genlm_backend.generation.grammar_vocabulary import GrammarVocabularies, load_library
 from genlm_backend.generation.json_schema import check_schema, unwrapped
+from genlm_backend.generation.schema_grammar import schema_grammar
 from genlm_backend.llm.base import AsyncLM
 from genlm_backend.llm.draw import as_scores
 from genlm_backend.llm.drawing import log_mass, log_sum
@@ -103,16 +104,13 @@ class Constraint:
             eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
-            ConstraintError: If it is no schema, or has a keyword anywhere that llguidance does
-                not keep to. Annotations are allowed: ``title``, ``description``, ``default``,
-                ``examples``, … and whatever begins with ``x-``.
+            ConstraintError: If it is no schema, or has a keyword or a value anywhere that cannot be
+                kept to; the message says where, and what would do. Annotations are allowed:
+                ``title``, ``description``, ``default``, ``examples``, … and whatever begins with
+                ``x-``.
         """
         check_arguments(whitespace=whitespace)
-        plain = check_schema(schema)
-        options = (
-            {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
-        )
-        grammar = f"start: %json {json.dumps({**plain, 'x-guidance': options})}"
+        grammar = schema_grammar(check_schema(schema), whitespace)
         return cls._make(lm, grammar + _OPTIONS, eos_token_ids)
 
     @classmethod

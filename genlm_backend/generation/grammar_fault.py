@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_PLACE = re.compile(r"(?:at )?\d+\(\d+\): ")
+_PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
 _EXCERPT = re.compile(r"(?=[ \d]{4,} \|) {0,3}(\d+) \|")
 _COMPILING = "failed to compile JSON schema: "
 _REGEX = re.compile(
@@ -18,8 +18,10 @@ def fault_of_generated(message: str) -> str:
     Args:
         message: The message, with the place in the grammar and an excerpt of it at the end.
     """
-    fault = message.rpartition("\n   1 | ")[0] or message  # it has no line break of its own
-    fault = fault[place.end() :] if (place := _PLACE.match(fault)) else fault
+    place = _PLACE.match(message)
+    first = max(1, int(place[1]) - 2) if place else 1  # two lines before the fault are shown
+    fault = message.rpartition(f"\n{first:4} | ")[0] or message
+    fault = fault[place.end() :] if place else fault
     fault = fault.removeprefix(_COMPILING).strip()
     if regex := _REGEX.fullmatch(fault):
         shown, error = regex.groups()

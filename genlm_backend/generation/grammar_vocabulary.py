@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import cache
 from typing import Any, final
 
 from genlm_backend.errors import MissingExtraError
@@ -46,6 +47,37 @@ def load_library() -> Any:
             "constraints need llguidance: pip install 'genlm-backend[grammar]'"
         ) from error
     return llguidance
+
+
+@cache
+def is_beginning(grammar: str, text: str) -> bool:
+    """Tell whether a text begins one of a grammar, by the installed release of llguidance.
+
+    Args:
+        grammar: A grammar in Lark's syntax.
+        text: The beginning of a text.
+    """
+    library, vocabulary = load_library(), _Bytes()
+    matcher = library.LLMatcher(
+        library.LLTokenizer(library.TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens)),
+        library.LLMatcher.grammar_from_lark(grammar),
+        log_level=0,
+    )
+    token_ids = vocabulary(text)
+    return matcher.validate_tokens(token_ids) == len(token_ids)
+
+
+@final
+class _Bytes:
+    """The bytes as a vocabulary, in the form that llguidance asks for."""
+
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids = (256,)
+    tokens = (*(bytes([i]) for i in range(256)), b"<|end of text|>")
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
 
 
 @final

@@ -1,63 +1,53 @@
-"""JSON schemas as llguidance gets them: checked, because it passes over what it does not know."""
+"""JSON schemas as callers give them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from genlm_backend.errors import ConstraintError
-
-_HONOURED = frozenset({
-    "$ref", "allOf", "anyOf", "const", "enum", "format", "oneOf", "type",
-    "additionalItems", "items", "maxItems", "minItems", "prefixItems",
-    "additionalProperties", "maxProperties", "minProperties", "patternProperties", "properties",
-    "required",
-    "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf",
-    "maxLength", "minLength", "pattern",
-})  # fmt: skip
-"""The keywords that llguidance keeps to."""
-
-_ANNOTATIONS = frozenset({
-    "$anchor", "$comment", "$defs", "$id", "$schema", "$vocabulary", "definitions", "id",
-    "contentEncoding", "contentMediaType", "contentSchema", "default", "deprecated",
-    "description", "discriminator", "example", "examples", "externalDocs", "readOnly", "title",
-    "writeOnly", "xml",
-})  # fmt: skip
-"""The keywords that rule nothing out, of JSON Schema and OpenAPI."""
+from genlm_backend.generation.schema_document import SchemaDocument
+from genlm_backend.generation.schema_literals import doubles
+from genlm_backend.generation.schema_values import check_values
 
 _ENVELOPE = frozenset({"name", "description", "strict", "schema"})
 """What OpenAI's API has around a schema."""
 
-_OF_ONE = ("items", "additionalItems", "additionalProperties")
-_OF_SEVERAL = ("items", "prefixItems", "allOf", "anyOf", "oneOf")
-_OF_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_LARGEST_EXPONENT = 400
 
 
-def check_schema(schema: Mapping[str, Any] | bool | str) -> dict[str, Any]:
-    """Return a JSON schema as an object of plain JSON.
+def check_schema(schema: Mapping[str, Any] | bool | str) -> SchemaDocument:
+    """Return a JSON schema with all the schemas in it.
 
     Args:
         schema: A JSON schema, or the JSON text of one.
 
     Raises:
         ConstraintError: (``ValueError``) If it is no JSON, neither an object nor a boolean, or
-            has a keyword anywhere that no constraint keeps to.
+            has a keyword or a value anywhere that no constraint keeps to.
     """
     try:
-        plain = json.loads(schema if isinstance(schema, str) else json.dumps(schema))
-        json.dumps(plain, ensure_ascii=False).encode()  # lone surrogates are no JSON text
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        plain = json.loads(text, parse_float=_decimal, parse_constant=_decimal)
+        json.dumps(doubles(plain), ensure_ascii=False).encode()  # lone surrogates are no JSON text
     except (TypeError, ValueError, RecursionError) as error:
         raise ConstraintError(f"the schema is no JSON: {error}") from error
-    if plain is True:
-        return {}
     if plain is False:
         raise ConstraintError("no JSON value fits the schema false")
-    if not isinstance(plain, dict):
+    if plain is not True and not isinstance(plain, dict):
         raise ConstraintError(f"a JSON schema is an object or a boolean, got {plain!r}")
-    _check_keywords(plain)
-    return plain
+    document = SchemaDocument({} if plain is True else plain)
+    check_values(document)
+    return document
+
+
+def _decimal(text: str) -> Decimal:
+    number = Decimal(text)
+    if not number.is_finite() or abs(number.adjusted()) > _LARGEST_EXPONENT:
+        raise ValueError(f"{text} is no number that can be written")
+    return number
 
 
 def unwrapped(schema: Any) -> Any:
@@ -76,36 +66,6 @@ def unwrapped(schema: Any) -> Any:
             f"got {_listed(unknown)}"
         )
     return schema["schema"]
-
-
-def _check_keywords(schema: dict[str, Any]) -> None:
-    rest: list[Any] = [schema]
-    while rest:
-        one = rest.pop()
-        if not isinstance(one, dict):
-            continue  # a boolean, or what llguidance says the fault of
-        for keyword in one:
-            _check_keyword(keyword)
-        rest.extend(_subschemas(one))
-
-
-def _check_keyword(keyword: str) -> None:
-    known = _HONOURED | _ANNOTATIONS
-    if keyword in known or keyword.startswith("x-"):
-        return
-    near = get_close_matches(keyword, known, n=1, cutoff=0.85)
-    hint = f"did you mean {near[0]!r}?" if near else "annotations of your own begin with 'x-'"
-    raise ConstraintError(f"no constraint keeps to the JSON schema's keyword {keyword!r}; {hint}")
-
-
-def _subschemas(schema: dict[str, Any]) -> Iterator[Any]:
-    yield from (schema[name] for name in _OF_ONE if name in schema)
-    for name in _OF_SEVERAL:
-        if isinstance(schemas := schema.get(name), list):
-            yield from schemas
-    for name in _OF_NAMED:
-        if isinstance(schemas := schema.get(name), dict):
-            yield from schemas.values()
 
 
 def _listed(names: Any) -> str:

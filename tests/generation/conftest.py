@@ -8,6 +8,7 @@ from genlm_backend import MockAsyncLM
 from genlm_backend.generation import (
     Engine,
 )
+from tests.generation import byte_model
 from tests.generation.serving import GatedLM
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
@@ -36,3 +37,9 @@ def engine():
 @pytest.fixture(scope="module")
 def model():
     return families.make("llama")
+
+
+@pytest.fixture(scope="module")
+def byte_lm():
+    with byte_model.make() as lm:
+        yield lm

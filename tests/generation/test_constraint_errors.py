@@ -31,14 +31,17 @@ def message_of(make, lm, *args, **options):
     ("schema", "fault"),
     [
         ({"type": "objekt"}, "Invalid type: objekt"),
-        ({"$ref": "#/$defs/x"}, "Pointer '/$defs/x' does not exist"),
         ({"properties": 5}, "properties must be an object"),
         (
             {"properties": {"a": {"type": "string", "pattern": "(a"}}},
             "in the regular expression (a: unclosed group",
         ),
         ({"pattern": "1 | (c", "type": "string"}, "in the regular expression 1 | (c: unclosed"),
-        ({"type": "string", "format": "a\n   1 | b"}, "Unknown format: a\n   1 | b"),
+        (
+            {"properties": {"b": {"enum": [2**64, 1]}, "a": {"type": "string", "pattern": "(a"}}},
+            "in the regular expression (a: unclosed group",
+        ),
+        ({"type": "a\n   1 | b"}, "Invalid type: a\n   1 | b"),
     ],
     ids=str,
 )

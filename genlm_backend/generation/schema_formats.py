@@ -1,0 +1,81 @@
+"""Formats of strings in JSON schemas, as patterns."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"  # there is no year 0
+_LEAP_IN_CENTURY = "(?:0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = f"(?:[0-9]{{2}}{_LEAP_IN_CENTURY}|(?:{_LEAP_IN_CENTURY}|[2468][048])00)"
+_DAY = (
+    "(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1[0-9]|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|30)"
+    "|(?:0[13578]|1[02])-31)"
+)
+_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_HOUR, _SIXTY = "(?:[01][0-9]|2[0-3])", "[0-5][0-9]"
+# A leap second is one at 23:59 of Greenwich alone, and on days that are announced: left out.
+_TIME = rf"{_HOUR}:{_SIXTY}:{_SIXTY}(?:\.[0-9]+)?(?:[zZ]|[+-]{_HOUR}:{_SIXTY})"
+
+_CLOCK = "[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S"
+_CALENDAR = "[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D"
+_DURATION = f"P(?:(?:{_CALENDAR})(?:T(?:{_CLOCK}))?|T(?:{_CLOCK})|[0-9]+W)"
+
+_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
+_GROUP = "[0-9a-fA-F]{1,4}"
+# What stands behind "::" when there are so many groups before it, of at most seven in all.
+_SHORTENED = "|".join(
+    f"{':'.join([_GROUP] * before)}::(?:{_GROUP}(?::{_GROUP}){{0,{6 - before}}})?"
+    if before < 7
+    else f"{':'.join([_GROUP] * before)}::"
+    for before in range(8)
+)
+_IPV6 = f"(?:{_GROUP}(?::{_GROUP}){{7}}|{_SHORTENED})"
+
+_ALNUM, _INNER = "[0-9a-zA-Z]", "[0-9a-zA-Z-]"
+# Hyphens at the third and fourth place are those of encoded international names.
+_LABEL = (
+    f"{_ALNUM}(?:{_INNER}{{0,2}}{_ALNUM}"
+    f"|{_INNER}(?:{_ALNUM}{_INNER}|-{_ALNUM}){_INNER}{{0,58}}{_ALNUM})?"
+)
+_HOSTNAME = rf"{_LABEL}(?:\.{_LABEL})*"
+_ATOM = r"[0-9a-zA-Z!#$%&'*+/=?^_`{|}~-]+"
+# A host of 63 characters at most has no label that is longer, and is far less to compile.
+_FREE_LABEL = (
+    f"{_ALNUM}(?:{_INNER}{{0,2}}{_ALNUM}|{_INNER}(?:{_ALNUM}{_INNER}|-{_ALNUM}){_INNER}*{_ALNUM})?"
+)
+_MAILBOX = rf"{_ATOM}(?:\.{_ATOM})*@(?:{_FREE_LABEL}(?:\.{_FREE_LABEL})*|\[{_IPV4}\])"
+
+_UNRESERVED = r"0-9a-zA-Z._\~!$\&'()*+,;=\-"
+_ESCAPED = "%[0-9a-fA-F]{2}"
+_PATH_CHAR = f"(?:[{_UNRESERVED}:@]|{_ESCAPED})"
+_USER = f"(?:(?:[{_UNRESERVED}:]|{_ESCAPED})*@)?"
+_HOST = rf"(?:\[(?:{_IPV6})\]|(?:[{_UNRESERVED}]|{_ESCAPED})*)"
+_PLACE = (
+    f"(?://{_USER}{_HOST}(?::[0-9]*)?(?:/{_PATH_CHAR}*)*|/?(?:{_PATH_CHAR}+(?:/{_PATH_CHAR}*)*)?)"
+)
+_REST = rf"(?:\?(?:{_PATH_CHAR}|[/?])*)?(?:#(?:{_PATH_CHAR}|[/?])*)?"
+_URI = f"[a-zA-Z][0-9a-zA-Z+.-]*:{_PLACE}{_REST}"
+
+_HEX = "[0-9a-fA-F]"
+_UUID = f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}"
+
+FORMATS: Final[dict[str, tuple[str, ...]]] = {
+    "date": (_DATE,),
+    "time": (_TIME,),
+    "date-time": (f"{_DATE}[tT]{_TIME}",),
+    "duration": (_DURATION,),
+    "ipv4": (_IPV4,),
+    "ipv6": (_IPV6,),
+    "hostname": (_HOSTNAME, ".{1,253}"),
+    "email": (_MAILBOX, "[^@]{1,64}@.{1,63}"),
+    "uri": (_URI,),
+    "uuid": (_UUID,),
+}
+"""The formats that are kept to, each as patterns that a string matches whole, all of them.
+
+By RFC 3339 (dates, times, durations), 2673 and 4291 (addresses), 1123 (host names), 5321
+(mailboxes), 3986 (URIs) and 4122 (UUIDs). Some texts that these allow are left out: leap
+seconds, IPv4 in IPv6, future kinds of addresses, encoded international names, quoted mailboxes, and
+those at a host of more than 63 characters.
+"""

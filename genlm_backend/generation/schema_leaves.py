@@ -1,0 +1,104 @@
+"""Schemas that llguidance keeps to, as it gets them within a grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, final
+
+from genlm_backend.generation.schema_document import Schema, SchemaDocument
+from genlm_backend.generation.schema_formats import FORMATS
+from genlm_backend.generation.schema_keywords import HONOURED, SIZES
+from genlm_backend.generation.schema_literals import doubles
+from genlm_backend.generation.schema_patterns import portable
+
+_NAME = re.compile("[^0-9A-Za-z_]+")
+_ESCAPES = 'nrbtf\\"'
+"""Letters behind a backslash in strings: each character has one spelling.
+
+With ``u`` a key could be spelled in several ways, and be taken for one that is not declared.
+"""
+
+
+@final
+class Leaves:
+    """Schemas as grammars of llguidance's, each complete with what it refers to."""
+
+    def __init__(self, document: SchemaDocument, whitespace: str) -> None:
+        self._document = document
+        spaces = (
+            {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
+        )
+        self._options = {**spaces, "json_allowed_escapes": _ESCAPES}
+
+    def grammar(self, schema: Schema) -> str:
+        """Return what a rule can consist of: ``%json`` and a schema."""
+        names: dict[int, str] = {}
+        waiting: list[tuple[str, Schema]] = []
+        whole = self._written(schema, names, waiting)
+        definitions = {}
+        while waiting:
+            name, target = waiting.pop()
+            definitions[name] = self._written(target, names, waiting)
+        parts = {"anyOf": [whole]} if isinstance(whole, bool) else whole
+        if definitions:
+            parts = {**parts, "$defs": definitions}
+        return "%json " + json.dumps({**parts, "x-guidance": self._options})
+
+    def _written(
+        self, schema: Any, names: dict[int, str], waiting: list[tuple[str, Schema]]
+    ) -> Any:
+        if not isinstance(schema, dict):
+            return schema
+        found: dict[str, Any] = {}
+        for keyword, value in schema.items():
+            if keyword not in HONOURED or keyword == "format":
+                continue
+            if keyword == "additionalItems" and not isinstance(schema.get("items"), list):
+                continue  # it counts only there, and would take prefixItems away
+            if keyword == "$ref":
+                found[keyword] = self._reference(schema, names, waiting)
+                continue
+            kind = HONOURED[keyword].schemas
+            if kind == "map" and isinstance(value, dict):
+                are_patterns = keyword == "patternProperties"
+                parts: Any = {
+                    portable(name, "") if are_patterns else name: self._written(
+                        part, names, waiting
+                    )
+                    for name, part in value.items()
+                }
+            elif "list" in kind and isinstance(value, list):
+                parts = [self._written(part, names, waiting) for part in value]
+            elif kind:
+                parts = self._written(value, names, waiting)
+            elif keyword == "pattern" and isinstance(value, str):
+                parts = portable(value, "")
+            else:
+                parts = int(value) if keyword in SIZES else doubles(value)
+            found[keyword] = parts
+        return _with_format(found, schema.get("format"))
+
+    def _reference(
+        self, schema: dict[str, Any], names: dict[int, str], waiting: list[tuple[str, Schema]]
+    ) -> str:
+        target = self._document.target(schema)
+        if isinstance(target, bool):
+            name = "anything" if target else "nothing"
+            waiting.append((name, target))
+            return f"#/$defs/{name}"
+        if id(target) not in names:
+            last = self._document.place(target).rpartition("/")[2]
+            names[id(target)] = f"{_NAME.sub('', last)}_{len(names)}"
+            waiting.append((names[id(target)], target))
+        return f"#/$defs/{names[id(target)]}"
+
+
+def _with_format(schema: dict[str, Any], name: Any) -> dict[str, Any]:
+    """Return a schema with a format as patterns, each of which matches the whole string."""
+    if not isinstance(name, str) or name not in FORMATS:
+        return schema  # no string is meant, or the format would have been refused
+    patterns = [{"pattern": f"^(?:{pattern})$"} for pattern in FORMATS[name]]
+    if len(patterns) == 1 and "pattern" not in schema:
+        return {**schema, **patterns[0]}
+    return {**schema, "allOf": [*schema.get("allOf", ()), *patterns]}

@@ -1,0 +1,125 @@
+"""Numbers of JSON schemas: those that llguidance keeps to exactly, and patterns of the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from decimal import Context, Decimal
+from math import prod
+from typing import Any, TypeGuard
+
+_MOST = 2**53
+_MOST_EXPONENT = 22  # the largest power of ten that a double holds exactly
+_MOST_FACTOR = 2**32
+
+
+def is_number(value: Any) -> TypeGuard[int | Decimal]:
+    """Tell whether a value of plain JSON is a number."""
+    return isinstance(value, (int, Decimal)) and not isinstance(value, bool)
+
+
+def is_exact(number: int | Decimal) -> bool:
+    """Tell whether llguidance reads a number as it is written.
+
+    It reads integers and fractions alike into doubles, rounding once for the digits and once for
+    the exponent. So the digits and the power of ten have to be doubles. It adds one to a bound
+    that is not included, which has to leave a double too.
+    """
+    if isinstance(number, int):
+        return abs(number) < _MOST
+    digits, exponent = _parts(number)
+    if max(abs(digits), abs(number)) >= _MOST or abs(exponent) > _MOST_EXPONENT:
+        return False
+    return Decimal(repr(float(number))) == number
+
+
+def spellings(number: int | Decimal) -> list[str]:
+    """Return the texts of a number: as ``json`` writes it, and without an exponent."""
+    if isinstance(number, int):
+        return [str(number)]
+    digits, exponent = _parts(number)
+    plain = f"{number:f}" if abs(exponent) <= 400 else f"{digits}e{exponent}"
+    if "." in plain:
+        plain = plain.rstrip("0").rstrip(".")
+    double = float(number)
+    is_double = abs(double) <= 1.7976931348623157e308 and Decimal(repr(double)) == number
+    return sorted({plain, json.dumps(double)} if is_double else {plain}, key=len)
+
+
+def factor_of(divisor: int | Decimal) -> tuple[int, int] | None:
+    """Return what llguidance makes of a ``multipleOf``: n and e of n · 10⁻ᵉ, if it is that.
+
+    Its own arithmetic is followed, which multiplies a double by ten until it has no fraction:
+    0.07 becomes 0.7000000000000001.
+    """
+    if divisor <= 0 or not is_exact(divisor):
+        return None
+    value, exponent = float(divisor), 0
+    while value % 1 and value < _MOST_FACTOR:
+        value, exponent = value * 10, exponent + 1
+    if value % 1 or value >= _MOST_FACTOR or Decimal(int(value)).scaleb(-exponent) != divisor:
+        return None
+    return int(value), exponent
+
+
+def have_common_multiple(factors: Iterable[tuple[int, int]]) -> bool:
+    """Tell whether llguidance can require several ``multipleOf`` of one number.
+
+    It multiplies two of them before it divides, and takes what 32 bits leave of that.
+    """
+    found = set(factors)
+    most = max((exponent for _, exponent in found), default=0)
+    return prod(number * 10 ** (most - exponent) for number, exponent in found) < _MOST_FACTOR
+
+
+def integers_within(low: int | None, high: int | None) -> str:
+    """Return a pattern of the integers between two bounds, both included; ``None`` for no bound."""
+    parts = []
+    if low is None or low < 0:
+        parts += ["-" + part for part in _natural(max(1, -(high or 0)), _negated(low))]
+    if high is None or high >= 0:
+        parts += _natural(max(0, low or 0), high)
+    return "|".join(parts)
+
+
+def _negated(number: int | None) -> int | None:
+    return None if number is None else -number
+
+
+def _natural(low: int, high: int | None) -> Iterator[str]:
+    """Yield patterns of the numbers from ``low``, which is not negative, up to ``high``."""
+    first, last = str(low), "" if high is None else str(high)
+    for size in range(len(first), (len(last) or len(first)) + 1):
+        least = first if size == len(first) else "1" + "0" * (size - 1)
+        most = last if size == len(last) else "9" * size
+        if least <= most:
+            yield _digits(least, most)
+    if high is None:
+        yield f"[1-9][0-9]{{{len(first)},}}"
+
+
+def _digits(least: str, most: str) -> str:
+    """Return a pattern of the numbers between two that have as many digits."""
+    size = len(least)
+    if least.strip("0") == "" and most.strip("9") == "":
+        return f"[0-9]{{{size}}}" if size else ""
+    if least[0] == most[0]:
+        return least[0] + _digits(least[1:], most[1:])
+    low, high, parts = int(least[0]), int(most[0]), []
+    if least[1:].strip("0"):
+        parts.append(f"{low}{_digits(least[1:], '9' * (size - 1))}")
+        low += 1
+    if most[1:].strip("9"):
+        parts.append(f"{high}{_digits('0' * (size - 1), most[1:])}")
+        high -= 1
+    if low <= high:
+        parts.append(f"[{low}-{high}][0-9]{{{size - 1}}}")
+    return f"({'|'.join(parts)})"
+
+
+def _parts(number: Decimal) -> tuple[int, int]:
+    """Return digits without trailing noughts and the power of ten that they are multiplied by."""
+    exact = Context(prec=max(1, len(number.as_tuple().digits)))
+    sign, digits, exponent = number.normalize(exact).as_tuple()
+    whole = int("".join(map(str, digits)))
+    return -whole if sign else whole, int(exponent)

@@ -1,0 +1,151 @@
+"""Values of keywords of JSON schemas, as far as llguidance does not keep to them."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from difflib import get_close_matches
+from math import ceil, floor
+from typing import Any
+
+from genlm_backend.checks import shown
+from genlm_backend.errors import ConstraintError
+from genlm_backend.generation.schema_document import SchemaDocument, rules, types_of
+from genlm_backend.generation.schema_formats import FORMATS
+from genlm_backend.generation.schema_keywords import SIZES
+from genlm_backend.generation.schema_numbers import (
+    factor_of,
+    have_common_multiple,
+    is_exact,
+    is_number,
+)
+from genlm_backend.generation.schema_patterns import is_read_alike, portable
+
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+
+
+def check_values(document: SchemaDocument) -> None:
+    """Refuse what llguidance would take for something else.
+
+    Raises:
+        ConstraintError: (``ValueError``) If there is such a value; the message names it, where
+            it is and what can be written instead.
+    """
+    for schema in document:
+        place = document.place(schema)
+        types = types_of(schema)
+        _check_sizes(schema, place)
+        _check_numbers(schema, place)
+        if "string" in types:
+            _check_format(schema, place)
+            if isinstance(pattern := schema.get("pattern"), str):
+                portable(pattern, place)
+        if "object" in types:
+            _check_num_properties(schema, place)
+            _check_keys(schema, place)
+    _check_multiples(document)
+
+
+def inexact_bounds(schema: dict[str, Any]) -> list[str]:
+    """Return the bounds of a schema that llguidance would take for others."""
+    return [
+        name for name in _BOUNDS if is_number(bound := schema.get(name)) and not is_exact(bound)
+    ]
+
+
+def integer_bounds(schema: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Return the least and the greatest integer that the bounds of a schema allow."""
+    low, high = schema.get("minimum"), schema.get("maximum")
+    lows = [ceil(low)] if is_number(low) else []
+    highs = [floor(high)] if is_number(high) else []
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    above = low if above is True else above  # as in draft 4
+    below = high if below is True else below
+    lows += [floor(above) + 1] if is_number(above) else []
+    highs += [ceil(below) - 1] if is_number(below) else []
+    return max(lows, default=None), min(highs, default=None)
+
+
+def _check_sizes(schema: dict[str, Any], place: str) -> None:
+    for name in SIZES & schema.keys():
+        size = schema[name]
+        if not is_number(size) or size != int(size) or not 0 <= size < 2**32:
+            raise ConstraintError(f"{name} at {place} must be an integer from 0, got {size!r}")
+
+
+def _check_numbers(schema: dict[str, Any], place: str) -> None:
+    inexact = inexact_bounds(schema)
+    if inexact and "number" in types_of(schema):
+        raise ConstraintError(
+            f"no constraint keeps to {inexact[0]} {schema[inexact[0]]} at {place} exactly, as it "
+            'is no double of few digits: add "type": "integer", or take one of fewer digits'
+        )
+    divisor = schema.get("multipleOf")
+    if inexact and divisor is not None:
+        raise ConstraintError(
+            f"no constraint keeps to {inexact[0]} {schema[inexact[0]]} beside multipleOf at "
+            f"{place}: leave one of them out, or take a bound below 2**53"
+        )
+    if is_number(divisor) and factor_of(divisor) is None:
+        raise ConstraintError(
+            f"no constraint keeps to multipleOf {divisor} at {place} exactly, as doubles make "
+            "another number of it: take an integer from 1 below 2**32, or a power of ten"
+        )
+
+
+def _check_multiples(document: SchemaDocument) -> None:
+    """Refuse several ``multipleOf`` that may meet in one number."""
+    factors = [
+        factor
+        for schema in document
+        if isinstance(number := schema.get("multipleOf"), (int, Decimal))
+        and (factor := factor_of(number))
+    ]
+    if any(map(_merges, document)) and not have_common_multiple(factors):
+        raise ConstraintError(
+            "the multipleOf of several schemas may meet in one number, and their product is beyond "
+            "32 bits: write their common multiple in one schema"
+        )
+
+
+def _merges(schema: dict[str, Any]) -> bool:
+    in_place = {"$ref", "allOf", "anyOf", "oneOf"} & schema.keys()
+    return bool(in_place) and ("allOf" in schema or len(rules(schema)) > 1)
+
+
+def _check_format(schema: dict[str, Any], place: str) -> None:
+    name = schema.get("format")
+    if name is None or (isinstance(name, str) and name in FORMATS):
+        return
+    near = get_close_matches(str(name), FORMATS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(FORMATS)}"
+    raise ConstraintError(
+        f"no constraint keeps to format {name!r} at {place}: {hint}; or write it as a pattern"
+    )
+
+
+def _check_keys(schema: dict[str, Any], place: str) -> None:
+    """Refuse patterns of keys that other keys may match by another reading."""
+    others = schema.get("additionalProperties", True)
+    for pattern in schema.get("patternProperties") or ():
+        portable(pattern, place)
+        if others is not False and not is_read_alike(pattern):
+            raise ConstraintError(
+                f"the pattern {shown(pattern)} of keys at {place} has a class of characters that "
+                "is read in several ways, and other keys are allowed: write it out, as [0-9] or "
+                '[A-Za-z0-9_], or forbid others by "additionalProperties": false'
+            )
+
+
+def _check_num_properties(schema: dict[str, Any], place: str) -> None:
+    least, required = schema.get("minProperties"), schema.get("required")
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    if not is_number(least) or is_closed:
+        return
+    num_required = len(set(map(str, required))) if isinstance(required, list) else 0
+    if least > num_required + 1:
+        raise ConstraintError(
+            f"no constraint keeps to minProperties {least} at {place}, as a key that is not "
+            f"declared may be written twice: at most {num_required + 1} is kept to beside "
+            f"{num_required} required; name more keys in 'required', or forbid others by "
+            '"additionalProperties": false'
+        )

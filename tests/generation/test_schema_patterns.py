@@ -1,0 +1,68 @@
+"""Patterns of JSON schemas match what they match by ECMA 262 and by Python's re."""
+
+import json
+import re
+
+import pytest
+
+from genlm_backend.errors import ConstraintError
+from genlm_backend.generation import Constraint
+from genlm_backend.generation.schema_patterns import portable
+from tests.generation import byte_model
+
+LETTERS = 'a Z0_-.[]&~^\\"\u0663\xe9\u0301\u3000\ufeff\x85\t\u2028'
+# What each stands for by ECMA 262, as Python writes it.
+BY_ECMA = {
+    "d": "0-9",
+    "w": "0-9A-Za-z_",
+    "s": "\t\n\x0b\x0c\r \xa0\ufeff\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000",
+}
+
+
+@pytest.mark.parametrize("letter", "dwsDWS")
+@pytest.mark.parametrize(
+    ("form", "others"),
+    [("{}", ""), ("[{}]", ""), ("[^{}]", ""), ("[{}-]", "-"), ("[a{}]", "a"), ("[^a{}]", "a"),
+     (r"[^\]{}]", "]")],
+)  # fmt: skip
+def test_classes_match_what_both_readings_match(byte_lm, letter, form, others):
+    pattern = f"^{form.format(chr(92) + letter)}$"
+    few = re.compile(f"[{BY_ECMA[letter.lower()]}]")
+    constraint = Constraint.from_json_schema(byte_lm, {"type": "string", "pattern": pattern})
+    for one in LETTERS:
+        is_in = one in others or bool(few.search(one)) != letter.isupper()
+        by_ecma, by_python = is_in != form.startswith("[^"), bool(re.search(pattern, one))
+        is_allowed = byte_model.allows(byte_lm, constraint, json.dumps(one, ensure_ascii=False))
+        assert is_allowed == (by_ecma and by_python), (pattern, one)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "part"),
+    [("[a&&b]", "&&"), ("[a-z--b]", "--"), ("[a~~b]", "~~"), ("[[a]b]", "["), ("[^[:alpha:]]", "["),
+     ("[]a]", "[]"), ("[^]]", "[^]"), (r"\\[\][x]", "[")],
+)  # fmt: skip
+def test_what_stands_for_sets_in_rust_alone_is_refused(byte_lm, pattern, part):
+    for schema in (
+        {"type": "string", "pattern": pattern},
+        {"patternProperties": {pattern: {}}, "additionalProperties": False},
+    ):
+        with pytest.raises(ConstraintError) as raised:
+            Constraint.from_json_schema(byte_lm, {"items": schema})
+        assert f"at #/items has {part!r} in square brackets" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"^a&&b--\[\]]$", r"^[\[\]&-]$", "^[a-z.]{2}|(b)$", r"\\d", ""]
+)
+def test_what_is_read_alike_is_handed_on(pattern):
+    assert portable(pattern, "#") == pattern
+
+
+def test_patterns_of_keys_are_read_alike_where_other_keys_are_allowed(byte_lm):
+    patterns = {r"^\w+$": {"type": "integer"}}
+    with pytest.raises(ConstraintError, match=r"of keys at #/items .* write it out"):
+        Constraint.from_json_schema(byte_lm, {"items": {"patternProperties": patterns}})
+    closed = {"patternProperties": patterns, "additionalProperties": False}
+    constraint = Constraint.from_json_schema(byte_lm, closed)
+    assert byte_model.allows(byte_lm, constraint, '{"a": 1}')
+    assert not byte_model.allows(byte_lm, constraint, '{"é": 1}')
