@@ -209,7 +209,9 @@ class Batcher(Generic[Q, R]):
             return
         with self._lock.here:
             if self._is_ending() or (self._is_wanted is not None and not self._is_wanted()):
-                self._given_up = QueryDroppedError("ended before the query was answered")
+                is_exit = self._worker.is_stopped and not self._is_closed
+                why = ": the interpreter exits" if is_exit else ""
+                self._given_up = QueryDroppedError(f"ended before the query was answered{why}")
                 raise self._given_up
 
     # ---------------------------------------------------------------- ending
@@ -336,7 +338,7 @@ class Batcher(Generic[Q, R]):
         and one too many finds nothing to do.
         """
         try:
-            self._lock.claim()  # for the thread is here
+            self.check_open()  # which claims the lock, for the thread is here
             self._worker.put(self._run)
         except RuntimeError as error:  # there is no thread any more, or none to be had
             entries = list(self._pending.values())
