@@ -58,6 +58,8 @@ class Loop:
         except BaseException:
             future.cancel()
             raise
+        finally:
+            del future  # which knows the error, which remembers this frame
 
     def _is_exiting(self) -> bool:
         return sys.is_finalizing() or (self._stop is not None and not self._stop.alive)
