@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast, final
 
 from genlm_backend.batching.calling import Calling
+from genlm_backend.batching.garbage import fewer_collections
 from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision
 from genlm_backend.batching.statistics import BatcherStatistics, Counts
 from genlm_backend.batching.ticker import Tickers
@@ -304,7 +305,8 @@ class Batcher(Calling, Generic[Q, R]):
                 self._is_busy = True
                 batch = self._take()
             self._is_wanted = lambda: any(entry.is_wanted() for entry in batch)
-            self._settle(batch, *evaluated(self._evaluate, batch))
+            with fewer_collections(len(batch)):
+                self._settle(batch, *evaluated(self._evaluate, batch))
         except BaseException as raised:  # of a key that has changed, say: nobody waits for ever
             self._fail(presentable(raised))
 
