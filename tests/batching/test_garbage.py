@@ -3,12 +3,15 @@
 import asyncio
 import gc
 import os
+import re
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
+import genlm_backend
 from genlm_backend.batching import Batcher
 from genlm_backend.batching.garbage import MANY_QUERIES, OBJECTS_PER_QUERY, fewer_collections
 from tests.llm import families
@@ -140,3 +143,17 @@ def test_a_batch_leaves_nothing_to_collect():
         assert gc.collect() == 0
     assert rows.isfinite().any()
     assert isinstance(rows, torch.Tensor)
+
+
+def test_nothing_turns_collection_off():
+    """An interrupt between the two would leave it off, and nobody knows who else wants it on."""
+    package = Path(genlm_backend.__file__).parent
+    calls = {
+        (path.relative_to(package).as_posix(), call)
+        for path in package.rglob("*.py")
+        for call in re.findall(r"\bgc\.(?!get_)(\w+)\(|from gc import", path.read_text("utf-8"))
+    }
+    assert {(path, call) for path, call in calls if call != "collect"} == {
+        ("batching/garbage.py", "set_threshold"),
+        ("llm/elsewhere/child.py", "freeze"),  # in the process of a model alone
+    }
