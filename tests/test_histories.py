@@ -25,11 +25,11 @@ pytestmark = [
 ]
 
 
-def run(name, code=0):
+def run(*name, code=0):
     """Run one of the programs of `tests.histories` and return the lines that it printed."""
     done = subprocess.run(
         # To fork beside other threads is what later Pythons warn of, and what is tested here.
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.histories", name],
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.histories", *name],
         cwd=Path(__file__).parents[1],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -65,6 +65,31 @@ def test_asking_at_exit_is_told_and_the_process_ends():
         assert ends & {*lines}
     assert "late ended" in lines
     assert lines[-1] == "del ended"
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_daemons_that_wait_are_told_that_the_interpreter_exits(where):
+    lines = run("wait", where, "daemon")
+    children = [int(line.split()[1]) for line in lines if line.startswith("child ")]
+    assert len(children) == (3 if where == "elsewhere" else 0)
+    for child in children:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+    told = dict(line.split(": ", 1) for line in lines if not line.startswith("child "))
+    assert len(told) == (8 if where == "elsewhere" else 17)
+    if where == "here":  # a batch of a trie ends as it has begun
+        assert told.pop("trie running") == "returned ndarray"
+    for error in told.values():
+        assert error.split(": ")[0] in ("QueryDroppedError", "BatcherClosedError")
+        assert error.endswith(": the interpreter exits")
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_other_threads_that_wait_are_answered_before_the_interpreter_exits(where):
+    lines = run("wait", where, "other")
+    told = [line.split(": ", 1)[1] for line in lines if not line.startswith("child ")]
+    assert len(told) == (8 if where == "elsewhere" else 17)
+    assert {answer.split()[0] for answer in told} == {"returned"}
 
 
 def test_an_interrupted_program_ends_with_the_forward_pass_under_way():

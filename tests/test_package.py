@@ -192,7 +192,6 @@ ARROWS = {
     "closing": (set(), {"torch", "numpy", "transformers"}),
     "common_prefix": (set(), {"torch", "numpy", "transformers"}),
     "spare_memory": (set(), {"torch", "transformers"}),
-    "garbage": (set(), {"torch", "numpy", "transformers"}),
     "readable": (set(), {"torch", "numpy", "transformers"}),
     "process_lock": ({"errors"}, {"torch", "numpy", "transformers"}),
     "info": ({"llm", "errors"}, {"transformers"}),
@@ -208,7 +207,7 @@ ARROWS = {
         {"checks", "common_prefix", "process_lock", "errors"},
         {"asyncio", "transformers"},
     ),
-    "tokenization": ({"checks", "garbage", "errors"}, {"torch"}),
+    "tokenization": ({"checks", "errors"}, {"torch"}),
     "trie": (
         {
             "checks",
@@ -262,7 +261,6 @@ ARROWS = {
             "checks",
             "compiled",
             "common_prefix",
-            "garbage",
             "llm",
             "llm.elsewhere",
             "cache",
@@ -271,7 +269,7 @@ ARROWS = {
         },
         {"vllm"},
     ),
-    "llm.mlx": ({"checks", "garbage", "llm", "llm.hf", "cache", "errors"}, {"vllm"}),
+    "llm.mlx": ({"checks", "llm", "llm.hf", "cache", "errors"}, {"vllm"}),
     "llm.vllm": (
         {"checks", "common_prefix", "llm", "cache", "errors", "lazy"},
         {"transformers"},

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast, final
 
-from genlm_backend.batching.call import Call
+from genlm_backend.batching.calling import Calling
+from genlm_backend.batching.garbage import fewer_collections
 from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision
 from genlm_backend.batching.statistics import BatcherStatistics, Counts
 from genlm_backend.batching.ticker import Tickers
@@ -19,25 +19,24 @@ from genlm_backend.batching.waiter import (
     as_weight,
     call_threadsafe,
     deliver,
+    drop_unwanted,
     evaluated,
+    first_wanted,
+    is_error,
     loops_of,
     presentable,
-    take_wanted,
 )
-from genlm_backend.batching.worker import Worker
 from genlm_backend.checks import function, instance, optional, text
-from genlm_backend.errors import BatcherClosedError, QueryDroppedError
-from genlm_backend.process_lock import ProcessLock
+from genlm_backend.errors import QueryDroppedError
 
 Q = TypeVar("Q")
 R = TypeVar("R")
-T = TypeVar("T")
 
 _POLICY = instance(BatchPolicy, "a BatchPolicy")
 
 
 @final
-class Batcher(Generic[Q, R]):
+class Batcher(Calling, Generic[Q, R]):
     """Coalesces concurrent queries into batches and evaluates them on one worker thread.
 
     ``evaluate`` is an ordinary function from a list of distinct queries to as many results; it
@@ -77,14 +76,11 @@ class Batcher(Generic[Q, R]):
         self.policy = optional(_POLICY)("policy", policy) or BatchPolicy()
         self._key = optional(function)("key", key)
         self._weight = optional(function)("weight", weight)
-        self._name, self._worker = text("name", name), Worker(f"genlm-{name}")
-        self._lock = ProcessLock()
+        super().__init__(text("name", name))
         self._pending: dict[Hashable, Entry] = {}
         self._in_flight: dict[Hashable, Entry] = {}
         self._tickers = Tickers()
-        self._is_wanted: Callable[[], bool] | None = None  # what the worker is at
-        self._given_up: QueryDroppedError | None = None  # what has ended it
-        self._is_busy = self._is_urgent = self._is_closed = False
+        self._is_busy = self._is_urgent = False
         self._num_arrived = 0
         self._counts = Counts()
 
@@ -106,6 +102,8 @@ class Batcher(Generic[Q, R]):
         except BaseException as error:
             self._leave(waiter, error)
             raise
+        finally:
+            del waiter  # whose future knows the error, which remembers this frame
 
     async def submit_all(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, in order, or the first error that one of them meets.
@@ -120,6 +118,8 @@ class Batcher(Generic[Q, R]):
         except BaseException as error:
             self._leave(waiter, error)
             raise
+        finally:
+            del waiter  # as above
 
     def submit_sync(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, blocking this thread; full batches where they fit.
@@ -141,6 +141,8 @@ class Batcher(Generic[Q, R]):
             waiter.future.cancel()
             self._leave(waiter, error)
             raise
+        finally:
+            del waiter  # as above
 
     def flush(self) -> None:
         """Let everything that waits go now, or as soon as the worker is free."""
@@ -148,29 +150,6 @@ class Batcher(Generic[Q, R]):
             if self._pending:
                 self._is_urgent = True
                 self._advance(None)
-
-    def call(self, function: Callable[[], T]) -> T:
-        """Run ``function`` on the worker thread, after the batches already sent; block for it.
-
-        An interrupted thread leaves one that has not begun unrun. Raises what ``check_open`` does.
-        """
-        if self._worker.is_current_thread():
-            return function()
-        return self._put(Call(function)).result()
-
-    def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Run ``function`` on the worker thread, after the batches already sent.
-
-        Returns:
-            A future of what it returns or raises. Cancelled before its turn, nothing is run.
-        """
-        return self._put(Call(function)).future
-
-    def _put(self, call: Call[T]) -> Call[T]:
-        with self._lock.here:
-            self.check_open()
-            self._worker.put(lambda: self._run_call(call))
-        return call
 
     def set_policy(self, **fields: Any) -> None:
         """Replace fields of the policy, for the batches to come; from any thread.
@@ -181,36 +160,6 @@ class Batcher(Generic[Q, R]):
         """
         with self._lock.here:
             self.policy = replace(self.policy, **fields)
-
-    def check_open(self) -> None:
-        """Raise what a query that is asked now would raise at once.
-
-        Raises:
-            BatcherClosedError: As ``submit``.
-            ForkedError: As there.
-        """
-        self._lock.claim()
-        if self._is_closed:
-            raise BatcherClosedError(f"{self._name} has been closed and answers no more")
-        if self._worker.is_stopped:
-            raise BatcherClosedError(f"{self._name} cannot answer: the interpreter exits")
-
-    def check_wanted(self) -> None:
-        """Raise if nobody waits any more for what the worker thread is doing.
-
-        For ``evaluate``, and for what ``call`` runs, between two steps of long work: the error is
-        to be let through. It reaches nobody, but for those who wait while the interpreter exits;
-        whoever has come meanwhile is answered by another batch. On other threads, no effect.
-
-        Raises:
-            QueryDroppedError: If all callers have gone, at ``close()``, and at interpreter exit.
-        """
-        if not self._worker.is_current_thread():
-            return
-        with self._lock.here:
-            if self._is_ending() or (self._is_wanted is not None and not self._is_wanted()):
-                self._given_up = QueryDroppedError("ended before the query was answered")
-                raise self._given_up
 
     # ---------------------------------------------------------------- ending
 
@@ -223,11 +172,7 @@ class Batcher(Generic[Q, R]):
         """
         error = reason if isinstance(reason, Exception) else QueryDroppedError(reason)
         with self._lock.here:
-            begun = () if error is reason else self._in_flight.values()
-            entries = [*self._pending.values(), *begun]
-            self._pending.clear()
-            settlements = [s for entry in entries for s in entry.settlements(None, error)]
-            self._is_urgent = False
+            settlements = self._refused(error, () if error is reason else self._in_flight.values())
         deliver(settlements)
         return len(settlements)
 
@@ -244,19 +189,10 @@ class Batcher(Generic[Q, R]):
         self.drop(f"{self._name} was closed before the query was answered")
         self._worker.stop()
 
-    @property
-    def is_foreign(self) -> bool:
-        """Whether this process is a fork of the one that it belongs to."""
-        return self._lock.is_foreign
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether ``close()`` has been called."""
-        return self._is_closed
-
     def statistics(self) -> BatcherStatistics:
         """Return the counts so far."""
         with self._lock.here:
+            self._counts.num_skipped += drop_unwanted(self._pending)
             return self._counts.statistics(len(self._pending), len(self._in_flight))
 
     # ---------------------------------------------------------------- coming and going
@@ -336,47 +272,59 @@ class Batcher(Generic[Q, R]):
         and one too many finds nothing to do.
         """
         try:
-            self._lock.claim()  # for the thread is here
+            self.check_open()  # which claims the lock, for the thread is here
             self._worker.put(self._run)
         except RuntimeError as error:  # there is no thread any more, or none to be had
-            entries = list(self._pending.values())
-            self._pending, self._is_urgent = {}, False
-            deliver([s for entry in entries for s in entry.settlements(None, error)])
+            deliver(self._refused(error))
         else:
             self._is_busy = True
 
+    def _refused(self, error: BaseException, begun: Iterable[Entry] = ()) -> list[Settlement]:
+        """Empty the queue; return whom to tell the error, those of a batch that has begun too."""
+        entries = [*self._pending.values(), *begun]
+        self._pending, self._is_urgent = {}, False
+        return [s for entry in entries for s in entry.settlements(None, error)]
+
     def _take(self) -> list[Entry]:
-        batch, num_skipped = take_wanted(self._pending, self.policy)
+        batch, gone = first_wanted(self._pending.values(), self.policy)
         self._in_flight.update((entry.key, entry) for entry in batch)
+        for entry in (*batch, *gone):  # in this order, so that each is always in one of the two
+            del self._pending[entry.key]
         self._is_urgent = self._is_urgent and bool(self._pending)
-        self._counts.num_skipped += num_skipped
+        self._counts.num_skipped += len(gone)
         self._counts.batch_sizes.update([len(batch)] if batch else [])
         return batch
-
-    def _is_ending(self) -> bool:
-        return self._is_closed or self._worker.is_stopped
 
     # ---------------------------------------------------------------- on the worker thread
 
     def _run(self) -> None:
-        with self._lock.here:
-            self._is_busy = True
-            batch = self._take()
-        self._is_wanted = lambda: any(entry.is_wanted() for entry in batch)
-        results, error = evaluated(self._evaluate, batch)
+        # All frames from here on may remember an error of ``evaluate``'s, by its traceback and what
+        # called what: none of them knows it, or it would stay until garbage is collected.
+        try:
+            with self._lock.here:
+                self._is_busy = True
+                batch = self._take()
+            self._is_wanted = lambda: any(entry.is_wanted() for entry in batch)
+            with fewer_collections(len(batch)):
+                self._settle(batch, *evaluated(self._evaluate, batch))
+        except BaseException as raised:  # of a key that has changed, say: nobody waits for ever
+            self._fail(presentable(raised))
+
+    def _settle(self, batch: list[Entry], results: list[R], error: BaseException | None) -> None:
         settlements: list[Settlement] = []
         with self._lock.here:
             is_given_up = error is not None and error is self._given_up and not self._is_ending()
             self._is_wanted = self._given_up = None
+            self._in_flight = {}
             for index, entry in enumerate(batch):
-                del self._in_flight[entry.key]
                 if is_given_up:
                     if entry.waiters:  # they have come since
                         self._pending[entry.key] = entry
                         self._is_urgent = True
                     continue
-                result = results[index] if error is None else None
-                own = presentable(result) if isinstance(result, Exception) else error
+                result, own = (results[index], None) if error is None else (None, error)
+                if is_error(result):
+                    result, own = None, presentable(result)
                 self._counts.num_failed += own is not None
                 settlements += entry.settlements(result, own)
             self._is_busy = False
@@ -388,10 +336,12 @@ class Batcher(Generic[Q, R]):
         for loop in wake:
             call_threadsafe(loop, self._wake, loop)
 
-    def _run_call(self, call: Call[Any]) -> None:
-        self._is_wanted = lambda: call.is_wanted
-        call.run()
-        self._is_wanted = self._given_up = None
+    def _fail(self, error: BaseException) -> None:
+        with self._lock.here:
+            settlements = self._refused(error, self._in_flight.values())
+            self._is_wanted = self._given_up = None
+            self._in_flight, self._is_busy = {}, False
+        deliver(settlements)
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock.here:

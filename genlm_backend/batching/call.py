@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Callable
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 from genlm_backend.batching.waiter import presentable
 
@@ -19,7 +19,8 @@ class Call(Generic[T]):
         function: Called once, unless the future is cancelled before.
 
     Attributes:
-        future: Future of what it returns or raises.
+        future: Future of what it returns or raises, until it is run: the frames of an error that
+            it raises know the call, and the call does not know the error then.
         is_wanted: Whether anybody may still want that.
     """
 
@@ -30,20 +31,38 @@ class Call(Generic[T]):
 
     def run(self) -> None:
         """Call the function and settle the future; raises nothing."""
-        if not self.future.set_running_or_notify_cancel():  # from here on it cannot be cancelled
-            return
-        try:
-            result = self._function()
-        except BaseException as raised:
-            self.future.set_exception(presentable(raised))
-        else:
-            self.future.set_result(result)
+        if self.future.set_running_or_notify_cancel():  # from here on it cannot be cancelled
+            _settle(self._taken(), *_called(self._function))
 
-    def result(self) -> T:
+    def _taken(self) -> concurrent.futures.Future[T]:
+        future = self.future
+        del self.future
+        return future
+
+    def result(self, future: concurrent.futures.Future[T]) -> T:
         """Block for the result; a thread that is interrupted meanwhile wants it no more."""
         try:
-            return self.future.result()
+            return future.result()
         except BaseException:
             self.is_wanted = False
-            self.future.cancel()
+            future.cancel()
             raise
+        finally:
+            del future  # which knows the error, which remembers this frame
+
+
+def _called(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Return what a function returns, and what it raises; see ``evaluated``."""
+    try:
+        return function(), None
+    except BaseException as raised:
+        return None, presentable(raised)
+
+
+def _settle(
+    future: concurrent.futures.Future[Any], result: Any, error: BaseException | None
+) -> None:
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, final
+from typing import Any, TypeGuard, final
 
 from genlm_backend.batching.policy import BatchPolicy
 from genlm_backend.checks import shown
@@ -112,8 +112,8 @@ class Entry:
         return [settlement for settlement in told if settlement is not None]
 
 
-def take_wanted(pending: dict[Hashable, Entry], policy: BatchPolicy) -> tuple[list[Entry], int]:
-    """Take the oldest entries that somebody wants off a queue.
+def first_wanted(pending: Iterable[Entry], policy: BatchPolicy) -> tuple[list[Entry], list[Entry]]:
+    """Return the oldest entries of a queue that somebody wants, and those before them.
 
     Args:
         pending: The queue.
@@ -121,21 +121,28 @@ def take_wanted(pending: dict[Hashable, Entry], policy: BatchPolicy) -> tuple[li
             weighs more.
 
     Returns:
-        The entries, and how many were dropped on the way because nobody wanted them.
+        The entries, and those on the way that nobody wants.
     """
     batch: list[Entry] = []
-    num_skipped, total = 0, 0.0
-    for key in list(pending):
-        own = pending[key].weight
-        if batch and total + own > policy.max_batch_size:
+    gone: list[Entry] = []
+    total = 0.0
+    for entry in pending:
+        if batch and total + entry.weight > policy.max_batch_size:
             break
-        entry = pending.pop(key)
         if entry.is_wanted():
             batch.append(entry)
-            total += own
+            total += entry.weight
         else:
-            num_skipped += 1
-    return batch, num_skipped
+            gone.append(entry)
+    return batch, gone
+
+
+def drop_unwanted(pending: dict[Hashable, Entry]) -> int:
+    """Take what nobody waits for any more off a queue; return how much that is."""
+    gone = [key for key, entry in pending.items() if not entry.is_wanted()]
+    for key in gone:
+        del pending[key]
+    return len(gone)
 
 
 def as_weight(weight: Any) -> float:
@@ -146,7 +153,7 @@ def as_weight(weight: Any) -> float:
     """
     try:
         number = float(weight)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise OptionError(f"weight must return a number, got {shown(weight)}") from error
     if not number >= 0:
         raise OptionError(f"weight must return zero or more, got {number}")
@@ -164,29 +171,37 @@ def evaluated(
     if not batch:
         return [], None
     try:
-        found = evaluate([entry.query for entry in batch])
-        is_array = hasattr(found, "__len__") and hasattr(found, "__getitem__")
-        if not is_array or isinstance(found, Mapping):
-            raise EvaluationError(f"evaluate returned {shown(found)}, and no sequence")
-        results = list(found)
-        if len(results) == len(batch):
-            return results, None
-        raise EvaluationError(f"evaluate returned {len(results)} results for {len(batch)} queries")
+        return _results(evaluate([entry.query for entry in batch]), len(batch)), None
     except BaseException as raised:  # everything must settle the futures, nothing else
         return [], presentable(raised)
+
+
+def _results(found: Any, num_queries: int) -> list[Any]:
+    is_array = hasattr(found, "__len__") and hasattr(found, "__getitem__")
+    if not is_array or isinstance(found, Mapping):
+        raise EvaluationError(f"evaluate returned {shown(found)}, and no sequence")
+    results = list(found)
+    if len(results) != num_queries:
+        raise EvaluationError(f"evaluate returned {len(results)} results for {num_queries} queries")
+    return results
 
 
 Settlement = tuple[Waiter, list[object] | None, BaseException | None]
 """A caller, and the results or the exception it gets."""
 
 
+def is_error(result: object) -> TypeGuard[Exception]:
+    """Whether a result is an exception; asks its type alone, as an object may raise when asked."""
+    return issubclass(type(result), Exception)
+
+
 def presentable(raised: BaseException) -> BaseException:
     """An exception that may be set on a future: not one that futures or loops treat specially."""
-    if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
+    if is_error(raised) and not issubclass(type(raised), StopIteration):
         return raised
     try:
         said = repr(raised)
-    except Exception:  # of whatever type it is
+    except BaseException:  # of whatever type it is
         said = type(raised).__name__
     error = EvaluationError(f"the evaluation ended with {said}")
     error.__cause__ = raised

@@ -8,11 +8,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import final
+from typing import Final, final
 
 from genlm_backend.errors import BatcherClosedError
 
 Job = Callable[[], None]
+
+_ENDED: Final = "the worker thread has ended, as it does when the interpreter exits"
 
 
 @final
@@ -40,7 +42,7 @@ class _Jobs(queue.SimpleQueue):
     def add(self, job: Job) -> None:
         with self._lock:
             if self.is_closed:
-                raise BatcherClosedError("asked after the worker thread had ended")
+                raise BatcherClosedError(_ENDED)
             self.put(job)
 
     def close(self) -> None:
@@ -73,7 +75,7 @@ class Worker:
                 exiting that there are no threads any more.
         """
         if self.is_stopped:
-            raise BatcherClosedError("asked after the worker thread had ended")
+            raise BatcherClosedError(_ENDED)
         if self._thread is None:
             thread = threading.Thread(
                 target=_work, args=(self._jobs,), name=self._name, daemon=True

@@ -61,14 +61,25 @@ class Answering:
             if question.adapter is not None and (error := self._adapters.error_of(question))
         }
         known = [question for question in questions if question not in answers]
-        found = self.counted(partial(self._evaluator.evaluate, known)) if known else ()
-        for question, answer in zip(known, self._checked(known, found), strict=True):
+        try:
+            if known:
+                evaluate = partial(self._evaluator.evaluate, known)
+                answers.update(self._found(known, self.counted(evaluate), generation))
+            return [answers[question] for question in questions]
+        finally:
+            answers.clear()  # an error remembers this frame, which must not know it in turn
+
+    def _found(
+        self, questions: Sequence[Question], found: Any, generation: int
+    ) -> dict[Question, Answer | Exception]:
+        answers: dict[Question, Answer | Exception] = {}
+        for question, answer in zip(questions, self._checked(questions, found), strict=True):
             if isinstance(question, Query) and isinstance(answer, Row):
                 answer = self.defined(answer)
                 # As a plain tuple, which is equal and holds no pictures.
                 self._rows.put(tuple(question), answer, generation)
             answers[question] = answer
-        return [answers[question] for question in questions]
+        return answers
 
     def defined(self, row: Row) -> Row:
         """Return the row given that some token comes: no id that none has."""

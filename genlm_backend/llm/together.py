@@ -22,3 +22,5 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        task = None
+        tasks.clear()  # an error that one of them met remembers this frame

@@ -6,7 +6,6 @@ import warnings
 from typing import Any, Literal, final, get_args
 
 from genlm_backend.checks import one_of, switch
-from genlm_backend.garbage import collection_paused
 from genlm_backend.tokenization.byte_vocab import ByteVocab
 from genlm_backend.tokenization.reader import read_byte_vocab
 from genlm_backend.tokenization.self_check import check_byte_vocab
@@ -122,14 +121,13 @@ def decode_vocab(
     """
     one_of(*get_args(Fallback))("byte2str_fallback", byte2str_fallback)
     switch("self_check", self_check)
-    with collection_paused():  # many objects, and none of them is garbage
-        vocab = read_byte_vocab(tokenizer)
-        if self_check:
-            check_byte_vocab(vocab)
-        strings = _to_strings(vocab, byte2str_fallback)
-        return Vocabulary(
-            make_tokens(vocab.byte_strings), strings, vocab.special_ids, vocab.undefined_ids
-        )
+    vocab = read_byte_vocab(tokenizer)
+    if self_check:
+        check_byte_vocab(vocab)
+    strings = _to_strings(vocab, byte2str_fallback)
+    return Vocabulary(
+        make_tokens(vocab.byte_strings), strings, vocab.special_ids, vocab.undefined_ids
+    )
 
 
 def _to_strings(vocab: ByteVocab, fallback: Fallback) -> list[str]:

@@ -96,6 +96,23 @@ async def test_a_coroutine_closed_by_hand_is_forgotten(recorder):
     batcher.close()
 
 
+def test_a_coroutine_closed_by_hand_whose_loop_ends_counts_no_more(recorder):
+    batcher = Batcher(recorder, PATIENT)
+
+    async def close_by_hand():
+        coroutine = batcher.submit_all([7, 8])
+        coroutine.send(None)
+        assert batcher.statistics().num_pending == 2
+        coroutine.close()
+
+    asyncio.run(close_by_hand())
+    statistics = batcher.statistics()
+    assert (statistics.num_pending, statistics.num_skipped) == (0, 2)
+    assert batcher.submit_sync([9]) == [18]
+    assert recorder.batches == [[9]]
+    batcher.close()
+
+
 def test_a_loop_closed_with_queries_waiting_leaves_a_clean_start(recorder):
     batcher = Batcher(recorder, PATIENT)
     loop = asyncio.new_event_loop()

@@ -125,7 +125,7 @@ async def test_queries_may_come_of_what_asks_the_batcher(recorder):
     batcher.close()
 
 
-@pytest.mark.parametrize("weight", [None, "x", [1], -1, float("nan")])
+@pytest.mark.parametrize("weight", [None, "x", [1], -1, float("nan"), 10**400])
 async def test_a_weight_that_is_none_refuses_its_query(recorder, weight):
     batcher = Batcher(recorder, PATIENT, weight=lambda query: weight if query == 1 else 1)
     with pytest.raises(OptionError, match="weight must return"):
@@ -147,17 +147,92 @@ class Unspeakable(BaseException):
         raise ArithmeticError("unspeakable")
 
 
-def raising(queries):
-    raise Unspeakable
+class Unborn:
+    @property
+    def __class__(self):
+        raise ArithmeticError("a proxy of nothing")
 
 
-@pytest.mark.parametrize("first", [lambda queries: Unreadable(), raising], ids=["results", "error"])
-async def test_whatever_evaluate_does_the_worker_goes_on(first):
+class Unknowable(Exception):
+    def __getattribute__(self, name):
+        raise ArithmeticError(name)
+
+
+class Mute(BaseException):
+    def __repr__(self):
+        raise KeyboardInterrupt
+
+
+def raising(kind, *args):
+    def evaluate(queries):
+        raise kind(*args)
+
+    return evaluate
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        lambda queries: Unreadable(),
+        lambda queries: [Unborn()],
+        lambda queries: Unborn(),
+        lambda queries: [Unknowable()],
+        raising(Unspeakable),
+        raising(Unknowable),
+        raising(Mute),
+    ],
+    ids=["results", "result", "proxy", "own error", "error", "unknowable", "mute"],
+)
+@pytest.mark.parametrize("is_blocking", [False, True])
+async def test_whatever_evaluate_does_the_worker_goes_on(first, is_blocking):
     turns = [first]
     batcher = Batcher(lambda queries: turns.pop()(queries) if turns else queries, PATIENT)
-    with pytest.raises((ArithmeticError, EvaluationError)):
-        await batcher.submit(1)
+    with contextlib.suppress(ArithmeticError, EvaluationError):
+        if is_blocking:
+            (found,) = batcher.submit_sync([1])
+        else:
+            found = await batcher.submit(1)
+        assert type(found) is Unborn
     assert await batcher.submit(2) == 2
+    assert batcher.statistics().num_in_flight == 0
+    batcher.close()
+
+
+class Changing:
+    """A query that is not found any more once it has been changed."""
+
+    number = 0
+
+    def __eq__(self, other):
+        return self is other
+
+    def __hash__(self):
+        return self.number
+
+
+@pytest.mark.parametrize("when", ["waiting", "evaluated"])
+async def test_a_query_that_changes_leaves_nobody_waiting(when):
+    changing = [Changing() for _ in range(40)]
+
+    def change():
+        for query in changing:
+            query.number += 1
+
+    def evaluate(queries):
+        if when == "evaluated" and queries[0] in changing:
+            change()
+        return list(queries)
+
+    batcher = Batcher(evaluate, BatchPolicy(max_batch_size=100, quiet_passes=50))
+    tasks = [asyncio.ensure_future(batcher.submit_all(changing[i : i + 4])) for i in (0, 4, 36)]
+    await passes(1)
+    if when == "waiting":
+        change()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    kinds = {type(answer) for answer in found}
+    assert kinds == ({KeyError} if when == "waiting" else {list})
+    assert await batcher.submit(2) == 2
+    assert batcher.statistics().num_pending == batcher.statistics().num_in_flight == 0
     batcher.close()
 
 
@@ -223,7 +298,7 @@ async def test_an_interrupt_while_callers_are_told_leaves_none_untold():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_callers_leave_nothing_to_the_garbage_collector(fails):
+async def test_results_go_with_whoever_has_them(fails):
     class Result:
         pass
 
@@ -243,6 +318,45 @@ async def test_callers_leave_nothing_to_the_garbage_collector(fails):
         batcher.call(lambda: None)
         await passes(2)  # the loop has let go of what woke this
         assert not alive
+    finally:
+        gc.enable()
+    batcher.close()
+
+
+def own_errors(queries):
+    return [ArithmeticError("refused") for _ in queries]
+
+
+@pytest.mark.parametrize(
+    "evaluate",
+    [list, own_errors, raising(ArithmeticError), raising(SystemExit, 3)],
+    ids=["answered", "each refused", "all refused", "ended"],
+)
+async def test_callers_leave_nothing_to_the_garbage_collector(evaluate):
+    def made(queries):
+        return evaluate(queries)
+
+    batcher = Batcher(made, PATIENT)
+
+    async def ask():
+        with contextlib.suppress(ArithmeticError, EvaluationError):
+            await batcher.submit(1)
+        with contextlib.suppress(ArithmeticError, EvaluationError):
+            await batcher.submit_all(range(4))
+        with contextlib.suppress(ArithmeticError, EvaluationError):
+            batcher.submit_sync([1, 2])
+        with contextlib.suppress(ArithmeticError, EvaluationError):
+            batcher.call(lambda: made([1]))
+        batcher.call(lambda: None)
+        await passes(2)  # the loop has let go of what woke this
+
+    await ask()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(5):
+            await ask()
+        assert gc.collect() == 0
     finally:
         gc.enable()
     batcher.close()

@@ -2,7 +2,7 @@
 
 import sys
 
-from tests.histories import exits, forks, interruptions
+from tests.histories import exits, forks, interruptions, waits
 
 PROGRAMS = {
     "fork": forks.fork,
@@ -10,8 +10,9 @@ PROGRAMS = {
     "exit": exits.exit,
     "interrupt": interruptions.interrupt,
     "interrupt_a_request": interruptions.interrupt_a_request,
+    "wait": waits.wait,
 }
 
 
 if __name__ == "__main__":
-    PROGRAMS[sys.argv[1]]()
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])

@@ -2,6 +2,7 @@
 
 import base64
 import functools
+import gc
 import importlib.util
 import json
 from pathlib import Path
@@ -13,9 +14,11 @@ from tokenizers import Tokenizer
 
 from genlm_backend import decode_vocab
 from genlm_backend.errors import TokenizerDecodeError
+from genlm_backend.tokenization import vocab
 from genlm_backend.tokenization.decoder import byte_level_alphabet
 from genlm_backend.tokenization.reader import read_byte_vocab
 from genlm_backend.tokenization.self_check import check_byte_vocab
+from genlm_backend.tokenization.token import make_tokens
 from tests.tokenization.checks import check_strings
 from tests.tokenization.gemma import gemma3
 from tests.tokenization.samples import LANGUAGES, ODD
@@ -351,9 +354,15 @@ def test_the_alphabet_is_a_bijection_that_avoids_white_space():
     assert not any(character.isspace() for character in alphabet)
 
 
-def test_a_vocabulary_of_131_thousand_is_decoded_within_its_budget_of_objects():
-    import gc
+def test_decoding_leaves_the_collection_of_garbage_as_it_is(monkeypatch):
+    tokenizer, before = loaded("tekken-2407")[0], (gc.isenabled(), gc.get_threshold())
+    during = []
 
-    assert gc.isenabled()
-    decode_vocab(loaded("tekken-2407")[0])
-    assert gc.isenabled()
+    def make(byte_strings):
+        during.append((gc.isenabled(), gc.get_threshold()))
+        return make_tokens(byte_strings)
+
+    monkeypatch.setattr(vocab, "make_tokens", make)
+    decode_vocab(tokenizer)
+    assert [before] == during
+    assert before == (gc.isenabled(), gc.get_threshold())

@@ -88,6 +88,7 @@ class ChildProcess:
 
         Raises:
             EngineDiedError: If the process has ended.
+            QueryDroppedError: If it was ended from here, as the interpreter does when it exits.
         """
         self._number += 1
         packed = self._sender.packed(arguments)
@@ -108,6 +109,11 @@ class ChildProcess:
                 self._channel.send(_message(Request(self._number, DROP)), _give_up)
             raise
         except (EOFError, OSError):
+            if not self._finalizer.alive:
+                raise QueryDroppedError(
+                    "the process of the model was ended before the query was answered: the "
+                    "interpreter exits"
+                ) from None
             raise self.how_it_ended() from None
 
     def how_it_ended(self) -> EngineDiedError:

@@ -47,4 +47,7 @@ def answers_by_adapter(
             for part in ([q for q in own if q.context.pictures is None], *([q] for q in pictured)):
                 if part:
                     answer(part)
-    return [answers[question] for question in questions]
+    try:
+        return [answers[question] for question in questions]
+    finally:
+        answers.clear()  # an error remembers this frame, which must not know it in turn

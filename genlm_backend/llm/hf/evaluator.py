@@ -14,7 +14,6 @@ import torch
 
 from genlm_backend.cache import KVCacheDtype, KVLayout, KVStore, Match, TierName
 from genlm_backend.errors import CacheError, OptionError
-from genlm_backend.garbage import collection_paused
 from genlm_backend.llm.ends import ends_of_model
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.llm.hf.architecture import check_predicts
@@ -202,7 +201,7 @@ class HFEvaluator(Evaluator):
 
     def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
         """Return one answer to each query or scoring, adapter by adapter."""
-        with frequent_switches(), collection_paused(len(queries)):
+        with frequent_switches():
             return answers_by_adapter(queries, self._in_place, self._answers)
 
     @contextlib.contextmanager

@@ -12,7 +12,6 @@ import torch
 from genlm_backend.cache import KVLayout, KVStore, Match, Mover, PrefixTree, Run, Slots
 from genlm_backend.cache.node import Node
 from genlm_backend.errors import QueryDroppedError
-from genlm_backend.garbage import collect_if_due
 from genlm_backend.llm.hf.attend import Attend, WholeAttend
 from genlm_backend.llm.hf.job import Asked, Found, Job, first_output
 from genlm_backend.llm.hf.memory import is_out_of_memory, release_cached_memory
@@ -157,7 +156,6 @@ class Passes:
 
     def _forward(self, segments: Sequence[Segment], attend: Attend) -> None:
         """Run segments in one pass, and hand its outputs to the jobs that want them."""
-        collect_if_due()
         self._check_wanted()
         known: dict[Node, tuple[Run, ...]] = {}
         logits = self.runner.forward([segment.span(known) for segment in segments], attend)

@@ -13,7 +13,6 @@ import mlx.core as mx
 import torch
 
 from genlm_backend.cache import TierName
-from genlm_backend.garbage import collection_paused
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.llm.hf.by_adapter import answers_by_adapter
 from genlm_backend.llm.hf.memory import cpu_budget
@@ -129,7 +128,7 @@ class MlxEvaluator(Evaluator):
 
     def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
         """Return one answer to each query or scoring, adapter by adapter."""
-        with frequent_switches(), collection_paused(len(queries)):
+        with frequent_switches():
             return answers_by_adapter(queries, self._in_place, self.passes.evaluate)
 
     @contextlib.contextmanager

@@ -58,7 +58,7 @@ class Distributor:
         self._asked: dict[Question, tuple[Choice, int]] = {}
         self._left: deque[_Sent] = deque()  # whose callers wait no more
         self._last_death = "no replica is alive"
-        self._loop = Loop(f"genlm-{name}-callers")
+        self._loop = Loop(name)
 
     def opened(self, infos: list[EvaluatorInfo], per_forward: float) -> None:
         """Begin to send questions to replicas that keep so many tokens."""

@@ -1,0 +1,108 @@
+"""Calling: functions that run on a worker thread, one after another, while its process lives."""
+
+from __future__ import annotations
+
+import abc
+import concurrent.futures
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from genlm_backend.batching.call import Call
+from genlm_backend.batching.worker import Worker
+from genlm_backend.errors import BatcherClosedError, QueryDroppedError
+from genlm_backend.process_lock import ProcessLock
+
+T = TypeVar("T")
+
+
+class Calling(abc.ABC):
+    """The owner of a worker thread, which runs functions and knows whether they are wanted.
+
+    Args:
+        name: What errors call it, and debuggers the thread, with ``genlm-`` before it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._worker, self._lock = name, Worker(f"genlm-{name}"), ProcessLock()
+        self._is_wanted: Callable[[], bool] | None = None  # what the worker is at
+        self._given_up: QueryDroppedError | None = None  # what has ended it
+        self._is_closed = False
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on the worker thread, after the batches already sent; block for it.
+
+        An interrupted thread leaves one that has not begun unrun. Raises what ``check_open`` does.
+        """
+        if self._worker.is_current_thread():
+            return function()
+        call = Call(function)
+        return call.result(self._put(call))
+
+    def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Run ``function`` on the worker thread, after the batches already sent.
+
+        Returns:
+            A future of what it returns or raises. Cancelled before its turn, nothing is run.
+        """
+        return self._put(Call(function))
+
+    def _put(self, call: Call[T]) -> concurrent.futures.Future[T]:
+        future = call.future
+        with self._lock.here:
+            self.check_open()
+            self._worker.put(lambda: self._run_call(call))
+        return future
+
+    def check_open(self) -> None:
+        """Raise what a query that is asked now would raise at once.
+
+        Raises:
+            BatcherClosedError: As ``submit``.
+            ForkedError: As there.
+        """
+        self._lock.claim()
+        if self._is_closed:
+            raise BatcherClosedError(f"{self._name} has been closed and answers no more")
+        if self._worker.is_stopped:
+            raise BatcherClosedError(f"{self._name} cannot answer: the interpreter exits")
+
+    def check_wanted(self) -> None:
+        """Raise if nobody waits any more for what the worker thread is doing.
+
+        For ``evaluate``, and for what ``call`` runs, between two steps of long work: the error is
+        to be let through. It reaches nobody, but for those who wait while the interpreter exits;
+        whoever has come meanwhile is answered by another batch. On other threads, no effect.
+
+        Raises:
+            QueryDroppedError: If all callers have gone, at ``close()``, and at interpreter exit.
+        """
+        if not self._worker.is_current_thread():
+            return
+        with self._lock.here:
+            if self._is_ending() or (self._is_wanted is not None and not self._is_wanted()):
+                is_exit = self._worker.is_stopped and not self._is_closed
+                why = ": the interpreter exits" if is_exit else ""
+                self._given_up = QueryDroppedError(f"ended before the query was answered{why}")
+                raise self._given_up
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End the thread, after what it is doing; again has no effect."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process is a fork of the one that it belongs to."""
+        return self._lock.is_foreign
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close()`` has been called."""
+        return self._is_closed
+
+    def _is_ending(self) -> bool:
+        return self._is_closed or self._worker.is_stopped
+
+    def _run_call(self, call: Call[Any]) -> None:
+        self._is_wanted = lambda: call.is_wanted
+        call.run()
+        self._is_wanted = self._given_up = None
