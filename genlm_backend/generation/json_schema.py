@@ -28,6 +28,12 @@ def check_schema(schema: Mapping[str, Any] | bool | str) -> SchemaDocument:
         ConstraintError: (``ValueError``) If it is no JSON, neither an object nor a boolean, or
             has a keyword or a value anywhere that no constraint keeps to.
     """
+    if hasattr(schema, "model_json_schema"):
+        kind = schema if isinstance(schema, type) else type(schema)
+        raise ConstraintError(
+            f"{kind.__name__} is a class of pydantic and no JSON schema: pass "
+            f"{kind.__name__}.model_json_schema()"
+        )
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         plain = json.loads(text, parse_float=_decimal, parse_constant=_decimal)

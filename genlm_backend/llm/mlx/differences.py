@@ -219,7 +219,8 @@ def _rows_and_directory(
                     weights.add_(torch.randn_like(weights), alpha=0.1)
     model.save_pretrained(folder)
     with torch.inference_mode():
-        rows = [model(input_ids=torch.tensor([ids])).logits[0, -1] for ids in contexts]
+        inputs = [torch.tensor([ids], dtype=torch.int64) for ids in contexts]
+        rows = [model(input_ids=ids).logits[0, -1] for ids in inputs]
     return [row.float().log_softmax(-1) for row in rows]
 
 
