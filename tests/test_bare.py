@@ -24,6 +24,7 @@ OF_EXTRAS = (
 NEEDS_AN_EXTRA = {
     "genlm_backend.llm.mlx.adapters",
     "genlm_backend.llm.mlx.attend",
+    "genlm_backend.llm.mlx.differences",
     "genlm_backend.llm.mlx.evaluator",
     "genlm_backend.llm.mlx.runner",
     "genlm_backend.llm.mlx.store",

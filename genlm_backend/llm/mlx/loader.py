@@ -10,7 +10,6 @@ from typing import Any, Final, final
 
 from genlm_backend.errors import ModelNotFoundError, UnsupportedModelError
 from genlm_backend.llm.loading import check_holds, load_tokenizer, named_ends, resolve_name
-from genlm_backend.llm.mlx.differences import warn_of_differences
 
 _LONG_MESSAGE: Final = 300
 _FILES = ["*.json", "model*.safetensors", "*.py", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
@@ -82,6 +81,8 @@ class MlxLoader:
             raise UnsupportedModelError(
                 f"mlx-lm does not load {self.name!r} (model_type {kind!r}): {said}"
             ) from error
+        from genlm_backend.llm.mlx.differences import warn_of_differences
+
         warn_of_differences(model, config, load_directory)
         return model
 
