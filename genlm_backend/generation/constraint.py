@@ -20,6 +20,8 @@ from genlm_backend.errors import (
     ConstraintError,
     ConstraintTypeError,
     ConstraintViolation,
+    NotPicklableError,
+    OptionError,
 )
 from genlm_backend.generation.constraint_arguments import (
     check_arguments,
@@ -35,6 +37,9 @@ from genlm_backend.generation.schema_grammar import schema_grammar
 from genlm_backend.llm.base import AsyncLM
 from genlm_backend.llm.draw import as_scores
 from genlm_backend.llm.drawing import log_mass, log_sum
+
+_MOST_OF_A_ROW: Final = 0.1
+"""Logarithm up to which the sum of a row may be above one by rounding, in 8 bits of precision."""
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """Or only one way to divide a text into tokens would be allowed where it is forced.
@@ -204,6 +209,8 @@ class Constraint:
             "choice": cls.from_choice,
             "grammar": cls.from_grammar,
         }
+        if hasattr(response_format, "model_json_schema"):
+            check_schema(response_format)  # which says what to hand over
         check_arguments(response_format=response_format)
         named = response_format.get("type")
         kind = named if isinstance(named, str) else ""
@@ -278,7 +285,8 @@ class Constraint:
         Raises:
             ConstraintViolation: (``ValueError``) If the text has ended, so that nothing follows.
             OptionTypeError: (``TypeError``) If ``row`` or ``mask`` is no tensor.
-            OptionError: (``ValueError``) If one of them is of another shape or dtype.
+            OptionError: (``ValueError``) If one of them is of another shape or dtype, or the row is
+                none of log-probabilities: the allowed ones have a sum above one.
         """
         check_row(row, self._vocab_size)
         mask = self.mask() if mask is None else mask
@@ -287,6 +295,11 @@ class Constraint:
             raise ConstraintViolation("the text has ended: no token follows that could be weighed")
         allowed = row.masked_fill(~mask.to(row.device), -torch.inf)
         total = log_sum(as_scores(allowed))
+        if total > _MOST_OF_A_ROW:
+            raise OptionError(
+                f"row must be log-probabilities: those of the allowed tokens sum to "
+                f"exp({total:.3g}), where one is the most; of logits, pass logits.log_softmax(-1)"
+            )
         normalised = allowed if total == -math.inf else allowed - total
         return normalised, log_mass(total, as_scores(row))
 
@@ -314,11 +327,28 @@ class Constraint:
         self.token_ids.append(token_id)
 
     def fork(self) -> Self:
-        """Return a copy that goes its own way from here."""
+        """Return a copy that goes its own way from here, as ``copy.copy`` and ``deepcopy`` do."""
         copy = type(self)(self._matcher.deep_copy(), self._vocab_size, self._eos_token_ids)
         copy.token_ids = list(self.token_ids)
         copy._is_ended = self._is_ended
         return copy
+
+    def __copy__(self) -> Self:
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled.
+
+        Raises:
+            NotPicklableError: (``TypeError``) Always: a grammar's state lives in one process.
+        """
+        raise NotPicklableError(
+            "a Constraint cannot be pickled: fork() copies it here; in another process, make it "
+            "anew and advance it by its token_ids"
+        )
 
     @property
     def can_end(self) -> bool:

@@ -31,7 +31,8 @@ async def generate(
         lm: The model; what else it is asked meanwhile shares its batches.
         prompt: A text; a chat's messages, ``[{"role": …, "content": …}, …]``, which the model's
             chat template puts together; or token ids.
-        config: How; by default greedily, to the model's limit.
+        config: How; by default greedily, until a token of ``lm.eos_token_ids`` comes, or to the
+            model's limit.
         **fields: Fields of the configuration, in place of its own.
 
     Raises:
@@ -66,6 +67,8 @@ async def stream(
     **fields: Any,
 ) -> AsyncIterator[GeneratedToken]:
     """Generate one text after a prompt, and yield its tokens as they come.
+
+    It ends where that of ``generate`` does.
 
     Raises:
         GenerationConfigError: (``ValueError``) If ``n`` or ``num_beams`` is not 1; otherwise as

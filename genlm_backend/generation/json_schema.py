@@ -31,8 +31,8 @@ def check_schema(schema: Mapping[str, Any] | bool | str) -> SchemaDocument:
     if hasattr(schema, "model_json_schema"):
         kind = schema if isinstance(schema, type) else type(schema)
         raise ConstraintError(
-            f"{kind.__name__} is a class of pydantic and no JSON schema: pass "
-            f"{kind.__name__}.model_json_schema()"
+            f"{kind.__name__} is a class of pydantic, and a JSON schema is wanted: "
+            f"{kind.__name__}.model_json_schema() makes it"
         )
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)

@@ -64,6 +64,24 @@ def check_holds(path: str, *files: str) -> None:
         raise OSError(f"there is no {' or '.join(files)} among its files {there}")
 
 
+def check_has_tokenizer(path: str) -> None:
+    """Raise an ``OSError`` if a local directory has no file of a tokenizer.
+
+    Args:
+        path: Local path or repository that ``resolve_name`` has returned.
+    """
+    names = [entry.name for entry in Path(path).iterdir()] if Path(path).is_dir() else ["tokenizer"]
+    if not any(part in name for name in names for part in _PARTS_OF_TOKENIZER_FILES):
+        raise OSError(
+            f"there is no tokenizer among its files {shown(sorted(names))}: save it beside the model, "
+            "by tokenizer.save_pretrained"
+        )
+
+
+_PARTS_OF_TOKENIZER_FILES = ("token", "vocab", "merges", "spiece", "bpe", "tekken", "spm", ".py")
+"""What a name has in it of some file of every kind of tokenizer, or of code that makes one."""
+
+
 def check_reachable(path: str) -> None:
     """Raise an ``OSError`` if a model is in no local cache and the hub does not answer.
 

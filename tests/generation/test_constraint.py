@@ -1,7 +1,9 @@
 """What a constraint lets through is in the language, and all that is in it is let through."""
 
+import copy
 import json
 import math
+import pickle
 import random
 import re
 
@@ -10,7 +12,13 @@ import pytest
 import torch
 
 from genlm_backend import MockAsyncLM, load_model_by_name
-from genlm_backend.errors import ConstraintError, ConstraintViolation, GenlmBackendError
+from genlm_backend.errors import (
+    ConstraintError,
+    ConstraintViolation,
+    GenlmBackendError,
+    NotPicklableError,
+    OptionError,
+)
 from genlm_backend.generation import Constraint
 from tests.generation import schemas
 from tests.llm.conftest import word_tokenizer
@@ -327,3 +335,29 @@ def test_a_text_is_no_list_of_choices(lm, choices):
         Constraint.from_choice(lm, choices)
     with pytest.raises(GenlmBackendError, match="several texts"):
         Constraint.from_response_format(lm, {"type": "choice", "choice": choices})
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, Constraint.fork])
+def test_every_copy_goes_its_own_way(copied):
+    with MockAsyncLM(word_tokenizer()) as lm:
+        text = (lm.byte_vocab[5].byte_string * 2).decode()
+        first = Constraint.from_choice(lm, [text], eos_token_ids=[0])
+        second = copied(first)
+        second.advance(5)
+        assert (first.token_ids, second.token_ids) == ([], [5])
+        second.advance(5)
+        first.advance(5)
+        assert (first.must_end, second.must_end) == (False, True)
+        with pytest.raises(NotPicklableError, match=r"fork\(\)"):
+            pickle.dumps(first)
+
+
+@pytest.mark.parametrize("wrong", ["logits", "probabilities"])
+def test_a_row_of_something_else_is_refused(wrong):
+    with MockAsyncLM(word_tokenizer()) as lm:
+        constraint = Constraint.from_regex(lm, "(?s).*", eos_token_ids=[0])
+        row = lm.next_token_logprobs_sync([1, 2])
+        with pytest.raises(OptionError, match="must be log-probabilities"):
+            constraint.restrict(row + 9 if wrong == "logits" else row.exp())
+        for precision in (torch.float16, torch.bfloat16):
+            assert constraint.restrict(row.to(precision))[1] <= 0

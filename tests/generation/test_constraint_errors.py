@@ -156,5 +156,6 @@ def test_a_class_of_pydantic_is_told_to_hand_over_its_schema(lm):
 
     for given in (City, City(name="Paris")):
         message = message_of(Constraint.from_json_schema, lm, given)
-        assert message.endswith("pass City.model_json_schema()")
+        assert message.endswith("City.model_json_schema() makes it")
+        assert message == message_of(Constraint.from_response_format, lm, given)
     Constraint.from_json_schema(lm, City.model_json_schema(), eos_token_ids=EOS)

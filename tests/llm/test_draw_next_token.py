@@ -189,3 +189,11 @@ def test_a_mask_is_packed_as_it_is(bits):
     assert packed == packed_mask(np.flatnonzero(mask), len(mask))
     assert packed == packed_mask(torch.from_numpy(mask), len(mask))
     assert [bool(packed[i // 8] >> (7 - i % 8) & 1) for i in range(len(mask))] == bits
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int64, torch.int32])
+def test_a_mask_of_numbers_is_not_taken_for_token_ids(kind):
+    mask = torch.from_numpy(MASK).to(kind) if isinstance(kind, torch.dtype) else MASK.astype(kind)
+    with pytest.raises(OptionError, match="pass bools"):
+        packed_mask(mask, VOCAB)
+    assert packed_mask(np.array([0, 1]), VOCAB) == packed_mask([0, 1], VOCAB)

@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.errors import GenlmBackendError, UnsupportedModelError
+from genlm_backend.errors import GenlmBackendError, ModelNotFoundError, UnsupportedModelError
 from genlm_backend.llm.hf.architecture import check_architecture
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -135,3 +135,9 @@ def test_a_misspelt_option_of_loading_is_named(tmp_path):
         assert isinstance(raised.value, TypeError)
     with AsyncTransformer.from_name(path, hf_opts={"rms_norm_eps": 0.5}) as lm:  # of the config
         assert lm.model.config.rms_norm_eps == 0.5
+
+
+def test_a_directory_without_a_tokenizer_says_so(tmp_path):
+    families.make("llama").save_pretrained(tmp_path)
+    with pytest.raises(ModelNotFoundError, match=r"no tokenizer among .* save_pretrained"):
+        AsyncTransformer.from_name(str(tmp_path))

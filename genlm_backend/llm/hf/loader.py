@@ -17,7 +17,7 @@ from genlm_backend.llm.hf.architecture import check_architecture, check_complete
 from genlm_backend.llm.hf.evaluator import HFEvaluator
 from genlm_backend.llm.hf.memory import check_budgets
 from genlm_backend.llm.hf.options import explained_options, loading_options
-from genlm_backend.llm.loading import check_holds, hub_options, resolve_name
+from genlm_backend.llm.loading import check_has_tokenizer, check_holds, hub_options, resolve_name
 
 Weights: TypeAlias = Literal["int8"]
 """Name of a number format that the weights of a model can be brought into."""
@@ -63,6 +63,8 @@ class HFLoader:
         from transformers import AutoTokenizer
 
         check_holds(self.path, "config.json")
+        if "gguf_file" not in self.options:
+            check_has_tokenizer(self.path)
         return AutoTokenizer.from_pretrained(self.path, **self._shared)
 
     @property

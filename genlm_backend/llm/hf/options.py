@@ -92,6 +92,10 @@ def explained_options(options: Mapping[str, Any]) -> Iterator[None]:
         found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if found is None or found[1] not in options:
             raise
+        if NESTED.get(found[1]) == "bitsandbytes_opts":
+            raise OptionTypeError(
+                f"{found[1]} is none of hf_opts: it goes into bitsandbytes_opts"
+            ) from error
         known = [name for name, option in NESTED.items() if option == "hf_opts"]
         near = near_names(found[1], known)
         raise OptionTypeError(
