@@ -127,10 +127,11 @@ def packed_mask(allowed: Any, vocab_size: int) -> bytes | None:
         mask = values
     else:
         if isinstance(values, np.ndarray):
-            if values.shape == (vocab_size,) and vocab_size > 2 and set(values.tolist()) <= {0, 1}:
+            is_long = values.dtype.kind in "iu" and values.shape == (vocab_size,) != (2,)
+            if is_long and set(values.tolist()) <= {0, 1}:
                 raise OptionError(
-                    f"allowed is a mask of numbers, {values.dtype} [{vocab_size}], and would be read "
-                    "as token ids: pass bools"
+                    f"allowed is a mask of numbers, {values.dtype} [{vocab_size}], and would be "
+                    "read as token ids: pass bools"
                 )
             values = values.tolist()
         ids = _IDS("allowed", values)

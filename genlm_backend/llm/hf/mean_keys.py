@@ -43,5 +43,9 @@ def mean_keys(runner: Runner, vocab_size: int, longest: float) -> list[torch.Ten
     cache = DynamicCache()
     on_device = {name: tensor.to(runner.device) for name, tensor in inputs.items()}
     runner.model(**on_device, past_key_values=cache, use_cache=True)
-    keys = [getattr(layer, "keys") for layer in cache.layers]  # noqa: B009  # once initialised
-    return [of_layer[0].float().mean(1).reshape(-1) for of_layer in keys]
+    keys = [getattr(layer, "keys")[0].float() for layer in cache.layers]  # noqa: B009  # initialised
+    # A token that overflows spoils those behind it, and has no part in a mean.
+    return [
+        torch.where(of_layer.isfinite(), of_layer, torch.nan).nanmean(1).nan_to_num(0).reshape(-1)
+        for of_layer in keys
+    ]

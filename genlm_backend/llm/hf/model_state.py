@@ -15,9 +15,13 @@ from genlm_backend.errors import ModelStateError
 from genlm_backend.llm.hf.fingerprint import VOLATILE
 
 _NEUTRAL: Final = frozenset(
-    {*VOLATILE, "architectures", "pad_token_id", "bos_token_id", "eos_token_id"}
+    {*VOLATILE, "architectures", "pad_token_id", "bos_token_id", "eos_token_id", "problem_type"}
+    | {"id2label", "label2id", "output_hidden_states"}
 )
-"""Keys of a config that a model does not look at when it computes, as owners set them."""
+"""Keys of a config that change no row, as owners set them."""
+
+_NEUTRAL_PARTS: Final = ("dropout", "pdrop", "initializer", "init_std")
+"""What keys have in their names that count in training alone."""
 
 _ATTENTION: Final = "_attn_implementation"
 """Beginning of the keys that name a function of attention; passes notice other ones themselves."""
@@ -121,5 +125,6 @@ def _settings(config: Any) -> Mapping[str, Any]:
         for name, value in vars(config).items()
         if name not in _NEUTRAL
         and not name.startswith(_ATTENTION)
+        and not any(part in name for part in _NEUTRAL_PARTS)
         and not hasattr(value, "to_diff_dict")
     }

@@ -131,7 +131,7 @@ class Passes:
 
         A text with more outputs than one pass may have is run again for those that are left, from
         its beginning. So is one with NaN among its scores, in halves, since a token that overflows
-        spoils the outputs before it too.
+        spoils the outputs before it too; and without padding at first, which may have overflown.
         """
         with_pictures = [question for question in questions if question.context.pictures]
         if with_pictures:
@@ -141,18 +141,34 @@ class Passes:
             return [answers[question] for question in questions]
         jobs = [Job.of(question) for question in questions]
         wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
+        pads = self.pads
         while wanted:
-            segments = plan_whole(wanted)
-            sizes = [segment.size for segment in segments]
-            for group in plan_groups(sizes, self.cost, pads=self.pads):
-                self._forward([segments[i] for i in group], self.attend_whole)
-            spoilt = [(job, part) for job, part in wanted if len(part) > 1 and job.is_spoilt(part)]
-            wanted = [
-                (job, half)
-                for job, part in spoilt
-                for half in (part[: len(part) // 2], part[len(part) // 2 :])
-            ]
+            padded = self._run_whole(wanted, pads)
+            spoilt = [(job, part) for job, part in wanted if job.is_spoilt(part)]
+            wanted, pads = [], self.pads
+            for job, part in spoilt:
+                if (job, part[0]) in padded:
+                    wanted.append((job, part))
+                    pads = False
+                elif len(part) > 1:
+                    middle = len(part) // 2
+                    wanted += [(job, part[:middle]), (job, part[middle:])]
         return [job.answer for job in jobs]
+
+    def _run_whole(self, wanted: list[tuple[Job, range]], pads: bool) -> set[tuple[Job, int]]:
+        """Run contexts from their beginnings; return the outputs that were beside longer ones."""
+        segments, padded = plan_whole(wanted), set[tuple[Job, int]]()
+        for group in plan_groups([segment.size for segment in segments], self.cost, pads=pads):
+            run = [segments[i] for i in group]
+            self._forward(run, self.attend_whole)
+            if len({segment.num_tokens for segment in run}) > 1:
+                padded.update(
+                    (job, position)
+                    for segment in run
+                    for position, own in segment.outputs.items()
+                    for job in own
+                )
+        return padded
 
     def _forward(self, segments: Sequence[Segment], attend: Attend) -> None:
         """Run segments in one pass, and hand its outputs to the jobs that want them."""

@@ -33,7 +33,7 @@ class Runner:
         self.model = model
         self.num_forwards = 0
         self.tokens_computed = 0
-        self.parameters = frozenset(inspect.signature(model.forward).parameters)
+        self.parameters = _parameters(model)
         self.device = input_device(model)
         self._state = ModelState(model)
 
@@ -107,3 +107,11 @@ def input_device(model: Any) -> torch.device:
         if parameter.device.type != "meta":
             return parameter.device
     return torch.device(model.device)
+
+
+def _parameters(model: Any) -> frozenset[str]:
+    """Return the names of what a model's forward takes, or that of the model which it is around."""
+    names = {*inspect.signature(model.forward).parameters}
+    if "kwargs" in names and hasattr(model, "get_base_model"):  # of PEFT, which hands them on
+        names.update(inspect.signature(model.get_base_model().forward).parameters)
+    return frozenset(names)

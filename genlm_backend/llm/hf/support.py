@@ -69,6 +69,11 @@ def check_model(model: Any) -> None:
         raise UnsupportedModelError(
             f"hf_model must be a causal language model of transformers, got {shown(model)}{hint}"
         )
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedModelError(
+            "torch.compile has hidden what the model takes: wrap the model itself, which "
+            "model.compile() compiles in its place"
+        )
     check_output(config)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.errors import ModelStateError
+from genlm_backend.errors import ModelStateError, UnsupportedModelError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -67,6 +67,9 @@ def test_what_owners_set_and_no_row_depends_on_disturbs_nobody(lm, model):
     model.gradient_checkpointing_enable()
     model.config.use_cache = False
     model.config.pad_token_id = model.config.eos_token_id
+    model.config.attention_dropout = 0.3
+    model.config.initializer_range = 1.0
+    model.config.id2label = {0: "a"}
     row = lm.next_token_logprobs_sync([1, 2, 3])
     torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
 
@@ -89,3 +92,21 @@ def test_a_model_that_returns_tuples_is_refused_by_the_name_of_the_option(model)
     model.config.return_dict = False
     with pytest.raises(ModelStateError, match="return_dict=False"):
         AsyncTransformer(model, word_tokenizer())
+
+
+def test_a_model_that_is_hidden_by_compilation_says_what_to_do(model):
+    with pytest.raises(UnsupportedModelError, match=r"model.compile\(\)"):
+        AsyncTransformer(torch.compile(model, backend="eager"), word_tokenizer())
+
+
+def test_a_model_of_peft_keeps_its_keys_and_values(model):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config).eval()
+    with AsyncTransformer(adapted, word_tokenizer(), row_cache_bytes=0) as lm:
+        assert lm.kv_reuse
+        for context in ([1, 2, 3], [1, 2, 3, 4], [1, 2, 5]):
+            row = lm.next_token_logprobs_sync(context)
+            torch.testing.assert_close(row, fresh_row(adapted, context), rtol=0, atol=2e-5)
+        assert lm.statistics().tokens_reused > 0

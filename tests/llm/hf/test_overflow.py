@@ -7,7 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from genlm_backend import AsyncTransformer
 from genlm_backend.llm.row import rows_of_logits
+from tests.llm import families
+from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.fake_runner import FakeRunner, Split, logits_after, make, question, splits
 
 
@@ -92,3 +95,40 @@ def test_one_particle_that_overflows_is_alone_computed_again():
         if step:  # each its last token, and one its last ones, and all of them whole
             assert computed == 63 + (step + 1) + (1002 + step)
         particles = [(*context, 0) for context in particles]
+
+
+@pytest.fixture
+def half():
+    """A model in half precision whose token 0 overflows, which contexts are padded with."""
+    model = families.make("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 1e5
+    return model.half()
+
+
+@pytest.mark.parametrize("kv_cache_bytes", [0, None])
+def test_padding_that_overflows_spoils_no_row_and_no_score(half, kv_cache_bytes):
+    sound = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14], [8, 9, 10, 11]]
+    spoilt = [[5, 6, 7, 8, 0], [8, 9, 10, 11, 12, 13, 0]]
+    options = {"row_cache_bytes": 0, "kv_cache_bytes": kv_cache_bytes}
+    with AsyncTransformer(half, word_tokenizer(), **options) as lm:
+        rows = lm.batch_next_token_logprobs_sync([*sound, *spoilt])
+        for context, row in zip(sound, rows, strict=False):
+            torch.testing.assert_close(row, fresh_row(half, context).float(), rtol=0, atol=0.1)
+        assert all(row.isnan().all() for row in rows[len(sound) :])
+        scores = lm.batch_score_sync([[5, 6]] * 2, [[7, 8, 0, 9], [7, 8, 9, 10, 11, 12, 0, 1]])
+        assert [score.isnan().tolist() for score in scores] == [
+            [False, False, False, True],
+            [False] * 7 + [True],
+        ]
+
+
+def test_a_token_that_overflows_is_no_part_of_mean_keys():
+    model = families.make("llama")
+    expected = [fresh_row(model, context) for context in ([5, 6, 7], [20, 21, 22], [23, 24])]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[4] = torch.nan
+    with AsyncTransformer(model, word_tokenizer(), kv_cache_dtype="uint4") as lm:
+        for context, own in zip(([5, 6, 7], [20, 21, 22], [23, 24]), expected, strict=True):
+            row = lm.next_token_logprobs_sync(context)
+            assert float((own.exp() * (own - row)).sum()) < 0.1
