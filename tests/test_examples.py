@@ -152,6 +152,7 @@ def test_help_reads_well_and_a_typo_is_told():
         "generation.masks(1)",
         "generation.async_glm(1, 3, 2)",
         "generation.engine(1, 5, 3)",
+        "trace.trace(3)",
         "growth.particles(1, (1, 2))",
         "growth.context(1, (8, 16))",
         "growth.shared_context(1, (8, 16))",

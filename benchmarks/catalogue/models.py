@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import growth, host, sharing, workloads
+from benchmarks import growth, host, sharing, trace, workloads
 from benchmarks.workload import SHARE, Found, Numbers, Row, Workload, median
 
 
@@ -83,6 +83,26 @@ class ManyParticles(Workload):
                 ("call", "one call for all"),
             )
             if (key := f"{kind}, {count}") in ms
+        ]
+
+
+class Trace(Workload):
+    """How much of this library one awaited row goes through."""
+
+    name = "trace"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return trace.trace()
+
+    def rows(self, found: Found) -> list[Row]:
+        numbers = found[""]
+        what = f"one of {numbers['rows']} awaited rows of a warm step, one layer"
+        path = f"{numbers['functions']} / {numbers['files']} / {numbers['classes']}"
+        ours, theirs = numbers["operators_per_layer"], numbers["their_operators_per_layer"]
+        return [
+            (f"{what}: functions / files / classes of this library", path, ""),
+            ("… calls of these functions a row", f"{numbers['calls_per_row']:.0f}", ""),
+            ("… operators a layer and step, over those of transformers", f"{ours} / {theirs}", ""),
         ]
 
 

@@ -75,6 +75,10 @@ class RowCache(Generic[R]):
                 self._num_hits += 1
             return row
 
+    def takes(self, num_bytes: int) -> bool:
+        """Return whether a row of so many bytes would be stored."""
+        return num_bytes <= self.budget and self.max_rows != 0
+
     def put(self, key: Hashable, row: R, generation: int | None = None) -> None:
         """Store ``row``, dropping the least recently used rows beyond budget and number.
 
@@ -82,7 +86,7 @@ class RowCache(Generic[R]):
         ``generation`` than the present one: before a ``clear()``.
         """
         size = row.nbytes
-        if size > self.budget or self.max_rows == 0:
+        if not self.takes(size):
             return
         if self._device is not None:
             row = row.to(self._device)

@@ -76,8 +76,9 @@ class Answering:
         for question, answer in zip(questions, self._checked(questions, found), strict=True):
             if isinstance(question, Query) and isinstance(answer, Row):
                 answer = self.defined(answer)
-                # As a plain tuple, which is equal and holds no pictures.
-                self._rows.put(tuple(question), answer, generation)
+                if self._rows.takes(answer.nbytes):
+                    # As a plain tuple, which is equal and holds no pictures.
+                    self._rows.put(tuple(question), answer.alone(), generation)
             answers[question] = answer
         return answers
 

@@ -108,7 +108,8 @@ class MockEvaluator(StatelessEvaluator):
 
     def evaluate(self, queries: Sequence[Query]) -> Sequence[Row]:
         """Return one pseudo-random row for each query."""
-        return rows_of_logits(torch.stack([self._logits(query) for query in queries]))
+        logits = torch.stack([self._logits(query) for query in queries])
+        return rows_of_logits(logits, in_place=True)
 
     def _logits(self, query: Query) -> torch.Tensor:
         digest = hashlib.sha384(array("q", query.token_ids).tobytes()).digest()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
@@ -19,8 +20,8 @@ class Row:
     """What a model says comes next after a context.
 
     Attributes:
-        logprobs: Natural logarithms of the probabilities: float32 ``[vocab]``. The tensor owns its
-            memory and is not modified.
+        logprobs: Natural logarithms of the probabilities: float32 ``[vocab]``. The tensor may be a
+            view of a table of its batch, and is not modified.
         normaliser: The logarithm that the model's logits were normalised by: a log-probability
             plus it is the logit. ``None`` where the model's logits are not known.
     """
@@ -49,6 +50,10 @@ class Row:
         moved = self.logprobs.to(device)
         return self if moved is self.logprobs else Row(moved, self.normaliser)
 
+    def alone(self) -> Row:
+        """Return the row with memory of its own, which keeps no table alive."""
+        return Row(self.logprobs.clone(), self.normaliser)
+
     def own_logprobs(self, device: torch.device) -> torch.Tensor:
         """Return a copy of the log-probabilities on ``device``, for a caller to modify."""
         if self.logprobs.device.type != "cpu" or device.type != "cpu":
@@ -60,6 +65,10 @@ class Row:
         logits = self.own_logprobs(device)
         return logits if self.normaliser is None else logits.add_(self.normaliser)
 
+    def __reduce__(self) -> tuple[type[Row], tuple[torch.Tensor, float | None]]:
+        return Row, (self.logprobs.clone(), self.normaliser)  # a view would take its table along
+
+    @torch.inference_mode()
     def without(self, token_ids: torch.Tensor) -> Row:
         """Return the row given that none of some tokens comes: they are ``-inf``, int64 ``[n]``.
 
@@ -110,6 +119,8 @@ def rows_of_logits(
     logits: torch.Tensor,
     device: torch.device | None = None,
     undefined_ids: Sequence[int] = (),
+    *,
+    in_place: bool = False,
 ) -> list[Row]:
     """Return one row for each vector of logits ``[n, vocab]`` of any dtype.
 
@@ -117,15 +128,23 @@ def rows_of_logits(
     logits say of ``undefined_ids`` is left out, infinities and NaN too. Probabilities sum to one
     but for the rounding of each, which those of torch's ``log_softmax`` do not on every processor:
     of 49,152 they are 2e-5 off on some.
+
+    The rows are views of one table. One that is to stay when the others have gone is copied by
+    ``Row.alone``.
+
+    Args:
+        logits: Vectors of logits.
+        device: Where the rows are returned; ``None`` for where the logits are.
+        undefined_ids: Ids that no token has, whose logits are left out.
+        in_place: Whether the logits may be overwritten, as those may that nobody else has. That
+            saves a table of memory, which costs as much as what is computed.
     """
-    shifted, largest, logarithms = _normalised(logits, undefined_ids)
+    table, largest, logarithms = _normalised(logits, undefined_ids, in_place)
     normalisers = (largest + logarithms).flatten().tolist()
-    if device is None or device == logits.device:
-        # Each with memory of its own, so that a row that is kept does not keep its batch.
-        logprobs = [torch.sub(*pair) for pair in zip(shifted, logarithms, strict=True)]
-    else:
-        logprobs = [row.clone() for row in shifted.sub_(logarithms).to(device)]
-    return [Row(*pair) for pair in zip(logprobs, normalisers, strict=True)]
+    table = table.sub_(logarithms)
+    if device is not None:
+        table = table.to(device)
+    return [Row(*pair) for pair in zip(table.unbind(), normalisers, strict=True)]
 
 
 def scores_of_logits(
@@ -152,13 +171,43 @@ def scores_of_logits(
 
 
 def _normalised(
-    logits: torch.Tensor, undefined_ids: Sequence[int]
+    logits: torch.Tensor, undefined_ids: Sequence[int], in_place: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return float32 logits below their largest, the largest, and the logarithms of the sums."""
-    logits = logits.float()
+    is_own = in_place or logits.dtype is not torch.float32
+    table = logits.float()
     if undefined_ids:
         ids = torch.tensor(undefined_ids, dtype=torch.int64, device=logits.device)
-        logits = logits.index_fill(1, ids, -torch.inf)
-    largest = logits.amax(-1, keepdim=True)
-    shifted = logits - largest  # sums of large ones would lose the logarithm
-    return shifted, largest, shifted.exp().sum(-1, keepdim=True).log_()
+        fill = table.index_fill_ if is_own else table.index_fill
+        table, is_own = fill(1, ids, -torch.inf), True
+    largest = table.amax(-1, keepdim=True)
+    # Sums of large ones would lose the logarithm.
+    table = table.sub_(largest) if is_own else table - largest
+    return table, largest, _scratch.exp(table).sum(-1, keepdim=True).log_()
+
+
+@final
+class _Scratch(threading.local):
+    """Memory of one thread for the exponentials of a table, of which only sums are kept.
+
+    On the processor, memory that is touched for the first time costs more than exponentials do: of
+    20 x 49,152, 3 ms a table beside 1 for all that is computed.
+    """
+
+    memory: torch.Tensor | None = None
+
+    def exp(self, table: torch.Tensor) -> torch.Tensor:
+        """Return the exponentials of a table of float32, until the thread asks for others."""
+        num_elements = table.numel()
+        if table.device.type != "cpu" or num_elements > _MAX_SCRATCH or table.requires_grad:
+            return table.exp()
+        if self.memory is None or len(self.memory) < num_elements:
+            with torch.inference_mode(False):  # or it could not be written to in another mode
+                self.memory = torch.empty(num_elements, dtype=torch.float32)
+        return torch.exp(table, out=self.memory[:num_elements].view(table.shape))
+
+
+_MAX_SCRATCH: Final = 1 << 24
+"""Largest number of elements that a thread keeps memory for: 64 MiB."""
+
+_scratch: Final = _Scratch()

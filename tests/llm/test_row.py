@@ -227,10 +227,48 @@ async def test_logits_beside_ids_that_no_token_has():
             torch.testing.assert_close(row, own.log_softmax(-1), rtol=2e-6, atol=atol)
 
 
-def test_rows_own_their_memory_and_can_be_copied():
+def defined_rows(logits):
+    """The definition of a row's numbers, to the last bit, in fresh memory for each step."""
+    logits = logits.float()
+    largest = logits.amax(-1, keepdim=True)
+    shifted = logits - largest
+    logarithms = shifted.exp().sum(-1, keepdim=True).log()
+    return shifted - logarithms, (largest + logarithms).flatten()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_memory_that_is_used_again_changes_no_bit(dtype, in_place):
+    generator, kept = torch.Generator().manual_seed(0), []
+    for shape in [(3, 96), (20, 1000), (1, 5), (7, 4099), (20, 1000), (2, 96)]:
+        logits = (5 * torch.randn(shape, generator=generator)).to(dtype)
+        logits[0, :2] = torch.tensor([-torch.inf, torch.nan if len(logits) > 2 else 1.0])
+        given = logits.clone()
+        with torch.inference_mode(mode=in_place):  # where the logits of a model come from
+            rows = rows_of_logits(given, in_place=in_place)
+        assert in_place or given.equal(logits) or logits.isnan().any()
+        kept.append((rows, *defined_rows(logits)))
+    for rows, logprobs, normalisers in kept:
+        np.testing.assert_array_equal(torch.stack([row.logprobs for row in rows]), logprobs)
+        np.testing.assert_array_equal([row.normaliser for row in rows], normalisers)
+
+
+async def test_a_row_that_is_kept_keeps_no_table_alive():
+    model = families.make("llama")
+    for bytes_kept in (0, 1 << 20):
+        async with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=bytes_kept) as lm:
+            rows = await asyncio.gather(*(lm.next_token_logprobs([i, 5]) for i in range(6)))
+            kept = [row.logprobs for row in lm._rows._rows.values()]
+            assert len(kept) == (6 if bytes_kept else 0)
+            for row in [*rows, *kept]:
+                assert row.untyped_storage().nbytes() == 4 * 96
+
+
+def test_rows_are_views_of_one_table_and_can_be_copied():
     first, second = rows_of_logits(torch.randn(2, 96, dtype=torch.float16))
     for row in (first, second):
-        assert row.logprobs.untyped_storage().nbytes() == row.nbytes == 4 * 96
+        assert row.logprobs.untyped_storage().nbytes() == 2 * row.nbytes == 8 * 96
+        assert row.alone().logprobs.untyped_storage().nbytes() == 4 * 96
     assert rows_of_logits(torch.empty(0, 5)) == []
     cpu = torch.device("cpu")
     kept = first.logprobs.clone()
@@ -238,6 +276,8 @@ def test_rows_own_their_memory_and_can_be_copied():
         copy_of.fill_(7)
     assert torch.equal(first.logprobs, kept)
     assert first.to(cpu) is first
+    many = rows_of_logits(torch.randn(100, 96))
+    assert len(pickle.dumps(many[0])) < 20 * 96
     loaded = pickle.loads(pickle.dumps(first))
     assert torch.equal(loaded.logprobs, first.logprobs)
     assert loaded.normaliser == first.normaliser

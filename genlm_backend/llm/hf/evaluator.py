@@ -218,8 +218,9 @@ class HFEvaluator(Evaluator):
             (row,) = self.passes.whole([query])
         return cast(Row, row)
 
+    @torch.inference_mode()  # where its logits come from, which are overwritten
     def _finished(self, logits: torch.Tensor) -> list[Row]:
-        return rows_of_logits(logits, self._output_device, self.undefined_ids)
+        return rows_of_logits(logits, self._output_device, self.undefined_ids, in_place=True)
 
     def _scored(self, logits: torch.Tensor, places: list[int], targets: list[int]) -> torch.Tensor:
         return scores_of_logits(logits, places, targets, self.undefined_ids)

@@ -43,7 +43,7 @@ class Passes:
     Args:
         runner: What calls the model.
         cost: Cost of passes, by which a batch is divided.
-        finish: Makes one row of each vector of logits, ``[n, vocab]``.
+        finish: Makes one row of each vector of logits, ``[n, vocab]``, which it may overwrite.
         score: Makes scores of logits, as ``scores_of_logits`` does.
         check_wanted: Called before each pass; raises a ``QueryDroppedError`` where nobody waits.
 
@@ -176,14 +176,14 @@ class Passes:
         known: dict[Node, tuple[Run, ...]] = {}
         logits = self.runner.forward([segment.span(known) for segment in segments], attend)
         wanted = [jobs for segment in segments for jobs in segment.outputs.values()]
+        if any(job.targets for jobs in wanted for job in jobs):
+            self._hand_out_scores(segments, logits)
         places = [i for i, jobs in enumerate(wanted) if not all(job.targets for job in jobs)]
         if places:
             rows = self._finish(logits if len(places) == len(wanted) else logits[places])
             for i, row in zip(places, rows, strict=True):
                 for job in wanted[i]:
                     job.row = None if job.targets else row
-        if any(job.targets for jobs in wanted for job in jobs):
-            self._hand_out_scores(segments, logits)
 
     def forward_alone(self, job: Job, span: Span, attend: Attend, start: int = 0) -> None:
         """Run tokens of one context in a pass of their own, and hand the job its outputs.

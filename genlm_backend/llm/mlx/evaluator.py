@@ -144,7 +144,7 @@ class MlxEvaluator(Evaluator):
         return cast(Row, row)
 
     def _finished(self, logits: torch.Tensor) -> list[Row]:
-        return rows_of_logits(logits, _CPU, self.undefined_ids)
+        return rows_of_logits(logits, _CPU, self.undefined_ids, in_place=True)
 
     def _scored(self, logits: torch.Tensor, places: list[int], targets: list[int]) -> torch.Tensor:
         return scores_of_logits(logits, places, targets, self.undefined_ids)

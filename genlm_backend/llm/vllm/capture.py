@@ -107,7 +107,8 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
         Rows are made here and not when the logits are kept: vLLM's inference mode is over, whose
         tensors cannot be modified outside of it, and a CUDA device has not been waited for.
         """
-        return rows_of_logits(torch.stack([cls.logits.pop(tag) for tag in tags]))
+        logits = torch.stack([cls.logits.pop(tag) for tag in tags])
+        return rows_of_logits(logits, in_place=True)
 
 
 class RowExtension:
