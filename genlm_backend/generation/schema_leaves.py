@@ -11,6 +11,7 @@ from genlm_backend.generation.schema_formats import FORMATS
 from genlm_backend.generation.schema_keywords import HONOURED, SIZES
 from genlm_backend.generation.schema_literals import doubles
 from genlm_backend.generation.schema_patterns import portable
+from genlm_backend.generation.schema_values import excluded_integers, merges
 
 _NAME = re.compile("[^0-9A-Za-z_]+")
 _ESCAPES = 'nrbtf\\"'
@@ -29,6 +30,7 @@ class Leaves:
         spaces = (
             {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
         )
+        self._are_merged = any(map(merges, document))
         self._options = {**spaces, "json_allowed_escapes": _ESCAPES}
 
     def grammar(self, schema: Schema) -> str:
@@ -77,6 +79,9 @@ class Leaves:
             else:
                 parts = int(value) if keyword in SIZES else doubles(value)
             found[keyword] = parts
+        for name, bound in excluded_integers(schema, self._are_merged).items():
+            found.pop("exclusiveM" + name[1:])
+            found[name] = float(bound)
         return _with_format(found, schema.get("format"))
 
     def _reference(

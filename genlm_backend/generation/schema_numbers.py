@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 _MOST = 2**53
 _MOST_EXPONENT = 22  # the largest power of ten that a double holds exactly
 _MOST_FACTOR = 2**32
+_PLACES = 16  # digits of a number that is no integer, and at most 2**53 without its point
 
 
 def is_number(value: Any) -> TypeGuard[int | Decimal]:
@@ -60,6 +61,17 @@ def factor_of(divisor: int | Decimal) -> tuple[int, int] | None:
     if value % 1 or value >= _MOST_FACTOR or Decimal(int(value)).scaleb(-exponent) != divisor:
         return None
     return int(value), exponent
+
+
+def beside(bound: int | Decimal, step: int) -> Decimal:
+    """Return a number next to an integer, as far from it as its digits leave room in a double.
+
+    Args:
+        bound: An integer, less than 2**53.
+        step: 1 for the number above it, -1 for the one below.
+    """
+    places = _PLACES - len(str(abs(int(bound))))
+    return Decimal(int(bound)) + Decimal(step).scaleb(-max(0, places))
 
 
 def have_common_multiple(factors: Iterable[tuple[int, int]]) -> bool:

@@ -1,5 +1,6 @@
 """Numbers of JSON schemas are those that were written, whatever a double holds."""
 
+import itertools
 import json
 import re
 from decimal import Decimal
@@ -53,6 +54,43 @@ def test_bounds_of_any_size_are_kept_to_by_integers(byte_lm, number):
         assert allowed(byte_lm, either, [*texts, "null"]) == [*expected, "null"]
         with pytest.raises(ConstraintError, match=rf'{keyword} {number} at #.*"type": "integer"'):
             Constraint.from_json_schema(byte_lm, {keyword: number})
+
+
+EDGES_OF_RANGES = [-2, -1.5, -1, -0.5, -0.25, 0, 0.25, 0.5, 1, 1.5, 2, 9, 9.5, 10]
+
+
+@pytest.mark.parametrize(("low", "high"), [*itertools.combinations(EDGES_OF_RANGES, 2)])
+def test_bounds_of_numbers_are_kept_to_however_close_they_are(byte_lm, low, high):
+    for least, most in itertools.product(
+        ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+    ):
+        bounds = [{least: low}, {most: high}]
+        together = {"type": "number", least: low, most: high}
+        for schema in (together, {"type": "number", "allOf": bounds}):
+            constraint = Constraint.from_json_schema(byte_lm, schema)
+            for number in EDGES_OF_RANGES:
+                value = Decimal(str(number))
+                is_in = low < value < high
+                is_in |= (least, low) == ("minimum", number)
+                is_in |= (most, high) == ("maximum", number)
+                assert byte_model.allows(byte_lm, constraint, str(number)) == is_in, schema
+                for text in (f"{number:.1f}", f"{number:.3f}", f"-{number}".removeprefix("--")):
+                    if byte_model.allows(byte_lm, constraint, text):
+                        jsonschema.validate(Decimal(text), together)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"exclusiveMinimum": 0, "maximum": 0.5, "multipleOf": 0.1},
+        {"exclusiveMinimum": True, "minimum": 0, "maximum": 0.5},
+        {"exclusiveMaximum": True, "maximum": 1, "minimum": 0.25},
+        {"exclusiveMinimum": 0, "minimum": -1, "maximum": 0.5},
+    ],
+)
+def test_excluded_integers_are_excluded_in_every_draft(byte_lm, bounds):
+    found = allowed(byte_lm, {"type": "number", **bounds}, ["0", "0.0", "-0", "0.5", "1", "1.0"])
+    assert found == ["0.5"]
 
 
 @pytest.mark.parametrize(
