@@ -18,6 +18,7 @@ from genlm_backend.generation.schema_numbers import (
     have_common_multiple,
     is_exact,
     is_number,
+    is_quickly_built,
 )
 from genlm_backend.generation.schema_patterns import is_read_alike, portable
 
@@ -120,10 +121,20 @@ def _check_numbers(schema: dict[str, Any], place: str) -> None:
             f"no constraint keeps to {inexact[0]} {schema[inexact[0]]} beside multipleOf at "
             f"{place}: leave one of them out, or take a bound below 2**53"
         )
-    if is_number(divisor) and factor_of(divisor) is None:
+    if not is_number(divisor):
+        return
+    factor = factor_of(divisor)
+    if factor is None and divisor < 2**32:
         raise ConstraintError(
             f"no constraint keeps to multipleOf {divisor} at {place} exactly, as doubles make "
-            "another number of it: take an integer from 1 below 2**32, or a power of ten"
+            "another number of it: take an integer from 1 to 100000, or a power of ten from 1e-9 "
+            "to 1e8"
+        )
+    if factor is None or not is_quickly_built(factor[0]):
+        raise ConstraintError(
+            f"multipleOf {divisor} at {place} is too much to build, as its digits make "
+            "an automaton of as many states: take an integer from 1 to 100000, or below 100 "
+            "times a power of ten, up to 1e8; or leave it out, and round what comes"
         )
 
 
@@ -138,7 +149,7 @@ def _check_multiples(document: SchemaDocument) -> None:
     if any(map(merges, document)) and not have_common_multiple(factors):
         raise ConstraintError(
             "the multipleOf of several schemas may meet in one number, and their product is beyond "
-            "32 bits: write their common multiple in one schema"
+            "32 bits, or too much to build: write their common multiple in one schema"
         )
 
 

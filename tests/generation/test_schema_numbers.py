@@ -258,15 +258,33 @@ def test_multiples_that_llguidance_would_get_wrong_are_refused(byte_lm):
     texts = ["65536", "65537", "4295032832", "131072"]
     for schema in (
         {"allOf": [{"type": "integer", "multipleOf": 65536}, {"multipleOf": 65537}]},
+        {"allOf": [{"type": "integer", "multipleOf": 32768}, {"multipleOf": 32767}]},
         {"$ref": "#/$defs/a", "multipleOf": 65537, "$defs": {"a": {"multipleOf": 65536}}},
     ):
         with pytest.raises(ConstraintError, match="multipleOf of several"):
             Constraint.from_json_schema(byte_lm, schema)
     apart = {"anyOf": [{"type": "integer", "multipleOf": n} for n in (65536, 65537)]}
     assert allowed(byte_lm, apart, texts) == texts
-    for divisor in (0.07, 0, -1, 2**32, 1e-30):
+    for divisor in (0.07, 0, -1, 1e-30):
         with pytest.raises(ConstraintError, match="multipleOf"):
             Constraint.from_json_schema(byte_lm, {"type": "number", "multipleOf": divisor})
+
+
+@pytest.mark.parametrize(
+    "divisor", [2**24, 2**31, 2**32, 86_400_000, 100_003, 999 * 10**5, 1.00003]
+)
+def test_multiples_that_would_take_long_to_build_are_refused(byte_lm, divisor):
+    for kind in ("integer", "number"):
+        with pytest.raises(
+            ConstraintError, match=r"multipleOf .* at #/items is too much to build.*100"
+        ):
+            Constraint.from_json_schema(byte_lm, {"items": {"type": kind, "multipleOf": divisor}})
+
+
+@pytest.mark.parametrize("divisor", [86_400, 99_991, 65_536, 3_600_000, 99 * 10**6, 10**8])
+def test_multiples_up_to_the_limit_are_kept_to(byte_lm, divisor):
+    texts = [str(divisor * times + step) for times in (1, 7) for step in (0, 1)]
+    assert allowed(byte_lm, {"type": "integer", "multipleOf": divisor}, texts) == texts[::2]
 
 
 @pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", "1e-999"])
