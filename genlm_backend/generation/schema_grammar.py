@@ -15,12 +15,11 @@ from typing import Any, final
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation.grammar_vocabulary import is_beginning
 from genlm_backend.generation.schema_document import Schema, SchemaDocument, rules, types_of
-from genlm_backend.generation.schema_keywords import ALL_TYPES, HONOURED
+from genlm_backend.generation.schema_keywords import HONOURED
 from genlm_backend.generation.schema_leaves import Leaves
 from genlm_backend.generation.schema_literals import (
     constants,
     is_plain,
-    key_of,
     scalar_texts,
     type_of,
 )
@@ -194,31 +193,9 @@ class _Rules:
         parts = schema[keyword]
         if not isinstance(parts, list) or (keyword == "allOf" and len(parts) != 1):
             raise self._refused(schema, f"{keyword!r} cannot be kept to there")
-        if keyword == "oneOf":
-            for i, part in enumerate(parts):
-                if not all(self._are_apart(part, other) for other in parts[:i]):
-                    raise self._refused(schema, "options of oneOf are not known to be apart")
+        if keyword == "oneOf" and self._leaves.exclusive(schema) is not parts:
+            raise self._refused(schema, "options of oneOf are not known to be apart")
         yield from (self._rule(part) for part in parts if part is not False)
-
-    def _are_apart(self, one: Schema, other: Schema, depth: int = 0) -> bool:
-        """Tell whether no value is known to fit two schemas."""
-        one, other = self._document.followed(one), self._document.followed(other)
-        if not isinstance(one, dict) or not isinstance(other, dict):
-            return one is False or other is False
-        first, second = constants(one), constants(other)
-        if first is not None and second is not None:
-            return not set(map(key_of, first)) & set(map(key_of, second))
-        if not _kinds(one) & _kinds(other):
-            return True
-        required = {*_listed(one, "required"), *_listed(other, "required")}
-        return (
-            depth < 8
-            and all(_kinds(part) == {"object"} for part in (one, other))
-            and any(
-                self._are_apart(one["properties"][name], other["properties"][name], depth + 1)
-                for name in required & _mapped(one).keys() & _mapped(other).keys()
-            )
-        )
 
     def _of_type(self, schema: dict[str, Any], kind: str) -> str:
         """Return the rule of the values of one type that fit a schema."""
@@ -314,13 +291,6 @@ class _Rules:
 
     def _pair(self, key: str, value: str) -> str:
         return f'{key} {self._space} ":" {self._space} {value}'
-
-
-def _kinds(schema: dict[str, Any]) -> set[str]:
-    """Return the types that a schema allows, with integers among the numbers."""
-    values = constants(schema)
-    found = types_of(schema) if values is None else tuple(map(type_of, values))
-    return {"number" if kind == "integer" else kind for kind in found} & set(ALL_TYPES)
 
 
 def _listed(schema: dict[str, Any], keyword: str) -> list[str]:

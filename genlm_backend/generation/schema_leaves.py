@@ -10,7 +10,9 @@ from genlm_backend.generation.schema_document import Schema, SchemaDocument
 from genlm_backend.generation.schema_formats import FORMATS
 from genlm_backend.generation.schema_keywords import HONOURED, SIZES
 from genlm_backend.generation.schema_literals import doubles
+from genlm_backend.generation.schema_options import Options
 from genlm_backend.generation.schema_patterns import portable
+from genlm_backend.generation.schema_values import excluded_integers, merges
 
 _NAME = re.compile("[^0-9A-Za-z_]+")
 _ESCAPES = 'nrbtf\\"'
@@ -26,9 +28,11 @@ class Leaves:
 
     def __init__(self, document: SchemaDocument, whitespace: str) -> None:
         self._document = document
+        self.exclusive = Options(document).exclusive
         spaces = (
             {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
         )
+        self._are_merged = any(map(merges, document))
         self._options = {**spaces, "json_allowed_escapes": _ESCAPES}
 
     def grammar(self, schema: Schema) -> str:
@@ -69,7 +73,8 @@ class Leaves:
                     for name, part in value.items()
                 }
             elif "list" in kind and isinstance(value, list):
-                parts = [self._written(part, names, waiting) for part in value]
+                listed = self.exclusive(schema) if keyword == "oneOf" else value
+                parts = [self._written(part, names, waiting) for part in listed]
             elif kind:
                 parts = self._written(value, names, waiting)
             elif keyword == "pattern" and isinstance(value, str):
@@ -77,6 +82,12 @@ class Leaves:
             else:
                 parts = int(value) if keyword in SIZES else doubles(value)
             found[keyword] = parts
+        if isinstance(found.get("oneOf"), list):  # which are anyOf, as they are apart
+            either = {"anyOf": found.pop("oneOf")}
+            found |= {"allOf": [*found.get("allOf", ()), either]} if "anyOf" in found else either
+        for name, bound in excluded_integers(schema, self._are_merged).items():
+            found.pop("exclusiveM" + name[1:])
+            found[name] = float(bound)
         return _with_format(found, schema.get("format"))
 
     def _reference(

@@ -13,10 +13,12 @@ from genlm_backend.generation.schema_document import SchemaDocument, rules, type
 from genlm_backend.generation.schema_formats import FORMATS
 from genlm_backend.generation.schema_keywords import SIZES
 from genlm_backend.generation.schema_numbers import (
+    beside,
     factor_of,
     have_common_multiple,
     is_exact,
     is_number,
+    is_quickly_built,
 )
 from genlm_backend.generation.schema_patterns import is_read_alike, portable
 
@@ -65,6 +67,40 @@ def integer_bounds(schema: dict[str, Any]) -> tuple[int | None, int | None]:
     return max(lows, default=None), min(highs, default=None)
 
 
+def excluded_integers(schema: dict[str, Any], is_merged: bool) -> dict[str, Decimal]:
+    """Return the bounds to have in the place of exclusive ones, where llguidance includes these.
+
+    It lets an integer through that is excluded, where there is no other one up to the opposite
+    bound: 0 where a number is above 0 and at most 0.5. The bounds that are returned are inclusive,
+    and next to the integers.
+
+    Args:
+        schema: A schema.
+        is_merged: Whether the opposite bound may be another schema's.
+    """
+    if "number" not in types_of(schema):
+        return {}
+    found: dict[str, Decimal] = {}
+    (low, is_above), (high, is_below) = _bound(schema, "inimum"), _bound(schema, "aximum")
+    if not is_merged and (low is None or high is None or high - low >= 1):
+        return {}
+    if low is not None and is_above and low == int(low):
+        found["minimum"] = beside(low, 1)
+    if high is not None and is_below and high == int(high):
+        found["maximum"] = beside(high, -1)
+    return found
+
+
+def _bound(schema: dict[str, Any], end: str) -> tuple[int | Decimal | None, bool]:
+    """Return a bound of a schema, and whether it is excluded."""
+    bound, excluded = schema.get(f"m{end}"), schema.get(f"exclusiveM{end}")
+    sign = 1 if end == "inimum" else -1
+    bound = bound if is_number(bound) else None
+    if is_number(excluded) and (bound is None or excluded * sign >= bound * sign):
+        return excluded, True
+    return bound, excluded is True  # as in draft 4
+
+
 def _check_sizes(schema: dict[str, Any], place: str) -> None:
     for name in SIZES & schema.keys():
         size = schema[name]
@@ -85,10 +121,20 @@ def _check_numbers(schema: dict[str, Any], place: str) -> None:
             f"no constraint keeps to {inexact[0]} {schema[inexact[0]]} beside multipleOf at "
             f"{place}: leave one of them out, or take a bound below 2**53"
         )
-    if is_number(divisor) and factor_of(divisor) is None:
+    if not is_number(divisor):
+        return
+    factor = factor_of(divisor)
+    if factor is None and divisor < 2**32:
         raise ConstraintError(
             f"no constraint keeps to multipleOf {divisor} at {place} exactly, as doubles make "
-            "another number of it: take an integer from 1 below 2**32, or a power of ten"
+            "another number of it: take an integer from 1 to 100000, or a power of ten from 1e-9 "
+            "to 1e8"
+        )
+    if factor is None or not is_quickly_built(factor[0]):
+        raise ConstraintError(
+            f"multipleOf {divisor} at {place} is too much to build, as its digits make "
+            "an automaton of as many states: take an integer from 1 to 100000, or below 100 "
+            "times a power of ten, up to 1e8; or leave it out, and round what comes"
         )
 
 
@@ -100,16 +146,21 @@ def _check_multiples(document: SchemaDocument) -> None:
         if isinstance(number := schema.get("multipleOf"), (int, Decimal))
         and (factor := factor_of(number))
     ]
-    if any(map(_merges, document)) and not have_common_multiple(factors):
+    if any(map(merges, document)) and not have_common_multiple(factors):
         raise ConstraintError(
             "the multipleOf of several schemas may meet in one number, and their product is beyond "
-            "32 bits: write their common multiple in one schema"
+            "32 bits, or too much to build: write their common multiple in one schema"
         )
 
 
-def _merges(schema: dict[str, Any]) -> bool:
+def merges(schema: dict[str, Any]) -> bool:
+    """Tell whether a value may be kept to several schemas by way of this one."""
     in_place = {"$ref", "allOf", "anyOf", "oneOf"} & schema.keys()
-    return bool(in_place) and ("allOf" in schema or len(rules(schema)) > 1)
+    return (
+        "allOf" in schema
+        or (bool(in_place) and len(rules(schema)) > 1)
+        or bool(schema.get("patternProperties"))
+    )
 
 
 def _check_format(schema: dict[str, Any], place: str) -> None:

@@ -1,5 +1,6 @@
 """Numbers of JSON schemas are those that were written, whatever a double holds."""
 
+import itertools
 import json
 import re
 from decimal import Decimal
@@ -53,6 +54,43 @@ def test_bounds_of_any_size_are_kept_to_by_integers(byte_lm, number):
         assert allowed(byte_lm, either, [*texts, "null"]) == [*expected, "null"]
         with pytest.raises(ConstraintError, match=rf'{keyword} {number} at #.*"type": "integer"'):
             Constraint.from_json_schema(byte_lm, {keyword: number})
+
+
+EDGES_OF_RANGES = [-2, -1.5, -1, -0.5, -0.25, 0, 0.25, 0.5, 1, 1.5, 2, 9, 9.5, 10]
+
+
+@pytest.mark.parametrize(("low", "high"), [*itertools.combinations(EDGES_OF_RANGES, 2)])
+def test_bounds_of_numbers_are_kept_to_however_close_they_are(byte_lm, low, high):
+    for least, most in itertools.product(
+        ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+    ):
+        bounds = [{least: low}, {most: high}]
+        together = {"type": "number", least: low, most: high}
+        for schema in (together, {"type": "number", "allOf": bounds}):
+            constraint = Constraint.from_json_schema(byte_lm, schema)
+            for number in EDGES_OF_RANGES:
+                value = Decimal(str(number))
+                is_in = low < value < high
+                is_in |= (least, low) == ("minimum", number)
+                is_in |= (most, high) == ("maximum", number)
+                assert byte_model.allows(byte_lm, constraint, str(number)) == is_in, schema
+                for text in (f"{number:.1f}", f"{number:.3f}", f"-{number}".removeprefix("--")):
+                    if byte_model.allows(byte_lm, constraint, text):
+                        jsonschema.validate(Decimal(text), together)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"exclusiveMinimum": 0, "maximum": 0.5, "multipleOf": 0.1},
+        {"exclusiveMinimum": True, "minimum": 0, "maximum": 0.5},
+        {"exclusiveMaximum": True, "maximum": 1, "minimum": 0.25},
+        {"exclusiveMinimum": 0, "minimum": -1, "maximum": 0.5},
+    ],
+)
+def test_excluded_integers_are_excluded_in_every_draft(byte_lm, bounds):
+    found = allowed(byte_lm, {"type": "number", **bounds}, ["0", "0.0", "-0", "0.5", "1", "1.0"])
+    assert found == ["0.5"]
 
 
 @pytest.mark.parametrize(
@@ -220,15 +258,33 @@ def test_multiples_that_llguidance_would_get_wrong_are_refused(byte_lm):
     texts = ["65536", "65537", "4295032832", "131072"]
     for schema in (
         {"allOf": [{"type": "integer", "multipleOf": 65536}, {"multipleOf": 65537}]},
+        {"allOf": [{"type": "integer", "multipleOf": 32768}, {"multipleOf": 32767}]},
         {"$ref": "#/$defs/a", "multipleOf": 65537, "$defs": {"a": {"multipleOf": 65536}}},
     ):
         with pytest.raises(ConstraintError, match="multipleOf of several"):
             Constraint.from_json_schema(byte_lm, schema)
     apart = {"anyOf": [{"type": "integer", "multipleOf": n} for n in (65536, 65537)]}
     assert allowed(byte_lm, apart, texts) == texts
-    for divisor in (0.07, 0, -1, 2**32, 1e-30):
+    for divisor in (0.07, 0, -1, 1e-30):
         with pytest.raises(ConstraintError, match="multipleOf"):
             Constraint.from_json_schema(byte_lm, {"type": "number", "multipleOf": divisor})
+
+
+@pytest.mark.parametrize(
+    "divisor", [2**24, 2**31, 2**32, 86_400_000, 100_003, 999 * 10**5, 1.00003]
+)
+def test_multiples_that_would_take_long_to_build_are_refused(byte_lm, divisor):
+    for kind in ("integer", "number"):
+        with pytest.raises(
+            ConstraintError, match=r"multipleOf .* at #/items is too much to build.*100"
+        ):
+            Constraint.from_json_schema(byte_lm, {"items": {"type": kind, "multipleOf": divisor}})
+
+
+@pytest.mark.parametrize("divisor", [86_400, 99_991, 65_536, 3_600_000, 99 * 10**6, 10**8])
+def test_multiples_up_to_the_limit_are_kept_to(byte_lm, divisor):
+    texts = [str(divisor * times + step) for times in (1, 7) for step in (0, 1)]
+    assert allowed(byte_lm, {"type": "integer", "multipleOf": divisor}, texts) == texts[::2]
 
 
 @pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", "1e-999"])
