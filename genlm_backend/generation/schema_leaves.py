@@ -11,7 +11,7 @@ from genlm_backend.generation.schema_formats import FORMATS
 from genlm_backend.generation.schema_keywords import HONOURED, SIZES
 from genlm_backend.generation.schema_literals import doubles
 from genlm_backend.generation.schema_options import Options
-from genlm_backend.generation.schema_patterns import portable
+from genlm_backend.generation.schema_patterns import has_end, portable
 from genlm_backend.generation.schema_values import excluded_integers, merges
 
 _NAME = re.compile("[^0-9A-Za-z_]+")
@@ -65,13 +65,11 @@ class Leaves:
                 continue
             kind = HONOURED[keyword].schemas
             if kind == "map" and isinstance(value, dict):
-                are_patterns = keyword == "patternProperties"
-                parts: Any = {
-                    portable(name, "") if are_patterns else name: self._written(
-                        part, names, waiting
-                    )
-                    for name, part in value.items()
+                written = {
+                    name: self._written(part, names, waiting) for name, part in value.items()
                 }
+                is_of_keys = keyword == "patternProperties"
+                parts: Any = _with_patterns(schema, written) if is_of_keys else written
             elif "list" in kind and isinstance(value, list):
                 listed = self.exclusive(schema) if keyword == "oneOf" else value
                 parts = [self._written(part, names, waiting) for part in listed]
@@ -103,6 +101,16 @@ class Leaves:
             names[id(target)] = f"{_NAME.sub('', last)}_{len(names)}"
             waiting.append((names[id(target)], target))
         return f"#/$defs/{names[id(target)]}"
+
+
+def _with_patterns(schema: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
+    """Return schemas by patterns of keys, such that no key escapes them by another reading."""
+    others = schema.get("additionalProperties", True)
+    dot = {"dot": "."} if others is True else {}  # more keys are kept to these, and none need be
+    found = {portable(name, "", **dot): part for name, part in written.items()}
+    if others is not False and any(map(has_end, written)):
+        found["\n$"] = False  # which matches by Python where it would without the line break
+    return found
 
 
 def _with_format(schema: dict[str, Any], name: Any) -> dict[str, Any]:

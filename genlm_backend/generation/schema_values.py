@@ -20,7 +20,7 @@ from genlm_backend.generation.schema_numbers import (
     is_number,
     is_quickly_built,
 )
-from genlm_backend.generation.schema_patterns import is_read_alike, portable
+from genlm_backend.generation.schema_patterns import has_dot, has_end, is_read_alike, portable
 
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
@@ -179,7 +179,16 @@ def _check_keys(schema: dict[str, Any], place: str) -> None:
     others = schema.get("additionalProperties", True)
     for pattern in schema.get("patternProperties") or ():
         portable(pattern, place)
-        if others is not False and not is_read_alike(pattern):
+        is_alike = is_read_alike(pattern) and not (has_dot(pattern) and others is not True)
+        declared = [*(schema.get("properties") or ()), *(schema.get("required") or ())]
+        odd = [name for name in declared if not (str(name).isascii() and str(name).isprintable())]
+        if odd and (not is_alike or has_dot(pattern) or has_end(pattern)):
+            raise ConstraintError(
+                f"the pattern {shown(pattern)} of keys at {place} is read in several ways, and may "
+                f"match the key {odd[0]!r} by one of them: write the characters out, "
+                "without $, or leave that key to the pattern"
+            )
+        if others is not False and not is_alike:
             raise ConstraintError(
                 f"the pattern {shown(pattern)} of keys at {place} has a class of characters that "
                 "is read in several ways, and other keys are allowed: write it out, as [0-9] or "

@@ -52,7 +52,7 @@ def test_what_stands_for_sets_in_rust_alone_is_refused(byte_lm, pattern, part):
 
 
 @pytest.mark.parametrize(
-    "pattern", [r"^a&&b--\[\]]$", r"^[\[\]&-]$", "^[a-z.]{2}|(b)$", r"\\d", ""]
+    "pattern", [r"^a&&b--\[\]]$", r"^[\[\]&-]$", "^[a-z.]{2}|(?:b)+?$", r"\\d", ""]
 )
 def test_what_is_read_alike_is_handed_on(pattern):
     assert portable(pattern, "#") == pattern
@@ -66,3 +66,42 @@ def test_patterns_of_keys_are_read_alike_where_other_keys_are_allowed(byte_lm):
     constraint = Constraint.from_json_schema(byte_lm, closed)
     assert byte_model.allows(byte_lm, constraint, '{"a": 1}')
     assert not byte_model.allows(byte_lm, constraint, '{"é": 1}')
+
+
+@pytest.mark.parametrize(
+    ("pattern", "part"),
+    [("^a{1, 3}$", "{1, 3}"), ("^a++$", "+"), ("^a?+$", "+"), ("^a{2}+$", "+"), ("^a**$", "*"),
+     (r"^\Aa$", r"\A"), (r"^a\z$", r"\z"), (r"^\x{61}$", r"\x{61}"), (r"^\pL$", r"\p"),
+     ("(?U)a", "(?U)"), ("(?R)a", "(?R)"), ("^(?s:.)$", "(?s:"), ("a{,3}", "{,3}")],
+)  # fmt: skip
+def test_what_rust_reads_alone_is_refused(byte_lm, pattern, part):
+    for schema in (
+        {"type": "string", "pattern": pattern},
+        {"patternProperties": {pattern: {}}, "additionalProperties": False},
+    ):
+        with pytest.raises(ConstraintError, match=r"at #/items has .* not read alike") as raised:
+            Constraint.from_json_schema(byte_lm, {"items": schema})
+        assert repr(part) in str(raised.value)
+
+
+def test_a_dot_is_no_line_break(byte_lm):
+    constraint = Constraint.from_json_schema(byte_lm, {"type": "string", "pattern": "^.$"})
+    for one in ("a", "\x85", "\u2027", "é", *"\n\r\u2028\u2029"):
+        text = json.dumps(one, ensure_ascii=False)
+        assert byte_model.allows(byte_lm, constraint, text) == (one not in "\n\r\u2028\u2029")
+
+
+def test_no_key_escapes_a_pattern_by_another_reading(byte_lm):
+    for others in (True, {"type": "string"}):
+        schema = {"patternProperties": {"^a$": {"type": "integer"}}, "additionalProperties": others}
+        constraint = Constraint.from_json_schema(byte_lm, schema)
+        assert byte_model.allows(byte_lm, constraint, '{"a": 1, "b": "x"}')
+        assert not byte_model.allows(byte_lm, constraint, r'{"a\n": "x"}')
+    dot = {"patternProperties": {"^a.$": {"type": "integer"}}}
+    constraint = Constraint.from_json_schema(byte_lm, dot)
+    assert byte_model.allows(byte_lm, constraint, '{"ab": 1, "b": "x"}')
+    assert not byte_model.allows(byte_lm, constraint, r'{"a\r": "x"}')
+    for pattern, name in ((r"^\w$", "é"), ("^a$", "a\n"), ("^.$", "\r")):
+        declared = {"properties": {name: {}}, "patternProperties": {pattern: {"type": "integer"}}}
+        with pytest.raises(ConstraintError, match="may match the key"):
+            Constraint.from_json_schema(byte_lm, {**declared, "additionalProperties": False})
