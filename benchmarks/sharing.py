@@ -19,10 +19,10 @@ APART = (4, 4096)
 
 def model(way: str) -> Any:
     """Load SmolLM2, which reads what is shared once, or copies each row's past ("gathered")."""
-    from genlm_backend.llm.hf import support
+    from genlm_backend.llm.hf import trial
 
     if way == "gathered":
-        support.WAYS = support.WAYS[-1:]
+        trial.WAYS = trial.WAYS[-1:]
     lm = load_ours(batch_size=32, row_cache_bytes=0, kv_cache_bytes=2 << 30)
     name = type(lm._evaluator.passes.attend).__name__
     assert (name == "GatherAttend") == (way == "gathered")

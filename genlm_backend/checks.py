@@ -292,7 +292,8 @@ def sequence(check: Check[T], wanted: str) -> Check[tuple[T, ...]]:
 
 def _has_tokens(value: Any) -> bool:
     """Return whether a collection has tokens in it, which know their ids."""
-    return isinstance(value, Collection) and any(hasattr(each, "token_id") for each in value)
+    is_plain = isinstance(value, (list, tuple, set, frozenset))
+    return is_plain and any(hasattr(each, "token_id") for each in value)
 
 
 def known_device(name: str, value: Any) -> Any:
