@@ -191,8 +191,8 @@ def _normalised(
 class _Scratch(threading.local):
     """Memory of one thread for the exponentials of a table, of which only sums are kept.
 
-    On the processor, memory that is touched for the first time costs more than exponentials do: of
-    20 x 49,152, 3 ms a table beside 1 for all that is computed.
+    On the processor, memory that is touched for the first time costs about what is computed into
+    it: rows of 20 x 49,152 take 1.3 ms where fresh tables for each step made it 2.0, on one thread.
     """
 
     memory: torch.Tensor | None = None
