@@ -5,7 +5,10 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from genlm_backend.errors import CacheError, OutOfSlotsError
 
@@ -44,8 +47,8 @@ class Slots:
         """Number of slots that ``allocate`` could hand out now."""
         return self.num_slots - self.num_used
 
-    def allocate(self, count: int) -> list[int]:
-        """Take ``count`` slots, one after another where there is such a stretch.
+    def allocate(self, count: int) -> NDArray[np.int64]:
+        """Take ``count`` slots, one after another where there is such a stretch: int64.
 
         Raises:
             OutOfSlotsError: If fewer are free; none is taken then.
@@ -53,41 +56,42 @@ class Slots:
         if count > self.num_slots - self.num_used:
             raise OutOfSlotsError(f"{count} slots asked for, {self.num_free} free")
         self.num_used += count
-        taken: list[int] = []
-        while len(taken) < count:
-            missing = count - len(taken)
+        taken, missing = [np.empty(0, np.int64)], count
+        while missing:
             found = bisect.bisect_left(self._by_size, (missing, 0))
             if found < len(self._by_size):  # the shortest that is long enough
-                taken.extend(self._take(*self._by_size[found], missing))
+                start = self._take(*self._by_size[found], missing)
+                size = missing
             elif self._next_unused + missing <= self.num_slots + 1 or not self._by_size:
                 start, self._next_unused = self._next_unused, self._next_unused + missing
-                taken.extend(range(start, self._next_unused))
+                size = missing
             else:
                 size, start = self._by_size[-1]
-                taken.extend(self._take(size, start, size))
-        return taken
+                self._take(size, start, size)
+            taken.append(np.arange(start, start + size))
+            missing -= size
+        return np.concatenate(taken) if len(taken) > 2 else taken[-1]
 
-    def free(self, slots: Sequence[int]) -> None:
+    def free(self, slots: Sequence[int] | NDArray[Any]) -> None:
         """Return slots that ``allocate`` handed out."""
         if not len(slots):
             return
         self.num_used -= len(slots)
         if self.num_used < 0:
             raise CacheError(f"more slots were returned than exist: {self.num_free}")
-        start = last = slots[0]
-        for slot in itertools.islice(slots, 1, None):
-            if slot != last + 1:
-                self._put(start, last + 1)
-                start = slot
-            last = slot
-        self._put(start, last + 1)
+        ordered = np.sort(np.asarray(slots))
+        ends = np.flatnonzero(np.diff(ordered) != 1)
+        starts = ordered[np.concatenate([[0], ends + 1])].tolist()
+        stops = (ordered[np.concatenate([ends, [-1]])] + 1).tolist()
+        for start, stop in zip(starts, stops, strict=True):
+            self._put(start, stop)
 
-    def _take(self, size: int, start: int, count: int) -> range:
-        """Take the first slots of a free stretch."""
+    def _take(self, size: int, start: int, count: int) -> int:
+        """Take the first slots of a free stretch; return the first of them."""
         self._remove(start, start + size)
         if count < size:
             self._add(start + count, start + size)
-        return range(start, start + count)
+        return start
 
     def _put(self, start: int, stop: int) -> None:
         """Add a stretch to those that are free, joined with its neighbours."""
