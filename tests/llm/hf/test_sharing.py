@@ -90,7 +90,7 @@ def test_a_prompt_is_one_part_and_what_follows_is_not():
     spans = [Span([7], (prompt, Run(i, [600 + 7 * i], 1))) for i in range(20)]
     reading = plan_reading(spans, 384)
     (part,) = reading.parts
-    assert part.rows == tuple(range(20))
+    assert part.rows.tolist() == [*range(20)]
     assert part.is_consecutive
     assert reading.rest.slots.tolist() == [[600 + 7 * i] for i in range(20)]
     assert reading.rest.positions.tolist() == [[512]] * 20

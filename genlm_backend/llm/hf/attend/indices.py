@@ -29,7 +29,7 @@ class PartIndices:
     def of(cls, part: Part, num_rows: int, device: torch.device) -> Self:
         """Return the indices of a part of a pass of ``num_rows`` rows."""
         is_everybody = len(part.rows) == num_rows
-        rows = None if is_everybody else torch.tensor(part.rows, dtype=torch.int64, device=device)
+        rows = None if is_everybody else torch.from_numpy(part.rows).to(device)
         if part.is_consecutive:
             return cls(rows, slice(int(part.slots[0]), int(part.slots[-1]) + 1))
         return cls(rows, torch.from_numpy(part.slots).to(device))
@@ -191,7 +191,9 @@ class PassMasks:
         else:
             rest = is_there & allowed.gather(3, positions.clamp(min=0).expand(-1, 1, num_new, -1))
             parts = [
-                allowed[list(part.rows)].index_select(3, torch.from_numpy(part.positions))
+                allowed[torch.from_numpy(part.rows)].index_select(
+                    3, torch.from_numpy(part.positions)
+                )
                 for part in reading.parts
             ]
         is_causal = allowed is None and bool(is_there.all())

@@ -7,13 +7,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.cache import PADDING_SLOT, Run
+from genlm_backend.llm.hf.attend.sharing_loops import divide
 from genlm_backend.llm.hf.packing import Span
+from genlm_backend.llm.hf.paths import Paths
 
 FEW_TOKENS = 384
 """Cached tokens, counted for each row that reads them, that cost as much as a product of their own.
@@ -35,12 +37,12 @@ class Part:
     """Cached tokens, and the rows whose contexts all have them.
 
     Attributes:
-        rows: Rows of the pass, ascending.
+        rows: int64 ``[G]``: rows of the pass, ascending.
         positions: int64 ``[n]``: where the tokens stand in the contexts, ascending.
         slots: int64 ``[n]``: their slots.
     """
 
-    rows: tuple[int, ...]
+    rows: NDArray[np.int64]
     positions: NDArray[np.int64]
     slots: NDArray[np.int64]
 
@@ -86,6 +88,29 @@ class Reading:
 
     parts: tuple[Part, ...]
     rest: Rest
+
+    @classmethod
+    def of(cls, past: Paths, num_new: NDArray[np.int64], few_tokens: int) -> Self:
+        """Divide what the rows of a pass have cached, in time linear in what is distinct of it.
+
+        Args:
+            past: What they have cached.
+            num_new: Number of new tokens of each row: ``[B]``.
+            few_tokens: Such as ``FEW_TOKENS``.
+        """
+        # A tree may be large, and most of it is not touched: fresh zeros cost what is written.
+        numbers = np.zeros(len(past.parent), np.int32)
+        is_long = num_new >= MANY_NEW_TOKENS
+        tree = past.parent, past.depth, past.slot
+        bounds, positions, slots, starts, num_rows, order, *rest = divide(
+            *tree, past.nodes, is_long, few_tokens, numbers
+        )
+        stretches = itertools.pairwise(bounds.tolist())
+        parts = tuple(
+            Part(np.sort(order[start : start + size]), positions[a:b], slots[a:b])
+            for (a, b), start, size in zip(stretches, starts, num_rows, strict=True)
+        )
+        return cls(parts, Rest(*rest))
 
 
 def plan_reading(spans: Sequence[Span], few_tokens: int) -> Reading:
@@ -158,7 +183,7 @@ def _by_rows(spans: Sequence[Span], few_tokens: int) -> tuple[list[Part], list[l
 def _joined(rows: tuple[int, ...], stretches: list[_Stretch]) -> Part:
     stretches.sort(key=lambda stretch: int(stretch.positions[0]))
     positions = np.concatenate([stretch.positions for stretch in stretches])
-    return Part(rows, positions, np.concatenate([stretch.slots for stretch in stretches]))
+    return Part(np.array(rows), positions, np.concatenate([stretch.slots for stretch in stretches]))
 
 
 def _divide(piece: Part, few_tokens: int) -> tuple[list[Part], Part]:

@@ -181,7 +181,7 @@ class _PartIndices:
 
     def __init__(self, part: Part, num_rows: int) -> None:
         is_everybody = len(part.rows) == num_rows
-        self.rows = None if is_everybody else mx.array(np.array(part.rows, np.int32))
+        self.rows = None if is_everybody else mx.array(part.rows.astype(np.int32))
         first, last = int(part.slots[0]), int(part.slots[-1])
         is_stretch = part.is_consecutive
         self.slots = slice(first, last + 1) if is_stretch else mx.array(part.slots.astype(np.int32))

@@ -1,0 +1,103 @@
+"""Random trees of tokens, rows that end in them, and the same as spans of runs."""
+
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+
+from genlm_backend.cache import Run
+from genlm_backend.llm.hf.packing import Span
+from genlm_backend.llm.hf.paths import Paths
+
+
+class Tree:
+    """A tree that grows: a parent, a depth and a slot for each node; node 0 is the root."""
+
+    def __init__(self):
+        self.parent, self.depth, self.slot = [0], [0], [7]
+
+    def add(self, parent, slot):
+        """Add a node and return it."""
+        self.parent.append(parent)
+        self.depth.append(self.depth[parent] + 1)
+        self.slot.append(slot)
+        return len(self.parent) - 1
+
+    def path(self, node):
+        """Return the nodes from the first token to a node."""
+        found = []
+        while self.depth[node]:
+            found.append(node)
+            node = self.parent[node]
+        return found[::-1]
+
+    def paths(self, nodes):
+        """Return the paths of rows that end in some nodes."""
+        arrays = (np.array(values, np.int32) for values in (self.parent, self.depth, self.slot))
+        return Paths(*arrays, np.array(nodes, np.int64))
+
+    def spans(self, nodes, num_new):
+        """Return the same as spans, with a run for whatever the same rows have."""
+        paths = [self.path(node) for node in nodes]
+        readers = {}
+        for row, path in enumerate(paths):
+            for node in path:
+                readers.setdefault(node, []).append(row)
+        spans = []
+        for path, new in zip(paths, num_new, strict=True):
+            chains = [[*own] for _, own in itertools.groupby(path, lambda node: readers[node])]
+            runs = [Run(c[0], [self.slot[node] for node in c], len(c)) for c in chains]
+            spans.append(Span([1] * new, tuple(runs)))
+        return spans
+
+
+class Rows(NamedTuple):
+    """Rows that end in nodes of a tree."""
+
+    tree: Tree
+    nodes: list[int]
+    num_new: list[int]
+
+
+@st.composite
+def rows_in_trees(draw, num_new=(1, 1, 1, 2, 20)):
+    """Stretches of a tree whose slots follow one another but for some, and rows that end in it."""
+    tree, next_slot, branches = Tree(), 1, [0]
+    for _ in range(draw(st.integers(0, 7))):
+        node = draw(st.sampled_from(branches))
+        for _ in range(draw(st.integers(1, 20))):
+            next_slot += draw(st.sampled_from([1, 1, 1, 1, 1, 2]))
+            node = tree.add(node, next_slot)
+            branches.append(node)
+    size = draw(st.integers(1, 8))
+    nodes = draw(st.lists(st.sampled_from(branches), min_size=size, max_size=size))
+    new = draw(st.lists(st.sampled_from(num_new), min_size=size, max_size=size))
+    return Rows(tree, nodes, new)
+
+
+def read_by_row(reading, num_rows):
+    """Return the sorted pairs of position and slot that each row reads, with repetitions."""
+    found = [[] for _ in range(num_rows)]
+    for part in reading.parts:
+        assert len(part.slots) == len(part.positions) > 0
+        assert (np.diff(part.positions) > 0).all()
+        assert (np.diff(part.rows) > 0).all()
+        for row in part.rows.tolist():
+            found[row] += zip(part.positions.tolist(), part.slots.tolist(), strict=True)
+    rest = reading.rest
+    assert len(rest.slots) == len(rest.positions) == num_rows
+    assert not rest.slots[rest.positions < 0].any()
+    for row, (positions, slots) in enumerate(zip(rest.positions, rest.slots, strict=True)):
+        is_there = positions >= 0
+        assert (np.diff(is_there.astype(int)) >= 0).all()  # padded on the left
+        assert (np.diff(positions[is_there]) > 0).all()
+        found[row] += zip(positions[is_there].tolist(), slots[is_there].tolist(), strict=True)
+    return [sorted(pairs) for pairs in found]
+
+
+def parts_of(reading):
+    """Return the parts of a reading as a sorted list."""
+    return sorted(
+        (part.positions.tolist(), part.slots.tolist(), part.rows.tolist()) for part in reading.parts
+    )
