@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final, NamedTuple, Self, final
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.cache import PADDING_SLOT, Run
-from genlm_backend.llm.hf.attend.sharing_loops import divide
+from genlm_backend.llm.hf.attend.sharing_loops import divide, extend_rest
 from genlm_backend.llm.hf.packing import Span
 from genlm_backend.llm.hf.paths import Paths
 
@@ -75,6 +75,60 @@ class Rest:
     slots: NDArray[np.int64]
     positions: NDArray[np.int64]
 
+    def stepped(
+        self, rows: NDArray[np.int64], slots: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> Rest:
+        """Return the rest of rows that go on from ``rows``, with a token more each."""
+        return Rest(*extend_rest(self.slots, self.positions, rows, slots, positions))
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Wear:
+    """How far a reading is from one that would be made anew.
+
+    Attributes:
+        num_columns: Number of columns that the rest had when it was made.
+        num_tokens: Number of tokens that it has taken to make it, parts and columns.
+        origins: Row that each row had then: int64 ``[B]``.
+        num_repeated: Number of tokens that have been copied since for several rows that were one,
+            summed over the steps.
+    """
+
+    num_columns: int
+    num_tokens: int
+    origins: NDArray[np.int64]
+    num_repeated: int = 0
+
+    def stepped(self, rows: NDArray[np.int64]) -> Wear:
+        """Return that of a reading whose rows go on from ``rows``."""
+        origins = self.origins[rows]
+        num_others = len(rows) - int(np.count_nonzero(np.bincount(origins)))
+        num_repeated = self.num_repeated + num_others * self.num_columns
+        return Wear(self.num_columns, self.num_tokens, origins, num_repeated)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """The way from a reading to that of the next decode step.
+
+    Attributes:
+        before: The ``name`` of the former.
+        rows: Row of the former that each row goes on from: int64 ``[B]``.
+        slots: Slot of the token more that each row has: int64 ``[B]``.
+        parts: Numbers of the parts of the former that are still read.
+    """
+
+    before: object
+    rows: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    parts: tuple[int, ...]
+
+
+MIN_ADDED: Final = 64
+"""Columns that a rest may get at least before it is made anew."""
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,10 +138,18 @@ class Reading:
     Attributes:
         parts: Stretches that are read once for all of their rows.
         rest: Everything else.
+        num_past: Number of cached tokens of each row: int64 ``[B]``.
+        wear: What has happened since it was made.
+        step: The step that has led to it; ``None`` where it was made anew.
+        name: What a later ``Step`` knows it by.
     """
 
     parts: tuple[Part, ...]
     rest: Rest
+    num_past: NDArray[np.int64]
+    wear: Wear
+    step: Step | None = None
+    name: object = field(default_factory=object)
 
     @classmethod
     def of(cls, past: Paths, num_new: NDArray[np.int64], few_tokens: int) -> Self:
@@ -110,7 +172,52 @@ class Reading:
             Part(np.sort(order[start : start + size]), positions[a:b], slots[a:b])
             for (a, b), start, size in zip(stretches, starts, num_rows, strict=True)
         )
-        return cls(parts, Rest(*rest))
+        num_columns = rest[0].shape[1]
+        wear = Wear(num_columns, len(slots) + rest[0].size, np.arange(len(past.nodes)))
+        return cls(parts, Rest(*rest), past.num_tokens, wear)
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether the next step should have one that is made anew.
+
+        What rows have come to share since it was made is copied for each of them. So it is made
+        anew once its rest is twice as wide, or once that has copied as many tokens needlessly as
+        it takes to make one.
+        """
+        wear = self.wear
+        num_added = self.rest.slots.shape[1] - wear.num_columns
+        most = max(MIN_ADDED, wear.num_columns)
+        return num_added > most or wear.num_repeated > wear.num_tokens
+
+    def stepped(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> Reading:
+        """Return the reading of the next decode step, each of whose rows has a token more.
+
+        Args:
+            rows: Row that each row of the step goes on from: int64 ``[B]``, in any order, some
+                several times, some not at all.
+            slots: Slot of the token that it has cached beside: int64 ``[B]``. What was cached is
+                where it was.
+        """
+        parts: list[Part] = []
+        numbers: list[int] = []
+        everybody = np.arange(len(rows))
+        for number, part in enumerate(self.parts):
+            own = everybody
+            if len(part.rows) < len(self.num_past):
+                is_reader = np.zeros(len(self.num_past), bool)
+                is_reader[part.rows] = True
+                own = np.flatnonzero(is_reader[rows])
+            if len(own):
+                parts.append(Part(own, part.positions, part.slots))
+                numbers.append(number)
+        num_past = self.num_past[rows]
+        return Reading(
+            tuple(parts),
+            self.rest.stepped(rows, slots, num_past),
+            num_past + 1,
+            self.wear.stepped(rows),
+            Step(self.name, rows, slots, tuple(numbers)),
+        )
 
 
 def plan_reading(spans: Sequence[Span], few_tokens: int) -> Reading:
@@ -132,7 +239,8 @@ def plan_reading(spans: Sequence[Span], few_tokens: int) -> Reading:
         elif len(others):
             for row in piece.rows:
                 rests[row].append(_Stretch(others.positions, others.slots))
-    return Reading(tuple(parts), _rest(rests))
+    num_past = np.array([span.num_past for span in spans])
+    return Reading(tuple(parts), _rest(rests), num_past, Wear(0, 0, np.arange(len(spans))))
 
 
 class _Stretch(NamedTuple):
