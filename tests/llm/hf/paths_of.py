@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from genlm_backend.cache import Run
-from genlm_backend.llm.hf.packing import Span
+from genlm_backend.llm.hf.packing import Span, pack, pack_step
 from genlm_backend.llm.hf.paths import Paths
 
 
@@ -101,3 +101,47 @@ def parts_of(reading):
     return sorted(
         (part.positions.tolist(), part.slots.tolist(), part.rows.tolist()) for part in reading.parts
     )
+
+
+class Particles:
+    """Rows that grow by a token a step, behind a prompt, in slots of their own.
+
+    ``run`` runs a packed batch and returns the rows at its outputs; ``starts`` are the numbers of
+    tokens of the prompt that each row begins with.
+    """
+
+    def __init__(self, run, attend, prompt, starts):
+        self.run, self.attend, self.tree = run, attend, Tree()
+        slots = range(1, len(prompt) + 1)
+        run(pack([Span(prompt, (), slots, (0,))]))
+        node, self.reading = 0, None
+        by_length = [0]
+        for slot in slots:
+            node = self.tree.add(node, slot)
+            by_length.append(node)
+        self.nodes = [by_length[size] for size in starts]
+        self.contexts = [prompt[:size] for size in starts]
+        self.next_slot = len(prompt) + 1
+
+    def step(self, token_ids):
+        """Compute a token of each row; return the rows behind them."""
+        slots = np.arange(len(token_ids)) + self.next_slot
+        self.next_slot += len(token_ids)
+        past = self.tree.paths(self.nodes)
+        if self.reading is None:
+            self.reading = self.attend.reading(past, np.ones(len(token_ids), np.int64))
+        batch = pack_step(np.array(token_ids), past.num_tokens, slots, past, self.reading)
+        rows = self.run(batch)
+        pairs = zip(self.nodes, slots.tolist(), strict=True)
+        self.nodes = [self.tree.add(node, slot) for node, slot in pairs]
+        pairs = zip(self.contexts, token_ids, strict=True)
+        self.contexts = [[*context, token] for context, token in pairs]
+        return rows
+
+    def pick(self, rows):
+        """Go on from some rows."""
+        self.nodes = [self.nodes[row] for row in rows]
+        self.contexts = [self.contexts[row] for row in rows]
+        if self.reading is not None:
+            slots = np.array([self.tree.slot[node] for node in self.nodes])
+            self.reading = self.reading.stepped(np.array(rows), slots)

@@ -6,8 +6,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm_backend.llm.hf.attend.sharing import Reading, plan_reading
+from genlm_backend.llm.hf.attend.sharing import Reading
 from tests.llm.hf.paths_of import Tree, parts_of, read_by_row, rows_in_trees
+from tests.llm.hf.plan_of_runs import plan_reading
 
 
 def reading_of(tree, nodes, num_new=None, few_tokens=384):
