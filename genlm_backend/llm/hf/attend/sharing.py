@@ -159,17 +159,17 @@ class Reading:
         numbers = np.zeros(len(past.parent), np.int32)
         is_long = num_new >= MANY_NEW_TOKENS
         tree = past.parent, past.depth, past.slot
-        bounds, positions, slots, starts, num_rows, order, *rest = divide(
+        slots, positions, shared, bounds, starts, num_rows, order, rest = divide(
             *tree, past.nodes, is_long, few_tokens, numbers
         )
-        stretches = itertools.pairwise(bounds.tolist())
-        parts = tuple(
-            Part(np.sort(order[start : start + size]), positions[a:b], slots[a:b])
-            for (a, b), start, size in zip(stretches, starts, num_rows, strict=True)
-        )
+        parts: list[Part] = []
+        for start, stop in itertools.pairwise(bounds.tolist()):
+            own = shared[start:stop]
+            first, size = starts[own[0]], num_rows[own[0]]
+            parts.append(Part(np.sort(order[first : first + size]), positions[own], slots[own]))
         num_columns = rest[0].shape[1]
-        wear = Wear(num_columns, len(slots) + rest[0].size, np.arange(len(past.nodes)))
-        return cls(parts, Rest(*rest), past.num_tokens, wear)
+        wear = Wear(num_columns, len(shared) + rest[0].size, np.arange(len(past.nodes)))
+        return cls(tuple(parts), Rest(*rest), past.num_tokens, wear)
 
     @property
     def is_worn(self) -> bool:

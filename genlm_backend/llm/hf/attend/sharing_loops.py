@@ -32,30 +32,20 @@ def divide(
         numbers: Zeros, int32, one for each node of the tree.
 
     Returns:
-        Bounds of the parts among the tokens of all of them, ``[num_parts + 1]``; positions and
-        slots of these tokens; for each part, where its rows start in the order of a walk through
-        the tree, and how many they are; that order, ``[B]``; slots and positions of the rest,
-        ``[B, P]``.
+        Slots and positions of the tokens by number; numbers of the tokens of all parts; bounds of
+        the parts among these, ``[num_parts + 1]``; by number, where a token's rows start in the
+        order of a walk through the tree, and how many they are; that order, ``[B]``; slots and
+        positions of the rest, ``[B, P]``.
     """
     found, first, above, last = _climb(parent, depth, nodes, numbers)
-    slots, positions = np.empty(len(found), np.int64), np.empty(len(found), np.int64)
-    for k in range(1, len(found)):
+    slots, positions = np.empty(len(above), np.int64), np.empty(len(above), np.int64)
+    for k in range(1, len(above)):
         slots[k], positions[k] = slot[found[k]], depth[found[k]] - 1
     num_rows, num_long = _count(first, above, last, is_long)
     starts, order = _order(first, above, last, num_rows)
     is_rest, bounds, shared = _part(first, above, slots, num_rows, num_long, few_tokens)
-    tops = shared[bounds[:-1]]
-    rest_slots, rest_positions = _rest(first, above, last, is_rest, slots, positions)
-    return (
-        bounds,
-        positions[shared],
-        slots[shared],
-        starts[tops],
-        num_rows[tops],
-        order,
-        rest_slots,
-        rest_positions,
-    )
+    rest = _rest(first, above, last, is_rest, slots, positions)
+    return slots, positions, shared, bounds, starts, num_rows, order, rest
 
 
 @compiled
@@ -63,8 +53,8 @@ def _climb(parent: Any, depth: Any, nodes: Any, numbers: Any) -> Any:
     """Number the tokens of all rows.
 
     Returns:
-        Nodes of the tokens; where the tokens that each row has met first start, ``[B + 1]``; the
-        token above each; and the last token of each row.
+        Nodes of the tokens, and nothing behind them; where the tokens that each row has met first
+        start, ``[B + 1]``; the token above each; and the last token of each row.
     """
     most = 0
     for row in range(len(nodes)):
@@ -87,7 +77,7 @@ def _climb(parent: Any, depth: Any, nodes: Any, numbers: Any) -> Any:
     last = np.empty(len(nodes), np.int64)
     for row in range(len(nodes)):
         last[row] = numbers[nodes[row]]
-    return found[:num_found], first, above, last
+    return found, first, above, last
 
 
 @compiled
@@ -107,7 +97,7 @@ def _count(first: Any, above: Any, last: Any, is_long: Any) -> Any:
 @compiled
 def _order(first: Any, above: Any, last: Any, num_rows: Any) -> Any:
     """Return where the rows of each token start in the order of a walk, and that order."""
-    starts = np.zeros(len(above), np.int64)
+    starts, places = np.zeros(len(above), np.int64), np.zeros(len(above), np.int64)
     stops = np.zeros(len(above), np.int64)  # of the rows that have a place by now
     num_last = np.zeros(len(above), np.int64)
     for row in range(len(last)):
@@ -119,9 +109,8 @@ def _order(first: Any, above: Any, last: Any, num_rows: Any) -> Any:
             stops[above[k]] += num_rows[k]
             stops[k] = starts[k] + num_last[k]
     order = np.empty(len(last), np.int64)
-    places = starts.copy()
     for row in range(len(last)):
-        order[places[last[row]]] = row
+        order[starts[last[row]] + places[last[row]]] = row
         places[last[row]] += 1
     return starts, order
 
@@ -168,7 +157,7 @@ def _part(first: Any, above: Any, slots: Any, num_rows: Any, num_long: Any, few_
                         num_shared += 1
             top = bottom - 1
     bounds[num_parts] = num_shared
-    return is_rest, bounds[: num_parts + 1].copy(), shared[:num_shared].copy()
+    return is_rest, bounds[: num_parts + 1], shared[:num_shared]
 
 
 @compiled
@@ -211,8 +200,9 @@ def extend_rest(
     found_slots = np.empty((len(rows), num_columns + 1), np.int64)
     found_positions = np.empty((len(rows), num_columns + 1), np.int64)
     for i in range(len(rows)):
-        found_slots[i, :num_columns] = slots[rows[i]]
-        found_positions[i, :num_columns] = positions[rows[i]]
+        for column in range(num_columns):
+            found_slots[i, column] = slots[rows[i], column]
+            found_positions[i, column] = positions[rows[i], column]
         found_slots[i, num_columns] = new_slots[i]
         found_positions[i, num_columns] = new_positions[i]
     return found_slots, found_positions
