@@ -110,9 +110,9 @@ class Particles:
     tokens of the prompt that each row begins with.
     """
 
-    def __init__(self, run, attend, prompt, starts):
+    def __init__(self, run, attend, prompt, starts, first_slot=1):
         self.run, self.attend, self.tree = run, attend, Tree()
-        slots = range(1, len(prompt) + 1)
+        slots = range(first_slot, first_slot + len(prompt))
         run(pack([Span(prompt, (), slots, (0,))]))
         node, self.reading = 0, None
         by_length = [0]
@@ -121,7 +121,7 @@ class Particles:
             by_length.append(node)
         self.nodes = [by_length[size] for size in starts]
         self.contexts = [prompt[:size] for size in starts]
-        self.next_slot = len(prompt) + 1
+        self.next_slot = slots.stop
 
     def step(self, token_ids):
         """Compute a token of each row; return the rows behind them."""

@@ -73,6 +73,23 @@ def test_steps_that_go_on_from_one_another_give_the_bare_models_rows(
     assert len(num_made) == (2 if kind is SharedAttend else 0)
 
 
+def test_steps_of_others_in_between_do_not_mix_with_those_that_go_on():
+    model, generator = families.make("llama"), random.Random(0)
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        attend = SharedAttend(KVStore(lm._evaluator.passes.layout, 300), 4)
+    both = []
+    for first_slot in (1, 150):
+        prompt = generator.choices(range(families.VOCAB), k=12)
+        starts = [12, 12, 12, 5]
+        given = (lambda batch: run(model, batch, attend)), attend, prompt, starts
+        both.append(Particles(*given, first_slot))
+    for particles in (both * 4)[:-1] + both[:1]:
+        rows = particles.step(generator.choices(range(families.VOCAB), k=4))
+        for row, context in zip(rows, particles.contexts, strict=True):
+            torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=3e-5)
+        particles.pick(generator.choices(range(4), k=4))
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     rows_in_trees(num_new=(1,)),
