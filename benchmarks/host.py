@@ -6,12 +6,17 @@ import asyncio
 import gc
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
-from benchmarks.workloads import free_forward
-from genlm_backend.llm.hf.attend.sharing import FEW_TOKENS, plan_reading
+from benchmarks.workloads import free_forward, seconds
+from genlm_backend.llm.hf.attend.sharing import FEW_TOKENS, Reading
+from genlm_backend.llm.hf.packing import paths_of
+from genlm_backend.llm.hf.paths import Paths
 
 Numbers = dict[str, Any]
 
@@ -86,6 +91,54 @@ def many(repeats: int, num_steps: int = 100) -> Numbers:
     return numbers
 
 
+def reading(repeats: int) -> Numbers:
+    """Milliseconds to decide how a step reads what is cached.
+
+    ``anew`` and ``stepped`` are of 256 rows behind 4,000 shared tokens with 100 of their own, half
+    of them gone on from by others. ``forked`` and ``unforked`` are of 32 rows behind a lineage of
+    2,000 tokens, from each of which another context goes on or none.
+    """
+    wide = _behind(4000, False, 256, 100)
+    lineages = {name: _behind(2000, name == "forked", 32, 1) for name in ("forked", "unforked")}
+    ones = np.ones(256, np.int64)
+    made = Reading.of(wide, ones, FEW_TOKENS)
+    rows, slots = np.arange(256) // 2, np.arange(256)
+    timed: dict[str, Callable[[], object]] = {
+        "anew": lambda: Reading.of(wide, ones, FEW_TOKENS),
+        "stepped": lambda: made.stepped(rows, slots),
+        **{
+            name: partial(Reading.of, past, ones[:32], FEW_TOKENS)
+            for name, past in lineages.items()
+        },
+    }
+    for call in timed.values():  # compiled once
+        call()
+    return {
+        name: [1e3 * seconds(call) for _ in range(20 * repeats)] for name, call in timed.items()
+    }
+
+
+def _behind(num_shared: int, is_forked: bool, num_rows: int, num_own: int) -> Paths:
+    """Return paths of rows that share tokens and have others of their own.
+
+    Args:
+        num_shared: Number of tokens that all have.
+        is_forked: Whether each of these has another child, in the slot after it.
+        num_rows: Number of rows.
+        num_own: Number of tokens of each row, which came a step after another.
+    """
+    size = 1 + is_forked
+    shared = np.arange(num_shared) * size + 1
+    own = shared[-1] + size + np.arange(num_rows * num_own)
+    parent, depth = np.zeros((2, own[-1] + 1), np.int32)
+    parent[shared[1:]], depth[shared] = shared[:-1], np.arange(1, num_shared + 1)
+    if is_forked:
+        parent[shared + 1], depth[shared + 1] = shared, depth[shared] + 1
+    parent[own] = np.concatenate([[shared[-1]] * num_rows, own[:-num_rows]])
+    depth[own] = num_shared + 1 + np.arange(len(own)) // num_rows
+    return Paths(parent, depth, np.arange(len(parent), dtype=np.int32), own[-num_rows:])
+
+
 async def _steps_of_many(count: int, kind: str, num_steps: int) -> list[float]:
     lm = free_forward(kv_cache_bytes=1 << 28, row_cache_bytes=0, batch_size=count)
     behind = lm.context([(31 * i) % 1000 for i in range(500)])
@@ -118,6 +171,7 @@ def _remembering(lm: Any) -> list[Any]:
 
 
 def _milliseconds_of_reading(spans: Any) -> float:
+    num_new = np.array([span.num_new for span in spans])
     start = time.perf_counter()
-    plan_reading(spans, FEW_TOKENS)
+    Reading.of(paths_of(spans), num_new, FEW_TOKENS)
     return 1e3 * (time.perf_counter() - start)

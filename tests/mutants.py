@@ -30,7 +30,13 @@ TESTS = {
     "cache": ("tests/cache", "tests/llm/hf/test_evaluator.py", "tests/llm/hf/test_model.py"),
     "trie": ("tests/trie",),
     "llm/hf/plan.py": ("tests/llm/hf/test_plan.py", "tests/llm/hf/test_evaluator.py"),
-    "llm/hf/packing.py": ("tests/llm/hf/test_packing.py", "tests/llm/hf/test_evaluator.py"),
+    "llm/hf/packing.py": (
+        "tests/llm/hf/test_packing.py",
+        "tests/llm/hf/test_steps.py",
+        "tests/llm/hf/test_evaluator.py",
+    ),
+    "llm/hf/paths.py": ("tests/llm/hf/test_paths.py",),
+    "llm/hf/attend/sharing.py": ("tests/llm/hf/test_paths.py", "tests/llm/hf/test_sharing.py"),
     "llm/hf/passes.py": ("tests/llm/hf/test_passes.py", "tests/llm/hf/test_evaluator.py"),
     "generation/places.py": (
         "tests/generation/test_places.py",

@@ -86,6 +86,29 @@ class ManyParticles(Workload):
         ]
 
 
+class Readings(Workload):
+    """What it takes to decide how a step reads what is cached."""
+
+    name = "readings"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return host.reading(repeats)
+
+    def rows(self, found: Found) -> list[Row]:
+        ms = {name: median(values) for name, values in found[""].items()}
+        wide = "256 particles behind 4,000 shared tokens, 100 of their own: how they are read"
+        ratio = ms["forked"] / ms["unforked"]
+        return [
+            (f"{wide}, decided anew", f"{ms['anew']:.2f} ms", ""),
+            (f"{wide}, from the step before", f"{ms['stepped']:.3f} ms", ""),
+            (
+                "… a lineage forked at each of 2,000 tokens over an unforked one",
+                f"{ratio:.1f} ×",
+                "1",
+            ),
+        ]
+
+
 class Trace(Workload):
     """How much of this library one awaited row goes through."""
 

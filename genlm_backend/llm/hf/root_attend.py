@@ -7,7 +7,9 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import Cache, DynamicCache
 
 from genlm_backend.cache import KVLayout, KVStore, LayerLayout
@@ -15,6 +17,7 @@ from genlm_backend.llm.hf.attend import Attend
 from genlm_backend.llm.hf.attend.indices import by_head, by_token
 from genlm_backend.llm.hf.attend.layer import SlotLayer
 from genlm_backend.llm.hf.packing import PackedBatch
+from genlm_backend.llm.hf.paths import Paths
 from genlm_backend.llm.pictures import Pictures
 
 
@@ -50,6 +53,9 @@ class RootAttend(Attend):
         self._cache = Cache(layers=self._layers) if self._layers or not goes_on else DynamicCache()
         self._is_used = bool(self._layers or goes_on)
         self._is_first = True
+
+    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> None:
+        """Return ``None``: the model reads what it has cached by itself."""
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ def test_the_drawing_in_the_docstring():
         span([51, 52, 53], [7, 8], [9, 10, 11], [2]),
         span([61], [1, 2, 3, 4], [5], [0], cut=1),
     ]
-    batch, gathered = pack(spans), gather(spans)
+    batch, gathered = pack(spans), gather(pack(spans))
     assert batch.input_ids.tolist() == [[51, 52, 53], [61, 0, 0]]
     assert batch.position_ids.tolist() == [[2, 3, 4], [4, 4, 4]]
     assert gathered.slots.view(2, 7).tolist() == [[0, 0, 7, 8, 9, 10, 11], [1, 2, 3, 4, 5, 0, 0]]
@@ -38,7 +38,7 @@ def test_the_drawing_in_the_docstring():
 def test_a_run_may_be_the_beginning_of_its_owners_slots():
     spans = [Span([1], (Run("a", [4, 5, 6], 2), Run("b", [9], 1)), [7], [0])]
     assert spans[0].num_past == 3
-    assert gather(spans).slots.tolist() == [4, 5, 9, 7]
+    assert gather(pack(spans)).slots.tolist() == [4, 5, 9, 7]
     assert pack(spans).position_ids.tolist() == [[3]]
 
 
@@ -66,7 +66,7 @@ def test_every_column_is_a_real_token_or_padding(shapes):
         ids = [s % 90 for s in slots[past:]]
         spans.append(span(ids, slots[:past], slots[past:], outputs, cut=min(cut, past)))
         slots_of.append(slots)
-    batch, gathered = pack(spans), gather(spans)
+    batch, gathered = pack(spans), gather(pack(spans))
     num_rows, num_new = batch.input_ids.shape
     columns_of = gathered.slots.view(num_rows, -1).numpy()
     mask = gathered.mask.numpy()

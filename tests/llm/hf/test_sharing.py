@@ -17,10 +17,14 @@ from genlm_backend.cache import KVLayout, KVStore, LayerLayout, Run
 from genlm_backend.errors import ModelStateError
 from genlm_backend.llm.hf.attend import SharedAttend, block, dispatch, sharing
 from genlm_backend.llm.hf.attend.block import Block
-from genlm_backend.llm.hf.attend.sharing import plan_reading
-from genlm_backend.llm.hf.packing import Span
+from genlm_backend.llm.hf.attend.sharing import Reading
+from genlm_backend.llm.hf.packing import Span, paths_of
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
+
+
+def reading_of(spans, few_tokens):
+    return Reading.of(paths_of(spans), np.array([span.num_new for span in spans]), few_tokens)
 
 
 @st.composite
@@ -53,7 +57,7 @@ def forests(draw):
 @settings(max_examples=300, deadline=None)
 @given(forests(), st.sampled_from([1, 8, 40, 10**6]))
 def test_every_token_is_read_once_for_every_row_that_has_it(spans, few_tokens):
-    reading = plan_reading(spans, few_tokens)
+    reading = reading_of(spans, few_tokens)
     found = [{} for _ in spans]
     for part in reading.parts:
         assert len(part.slots) == len(part.positions) > 0
@@ -88,9 +92,9 @@ def test_every_token_is_read_once_for_every_row_that_has_it(spans, few_tokens):
 def test_a_prompt_is_one_part_and_what_follows_is_not():
     prompt = Run("prompt", range(1, 513), 512)
     spans = [Span([7], (prompt, Run(i, [600 + 7 * i], 1))) for i in range(20)]
-    reading = plan_reading(spans, 384)
+    reading = reading_of(spans, 384)
     (part,) = reading.parts
-    assert part.rows == tuple(range(20))
+    assert part.rows.tolist() == [*range(20)]
     assert part.is_consecutive
     assert reading.rest.slots.tolist() == [[600 + 7 * i] for i in range(20)]
     assert reading.rest.positions.tolist() == [[512]] * 20
@@ -99,7 +103,7 @@ def test_a_prompt_is_one_part_and_what_follows_is_not():
 def test_long_stretches_are_read_where_they_lie_and_short_ones_together():
     slots = [*range(1, 501), *range(700, 710), *range(1000, 1600)]
     spans = [Span([7], (Run("a", slots, len(slots)),)) for _ in range(2)]
-    parts = plan_reading(spans, 384).parts
+    parts = reading_of(spans, 384).parts
     assert [len(part) for part in parts] == [500, 600]
     assert all(part.is_consecutive for part in parts)
 

@@ -13,6 +13,7 @@ from genlm_backend.errors import ModelStateError
 from genlm_backend.llm.mlx import present
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
+from tests.llm.hf.paths_of import Particles
 from tests.llm.mlx import converted, sharpened
 
 pytestmark = [
@@ -123,6 +124,39 @@ def test_what_is_shared_is_read_once(monkeypatch):
         assert (read, copied) == ([100, 100], [])  # in each of two layers, and nothing beside
         for row, context in zip(rows, contexts, strict=True):
             torch.testing.assert_close(row, fresh_row(model, context), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("few_tokens", [4, 30])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "stablelm"])
+def test_steps_that_go_on_from_one_another_give_the_models_rows(name, few_tokens):
+    import mlx.core as mx
+
+    from genlm_backend.llm.mlx.attend import GatherAttend, SharedAttend
+    from genlm_backend.llm.mlx.store import MlxStore
+
+    model, generator = converted(families.make(name)), random.Random(name)
+    with over(model, kv_cache_bytes=1 << 20) as lm:
+        store = MlxStore(lm._mlx.passes.store.shapes, 300)
+    attend = GatherAttend(store) if name == "stablelm" else SharedAttend(store, few_tokens)
+
+    def run(batch):
+        with attend.attending(batch, model) as layers:
+            logits = model(mx.array(batch.input_ids.numpy()), cache=layers)
+        mx.eval(logits)
+        attend.keep(batch, layers)
+        found = torch.from_numpy(np.array(logits.astype(mx.float32)))
+        return found[batch.output_rows, batch.output_columns].log_softmax(-1)
+
+    prompt = generator.choices(range(families.VOCAB), k=20)
+    particles = Particles(run, attend, prompt, [20, 20, 20, 5, 20, 20, 9, 0])
+    for _ in range(5):
+        token_ids = generator.choices(range(families.VOCAB), k=len(particles.nodes))
+        rows = particles.step(token_ids)
+        for row, context in zip(rows, particles.contexts, strict=True):
+            logits = np.array(model(mx.array([context]))[0, -1].astype(mx.float32))
+            whole = torch.from_numpy(logits).log_softmax(-1)
+            torch.testing.assert_close(row, whole, rtol=0, atol=5e-5)
+        particles.pick(generator.choices(range(len(rows)), k=generator.randint(4, 9)))
 
 
 # -------------------------------------------------------------------- blocks

@@ -6,11 +6,31 @@ import abc
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.llm.hf.attend.sharing import Reading
 from genlm_backend.llm.hf.packing import PackedBatch
+from genlm_backend.llm.hf.paths import Paths
 
 
 class Attend(abc.ABC):
     """A way for the new tokens of a forward pass to attend to those before them."""
+
+    @abc.abstractmethod
+    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading | None:
+        """Return how a pass reads what its rows have cached, made anew.
+
+        A batch that carries it, or what it is a few decode steps later, is read so; one that
+        carries none is read as this says.
+
+        Args:
+            past: What the rows have cached.
+            num_new: Number of new tokens of each row: ``[B]``.
+
+        Returns:
+            The reading, or ``None`` where this way has no use for one.
+        """
 
     @abc.abstractmethod
     def attending(self, batch: PackedBatch, model: Any) -> AbstractContextManager[dict[str, Any]]:

@@ -14,19 +14,21 @@ masked: the right padding comes after every real token of its row, where causali
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
 from genlm_backend.cache import PADDING_SLOT, KVStore
 from genlm_backend.llm.hf.attend.base import Attend
 from genlm_backend.llm.hf.attend.indices import by_token
 from genlm_backend.llm.hf.attend.layer import SlotLayer
-from genlm_backend.llm.hf.packing import PackedBatch, Span
+from genlm_backend.llm.hf.packing import PackedBatch
+from genlm_backend.llm.hf.paths import Paths
 
 
 @final
@@ -45,25 +47,21 @@ class Gathered:
     num_past: int
 
 
-def gather(spans: Sequence[Span], wider: int = 0) -> Gathered:
+def gather(batch: PackedBatch, wider: int = 0) -> Gathered:
     """Return the columns of a batch whose new tokens have slots; pure.
 
     Args:
-        spans: The batch.
+        batch: The batch.
         wider: Number of columns more than the longest past has.
     """
-    num_past = wider + max(span.num_past for span in spans)
-    num_new = max(span.num_new for span in spans)
-    slots = np.full((len(spans), num_past + num_new), PADDING_SLOT, np.int64)
-    mask = np.ones((len(spans), num_past + num_new), np.int64)
-    for row, masked, span in zip(slots, mask, spans, strict=True):
-        column = first = num_past - span.num_past
-        masked[:first] = 0
-        for run in span.past:
-            row[column : column + run.num_tokens] = run.slots[: run.num_tokens]
-            column += run.num_tokens
-        row[num_past : num_past + span.num_new] = span.slots
-    return Gathered(torch.from_numpy(slots.reshape(-1)), torch.from_numpy(mask), num_past)
+    num_past = wider + int(batch.num_past.max())
+    new = np.full(batch.input_ids.numel(), PADDING_SLOT, np.int64)
+    new[slice(None) if batch.new_columns is None else batch.new_columns] = batch.new_slots
+    new = new.reshape(batch.input_ids.shape)
+    slots = np.concatenate([batch.past.columns(num_past), new], 1)
+    mask = np.arange(slots.shape[1]) >= num_past - batch.num_past[:, None]
+    mask = torch.from_numpy(mask.astype(np.int64))
+    return Gathered(torch.from_numpy(slots.reshape(-1)), mask, num_past)
 
 
 @final
@@ -78,10 +76,13 @@ class GatherAttend(Attend):
     def __init__(self, store: KVStore, wider: int = 0) -> None:
         self._store, self._wider = store, wider
 
+    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> None:
+        """Return ``None``: each row's past is copied."""
+
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Yield the mask of the left padding, and a cache of transformers over the slots."""
-        gathered = gather(batch.spans, self._wider)
+        gathered = gather(batch, self._wider)
         on: dict[torch.device, _Indices] = {}  # moved once to each device that has a layer
         layers: list[Any] = []
         for number, layer in enumerate(self._store.layout.layers):

@@ -8,7 +8,7 @@ from typing import Self, final
 import torch
 
 from genlm_backend.cache import KVStore
-from genlm_backend.llm.hf.attend.sharing import Part, Reading
+from genlm_backend.llm.hf.attend.sharing import Part, Reading, Step
 from genlm_backend.llm.hf.packing import PackedBatch
 
 
@@ -28,8 +28,7 @@ class PartIndices:
     @classmethod
     def of(cls, part: Part, num_rows: int, device: torch.device) -> Self:
         """Return the indices of a part of a pass of ``num_rows`` rows."""
-        is_everybody = len(part.rows) == num_rows
-        rows = None if is_everybody else torch.tensor(part.rows, dtype=torch.int64, device=device)
+        rows = _rows_of(part, num_rows, device)
         if part.is_consecutive:
             return cls(rows, slice(int(part.slots[0]), int(part.slots[-1]) + 1))
         return cls(rows, torch.from_numpy(part.slots).to(device))
@@ -57,6 +56,10 @@ class PartIndices:
         return keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
 
 
+def _rows_of(part: Part, num_rows: int, device: torch.device) -> torch.Tensor | None:
+    return None if len(part.rows) == num_rows else torch.from_numpy(part.rows).to(device)
+
+
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Indices:
@@ -65,7 +68,7 @@ class Indices:
     Attributes:
         new_slots: As in ``PackedBatch``.
         new_columns: As there.
-        rest: int64 ``[B * P]``: slots of what each row reads for itself.
+        rest: int64 ``[B, P]``: slots of what each row reads for itself.
         parts: The parts.
     """
 
@@ -81,8 +84,28 @@ class Indices:
         return cls(
             batch.new_slots.to(device),
             None if columns is None else columns.to(device),
-            torch.from_numpy(reading.rest.slots.reshape(-1)).to(device),
-            tuple(PartIndices.of(part, len(batch.spans), device) for part in reading.parts),
+            torch.from_numpy(reading.rest.slots).to(device),
+            tuple(PartIndices.of(part, batch.num_rows, device) for part in reading.parts),
+        )
+
+    def stepped(self, batch: PackedBatch, reading: Reading, step: Step) -> Indices:
+        """Return those of the next decode step, of which a row and a slot each come to the device.
+
+        Args:
+            batch: The packed step.
+            reading: How it is read.
+            step: The way there from the reading of these indices.
+        """
+        device = self.rest.device
+        rows, slots = (torch.from_numpy(own).to(device) for own in (step.rows, step.slots))
+        return Indices(
+            batch.new_slots.to(device),
+            None,
+            torch.cat([self.rest[rows], slots[:, None]], 1),
+            tuple(
+                PartIndices(_rows_of(part, batch.num_rows, device), self.parts[number].slots)
+                for number, part in zip(step.parts, reading.parts, strict=True)
+            ),
         )
 
     def write(
@@ -100,9 +123,9 @@ class Indices:
         self, store: KVStore, layer: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return new keys and values after each row's own past: ``[B, heads, P + Q, dim]``."""
-        if not len(self.rest):
+        if not self.rest.shape[1]:
             return keys, values
-        past = store.read(layer, self.rest)
+        past = store.read(layer, self.rest.view(-1))
         joined = [
             torch.cat([kept.view(len(new), -1, new.shape[1], new.shape[3]).transpose(1, 2), new], 2)
             for kept, new in zip(past, (keys, values), strict=True)
@@ -139,7 +162,7 @@ def by_head(
 
 def new_positions(batch: PackedBatch) -> torch.Tensor:
     """Return where the columns of new tokens stand in their contexts: int64 ``[B, Q]``."""
-    first = torch.tensor([span.num_past for span in batch.spans], dtype=torch.int64)
+    first = torch.from_numpy(batch.num_past)
     return first[:, None] + torch.arange(batch.input_ids.shape[1], dtype=torch.int64)
 
 
@@ -191,7 +214,9 @@ class PassMasks:
         else:
             rest = is_there & allowed.gather(3, positions.clamp(min=0).expand(-1, 1, num_new, -1))
             parts = [
-                allowed[list(part.rows)].index_select(3, torch.from_numpy(part.positions))
+                allowed[torch.from_numpy(part.rows)].index_select(
+                    3, torch.from_numpy(part.positions)
+                )
                 for part in reading.parts
             ]
         is_causal = allowed is None and bool(is_there.all())
@@ -205,6 +230,22 @@ class PassMasks:
             tuple(part is None or bool(part.any()) for part in parts),
             is_causal and not reading.rest.slots.size,
         )
+
+    def stepped(self, reading: Reading, step: Step) -> PassMasks:
+        """Return those of the next decode step, where all before count in both.
+
+        Args:
+            reading: How it is read.
+            step: The way there from the decode step that these are for.
+        """
+        rest = self.rest
+        if rest is not None and (reading.rest.positions[:, 0] >= 0).all():
+            rest = None  # the rows that had padding are gone
+        if rest is not None:
+            own = rest[torch.from_numpy(step.rows).to(rest.device)]
+            rest = torch.cat([own, torch.zeros_like(own[..., :1])], 3)
+        num_parts = len(reading.parts)
+        return PassMasks(rest, (None,) * num_parts, (True,) * num_parts, False)
 
 
 def _grouped(mask: torch.Tensor, group_size: int) -> torch.Tensor:

@@ -14,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
 from genlm_backend.cache import KVStore
@@ -31,8 +33,9 @@ from genlm_backend.llm.hf.attend.indices import (
     new_positions,
 )
 from genlm_backend.llm.hf.attend.layer import SlotLayer
-from genlm_backend.llm.hf.attend.sharing import plan_reading
+from genlm_backend.llm.hf.attend.sharing import Reading
 from genlm_backend.llm.hf.packing import PackedBatch
+from genlm_backend.llm.hf.paths import Paths
 
 LONG_COPY: Final = 4096
 """Tokens of a part, about, whose keys and values are decoded at once where they are in codes."""
@@ -71,6 +74,11 @@ class SharedAttend(Attend):
         self._store, self._wider = store, wider
         self._few_tokens = sharing.FEW_TOKENS if few_tokens is None else few_tokens
         self._dispatch: tuple[Any, Dispatch] | None = None
+        self._last: _Last | None = None
+
+    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading:
+        """Return the division of what is cached into parts and a rest."""
+        return Reading.of(past, num_new, self._few_tokens)
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
@@ -81,23 +89,91 @@ class SharedAttend(Attend):
         """
         if self._dispatch is None or self._dispatch[0] is not model:
             self._dispatch = model, Dispatch(model)
-        attention = _SharedAttention(self._store, batch, self._few_tokens, self._wider)
+        reading = batch.reading or self.reading(batch.past, batch.num_new)
+        tensors = _Tensors(batch, reading, self._last)
+        self._last = None
+        attention = _SharedAttention(self._store, batch, tensors, self._wider)
         with self._dispatch[1].to(attention):
             yield {"past_key_values": attention.cache(), "use_cache": True}
         attention.check_complete()
+        self._last = tensors.for_later()
+
+
+class _Last(NamedTuple):
+    """Tensors of a decode step, of which those of the next one are made.
+
+    Attributes:
+        name: The name of its reading.
+        indices: Its indices, by device.
+        masks: Its masks where all before count, by what ``_Tensors`` knows them by.
+    """
+
+    name: object
+    indices: dict[torch.device, Indices]
+    masks: dict[tuple[object, ...], PassMasks]
+
+
+@final
+class _Tensors:
+    """Indices and masks of one pass, by device; they are made when they are first asked for.
+
+    A decode step's are made of the last one's on the device, if that is the one it goes on from.
+
+    Args:
+        batch: The new tokens.
+        reading: How what is cached is read.
+        last: Tensors of the last step; ``None`` for none.
+    """
+
+    def __init__(self, batch: PackedBatch, reading: Reading, last: _Last | None) -> None:
+        self._batch, self._reading = batch, reading
+        self._indices: dict[torch.device, Indices] = {}
+        self._masks: dict[tuple[object, ...], PassMasks] = {}
+        step = reading.step
+        if step is None or last is None or last.name is not step.before:
+            return
+        for device, indices in last.indices.items():
+            self._indices[device] = indices.stepped(batch, reading, step)
+        for key, masks in last.masks.items():
+            self._masks[key] = masks.stepped(reading, step)
+
+    def for_later(self) -> _Last | None:
+        """Return what the next step may go on from; ``None`` where this was none."""
+        if self._batch.input_ids.shape[1] > 1:
+            return None
+        # Those of windows are functions of positions, which the next step has others of.
+        masks = {key: masks for key, masks in self._masks.items() if key[0] is None}
+        return _Last(self._reading.name, self._indices, masks)
+
+    def indices(self, device: torch.device) -> Indices:
+        """Return the indices on a device."""
+        if device not in self._indices:
+            self._indices[device] = Indices.of(self._batch, self._reading, device)
+        return self._indices[device]
+
+    def masks(self, mask: torch.Tensor | None, group_size: int, device: torch.device) -> PassMasks:
+        """Return the masks of layers of one kind.
+
+        Args:
+            mask: What they were given by ``Attention.mask``.
+            group_size: Number of heads that share a head of keys.
+            device: Where the layers are.
+        """
+        key = (None if mask is None else id(mask), group_size, device)
+        if key not in self._masks:
+            given = self._batch, self._reading, group_size, device
+            self._masks[key] = PassMasks.of(mask, *given)
+        return self._masks[key]
 
 
 @final
 class _SharedAttention(Attention):
     """The attention of one forward pass."""
 
-    def __init__(self, store: KVStore, batch: PackedBatch, few_tokens: int, wider: int) -> None:
-        self._store, self._batch = store, batch
-        self._reading = plan_reading(batch.spans, few_tokens)
-        self._num_past = wider + max(span.num_past for span in batch.spans)
-        self._indices: dict[torch.device, Indices] = {}  # moved once to each device with a layer
+    def __init__(self, store: KVStore, batch: PackedBatch, tensors: _Tensors, wider: int) -> None:
+        self._store, self._batch, self._tensors = store, batch, tensors
+        self._num_past = wider + int(batch.num_past.max())
         self._allowed: dict[int, torch.Tensor] = {}  # what ``mask`` has returned, by identity
-        self._masks: dict[tuple[object, ...], PassMasks] = {}
         # The layer whose new keys and values have come, and no query yet, and these.
         self._new: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self._num_attended = 0
@@ -175,7 +251,7 @@ class _SharedAttention(Attention):
         num_groups, group_size = keys.shape[1], num_heads // keys.shape[1]
         packed = query.reshape(num_rows, num_groups, group_size * num_new, dim)
         block = Block(dim**-0.5 if scaling is None else scaling, softcap)
-        masks = self._masks_of(mask, group_size, query.device)
+        masks = self._tensors.masks(mask, group_size, query.device)
         indices = self._on(layer)
         if masks.is_causal and block.fused(packed, values) is not None:
             total = block.attend_causally(packed, keys, values, group_size)
@@ -219,19 +295,7 @@ class _SharedAttention(Attention):
         return total
 
     def _on(self, layer: int) -> Indices:
-        device = self._store.layout.layers[layer].device
-        if device not in self._indices:
-            self._indices[device] = Indices.of(self._batch, self._reading, device)
-        return self._indices[device]
-
-    def _masks_of(
-        self, mask: torch.Tensor | None, group_size: int, device: torch.device
-    ) -> PassMasks:
-        key = (None if mask is None else id(mask), group_size, device)
-        if key not in self._masks:
-            given = self._batch, self._reading, group_size, device
-            self._masks[key] = PassMasks.of(mask, *given)
-        return self._masks[key]
+        return self._tensors.indices(self._store.layout.layers[layer].device)
 
 
 def _together(queries: torch.Tensor) -> torch.Tensor:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import Final, NamedTuple, final
+from dataclasses import dataclass, field
+from typing import Final, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.cache import PADDING_SLOT, Run
-from genlm_backend.llm.hf.packing import Span
+from genlm_backend.llm.hf.attend.sharing_loops import divide, extend_rest
+from genlm_backend.llm.hf.paths import Paths
 
 FEW_TOKENS = 384
 """Cached tokens, counted for each row that reads them, that cost as much as a product of their own.
@@ -35,12 +32,12 @@ class Part:
     """Cached tokens, and the rows whose contexts all have them.
 
     Attributes:
-        rows: Rows of the pass, ascending.
+        rows: int64 ``[G]``: rows of the pass, ascending.
         positions: int64 ``[n]``: where the tokens stand in the contexts, ascending.
         slots: int64 ``[n]``: their slots.
     """
 
-    rows: tuple[int, ...]
+    rows: NDArray[np.int64]
     positions: NDArray[np.int64]
     slots: NDArray[np.int64]
 
@@ -73,6 +70,60 @@ class Rest:
     slots: NDArray[np.int64]
     positions: NDArray[np.int64]
 
+    def stepped(
+        self, rows: NDArray[np.int64], slots: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> Rest:
+        """Return the rest of rows that go on from ``rows``, with a token more each."""
+        return Rest(*extend_rest(self.slots, self.positions, rows, slots, positions))
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Wear:
+    """How far a reading is from one that would be made anew.
+
+    Attributes:
+        num_columns: Number of columns that the rest had when it was made.
+        num_tokens: Number of tokens that it has taken to make it, parts and columns.
+        origins: Row that each row had then: int64 ``[B]``.
+        num_repeated: Number of tokens that have been copied since for several rows that were one,
+            summed over the steps.
+    """
+
+    num_columns: int
+    num_tokens: int
+    origins: NDArray[np.int64]
+    num_repeated: int = 0
+
+    def stepped(self, rows: NDArray[np.int64]) -> Wear:
+        """Return that of a reading whose rows go on from ``rows``."""
+        origins = self.origins[rows]
+        num_others = len(rows) - int(np.count_nonzero(np.bincount(origins)))
+        num_repeated = self.num_repeated + num_others * self.num_columns
+        return Wear(self.num_columns, self.num_tokens, origins, num_repeated)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """The way from a reading to that of the next decode step.
+
+    Attributes:
+        before: The ``name`` of the former.
+        rows: Row of the former that each row goes on from: int64 ``[B]``.
+        slots: Slot of the token more that each row has: int64 ``[B]``.
+        parts: Numbers of the parts of the former that are still read.
+    """
+
+    before: object
+    rows: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    parts: tuple[int, ...]
+
+
+MIN_ADDED: Final = 64
+"""Columns that a rest may get at least before it is made anew."""
+
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,106 +133,83 @@ class Reading:
     Attributes:
         parts: Stretches that are read once for all of their rows.
         rest: Everything else.
+        num_past: Number of cached tokens of each row: int64 ``[B]``.
+        wear: What has happened since it was made.
+        step: The step that has led to it; ``None`` where it was made anew.
+        name: What a later ``Step`` knows it by.
     """
 
     parts: tuple[Part, ...]
     rest: Rest
+    num_past: NDArray[np.int64]
+    wear: Wear
+    step: Step | None = None
+    name: object = field(default_factory=object)
 
+    @classmethod
+    def of(cls, past: Paths, num_new: NDArray[np.int64], few_tokens: int) -> Self:
+        """Divide what the rows of a pass have cached, in time linear in what is distinct of it.
 
-def plan_reading(spans: Sequence[Span], few_tokens: int) -> Reading:
-    """Divide what the rows of a pass have cached into parts and a rest.
+        Args:
+            past: What they have cached.
+            num_new: Number of new tokens of each row: ``[B]``.
+            few_tokens: Such as ``FEW_TOKENS``.
+        """
+        # A tree may be large, and most of it is not touched: fresh zeros cost what is written.
+        numbers = np.zeros(len(past.parent), np.int32)
+        is_long = num_new >= MANY_NEW_TOKENS
+        tree = past.parent, past.depth, past.slot
+        slots, positions, shared, bounds, starts, num_rows, order, rest = divide(
+            *tree, past.nodes, is_long, few_tokens, numbers
+        )
+        parts: list[Part] = []
+        for start, stop in itertools.pairwise(bounds.tolist()):
+            own = shared[start:stop]
+            first, size = starts[own[0]], num_rows[own[0]]
+            parts.append(Part(np.sort(order[first : first + size]), positions[own], slots[own]))
+        num_columns = rest[0].shape[1]
+        wear = Wear(num_columns, len(shared) + rest[0].size, np.arange(len(past.nodes)))
+        return cls(tuple(parts), Rest(*rest), past.num_tokens, wear)
 
-    Args:
-        spans: The rows.
-        few_tokens: Such as ``FEW_TOKENS``.
-    """
-    is_long = [span.num_new >= MANY_NEW_TOKENS for span in spans]
-    pieces, rests = _by_rows(spans, 0 if any(is_long) else few_tokens // 2)
-    parts: list[Part] = []
-    for piece in pieces:
-        lying, others = _divide(piece, few_tokens)
-        parts += lying
-        num_saved = (len(piece.rows) - 1) * len(others)  # they are copied once
-        if len(others) and (num_saved >= few_tokens or any(is_long[row] for row in piece.rows)):
-            parts.append(others)
-        elif len(others):
-            for row in piece.rows:
-                rests[row].append(_Stretch(others.positions, others.slots))
-    return Reading(tuple(parts), _rest(rests))
+    @property
+    def is_worn(self) -> bool:
+        """Whether the next step should have one that is made anew.
 
+        What rows have come to share since it was made is copied for each of them. So it is made
+        anew once its rest is twice as wide, or once that has copied as many tokens needlessly as
+        it takes to make one.
+        """
+        wear = self.wear
+        num_added = self.rest.slots.shape[1] - wear.num_columns
+        most = max(MIN_ADDED, wear.num_columns)
+        return num_added > most or wear.num_repeated > wear.num_tokens
 
-class _Stretch(NamedTuple):
-    """Cached tokens of one row.
+    def stepped(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> Reading:
+        """Return the reading of the next decode step, each of whose rows has a token more.
 
-    Attributes:
-        positions: Where they stand in the context, ascending.
-        slots: Their slots.
-    """
-
-    positions: NDArray[np.int64]
-    slots: Sequence[int] | NDArray[np.int64]
-
-
-def _by_rows(spans: Sequence[Span], few_tokens: int) -> tuple[list[Part], list[list[_Stretch]]]:
-    """Divide what is cached by the rows that have it.
-
-    Returns:
-        Stretches of any length, and for each row those of its own that have few tokens.
-    """
-    readers: defaultdict[tuple[object, int], list[tuple[int, int, Run]]] = defaultdict(list)
-    for row, span in enumerate(spans):
-        position = 0
-        for run in span.past:
-            if run.num_tokens:
-                readers[run.owner, position].append((run.num_tokens, row, run))
-            position += run.num_tokens
-    pieces: defaultdict[tuple[int, ...], list[_Stretch]] = defaultdict(list)
-    rests: list[list[_Stretch]] = [[] for _ in spans]
-    positions = np.arange(max(span.num_past for span in spans))
-    for (_, first), found in readers.items():
-        num_tokens, row, run = found[0]
-        if len(found) == 1 and num_tokens <= few_tokens:
-            slots = run.slots if num_tokens == len(run.slots) else run.slots[:num_tokens]
-            rests[row].append(_Stretch(positions[first : first + num_tokens], slots))
-            continue
-        found.sort(key=lambda reader: reader[:2])
-        slots, start = np.asarray(found[-1][2].slots, np.int64), 0
-        for index, (stop, _, _) in enumerate(found):
-            if stop > start:
-                rows = tuple(sorted(row for _, row, _ in found[index:]))
-                own = positions[first + start : first + stop]
-                pieces[rows].append(_Stretch(own, slots[start:stop]))
-                start = stop
-    return [_joined(rows, chain) for rows, chain in pieces.items()], rests
-
-
-def _joined(rows: tuple[int, ...], stretches: list[_Stretch]) -> Part:
-    stretches.sort(key=lambda stretch: int(stretch.positions[0]))
-    positions = np.concatenate([stretch.positions for stretch in stretches])
-    return Part(rows, positions, np.concatenate([stretch.slots for stretch in stretches]))
-
-
-def _divide(piece: Part, few_tokens: int) -> tuple[list[Part], Part]:
-    """Return the stretches of a piece that are worth being read where they lie, and the others."""
-    bounds = [0, *(np.flatnonzero(np.diff(piece.slots) != 1) + 1).tolist(), len(piece)]
-    is_other = np.ones(len(piece), bool)
-    lying: list[Part] = []
-    for start, stop in itertools.pairwise(bounds):
-        size = stop - start
-        if size * len(piece.rows) >= few_tokens and 2 * size > few_tokens:
-            is_other[start:stop] = False
-            lying.append(Part(piece.rows, piece.positions[start:stop], piece.slots[start:stop]))
-    return lying, piece.only(is_other) if lying else piece
-
-
-def _rest(rests: Sequence[list[_Stretch]]) -> Rest:
-    sizes = np.array([sum([len(one.slots) for one in stretches]) for stretches in rests])
-    num_past = int(sizes.max())
-    slots = np.full((len(rests), num_past), PADDING_SLOT, np.int64)
-    positions = np.full((len(rests), num_past), -1, np.int64)
-    if num_past:
-        is_there = np.arange(num_past) >= num_past - sizes[:, None]
-        stretches = [*chain.from_iterable(rests)]
-        slots[is_there] = np.concatenate([one.slots for one in stretches])
-        positions[is_there] = np.concatenate([one.positions for one in stretches])
-    return Rest(slots, positions)
+        Args:
+            rows: Row that each row of the step goes on from: int64 ``[B]``, in any order, some
+                several times, some not at all.
+            slots: Slot of the token that it has cached beside: int64 ``[B]``. What was cached is
+                where it was.
+        """
+        parts: list[Part] = []
+        numbers: list[int] = []
+        everybody = np.arange(len(rows))
+        for number, part in enumerate(self.parts):
+            own = everybody
+            if len(part.rows) < len(self.num_past):
+                is_reader = np.zeros(len(self.num_past), bool)
+                is_reader[part.rows] = True
+                own = np.flatnonzero(is_reader[rows])
+            if len(own):
+                parts.append(Part(own, part.positions, part.slots))
+                numbers.append(number)
+        num_past = self.num_past[rows]
+        return Reading(
+            tuple(parts),
+            self.rest.stepped(rows, slots, num_past),
+            num_past + 1,
+            self.wear.stepped(rows),
+            Step(self.name, rows, slots, tuple(numbers)),
+        )

@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import Cache
 
 from genlm_backend.cache import KVLayout, LayerLayout
@@ -14,6 +16,7 @@ from genlm_backend.llm.hf.attend.base import Attend
 from genlm_backend.llm.hf.attend.indices import by_head, by_token
 from genlm_backend.llm.hf.attend.layer import SlotLayer
 from genlm_backend.llm.hf.packing import PackedBatch
+from genlm_backend.llm.hf.paths import Paths
 
 
 @final
@@ -30,12 +33,14 @@ class WholeAttend(Attend):
         layers = () if layout is None else layout.layers
         self._rounding = [layer for layer in layers if layer.kept is not None]
 
+    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> None:
+        """Return ``None``: there is nothing to read."""
+
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Yield a mask of the right padding, int64 ``[B, Q]``."""
-        mask = torch.ones_like(batch.input_ids)
-        for row, span in zip(mask, batch.spans, strict=True):
-            row[span.num_new :] = 0
+        columns = np.arange(batch.input_ids.shape[1])
+        mask = torch.from_numpy((columns < batch.num_new[:, None]).astype(np.int64))
         if not self._rounding:
             yield {"attention_mask": mask, "use_cache": False}
             return

@@ -8,13 +8,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
+from genlm_backend.llm.hf.attend.sharing import Reading
 from genlm_backend.llm.hf.packing import PackedBatch
+from genlm_backend.llm.hf.paths import Paths
 from genlm_backend.llm.mlx.store import MlxStore
 
 
 class MlxAttend(abc.ABC):
     """A way for the new tokens of a forward pass to attend to those before them."""
+
+    @abc.abstractmethod
+    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading | None:
+        """Return how a pass reads what its rows have cached, made anew; see ``Attend.reading``."""
 
     @abc.abstractmethod
     def attending(

@@ -7,9 +7,11 @@ from typing import Any, final
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from genlm_backend.cache.slots import PADDING_SLOT
 from genlm_backend.llm.hf.packing import PackedBatch
+from genlm_backend.llm.hf.paths import Paths
 from genlm_backend.llm.mlx.attend.base import MlxAttend, SlotLayer, as_caches, keep_new
 from genlm_backend.llm.mlx.store import MlxStore
 
@@ -26,6 +28,9 @@ class GatherAttend(MlxAttend):
 
     def __init__(self, store: MlxStore, by_group: bool = False) -> None:
         self._store, self._by_group = store, by_group
+
+    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> None:
+        """Return ``None``: each row's past is copied."""
 
     def attending(
         self, batch: PackedBatch, model: Any
@@ -57,14 +62,12 @@ class _Past:
     """
 
     def __init__(self, batch: PackedBatch, by_group: bool) -> None:
-        self._lengths = np.array([span.num_past for span in batch.spans], np.int32)
+        self._lengths = batch.num_past.astype(np.int32)
         longest = int(self._lengths.max())
-        slots = np.full((len(batch.spans), longest), PADDING_SLOT, np.int32)
-        for row, span in zip(slots, batch.spans, strict=True):
-            start = 0
-            for run in span.past:
-                row[start : start + run.num_tokens] = run.slots[: run.num_tokens]
-                start += run.num_tokens
+        slots = np.full((batch.num_rows, longest), PADDING_SLOT, np.int32)
+        before = np.arange(longest)
+        is_there = before < self._lengths[:, None]
+        slots[is_there] = batch.past.columns(longest)[is_there[:, ::-1]]
         is_even = bool((self._lengths == longest).all())
         self._is_even, self._longest = is_even, longest
         self._axes = (1, 2) if by_group else (1,)

@@ -15,10 +15,12 @@ from typing import Any, Final, NamedTuple, final
 import mlx.core as mx
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from genlm_backend.llm.hf.attend.indices import PassMasks, new_positions
-from genlm_backend.llm.hf.attend.sharing import FEW_TOKENS, Part, Reading, plan_reading
+from genlm_backend.llm.hf.attend.sharing import FEW_TOKENS, Part, Reading
 from genlm_backend.llm.hf.packing import PackedBatch
+from genlm_backend.llm.hf.paths import Paths
 from genlm_backend.llm.mlx.attend.base import MlxAttend, SlotLayer, keep_new
 from genlm_backend.llm.mlx.attend.block import Attended, attend
 from genlm_backend.llm.mlx.attend.dispatch import Dispatch, attends_otherwise
@@ -48,6 +50,10 @@ class SharedAttend(MlxAttend):
         self._gathered = GatherAttend(store)
         self._dispatch: tuple[Any, Dispatch] | None = None
 
+    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading | None:
+        """Return the division of what several rows have cached into parts and a rest."""
+        return Reading.of(past, num_new, self._few_tokens) if len(num_new) > 1 else None
+
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[list[Any] | None]:
         """Yield layers that attend by themselves, and have the model's layers ask them.
@@ -55,7 +61,7 @@ class SharedAttend(MlxAttend):
         Raises:
             ModelStateError: (``RuntimeError``) If some layer has not asked.
         """
-        reading = plan_reading(batch.spans, self._few_tokens) if len(batch.spans) > 1 else None
+        reading = batch.reading or self.reading(batch.past, batch.num_new)
         if reading is None or not reading.parts:
             with self._gathered.attending(batch, model) as layers:
                 yield layers
@@ -100,10 +106,10 @@ class _SharedAttention:
 
     def __init__(self, batch: PackedBatch, reading: Reading, makes_arrays: bool) -> None:
         self._batch, self._reading, self._makes_arrays = batch, reading, makes_arrays
-        self.parts = [_PartIndices(part, len(batch.spans)) for part in reading.parts]
+        self.parts = [_PartIndices(part, batch.num_rows) for part in reading.parts]
         rest = reading.rest.slots
         self.rest = mx.array(rest.astype(np.int32)) if rest.size else None
-        lengths = np.array([span.num_past for span in batch.spans], np.int32)
+        lengths = batch.num_past.astype(np.int32)
         self._longest = int(lengths.max())
         is_even = bool((lengths == self._longest).all())
         self.offset: int | mx.array = self._longest if is_even else mx.array(lengths)
@@ -181,7 +187,7 @@ class _PartIndices:
 
     def __init__(self, part: Part, num_rows: int) -> None:
         is_everybody = len(part.rows) == num_rows
-        self.rows = None if is_everybody else mx.array(np.array(part.rows, np.int32))
+        self.rows = None if is_everybody else mx.array(part.rows.astype(np.int32))
         first, last = int(part.slots[0]), int(part.slots[-1])
         is_stretch = part.is_consecutive
         self.slots = slice(first, last + 1) if is_stretch else mx.array(part.slots.astype(np.int32))

@@ -8,8 +8,10 @@ from typing import Any, final
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
+from numpy.typing import NDArray
 
 from genlm_backend.llm.hf.packing import PackedBatch
+from genlm_backend.llm.hf.paths import Paths
 from genlm_backend.llm.mlx.attend.base import MlxAttend, as_caches
 from genlm_backend.llm.mlx.store import LayerShape
 
@@ -20,6 +22,9 @@ class WholeAttend(MlxAttend):
 
     The model has caches of its own, new ones: some layers read what others have put there.
     """
+
+    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> None:
+        """Return ``None``: there is nothing to read."""
 
     def attending(
         self, batch: PackedBatch, model: Any

@@ -1,0 +1,147 @@
+"""Paths in a tree of tokens: their columns, and how they are read."""
+
+import random
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlm_backend.llm.hf.attend.sharing import Reading
+from tests.llm.hf.paths_of import Tree, parts_of, read_by_row, rows_in_trees
+from tests.llm.hf.plan_of_runs import plan_reading
+
+
+def reading_of(tree, nodes, num_new=None, few_tokens=384):
+    """The reading of rows that end in some nodes, with one new token each."""
+    num_new = [1] * len(nodes) if num_new is None else num_new
+    return Reading.of(tree.paths(nodes), np.array(num_new), few_tokens)
+
+
+@settings(max_examples=400, deadline=None)
+@given(rows_in_trees(), st.sampled_from([0, 1, 4, 8, 20, 40, 10**6]))
+def test_every_token_is_read_once_for_each_row_and_together_as_spans_are(rows, few_tokens):
+    tree, nodes, num_new = rows
+    reading = reading_of(tree, nodes, num_new, few_tokens)
+    paths = [tree.path(node) for node in nodes]
+    expected = [[(i, tree.slot[node]) for i, node in enumerate(path)] for path in paths]
+    assert read_by_row(reading, len(nodes)) == expected
+    planned = plan_reading(tree.spans(nodes, num_new), few_tokens)
+    assert parts_of(reading) == parts_of(planned)
+    ranks = planned.rest.positions.argsort(1)  # its columns are in any order
+    for found, wanted in zip(_columns(reading), _columns(planned), strict=True):
+        assert found.tolist() == np.take_along_axis(wanted, ranks, 1).tolist()
+
+
+def _columns(reading):
+    return reading.rest.slots, reading.rest.positions
+
+
+@given(rows_in_trees(), st.integers(0, 3))
+def test_columns_are_the_slots_of_each_row_behind_padding(rows, wider):
+    tree, nodes, _ = rows
+    past = tree.paths(nodes)
+    own = [[tree.slot[node] for node in tree.path(node)] for node in nodes]
+    assert past.num_tokens.tolist() == [len(slots) for slots in own]
+    width = max(map(len, own)) + wider
+    assert past.columns(width).tolist() == [[0] * (width - len(slots)) + slots for slots in own]
+
+
+def test_rows_below_roots_of_their_own_share_nothing():
+    tree = Tree()
+    other = tree.add(0, 9)
+    tree.depth[other] = 0  # another root
+    ends = [tree.add(root, slot) for root, slot in ((0, 4), (other, 5), (0, 4))]
+    reading = reading_of(tree, ends[:2], few_tokens=0)
+    assert parts_of(reading) == [([0], [4], [0]), ([0], [5], [1])]
+
+
+def test_a_lineage_that_is_forked_at_each_token_is_one_part_as_an_unforked_one():
+    tree, node = Tree(), 0
+    for i in range(2000):
+        node = tree.add(node, 2 * i + 1)
+        tree.add(node, 2 * i + 2)  # nobody goes on there
+    ends = [tree.add(node, 5000 + 2 * i) for i in range(32)]
+    (part,) = reading_of(tree, ends).parts
+    assert part.slots.tolist() == [*range(1, 4000, 2)]
+    assert part.rows.tolist() == [*range(32)]
+    assert not part.is_consecutive
+
+
+def test_rows_without_anything_cached_have_no_columns():
+    reading = reading_of(Tree(), [0, 0])
+    assert not reading.parts
+    assert reading.rest.slots.shape == (2, 0)
+
+
+# -------------------------------------------------------------------- the next step
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rows_in_trees(num_new=(1,)),
+    st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=9), max_size=6),
+    st.sampled_from([0, 1, 4, 20, 10**6]),
+    st.integers(0, 99),
+)
+def test_a_reading_that_is_stepped_reads_what_one_made_anew_does(rows, picks, few_tokens, seed):
+    tree, nodes, _ = rows
+    reading = reading_of(tree, nodes, few_tokens=few_tokens)
+    slots = iter(random.Random(seed).sample(range(1000, 2000), 1000))
+    origins, repeated = [*range(len(nodes))], 0
+    for step, pick in enumerate(picks):
+        computed = [tree.add(node, next(slots)) for node in nodes]
+        before = [i % len(nodes) for i in pick]
+        nodes = [computed[i] for i in before]
+        made = reading
+        rows, added = np.array(before), np.array([tree.slot[node] for node in nodes])
+        reading = made.stepped(rows, added)
+        anew = reading_of(tree, nodes, few_tokens=few_tokens)
+        assert read_by_row(reading, len(nodes)) == read_by_row(anew, len(nodes))
+        assert reading.num_past.tolist() == anew.num_past.tolist()
+        assert reading.rest.slots.shape == (len(nodes), made.rest.slots.shape[1] + 1)
+        assert reading.step is not None
+        assert reading.step.before is made.name
+        kept = [made.parts[number].slots for number in reading.step.parts]
+        assert [part.slots for part in reading.parts] == kept  # the same arrays
+        origins = [origins[i] for i in before]
+        repeated += (len(origins) - len({*origins})) * (reading.rest.slots.shape[1] - step - 1)
+        assert reading.wear.num_repeated == repeated
+
+
+def test_a_part_of_all_rows_stays_one_and_others_lose_theirs():
+    tree, node = Tree(), 0
+    for i in range(10):
+        node = tree.add(node, i + 1)
+    ends = [node, node, node, node]
+    for i in range(10):
+        ends[2] = tree.add(ends[2], 20 + i)
+    ends[3] = ends[2]
+    reading = reading_of(tree, ends, few_tokens=10)
+    assert [part.rows.tolist() for part in reading.parts] == [[0, 1, 2, 3], [2, 3]]
+    other = reading.stepped(np.array([3, 0, 2, 3, 1]), np.arange(50, 55))
+    assert [part.rows.tolist() for part in other.parts] == [[0, 1, 2, 3, 4], [0, 2, 3]]
+    (part,) = other.stepped(np.array([1, 4]), np.arange(60, 62)).parts
+    assert part.rows.tolist() == [0, 1]
+
+
+def test_a_reading_is_worn_once_its_rest_has_grown_or_rows_have_become_one():
+    tree = Tree()
+    ends = [0, 0, 0, 0]
+    for i in range(100):
+        ends = [tree.add(node, 4 * i + j + 1) for j, node in enumerate(ends)]
+    reading = made = reading_of(tree, ends)
+    everybody = np.arange(4)
+    for i in range(100):
+        assert not reading.is_worn
+        reading = reading.stepped(everybody, 1000 + 4 * i + everybody)
+    assert not reading.is_worn
+    assert reading.stepped(everybody, 2000 + everybody).is_worn
+    # Three rows too many of 100 tokens, where 400 tokens have been read to make it.
+    one = made.stepped(np.zeros(4, np.int64), np.full(4, 600))
+    assert not one.is_worn
+    assert one.stepped(everybody, 700 + everybody).is_worn
+    empty = reading_of(Tree(), [0])
+    for i in range(64):
+        empty = empty.stepped(everybody[:1], np.array([i]))
+        assert not empty.is_worn
+    assert empty.stepped(everybody[:1], np.array([9])).is_worn
