@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from genlm_backend.errors import DeviceError, OptionError, OptionTypeError
@@ -55,6 +56,7 @@ def check_names(
     of: str,
     error: type[Exception] = OptionTypeError,
     also: Iterable[str] = (),
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Raise an error with near names unless every name is known.
 
@@ -64,11 +66,13 @@ def check_names(
         of: What the message calls a name that there is.
         error: Type of the error to raise.
         also: Names for the message that are known elsewhere.
+        elsewhere: Names of other libraries, and what each is called here.
     """
     for name in given:
         if name not in known:
             names = dict.fromkeys([*known, *also])
-            near = near_names(name, names)
+            meant = elsewhere.get(name)
+            near = f"; did you mean {meant}?" if meant else near_names(name, names)
             raise error(f"{name} is no {of}{near or ': there are ' + ', '.join(names)}")
 
 

@@ -19,7 +19,7 @@ from genlm_backend.checks import (
     text,
 )
 from genlm_backend.errors import GenerationConfigError, OptionError
-from genlm_backend.generation.fields import replaced
+from genlm_backend.generation.fields import check_fields, replaced
 from genlm_backend.generation.hf_config import fields_of_hf, own_config
 from genlm_backend.generation.multi_media import MultiMediaInfo
 from genlm_backend.llm.base import AsyncLM
@@ -44,7 +44,9 @@ class GenerationConfig:
         max_length: Tokens of prompt and text together, at most.
         min_length: Tokens of prompt and text together before the text may end.
         min_new_tokens: Tokens of the text before it may end.
-        early_stopping: Whether to stop at an end-of-sequence token at all.
+        early_stopping: ``False`` for texts that no end-of-sequence token ends; ``True`` and
+            ``None`` say that one does. In transformers, the name is of ``beam_early_stopping``: so
+            it is refused beside ``num_beams``, where ``eos_token_id=()`` says ``False``.
         eos_token_id: One or several tokens that end a text; ``None`` for the model's own,
             ``lm.eos_token_ids``.
         stop_words_ids: Lists of token ids; a text that ends with one of them is complete. ``None``
@@ -86,7 +88,7 @@ class GenerationConfig:
     max_length: int | None = None
     min_length: int = 0
     min_new_tokens: int = 0
-    early_stopping: bool = True
+    early_stopping: bool | None = None
     eos_token_id: int | Sequence[int] | None = None
     stop_words_ids: Sequence[Sequence[int]] | None = ()
     stop: str | Sequence[str] | None = ()
@@ -104,6 +106,11 @@ class GenerationConfig:
     length_penalty: float = 1.0
     beam_early_stopping: bool | Literal["never"] = False
     mm_info: MultiMediaInfo | None = None
+
+    def __new__(cls, **fields: Any) -> Self:
+        """Check the names, which ``__init__`` would refuse without a word about others."""
+        check_fields(cls, fields, GenerationConfigError, _ELSEWHERE)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in _CHECKS}
@@ -135,6 +142,11 @@ class GenerationConfig:
             self._check(
                 "beam_early_stopping", not self.beam_early_stopping, "False unless num_beams > 1"
             )
+        elif self.early_stopping is not None:
+            raise GenerationConfigError(
+                f"early_stopping must be left out with num_beams > 1, got {self.early_stopping}: "
+                f"{_EARLY_STOPPING}, and eos_token_id=() has no token end a text"
+            )
         self._check(
             "top_logprobs", self.logprobs or not self.top_logprobs, "0 unless logprobs=True"
         )
@@ -150,7 +162,7 @@ class GenerationConfig:
             GenerationConfigError: (``ValueError``) As at construction, and for a name that is no
                 field.
         """
-        return replaced(self, fields, GenerationConfigError)
+        return replaced(self, fields, GenerationConfigError, _ELSEWHERE)
 
     @classmethod
     def from_hf(cls, config: Any) -> Self:
@@ -175,6 +187,18 @@ class GenerationConfig:
         """Make one of the model's own defaults, where it has any."""
         config = own_config(_MODEL("lm", lm))
         return cls() if config is None else cls.from_hf(config)
+
+
+_EARLY_STOPPING = "what transformers calls so, how a beam search ends, is beam_early_stopping"
+
+
+def _early_stopping(name: str, value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    raise OptionError(
+        f"{name} must be True or False, whether an end-of-sequence token ends a text, got "
+        f"{shown(value)}: {_EARLY_STOPPING}"
+    )
 
 
 def _eos(name: str, value: Any) -> int | tuple[int, ...] | None:
@@ -213,7 +237,7 @@ _CHECKS = {
     "max_length": optional(integer(1)),
     "min_length": integer(0),
     "min_new_tokens": integer(0),
-    "early_stopping": switch,
+    "early_stopping": _early_stopping,
     "eos_token_id": _eos,
     "stop_words_ids": _words,
     "stop": _stop,
@@ -233,3 +257,17 @@ _CHECKS = {
     "mm_info": optional(instance(MultiMediaInfo, "a MultiMediaInfo(images=[…])")),
 }
 """Checks of the fields by name; what they return is what the field becomes."""
+
+_ELSEWHERE = {
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "stop_words": "stop",
+    "stop_token_ids": "eos_token_id",
+    "eos_token_ids": "eos_token_id",
+    "ignore_eos": "early_stopping=False",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+}
+"""Names of transformers, vLLM and OpenAI, and the field that each is here."""

@@ -56,7 +56,7 @@ def config_of_kwargs(
         merged.max_new_tokens = 20  # as model.generate
     config = GenerationConfig.from_hf(merged)
     if merged.eos_token_id is None:
-        ours["early_stopping"] = False
+        ours["eos_token_id"] = ()
     return config.replace(**ours, **_new_tokens(config, width))
 
 

@@ -114,6 +114,8 @@ def _check_is_one(prompt: Any) -> None:
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else None
     if isinstance(prompt, Mapping) and "role" in prompt:
         hint = ": a chat is a list of messages"
+    elif isinstance(first, (list, tuple)) and len(prompt) == 1 and not is_chat(first):
+        hint = ": pass prompt[0], which is its one row"
     elif isinstance(first, (str, list, tuple)):
         hint = ": call once for each of several prompts"
     elif isinstance(prompt, Iterable):
@@ -249,7 +251,7 @@ def _max_length(
 
 
 def _eos_ids(lm: AsyncLM, config: GenerationConfig) -> frozenset[int]:
-    if not config.early_stopping:
+    if config.early_stopping is False:
         return frozenset()
     given = listed_ids(config.eos_token_id)
     if given is None:

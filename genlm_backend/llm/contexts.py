@@ -184,15 +184,19 @@ def _listed(token_ids: Any, name: str) -> list[Any]:
         if token_ids.ndim != 1:
             raise ContextTypeError(
                 f"{name} must have one dimension, got an array of shape {tuple(token_ids.shape)}"
+                f"{_way_out(token_ids, name)}"
             )
         try:
             token_ids = token_ids.tolist()
         except (RuntimeError, TypeError) as error:  # a tensor on "meta", or one of sparse layout
             raise ContextTypeError(f"{name} hold no integers: {shown(token_ids)}") from error
     elif isinstance(token_ids, Mapping):  # as tokenizers and chat templates return
-        raise ContextTypeError(
-            f"{name} must be integers, got a {type(token_ids).__name__}: pass its 'input_ids'"
-        )
+        ids = token_ids.get("input_ids")
+        hint = _way_out(ids, "its input_ids") or ": pass its 'input_ids'"
+        raise ContextTypeError(f"{name} must be integers, got a {type(token_ids).__name__}{hint}")
+    elif isinstance(token_ids, (list, tuple)) and _num_rows(token_ids):
+        hint = _way_out(token_ids, name)
+        raise ContextTypeError(f"{name} must be integers, got {shown(token_ids)}{hint}")
     elif isinstance(token_ids, (str, bytes, bytearray)):
         raise ContextTypeError(
             f"{name} must be integers, got {type(token_ids).__name__}: encode the text with "
@@ -205,6 +209,25 @@ def _listed(token_ids: Any, name: str) -> list[Any]:
         if isinstance(token_ids, (int, np.integer)):
             message += "; put it into a list"
         raise ContextTypeError(message) from None
+
+
+def _num_rows(ids: Any) -> int:
+    """Return the number of rows of token ids in two dimensions, as tokenizers return; 0 of others.
+
+    The texts of a batch are so, and a single one too where tensors are asked for.
+    """
+    if hasattr(ids, "ndim"):
+        return ids.shape[0] if ids.ndim == 2 else 0
+    is_list = isinstance(ids, (list, tuple)) and len(ids)
+    return len(ids) if is_list and isinstance(ids[0], (list, tuple)) else 0
+
+
+def _way_out(ids: Any, name: str) -> str:
+    """Return what to pass of token ids in two dimensions, or nothing."""
+    num_rows = _num_rows(ids)
+    if num_rows == 1:
+        return f": pass {name}[0], which is its one row"
+    return f": pass one of its rows, such as {name}[0], without padding" if num_rows else ""
 
 
 _token_id = integer()

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, final
 import numpy as np
 import torch
 
-from genlm_backend.checks import checked, integer, optional, sequence, switch
+from genlm_backend.checks import check_names, checked, integer, optional, sequence, switch
 from genlm_backend.llm.draw import TEMPERATURE, as_scores, draw_token
 from genlm_backend.llm.drawing import Drawing
 from genlm_backend.llm.query import Query, check_known_ids
@@ -24,15 +24,13 @@ class Sampled(list[int]):
 
     Attributes:
         finish_reason: ``"eos"`` where a token came that ends a text, which is not among them;
-            ``"length"`` where there are as many as were asked for; ``"max_length"`` where the
-            model takes no longer context, so that there are fewer.
+            ``"length"`` where there are as many as were asked for, or fewer where the model takes
+            no longer context.
     """
 
     __slots__ = ("finish_reason",)
 
-    def __init__(
-        self, token_ids: Iterable[int], finish_reason: Literal["eos", "length", "max_length"]
-    ) -> None:
+    def __init__(self, token_ids: Iterable[int], finish_reason: Literal["eos", "length"]) -> None:
         super().__init__(token_ids)
         self.finish_reason = finish_reason
 
@@ -85,6 +83,30 @@ CHECKS: Final = {
     "progress": switch,
 }
 """Checks of what samplers and the ``sample`` methods of models take, by name."""
+
+
+_OF_GENERATE = (
+    *("num_beams", "stop", "stop_strings", "stop_words_ids", "stop_token_ids", "top_k", "top_p"),
+    *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "response_format"),
+    *("max_length", "min_new_tokens", "logprobs"),
+)
+
+_ELSEWHERE: Final = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "eos_token_id": "eos_token_ids",
+    "do_sample": "temperature (0 takes the most probable token)",
+    "n": "batch_sample([prompt] * n, …)",
+    "num_return_sequences": "batch_sample([prompt] * n, …)",
+    **dict.fromkeys(_OF_GENERATE, "generate(lm, prompt, …), which has stop, num_beams and top_k"),
+}
+"""Names that other methods and libraries have, and what each is of ``sample``."""
+
+
+def check_no_others(method: str, others: Iterable[str]) -> None:
+    """Raise an ``OptionTypeError`` with what was meant for a name that is no option of a method."""
+    options = ("max_tokens", "eos_token_ids", "temperature", "seed", "lora_name")
+    check_names(others, [], f"option of {method}", also=options, elsewhere=_ELSEWHERE)
 
 
 def check_sampling(vocab_size: int, **options: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from genlm_backend.llm.draw import (
 )
 from genlm_backend.llm.drawing import Drawing, packed_mask
 from genlm_backend.llm.query import Query, TokenIds
-from genlm_backend.llm.sampling import Sampled, Sampler, check_sampling
+from genlm_backend.llm.sampling import Sampled, Sampler, check_no_others, check_sampling
 from genlm_backend.llm.together import together
 from genlm_backend.llm.watching import progress_bar
 from genlm_backend.tokenization import Token
@@ -118,6 +118,7 @@ class SamplingLM(abc.ABC):
         temperature: float = 1.0,
         seed: int | None = None,
         lora_name: str | None = None,
+        **others: Any,
     ) -> Sampled:
         """Sample a continuation of up to ``max_tokens`` ids, token by token.
 
@@ -131,10 +132,11 @@ class SamplingLM(abc.ABC):
             temperature: Divisor of the log-probabilities; 0 takes the most probable token.
             seed: Seed of the draws; ``None`` draws afresh.
             lora_name: The adapter to read the contexts with.
+            **others: No options: a name that other libraries have is told what it is here.
 
         Returns:
-            The ids, in a list whose ``finish_reason`` says why there are no more: ``"eos"``,
-            ``"length"`` after ``max_tokens``, or ``"max_length"`` where the model takes no more.
+            The ids, in a list whose ``finish_reason`` says why there are no more: ``"eos"``, or
+            ``"length"`` after ``max_tokens`` and where the model takes no longer context.
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is of a wrong type.
@@ -142,6 +144,7 @@ class SamplingLM(abc.ABC):
                 of ``eos_token_ids`` is outside the vocabulary.
             Exception: What ``next_token_logprobs`` raises.
         """
+        check_no_others("sample", others)
         given = self._check_sampling(max_tokens, eos_token_ids)
         sampler = Sampler(temperature, seed)
         return await self._sample(prompt_token_ids, **given, sampler=sampler, lora_name=lora_name)
@@ -155,6 +158,7 @@ class SamplingLM(abc.ABC):
         seed: int | None = None,
         lora_name: str | None = None,
         progress: bool = False,
+        **others: Any,
     ) -> list[Sampled]:
         """Sample a continuation of each prompt, all at the same time; see ``sample``.
 
@@ -162,6 +166,7 @@ class SamplingLM(abc.ABC):
         list, so that its continuation does not depend on the prompts behind it. ``progress``
         shows a bar of the continuations that are complete, on a terminal or in a notebook.
         """
+        check_no_others("batch_sample", others)
         contexts = listed_contexts("prompt_token_ids_list", prompt_token_ids_list)
         prompts = [self.contexts.check(context) for context in contexts]
         given = self._check_sampling(max_tokens, eos_token_ids, progress=progress)
@@ -185,11 +190,10 @@ class SamplingLM(abc.ABC):
         lora_name: str | None,
     ) -> Sampled:
         prompt = context = self.contexts.check(prompt_token_ids)
-        reason: Literal["eos", "length", "max_length"] = "length"
+        reason: Literal["eos", "length"] = "length"
         while len(context) < len(prompt) + max_tokens:
             is_full = self.max_length is not None and len(context) > self.max_length
             if is_full and len(context) > len(prompt):  # of a prompt that is, the model tells
-                reason = "max_length"
                 break
             drawn = await self._drawn(context, sampler.drawing, lora_name)
             if drawn.token_id in eos_token_ids:

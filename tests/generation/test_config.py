@@ -1,6 +1,8 @@
 """A configuration is right when it is made, or it is not made."""
 
+import copy
 import dataclasses
+import pickle
 
 import numpy as np
 import pytest
@@ -101,6 +103,68 @@ def test_nothing_is_said_by_none_and_numpy_says_integers():
 def test_what_is_wrong_is_named(fields, message):
     with pytest.raises(GenerationConfigError, match=f"^{message}"):
         GenerationConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("num_return_sequences", "n"),
+        ("stop_strings", "stop"),
+        ("max_tokens", "max_new_tokens"),
+        ("stop_token_ids", "eos_token_id"),
+        ("ignore_eos", "early_stopping=False"),
+        ("temprature", "temperature"),
+    ],
+)
+async def test_names_of_other_libraries_are_told_what_they_are_here(lm, name, meant):
+    message = rf"^{name} is no field of GenerationConfig; did you mean {meant}\?$"
+    with pytest.raises(GenerationConfigError, match=message):
+        GenerationConfig(**{name: 2})
+    with pytest.raises(GenerationConfigError, match=message):
+        GenerationConfig().replace(**{name: 2})
+    with pytest.raises(GenerationConfigError, match=message):
+        await generate(lm, [1, 2], **{name: 2})
+
+
+@pytest.mark.parametrize("value", ["never", 1, 0, "auto"])
+def test_early_stopping_of_a_beam_search_is_told_its_name(value):
+    message = r"early_stopping must be True or False, .*got .*, how a beam search ends, is beam_ear"
+    with pytest.raises(GenerationConfigError, match=message):
+        GenerationConfig(early_stopping=value)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_early_stopping_means_nothing_beside_beams(value):
+    """Neither what it means here, nor what it means in transformers, is guessed."""
+    message = f"left out with num_beams > 1, got {value}: .* is beam_early_stopping, and eos_token_"
+    with pytest.raises(GenerationConfigError, match=message):
+        GenerationConfig(num_beams=2, early_stopping=value)
+    with pytest.raises(GenerationConfigError, match=message):
+        GenerationConfig(early_stopping=value).replace(num_beams=2)
+
+
+async def test_a_text_that_no_token_ends_may_be_searched_for(lm):
+    """``eos_token_id=()`` is ``early_stopping=False``, for beams too."""
+    eos = tuple(range(0, 96, 2))
+    for beams in (1, 3):
+        (text,) = await generate(lm, [1, 2], num_beams=beams, max_new_tokens=9, eos_token_id=eos)
+        assert len(text.token_ids) < 9
+        (text,) = await generate(lm, [1, 2], num_beams=beams, max_new_tokens=9, eos_token_id=())
+        assert (len(text.token_ids), text.finish_reason) == (9, "length")
+
+
+@pytest.mark.parametrize("value", [True, False, "never"])
+def test_early_stopping_is_carried_over_as_what_it_is(value):
+    hf = transformers.GenerationConfig(early_stopping=value, num_beams=3, max_new_tokens=4)
+    config = GenerationConfig.from_hf(hf)
+    assert (config.early_stopping, config.beam_early_stopping) == (None, value)
+    greedy = GenerationConfig.from_hf(transformers.GenerationConfig(early_stopping=value))
+    assert (greedy.early_stopping, greedy.beam_early_stopping) == (None, False)
+
+
+def test_a_config_is_copied_and_pickled():
+    config = GenerationConfig(stop="x", early_stopping=False)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
 
 
 def test_it_is_frozen_and_replaced():

@@ -41,6 +41,7 @@ def test_tasks_are_token_ids(lm, inputs, message):
         (("a",), SEVERAL),
         ([CHAT, CHAT], SEVERAL),
         ([[1, 2], [3]], SEVERAL),
+        ([[1, 2]], r"pass prompt\[0\], which is its one row"),
         (CHAT[0], "a chat is a list of messages"),
         (5, "got 5$"),
         (None, "got None$"),

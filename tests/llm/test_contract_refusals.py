@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from genlm_backend.errors import AdapterError, UnknownAdapterError
 from tests.llm.families import VOCAB
@@ -21,7 +22,16 @@ BAD = [
     (b"text", TypeError, "encode the text"),
     (5, TypeError, "5"),
     (None, TypeError, "None"),
-    (torch.tensor([[1, 2]]), TypeError, "one dimension"),
+    (torch.tensor([[1, 2]]), TypeError, r"one dimension.*: pass token_ids\[0\], which is its one"),
+    (torch.ones(2, 2, dtype=torch.int64), TypeError, r"one of its rows, such as token_ids\[0\]"),
+    ([[1, 2]], TypeError, r"pass token_ids\[0\], which is its one row"),
+    ({"input_ids": [1, 2]}, TypeError, "pass its 'input_ids'$"),
+    (
+        {"input_ids": torch.tensor([[1, 2]])},
+        TypeError,
+        r"pass its input_ids\[0\], which is its one",
+    ),
+    (BatchEncoding({"input_ids": [[1, 2]]}), TypeError, r"BatchEncoding: pass its input_ids\[0\]"),
     (np.array([1.0, 2.0]), TypeError, "1.0"),
     (torch.tensor([True, False]), TypeError, "True"),
     ([0, VOCAB], ValueError, f"token id {VOCAB} .* {VOCAB} ids"),

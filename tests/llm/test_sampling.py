@@ -3,13 +3,14 @@
 import asyncio
 import copy
 import pickle
+import re
 
 import numpy as np
 import pytest
 import torch
 
 from genlm_backend import MockAsyncLM
-from genlm_backend.errors import EvaluationError, OptionError
+from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
 from genlm_backend.llm import Sampled
 from genlm_backend.llm.sampling import Sampler
 from tests.llm.conftest import word_tokenizer
@@ -131,6 +132,28 @@ async def test_an_end_that_no_token_is_is_refused_before_anything_is_asked(lm, t
     assert lm.statistics().num_awaits == before
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_new_tokens", "max_tokens?"),
+        ("num_return_sequences", "batch_sample([prompt] * n, …)?"),
+        ("do_sample", "temperature (0 takes"),
+        ("stop_strings", "generate(lm, prompt, …), which has stop"),
+        ("num_beams", "generate(lm, prompt, …), which has stop, num_beams"),
+        ("eos_token_id", "eos_token_ids?"),
+        ("sed", "seed?"),
+    ],
+)
+async def test_names_of_other_libraries_are_told_what_they_are_here(lm, name, meant):
+    before = lm.statistics().num_awaits
+    message = re.escape(f"{name} is no option of ") + r"\w+; did you mean " + re.escape(meant)
+    with pytest.raises(OptionTypeError, match=message):
+        await lm.sample([1], 3, **{name: 2})
+    with pytest.raises(OptionTypeError, match=message):
+        await lm.batch_sample([[1], [2]], 3, **{name: 2})
+    assert lm.statistics().num_awaits == before
+
+
 async def test_a_sample_that_fills_the_model_is_what_there_is(backend):
     """Whatever is asked for, it begins with the same ids; and it says why there are no more."""
     with backend.make(max_length=9) as lm:
@@ -139,7 +162,7 @@ async def test_a_sample_that_fills_the_model_is_what_there_is(backend):
         for max_tokens in (0, 1, 7, 8, 9, 500):
             found = await lm.sample([1, 2], max_tokens, [], seed=5)
             assert found == whole[:max_tokens]
-            assert found.finish_reason == ("length" if max_tokens <= 8 else "max_length")
+            assert found.finish_reason == "length"
             (batched, other) = await lm.batch_sample([[1, 2], [1] * 9], max_tokens, [], seed=5)
             assert (batched, batched.finish_reason) == (whole[:max_tokens], found.finish_reason)
             assert len(other) == min(max_tokens, 1)

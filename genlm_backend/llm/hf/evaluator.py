@@ -118,7 +118,7 @@ class HFEvaluator(Evaluator):
         if self._num_threads is not None:
             use_num_threads(self._num_threads)
         if self._packs_weights:
-            with self._adapters.in_place():
+            with self._adapters.in_place(), runner.as_written():
                 self.packed.pack(runner.model)
         with self._in_place():
             check_predicts(runner, width)
@@ -206,8 +206,9 @@ class HFEvaluator(Evaluator):
 
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None = None) -> Iterator[None]:
-        """Let the model compute with an adapter, or as it came, and with packed weights."""
-        with self._adapters.in_place(adapter), self.packed.in_place():
+        """Let the model compute with an adapter, or as it came, with packed weights, uncompiled."""
+        runner = self.passes.runner
+        with self._adapters.in_place(adapter), self.packed.in_place(), runner.as_written():
             yield
 
     def evaluate_whole(self, query: Query) -> Row:
@@ -357,7 +358,8 @@ class HFEvaluator(Evaluator):
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
         """Load an adapter, and try it by a few tiny passes."""
-        self._adapters.load(adapter, path, self.passes.keeps)
+        with self.passes.runner.as_written():
+            self._adapters.load(adapter, path, self.passes.keeps)
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Let go of an adapter, and free all slots."""

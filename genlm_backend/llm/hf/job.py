@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Self, TypeAlias, final
 
@@ -91,7 +92,7 @@ class Job:
         outputs = self.outputs
         return [outputs[i : i + size] for i in range(0, len(outputs), size)]
 
-    def is_spoilt(self, outputs: range) -> bool:
+    def is_spoilt(self, outputs: Iterable[int]) -> bool:
         """Return whether NaN came of some of its outputs."""
         if self.row is not None:
             return self.row.is_nan

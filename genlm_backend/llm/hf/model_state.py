@@ -13,6 +13,7 @@ import torch
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError
 from genlm_backend.llm.hf.fingerprint import VOLATILE
+from genlm_backend.llm.hf.uncompiled import is_compiled
 
 _NEUTRAL: Final = frozenset(
     {*VOLATILE, "architectures", "pad_token_id", "bos_token_id", "eos_token_id", "problem_type"}
@@ -93,6 +94,12 @@ class ModelState:
                         f"the model's config had {name}={shown(value)} when it was wrapped and has "
                         f"{shown(now.get(name))} now: put it back, or wrap the model again"
                     )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the owner has compiled the model, or modules of it, in their places."""
+        modules = [module() for module in self._modules]
+        return any(module is not None and is_compiled(module) for module in modules)
 
 
 def check_output(config: Any) -> None:

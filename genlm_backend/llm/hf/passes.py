@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Final, final
@@ -15,6 +16,7 @@ from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm.hf.attend import Attend, WholeAttend
 from genlm_backend.llm.hf.job import Asked, Found, Job, first_output
 from genlm_backend.llm.hf.memory import is_out_of_memory, release_cached_memory
+from genlm_backend.llm.hf.overflow import search, still_spoilt
 from genlm_backend.llm.hf.packing import Span
 from genlm_backend.llm.hf.plan import (
     CostModel,
@@ -126,38 +128,46 @@ class Passes:
             return _in_halves(questions, self.evaluate)
         return answers
 
-    def whole(self, questions: list[Asked]) -> list[Found]:
+    def whole(self, questions: list[Asked], *, pads: bool = True) -> list[Found]:
         """Return one answer to each question without reading or writing a slot.
 
         A text with more outputs than one pass may have is run again for those that are left, from
-        its beginning. So is one with NaN among its scores, in halves, since a token that overflows
-        spoils the outputs before it too; and without padding at first, which may have overflown.
+        its beginning. What is NaN is run again where padding or a later token may have made it so.
+
+        Args:
+            questions: The questions.
+            pads: Whether they may be padded beside longer ones, where the model allows it.
         """
         with_pictures = [question for question in questions if question.context.pictures]
         if with_pictures:
             answers = {question: self.roots.whole(question) for question in with_pictures}
             others = [question for question in questions if question not in answers]
-            answers.update(zip(others, self.whole(others), strict=True))
+            answers.update(zip(others, self.whole(others, pads=pads), strict=True))
             return [answers[question] for question in questions]
         jobs = [Job.of(question) for question in questions]
-        wanted = [(job, part) for job in jobs for part in job.parts(self.cost.max_outputs)]
-        pads = self.pads
-        while wanted:
-            padded = self._run_whole(wanted, pads)
-            spoilt = [(job, part) for job, part in wanted if job.is_spoilt(part)]
-            wanted, pads = [], self.pads
-            for job, part in spoilt:
-                if (job, part[0]) in padded:
-                    wanted.append((job, part))
-                    pads = False
-                elif len(part) > 1:
-                    middle = len(part) // 2
-                    wanted += [(job, part[:middle]), (job, part[middle:])]
+        size = self.cost.max_outputs
+        wanted = [(job, part) for job in jobs for part in job.parts(size)]
+        padded = self._run_whole(wanted, pads and self.pads)
+        again = [(job, part) for job, part in wanted if (job, part[0]) in padded]
+        again = [(job, part) for job, part in again if job.is_spoilt(part)]
+        self._run_whole(again, pads=False)
+        spoilt: defaultdict[Job, list[int]] = defaultdict(list)
+        for job, positions in still_spoilt(wanted):
+            spoilt[job] += positions
+        searches = [search(job, positions, size) for job, positions in spoilt.items()]
+        while searches:
+            steps = [(each, next(each, None)) for each in searches]
+            searches = [each for each, step in steps if step is not None]
+            self._run_whole([pair for _, step in steps for pair in step or ()], pads=False)
         return [job.answer for job in jobs]
 
-    def _run_whole(self, wanted: list[tuple[Job, range]], pads: bool) -> set[tuple[Job, int]]:
+    def _run_whole(
+        self, wanted: Sequence[tuple[Job, Sequence[int]]], pads: bool
+    ) -> set[tuple[Job, int]]:
         """Run contexts from their beginnings; return the outputs that were beside longer ones."""
         segments, padded = plan_whole(wanted), set[tuple[Job, int]]()
+        if not segments:
+            return padded
         for group in plan_groups([segment.size for segment in segments], self.cost, pads=pads):
             run = [segments[i] for i in group]
             self._forward(run, self.attend_whole)
@@ -311,10 +321,11 @@ class Passes:
         """Return the answers of jobs that have been run, those with NaN among them run whole.
 
         Attention gives what it masks a weight of zero, and zero times NaN is NaN. So a context
-        that overflows spoils its own beginning too, and the answers of others that end there.
+        that overflows spoils its own beginning too, and the answers of others that end there. Most
+        are NaN again, which no padding is to be blamed for.
         """
         spoilt = [q for q, job in zip(questions, jobs, strict=True) if job.is_spoilt(job.outputs)]
-        again = dict(zip(spoilt, self.whole(spoilt), strict=True)) if spoilt else {}
+        again = dict(zip(spoilt, self.whole(spoilt, pads=False), strict=True)) if spoilt else {}
         return [again.get(q, job.answer) for q, job in zip(questions, jobs, strict=True)]
 
     def _run(

@@ -155,19 +155,20 @@ def plan_segments(jobs: Sequence[Job], cost: CostModel) -> list[Segment]:
     return _chunk(segments, cost)
 
 
-def plan_whole(wanted: Iterable[tuple[Job, range]]) -> list[Segment]:
+def plan_whole(wanted: Iterable[tuple[Job, Sequence[int]]]) -> list[Segment]:
     """Return segments that begin with the first token, each for outputs of one context alone.
 
     Behind the last output of a segment there is no token that could spoil the ones before. Of
     segments with equal tokens there is one.
 
     Args:
-        wanted: Jobs, and positions behind which each wants logits.
+        wanted: Jobs, and positions behind which each wants logits, in order.
     """
     segments: dict[Context, Segment] = {}
-    for job, positions in sorted(wanted, key=lambda pair: pair[1].start):
-        ids = job.token_ids[: positions.stop]
-        segment = segments.setdefault(ids, Segment(job, 0, positions.stop, None, 0))
+    for job, positions in sorted(wanted, key=lambda pair: pair[1][0]):
+        stop = positions[-1] + 1
+        ids = job.token_ids[:stop]
+        segment = segments.setdefault(ids, Segment(job, 0, stop, None, 0))
         for position in positions:
             segment.outputs.setdefault(position, []).append(job)
     return list(segments.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 from genlm_backend.llm.hf.attend import Attend
 from genlm_backend.llm.hf.model_state import ModelState
 from genlm_backend.llm.hf.packing import PackedBatch, Span, pack
+from genlm_backend.llm.hf.uncompiled import uncompiled
 
 
 @final
@@ -36,6 +38,10 @@ class Runner:
         self.parameters = _parameters(model)
         self.device = input_device(model)
         self._state = ModelState(model)
+
+    def as_written(self) -> contextlib.AbstractContextManager[None]:
+        """Return what has the model run its own code, where its owner has compiled it."""
+        return uncompiled() if self._state.is_compiled else contextlib.nullcontext()
 
     @torch.inference_mode()
     def forward(self, spans: Sequence[Span], attend: Attend) -> torch.Tensor:

@@ -71,8 +71,9 @@ def check_model(model: Any) -> None:
         )
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError(
-            "torch.compile has hidden what the model takes: wrap the model itself, which "
-            "model.compile() compiles in its place"
+            "torch.compile has hidden what the model takes: wrap the model that was compiled, "
+            "model._orig_mod, or compile it in its place by model.compile(); queries compute with "
+            "its own code either way"
         )
     check_output(config)
     if getattr(config, "is_encoder_decoder", False):

@@ -68,10 +68,8 @@ class Completion:
             return
         if self.token_ids and self.token_ids[-1] in self.eos_token_ids:
             self._settle(result=Sampled(self.token_ids[:-1], "eos"))
-        elif len(self.token_ids) >= self.max_tokens:
-            self._settle(result=Sampled(self.token_ids, "length"))
         elif len(self.token_ids) >= self.num_possible:
-            self._settle(result=Sampled(self.token_ids, "max_length"))
+            self._settle(result=Sampled(self.token_ids, "length"))
         else:
             self._settle(
                 error=EvaluationError(

@@ -20,7 +20,7 @@ from genlm_backend.llm.context import Context
 from genlm_backend.llm.contexts import listed_contexts
 from genlm_backend.llm.loading import check_holds, check_reachable, explained, resolve_name
 from genlm_backend.llm.query import TokenIds
-from genlm_backend.llm.sampling import Sampled
+from genlm_backend.llm.sampling import Sampled, check_no_others
 from genlm_backend.llm.vllm.completion import Completion
 from genlm_backend.llm.vllm.evaluator import VLLMEvaluator
 from genlm_backend.llm.vllm.picture_reader import VLLMPictureReader
@@ -185,11 +185,13 @@ class AsyncVirtualLM(BatchedLM):
         temperature: float = 1.0,
         seed: int | None = None,
         lora_name: str | None = None,
+        **others: Any,
     ) -> Sampled:
         """Sample a continuation with vLLM's own sampler; see ``AsyncLM.sample``.
 
         No row leaves vLLM for it. A seed gives other draws than on other backends.
         """
+        check_no_others("sample", others)
         prompts = [self.contexts.of(prompt_token_ids)]
         samples = await self.batch_sample(
             prompts, max_tokens, eos_token_ids, temperature, seed, lora_name
@@ -205,8 +207,10 @@ class AsyncVirtualLM(BatchedLM):
         seed: int | None = None,
         lora_name: str | None = None,
         progress: bool = False,
+        **others: Any,
     ) -> list[Sampled]:
         """Sample a continuation of each prompt with vLLM's own sampler."""
+        check_no_others("batch_sample", others)
         given = self._check_sampling(
             max_tokens, eos_token_ids, temperature=temperature, seed=seed, progress=progress
         )

@@ -7,6 +7,7 @@ import torch
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
+from genlm_backend.llm.hf.uncompiled import uncompiled
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -97,6 +98,76 @@ def test_a_model_that_returns_tuples_is_refused_by_the_name_of_the_option(model)
 def test_a_model_that_is_hidden_by_compilation_says_what_to_do(model):
     with pytest.raises(UnsupportedModelError, match=r"model.compile\(\)"):
         AsyncTransformer(torch.compile(model, backend="eager"), word_tokenizer())
+
+
+class Counting:
+    """A compiler that leaves a graph as it is, and counts how often one is run."""
+
+    def __init__(self):
+        self.num_runs = 0
+
+    def __call__(self, graph, inputs):
+        def run(*args):
+            self.num_runs += 1
+            return graph.forward(*args)
+
+        return run
+
+
+def compile_layers(model, backend):
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+
+
+def compile_forward(model, backend):
+    model.forward = torch.compile(model.forward, backend=backend)
+
+
+COMPILED = {
+    "model": lambda model, backend: model.compile(backend=backend),
+    "layers": compile_layers,
+    "forward": compile_forward,
+}
+
+
+@pytest.mark.parametrize("compiles", COMPILED.values(), ids=COMPILED.keys())
+@pytest.mark.parametrize("is_wrapped_first", [True, False])
+def test_a_compiled_model_gives_the_rows_of_its_own_code(model, compiles, is_wrapped_first):
+    backend, plain = Counting(), copy.deepcopy(model)
+    if not is_wrapped_first:
+        compiles(model, backend)
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        if is_wrapped_first:
+            lm.next_token_logprobs_sync([1, 2])
+            compiles(model, backend)
+        assert lm.kv_reuse
+        contexts = [[1, 2, 3], [1, 2, 4, 5], [6], [1, 2, 3, 7]]
+        rows = [*lm.batch_next_token_logprobs_sync(contexts[:3])]
+        rows.append(lm.next_token_logprobs_sync(contexts[3]))
+        rows.append(lm.next_token_logprobs_uncached(contexts[3]))
+        for context, row in zip([*contexts, contexts[3]], rows, strict=True):
+            torch.testing.assert_close(row, fresh_row(plain, context), rtol=0, atol=2e-5)
+        assert lm.score_sync([1, 2], [3, 7])[1] == pytest.approx(
+            float(fresh_row(plain, [1, 2, 3])[7]), abs=2e-5
+        )
+        assert not backend.num_runs
+        with torch.no_grad():
+            model(torch.tensor([[1, 2, 3]]))  # its owner's calls are compiled as before
+        assert backend.num_runs
+
+
+def test_passes_that_overlap_give_back_the_compiler_with_the_last_one():
+    backend = Counting()
+    double = torch.compile(lambda x: 2 * x, backend=backend)
+    first, second = uncompiled(), uncompiled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    double(torch.ones(2))
+    assert not backend.num_runs
+    second.__exit__(None, None, None)
+    double(torch.ones(2))
+    assert backend.num_runs == 1
 
 
 def test_a_model_of_peft_keeps_its_keys_and_values(model):

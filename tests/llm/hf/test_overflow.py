@@ -42,6 +42,32 @@ class OverflowingRunner(FakeRunner):
         return logits
 
 
+class LeavingRunner(FakeRunner):
+    """A runner of a model with a window, whose NaN leaves it, and of kernels that skip blocks.
+
+    Token 4 makes NaN of what comes within a window behind it, and of what is before it in its block
+    of a pass; token 3 of its own output alone.
+    """
+
+    window, block = 4, 3
+
+    def forward(self, spans, attend):
+        logits, first = super().forward(spans, attend), 0
+        for span in spans:
+            ids = list(span.token_ids)
+            for place, position in enumerate(span.outputs):
+                end = (position // self.block + 1) * self.block
+                is_spoilt = 4 in ids[max(0, position - self.window + 1) : end]
+                if is_spoilt or ids[position] == 3:
+                    logits[first + place] = torch.nan
+            first += len(span.outputs)
+        return logits
+
+    @classmethod
+    def is_nan(cls, context):
+        return 4 in context[-cls.window :] or context[-1] == 3
+
+
 def check(passes, asked):
     """Those contexts alone that have token 4 get NaN, and no slot that is kept is spoilt."""
     passes.runner.batch += 1
@@ -95,6 +121,52 @@ def test_one_particle_that_overflows_is_alone_computed_again():
         if step:  # each its last token, and one its last ones, and all of them whole
             assert computed == 63 + (step + 1) + (1002 + step)
         particles = [(*context, 0) for context in particles]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(
+        st.lists(st.sampled_from([0, 1, 2, 0, 1, 2, 3, 4]), min_size=2, max_size=40),
+        min_size=1,
+        max_size=4,
+    ),
+    st.sampled_from([1, 5, 1000]),
+    st.booleans(),
+)
+def test_nan_that_leaves_is_nobodys_behind_the_window(texts, max_outputs, pads):
+    passes = make(None, LeavingRunner(), max_outputs=max_outputs)
+    passes.pads = pads
+    answers = passes.evaluate([question(Split(tuple(text), 1)) for text in texts])
+    for text, answer in zip(texts, answers, strict=True):
+        for end, score in zip(range(1, len(text)), answer.tolist(), strict=True):
+            before = tuple(text[:end])
+            is_nan = LeavingRunner.is_nan(before)
+            wanted = math.nan if is_nan else float(logprobs_of(before)[text[end]])
+            assert score == pytest.approx(wanted, nan_ok=True, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_slots", [None, 10_000])
+@pytest.mark.parametrize("first", [1, 2, 100, 190, 199])
+def test_a_text_that_overflows_costs_a_few_passes_over_it(num_slots, first):
+    passes = make(num_slots, OverflowingRunner())
+    text = tuple(4 if i == first else i % 3 for i in range(200))
+    check(passes, [Split(text, 1)])
+    whole = 1 if num_slots is None else 2  # from slots, and once more without them
+    assert passes.runner.tokens_computed <= (whole + 4 + math.log2(200)) * 200
+
+
+def test_a_model_of_nothing_but_nan_is_asked_little():
+    passes = make(10_000, OverflowingRunner())
+    (scores,) = passes.evaluate([question(Split((4,) * 200, 1))])
+    assert scores.isnan().all()
+    assert passes.runner.tokens_computed <= 4 * 200
+
+
+def test_what_overflows_beside_longer_ones_is_run_whole_once():
+    passes = make(10_000, OverflowingRunner())
+    contexts = [(4, *(0,) * size) for size in range(10, 20)]
+    check(passes, contexts)
+    assert passes.runner.tokens_computed <= 2 * sum(map(len, contexts))
 
 
 @pytest.fixture
