@@ -33,7 +33,7 @@ from genlm_backend.generation.constraint_arguments import (
 from genlm_backend.generation.grammar_fault import fault_of_generated, fault_of_own
 from genlm_backend.generation.grammar_vocabulary import GrammarVocabularies, load_library
 from genlm_backend.generation.json_schema import check_schema, unwrapped
-from genlm_backend.generation.schema_grammar import schema_grammar
+from genlm_backend.generation.schema_grammar import fault_of_schema, schema_grammar
 from genlm_backend.llm.base import AsyncLM
 from genlm_backend.llm.draw import as_scores
 from genlm_backend.llm.drawing import log_mass, log_sum
@@ -115,8 +115,10 @@ class Constraint:
                 ``x-``.
         """
         check_arguments(whitespace=whitespace)
-        grammar = schema_grammar(check_schema(schema), whitespace)
-        return cls._make(lm, grammar + _OPTIONS, eos_token_ids)
+        document = check_schema(schema)
+        grammar = schema_grammar(document, whitespace)
+        fault_of = partial(fault_of_schema, document, whitespace)
+        return cls._make(lm, grammar + _OPTIONS, eos_token_ids, fault_of)
 
     @classmethod
     def from_json_object(cls, lm: AsyncLM, **options: Any) -> Self:

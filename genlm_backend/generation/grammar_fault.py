@@ -7,6 +7,7 @@ import re
 _PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
 _EXCERPT = re.compile(r"(?=[ \d]{4,} \|) {0,3}(\d+) \|")
 _COMPILING = "failed to compile JSON schema: "
+_REFERENCE = re.compile(r"\n  while processing \S+")  # by a name that is not the caller's
 _REGEX = re.compile(
     r"(?:invalid regex .* \(in regex\): )?regex parse error:\n(.*)\nerror: (.*)", re.S
 )
@@ -22,7 +23,7 @@ def fault_of_generated(message: str) -> str:
     first = max(1, int(place[1]) - 2) if place else 1  # two lines before the fault are shown
     fault = message.rpartition(f"\n{first:4} | ")[0] or message
     fault = fault[place.end() :] if place else fault
-    fault = fault.removeprefix(_COMPILING).strip()
+    fault = _REFERENCE.sub("", fault.removeprefix(_COMPILING)).strip()
     if regex := _REGEX.fullmatch(fault):
         shown, error = regex.groups()
         lines = [line.strip() for line in shown.split("\n") if line.strip(" ^~")]

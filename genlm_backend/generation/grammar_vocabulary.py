@@ -57,14 +57,23 @@ def is_beginning(grammar: str, text: str) -> bool:
         grammar: A grammar in Lark's syntax.
         text: The beginning of a text.
     """
+    token_ids = _Bytes()(text)
+    return _matcher_of_bytes(grammar).validate_tokens(token_ids) == len(token_ids)
+
+
+def error_of(grammar: str) -> str:
+    """Return llguidance's message about a grammar in Lark's syntax; ``""`` if it takes it."""
+    matcher = _matcher_of_bytes(grammar)
+    return matcher.get_error() if matcher.is_error() else ""
+
+
+def _matcher_of_bytes(grammar: str) -> Any:
     library, vocabulary = load_library(), _Bytes()
-    matcher = library.LLMatcher(
+    return library.LLMatcher(
         library.LLTokenizer(library.TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens)),
         library.LLMatcher.grammar_from_lark(grammar),
         log_level=0,
     )
-    token_ids = vocabulary(text)
-    return matcher.validate_tokens(token_ids) == len(token_ids)
 
 
 @final

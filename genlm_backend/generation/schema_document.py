@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, final
 from urllib.parse import unquote, urldefrag, urljoin
 
 from genlm_backend.errors import ConstraintError
+from genlm_backend.generation.schema_idle import is_idle
 from genlm_backend.generation.schema_keywords import (
     ALL_TYPES,
     ANNOTATIONS,
@@ -16,6 +18,7 @@ from genlm_backend.generation.schema_keywords import (
     HONOURED,
     draft_of,
 )
+from genlm_backend.generation.schema_names import keep_names
 
 Schema = dict[str, Any] | bool
 
@@ -56,6 +59,7 @@ class SchemaDocument:
         self._found: list[dict[str, Any]] = []
         self._find_all()
         self._check_loops()
+        self._write_names()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Iterate over all schemas that are no booleans."""
@@ -106,7 +110,7 @@ class SchemaDocument:
             self._places[id(one)], self._bases[id(one)] = place, base
             self._found.append(one)
             for keyword in one:
-                self._check_keyword(keyword, place)
+                self._check_keyword(keyword, one, place)
             self._check_neighbours(one, place)
             inner = _within(one, (*HONOURED, *DEFINITIONS))
             rest.extend((part, place + path, base, depth + 1) for path, part in inner)
@@ -121,8 +125,9 @@ class SchemaDocument:
             self._named[base.uri] = schema
         elif isinstance(name, str):
             self._named[base.uri + name] = schema
-        if isinstance(anchor := schema.get("$anchor"), str):
-            self._named[f"{base.uri}#{anchor}"] = schema
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            if isinstance(anchor := schema.get(keyword), str):
+                self._named[f"{base.uri}#{anchor}"] = schema
         return base
 
     def _resolved(self, schema: dict[str, Any]) -> tuple[Schema, str, Base]:
@@ -148,12 +153,27 @@ class SchemaDocument:
         root = "" if start is self.root else self.place(start).removeprefix("#")
         return target, f"#{root}{fragment}", base
 
+    def _write_names(self) -> None:
+        """Write ``propertyNames`` as other keywords, where it is."""
+        written = [schema for schema in self._found if "propertyNames" in schema]
+        if written:  # in place; constants may be schemas too, by a reference
+            for schema in self._found:
+                schema.update(
+                    {name: deepcopy(schema[name]) for name in ("const", "enum") if name in schema}
+                )
+        for schema in written:
+            names = self.followed(schema["propertyNames"])
+            types = types_of(names) if isinstance(names, dict) else ALL_TYPES
+            keep_names(schema, names, types, self.place(schema))
+
     # ---------------------------------------------------------------- checking them
 
-    def _check_keyword(self, keyword: str, place: str) -> None:
+    def _check_keyword(self, keyword: str, schema: dict[str, Any], place: str) -> None:
         if keyword in ANNOTATIONS or keyword.startswith("x-"):
             return
         if keyword not in HONOURED:
+            if is_idle(keyword, schema, types_of(schema), self._draft):
+                return
             near = get_close_matches(keyword, [*HONOURED, *ANNOTATIONS], n=1, cutoff=0.85)
             hint = (
                 f"did you mean {near[0]!r}?" if near else "annotations of your own begin with 'x-'"
@@ -215,6 +235,18 @@ def types_of(schema: dict[str, Any]) -> tuple[str, ...]:
     if isinstance(named, list):
         return tuple(map(str, named))
     return (named,) if isinstance(named, str) else ALL_TYPES
+
+
+def texts_of(schema: dict[str, Any], keyword: str) -> list[str]:
+    """Return the texts in the list that a keyword has as its value."""
+    value = schema.get(keyword)
+    return [part for part in value if isinstance(part, str)] if isinstance(value, list) else []
+
+
+def properties_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schemas of the properties that a schema declares."""
+    value = schema.get("properties")
+    return value if isinstance(value, dict) else {}
 
 
 def _within(schema: dict[str, Any], keywords: tuple[str, ...]) -> Iterator[tuple[str, Any]]:

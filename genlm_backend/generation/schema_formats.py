@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Final
 
 _YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"  # there is no year 0
@@ -59,6 +60,19 @@ _URI = f"[a-zA-Z][0-9a-zA-Z+.-]*:{_PLACE}{_REST}"
 
 _HEX = "[0-9a-fA-F]"
 _UUID = f"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}"
+_UUIDS = {
+    f"uuid{version}": (
+        f"{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}",
+    )
+    for version in range(1, 9)
+}
+
+
+def _base64(two: str) -> str:
+    """Return a pattern of base 64 with padding, in an alphabet that ends with two characters."""
+    letter = f"[0-9a-zA-Z{two}]"
+    return f"(?:{letter}{{4}})*(?:{letter}{{2}}==|{letter}{{3}}=)?"
+
 
 FORMATS: Final[dict[str, tuple[str, ...]]] = {
     "date": (_DATE,),
@@ -71,11 +85,39 @@ FORMATS: Final[dict[str, tuple[str, ...]]] = {
     "email": (_MAILBOX, "[^@]{1,64}@.{1,63}"),
     "uri": (_URI,),
     "uuid": (_UUID,),
+    **_UUIDS,
+    "base64": (_base64(r"+\/"),),
+    "base64url": (_base64(r"\-_"),),
 }
 """The formats that are kept to, each as patterns that a string matches whole, all of them.
 
 By RFC 3339 (dates, times, durations), 2673 and 4291 (addresses), 1123 (host names), 5321
-(mailboxes), 3986 (URIs) and 4122 (UUIDs). Some texts that these allow are left out: leap
-seconds, IPv4 in IPv6, future kinds of addresses, encoded international names, quoted mailboxes, and
-those at a host of more than 63 characters.
+(mailboxes), 3986 (URIs), 9562 (UUIDs) and 4648 (base 64); ``uuid1`` and those behind it are
+pydantic's. Some texts that these allow are left out: leap seconds, IPv4 in IPv6, future kinds of
+addresses, encoded international names, quoted mailboxes, and those at a host of more than 63
+characters.
 """
+
+UNCHECKED: Final = frozenset({
+    "idn-email", "idn-hostname", "iri", "iri-reference", "json-pointer", "regex",
+    "relative-json-pointer", "uri-reference", "uri-template",  # of JSON Schema
+    "color", "host-name", "ip-address", "phone", "style", "utc-millisec",  # of its draft 3
+    "ipv4interface", "ipv4network", "ipv6interface", "ipv6network", "ipvanyaddress",
+    "ipvanyinterface", "ipvanynetwork", "multi-host-uri", "name-email", "zoneinfo",  # of pydantic
+    "ip", "url",
+})  # fmt: skip
+"""Formats that readers of a schema would take to be checked, and which are not kept to."""
+
+_ANNOTATIONS = frozenset({
+    "binary", "byte", "char", "commonmark", "decimal", "decimal128", "directory-path", "double",
+    "double-int", "file-path", "float", "html", "int16", "int32", "int64", "int8", "json-string",
+    "media-range", "password", "path", "uint16", "uint32", "uint64", "uint8",
+})  # fmt: skip
+"""Formats of OpenAPI and of pydantic that no text is checked against."""
+
+
+def likely_format(name: str) -> str | None:
+    """Return the format that is kept to and that a name may be misspelt of."""
+    if name in FORMATS or name in _ANNOTATIONS:
+        return None
+    return next(iter(get_close_matches(name, FORMATS, n=1, cutoff=0.66)), None)

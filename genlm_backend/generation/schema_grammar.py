@@ -13,8 +13,16 @@ from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 from genlm_backend.errors import ConstraintError
-from genlm_backend.generation.grammar_vocabulary import is_beginning
-from genlm_backend.generation.schema_document import Schema, SchemaDocument, rules, types_of
+from genlm_backend.generation.grammar_fault import fault_of_generated
+from genlm_backend.generation.grammar_vocabulary import error_of, is_beginning
+from genlm_backend.generation.schema_document import (
+    Schema,
+    SchemaDocument,
+    properties_of,
+    rules,
+    texts_of,
+    types_of,
+)
 from genlm_backend.generation.schema_keywords import HONOURED
 from genlm_backend.generation.schema_leaves import Leaves
 from genlm_backend.generation.schema_literals import (
@@ -49,6 +57,33 @@ def schema_grammar(document: SchemaDocument, whitespace: str) -> str:
     if id(document.root) not in needing:
         return f"start: {leaves.grammar(document.root)}"
     return _Rules(document, leaves, needing, whitespace).grammar()
+
+
+def fault_of_schema(document: SchemaDocument, whitespace: str, message: str) -> str:
+    """Return llguidance's message about the grammar of a schema, with the place of the fault.
+
+    It is that of the innermost schema whose own grammar it says the same of.
+
+    Args:
+        document: The schema.
+        whitespace: A pattern of what may stand between the parts of a value.
+        message: The message about the schema as a whole.
+    """
+    leaves, fault = Leaves(document, whitespace), fault_of_generated(message)
+    place, seen = "#", set[int]()
+    schema: Schema | None = document.root
+    while isinstance(schema, dict):
+        place = document.place(schema)
+        seen.add(id(schema))
+        inner = map(document.followed, document.parts(schema))
+        unseen = (part for part in inner if isinstance(part, dict) and id(part) not in seen)
+        schema = next((part for part in unseen if _has(part, leaves, fault)), None)
+    return f"{fault} (at {place})"
+
+
+def _has(schema: Schema, leaves: Leaves, fault: str) -> bool:
+    """Tell whether llguidance finds a fault in a schema by itself."""
+    return fault_of_generated(error_of(f"start: {leaves.grammar(schema)}")) == fault
 
 
 def _check_keys(document: SchemaDocument) -> None:
@@ -219,9 +254,9 @@ class _Rules:
         for keyword in ("patternProperties", "minProperties", "maxProperties"):
             if keyword in schema:
                 raise self._refused(schema, f"{keyword!r} cannot be kept to there")
-        required = dict.fromkeys(_listed(schema, "required"))
+        required = dict.fromkeys(texts_of(schema, "required"))
         others = schema.get("additionalProperties", True)
-        declared = {**dict.fromkeys(required, others), **_mapped(schema)}
+        declared = {**dict.fromkeys(required, others), **properties_of(schema)}
         forbidden = [name for name, part in declared.items() if part is False]
         if required.keys() & forbidden:
             raise self._refused(schema, "a property is required and forbidden")
@@ -230,7 +265,7 @@ class _Rules:
             pair = self._pair(self._free_key(declared), self._rule(others))
             following = self._named(f"({self._comma} {pair})*")
             leading = self._named(f"({pair} {following})?")
-        ordered = [name for name in (*_mapped(schema), *required) if name not in forbidden]
+        ordered = [name for name in (*properties_of(schema), *required) if name not in forbidden]
         for name in reversed(dict.fromkeys(ordered)):
             pair = self._pair(_quoted_key(name), self._rule(declared[name]))
             if name in required:
@@ -291,16 +326,6 @@ class _Rules:
 
     def _pair(self, key: str, value: str) -> str:
         return f'{key} {self._space} ":" {self._space} {value}'
-
-
-def _listed(schema: dict[str, Any], keyword: str) -> list[str]:
-    value = schema.get(keyword)
-    return [part for part in value if isinstance(part, str)] if isinstance(value, list) else []
-
-
-def _mapped(schema: dict[str, Any]) -> dict[str, Any]:
-    value = schema.get("properties")
-    return value if isinstance(value, dict) else {}
 
 
 def _times(low: int, high: int | None) -> str:

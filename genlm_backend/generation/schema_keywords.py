@@ -47,7 +47,7 @@ HONOURED: dict[str, Keyword] = {
     "maxLength": Keyword(_OF_LENGTH, _STRING),
     "minLength": Keyword(_OF_LENGTH, _STRING),
     "pattern": Keyword("what matches by ECMA 262 and by Python's re alike", _STRING),
-    "format": Keyword("those of schema_formats; others are refused", _STRING),
+    "format": Keyword("those of schema_formats; annotations are not, others refused", _STRING),
     "items": Keyword("whole", _ARRAY, "one or list"),
     "prefixItems": Keyword("whole", _ARRAY, "list", since=2020),
     "additionalItems": Keyword("beside a list of items, as only there it counts", _ARRAY, "one"),
@@ -56,11 +56,12 @@ HONOURED: dict[str, Keyword] = {
     "properties": Keyword("in the order in which they are declared", _OBJECT, "map"),
     "patternProperties": Keyword("refused if two patterns overlap", _OBJECT, "map"),
     "additionalProperties": Keyword("keys may be written several times", _OBJECT, "one"),
+    "propertyNames": Keyword("written as other keywords, or refused", _OBJECT, "one", since=6),
     "required": Keyword("whole", _OBJECT),
     "maxProperties": Keyword("as far as llguidance counts them", _OBJECT),
     "minProperties": Keyword("up to one more than those required, as keys may repeat", _OBJECT),
 }
-"""The keywords that are kept to; any other is refused unless it is an annotation."""
+"""The keywords that are kept to; others are refused unless they are annotations, or idle there."""
 
 SIZES = frozenset(
     f"{end}{of}" for end in ("min", "max") for of in ("Length", "Items", "Properties")
@@ -68,7 +69,8 @@ SIZES = frozenset(
 """The keywords whose values are numbers of parts."""
 
 ANNOTATIONS = frozenset({
-    "$anchor", "$comment", "$defs", "$id", "$schema", "$vocabulary", "definitions", "id",
+    "$anchor", "$comment", "$defs", "$dynamicAnchor", "$id", "$recursiveAnchor", "$schema",
+    "$vocabulary", "definitions", "id",
     "contentEncoding", "contentMediaType", "contentSchema", "default", "deprecated",
     "description", "discriminator", "example", "examples", "externalDocs", "readOnly", "title",
     "writeOnly", "xml",

@@ -6,13 +6,21 @@ import json
 import re
 from typing import Any, final
 
-from genlm_backend.generation.schema_document import Schema, SchemaDocument
+from genlm_backend.errors import ConstraintError
+from genlm_backend.generation.schema_document import Schema, SchemaDocument, types_of
 from genlm_backend.generation.schema_formats import FORMATS
+from genlm_backend.generation.schema_idle import is_anything
 from genlm_backend.generation.schema_keywords import HONOURED, SIZES
 from genlm_backend.generation.schema_literals import doubles
+from genlm_backend.generation.schema_numbers import divisors, factor_of, is_number
 from genlm_backend.generation.schema_options import Options
-from genlm_backend.generation.schema_patterns import has_end, portable
-from genlm_backend.generation.schema_values import excluded_integers, merges
+from genlm_backend.generation.schema_patterns import before_line_break, has_end, portable
+from genlm_backend.generation.schema_values import (
+    BOUNDS,
+    excluded_integers,
+    merges,
+    shorter_numbers,
+)
 
 _NAME = re.compile("[^0-9A-Za-z_]+")
 _ESCAPES = 'nrbtf\\"'
@@ -68,8 +76,11 @@ class Leaves:
                 written = {
                     name: self._written(part, names, waiting) for name, part in value.items()
                 }
-                is_of_keys = keyword == "patternProperties"
-                parts: Any = _with_patterns(schema, written) if is_of_keys else written
+                parts: Any = written
+                if keyword == "patternProperties":
+                    others = schema.get("additionalProperties", True)
+                    others = is_anything(others) or self._written(others, names, waiting)
+                    parts = _with_patterns(written, others, self._document.place(schema))
             elif "list" in kind and isinstance(value, list):
                 listed = self.exclusive(schema) if keyword == "oneOf" else value
                 parts = [self._written(part, names, waiting) for part in listed]
@@ -81,11 +92,15 @@ class Leaves:
                 parts = int(value) if keyword in SIZES else doubles(value)
             found[keyword] = parts
         if isinstance(found.get("oneOf"), list):  # which are anyOf, as they are apart
-            either = {"anyOf": found.pop("oneOf")}
-            found |= {"allOf": [*found.get("allOf", ()), either]} if "anyOf" in found else either
+            _add_options(found, found.pop("oneOf"))
+        _divide(found, schema)
         for name, bound in excluded_integers(schema, self._are_merged).items():
             found.pop("exclusiveM" + name[1:])
             found[name] = float(bound)
+        bounds = {name: found[name] for name in BOUNDS if name in found}
+        if shorter := shorter_numbers(schema, bounds):
+            found = {name: value for name, value in found.items() if name not in bounds}
+            _add_options(found, [bounds, {"type": "number", "enum": shorter}])
         return _with_format(found, schema.get("format"))
 
     def _reference(
@@ -103,14 +118,57 @@ class Leaves:
         return f"#/$defs/{names[id(target)]}"
 
 
-def _with_patterns(schema: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
-    """Return schemas by patterns of keys, such that no key escapes them by another reading."""
-    others = schema.get("additionalProperties", True)
-    dot = {"dot": "."} if others is True else {}  # more keys are kept to these, and none need be
-    found = {portable(name, "", **dot): part for name, part in written.items()}
-    if others is not False and any(map(has_end, written)):
-        found["\n$"] = False  # which matches by Python where it would without the line break
-    return found
+def _add_options(schema: dict[str, Any], options: list[Any]) -> None:
+    """Keep a schema to one of several more, which may be beside others."""
+    either = {"anyOf": options}
+    schema |= {"allOf": [*schema.get("allOf", ()), either]} if "anyOf" in schema else either
+
+
+def _divide(schema: dict[str, Any], given: dict[str, Any]) -> None:
+    """Write a ``multipleOf`` as one for each number of digits behind the point."""
+    divisor = given.get("multipleOf")
+    factor = factor_of(divisor) if is_number(divisor) else None
+    if factor is None or "number" not in types_of(given):
+        return
+    first, *others = map(float, divisors(*factor))
+    if others:
+        del schema["multipleOf"]
+        less = [{"type": "number", "multipleOf": other} for other in others]
+        _add_options(schema, [{"multipleOf": first}, *less])
+
+
+def _with_patterns(written: dict[str, Any], others: Any, place: str) -> dict[str, Any]:
+    """Return schemas by patterns of keys, such that no key escapes them by another reading.
+
+    Args:
+        written: The schemas by their patterns, as llguidance gets them.
+        others: The schema of the other keys, as it gets it.
+        place: The place of the schema.
+
+    Raises:
+        ConstraintError: (``ValueError``) If two of the patterns are written alike.
+    """
+    found: list[tuple[str, Any]] = []
+    for name, part in written.items():
+        if others is True:  # more keys are kept to it, and none need be
+            found.append((portable(name, place, dot=".", end=r"\n?$"), part))
+            continue
+        found.append((portable(name, place), part))
+        # Some keys match by Python alone: they are kept to both, and to no other pattern.
+        if has_end(name) and (others is not False or len(written) > 1):
+            both = [one for one in (part, others) if one is not True]
+            schema = both[0] if len(both) == 1 else {"allOf": both}
+            found.append(
+                (
+                    portable(before_line_break(name), place),
+                    False if False in both else schema,
+                )
+            )
+    if len(dict(found)) < len(found):
+        raise ConstraintError(
+            f"two of the patterns of keys at {place} may match the same key: {', '.join(written)}"
+        )
+    return dict(found)
 
 
 def _with_format(schema: dict[str, Any], name: Any) -> dict[str, Any]:

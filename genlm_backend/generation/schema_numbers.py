@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from decimal import Context, Decimal
-from math import lcm, prod
+from decimal import ROUND_DOWN, Context, Decimal
+from math import gcd, lcm, prod
 from typing import Any, TypeGuard
 
 _MOST = 2**53
@@ -64,6 +64,32 @@ def factor_of(divisor: int | Decimal) -> tuple[int, int] | None:
     return int(value), exponent
 
 
+def divisors(number: int, exponent: int) -> list[Decimal]:
+    """Return a ``multipleOf`` for each number of digits that its multiples may have behind a point.
+
+    llguidance lets a fraction through with as many digits as its divisor has, and no other: of
+    0.25, only 0.5 lets 0.5 through. Those with n digits are the multiples of the least number with
+    n digits that is one.
+
+    Args:
+        number: The digits of the divisor, as ``factor_of`` returns them.
+        exponent: The number of digits behind its point.
+    """
+    return [
+        Decimal(number // gcd(number, 10 ** (exponent - num_digits))).scaleb(-num_digits)
+        for num_digits in range(exponent, 0, -1)
+    ] or [Decimal(number)]
+
+
+def shortened(bound: int | Decimal) -> list[Decimal]:
+    """Return a bound with fewer digits behind the point, rounded towards 0: 0.12 and 0.1 of 0.125.
+
+    llguidance lets these through by none of its bounds; those without a fraction it does.
+    """
+    _, exponent = _parts(Decimal(bound))
+    return [Decimal(bound).quantize(Decimal(1).scaleb(-n), ROUND_DOWN) for n in range(1, -exponent)]
+
+
 def beside(bound: int | Decimal, step: int) -> Decimal:
     """Return a number next to an integer, as far from it as its digits leave room in a double.
 
@@ -95,7 +121,10 @@ def have_common_multiple(factors: Iterable[tuple[int, int]]) -> bool:
     """
     found = set(factors)
     most = max((exponent for _, exponent in found), default=0)
-    scaled = [number * 10 ** (most - exponent) for number, exponent in found]
+    scaled = [  # a multiple of each of ``divisors``
+        lcm(number, 10 ** max(0, exponent - 1)) * 10 ** (most - exponent)
+        for number, exponent in found
+    ]
     return prod(scaled) < _MOST_FACTOR and is_quickly_built(lcm(*scaled))
 
 

@@ -8,7 +8,14 @@ from itertools import combinations
 from typing import Any, final
 
 from genlm_backend.errors import ConstraintError
-from genlm_backend.generation.schema_document import Schema, SchemaDocument, rules, types_of
+from genlm_backend.generation.schema_document import (
+    Schema,
+    SchemaDocument,
+    properties_of,
+    rules,
+    texts_of,
+    types_of,
+)
 from genlm_backend.generation.schema_keywords import ALL_TYPES
 from genlm_backend.generation.schema_literals import constants, key_of, type_of
 from genlm_backend.generation.schema_numbers import is_number
@@ -88,8 +95,10 @@ class Options:
         if _kinds(one) & _kinds(other) != {"object"}:
             return False
         return any(
-            self.are_apart(_mapped(one).get(name, True), _mapped(other).get(name, True), depth + 1)
-            for name in sorted({*_listed(one, "required"), *_listed(other, "required")})
+            self.are_apart(
+                properties_of(one).get(name, True), properties_of(other).get(name, True), depth + 1
+            )
+            for name in sorted({*texts_of(one, "required"), *texts_of(other, "required")})
         )
 
     # ---------------------------------------------------------------- a key that tells them apart
@@ -100,7 +109,7 @@ class Options:
         inner = option.get("oneOf") if isinstance(option, dict) else None
         if isinstance(inner, list) and inner:
             return self._keys(inner[0])
-        return list(_mapped(option)) if isinstance(option, dict) else []
+        return list(properties_of(option)) if isinstance(option, dict) else []
 
     def _with_key(self, option: Schema, key: str) -> Schema | None:
         """Return an option of objects that must have a key; ``None`` if it is something else."""
@@ -111,9 +120,9 @@ class Options:
         if isinstance(inner, list) and rules(option).keys() == {"oneOf"}:
             written = [self._with_key(part, key) for part in inner]
             return None if None in written else {"oneOf": written}
-        if "$ref" in option or "object" not in types_of(option) or key not in _mapped(option):
+        if "$ref" in option or "object" not in types_of(option) or key not in properties_of(option):
             return None
-        return {**option, "required": list(dict.fromkeys([*_listed(option, "required"), key]))}
+        return {**option, "required": list(dict.fromkeys([*texts_of(option, "required"), key]))}
 
     def _differ(self, one: Schema, other: Schema, key: str) -> bool:
         """Tell whether no value that has a key is known to fit two options."""
@@ -156,13 +165,3 @@ def _kinds(schema: dict[str, Any]) -> set[str]:
     values = constants(schema)
     found = types_of(schema) if values is None else tuple(map(type_of, values))
     return {"number" if kind == "integer" else kind for kind in found} & set(ALL_TYPES)
-
-
-def _listed(schema: dict[str, Any], keyword: str) -> list[str]:
-    value = schema.get(keyword)
-    return [part for part in value if isinstance(part, str)] if isinstance(value, list) else []
-
-
-def _mapped(schema: dict[str, Any]) -> dict[str, Any]:
-    value = schema.get("properties")
-    return value if isinstance(value, dict) else {}

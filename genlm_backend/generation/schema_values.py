@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from decimal import Decimal
-from difflib import get_close_matches
 from math import ceil, floor
 from typing import Any
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation.schema_document import SchemaDocument, rules, types_of
-from genlm_backend.generation.schema_formats import FORMATS
+from genlm_backend.generation.schema_formats import FORMATS, UNCHECKED, likely_format
+from genlm_backend.generation.schema_idle import is_anything
 from genlm_backend.generation.schema_keywords import SIZES
 from genlm_backend.generation.schema_numbers import (
     beside,
@@ -19,10 +19,18 @@ from genlm_backend.generation.schema_numbers import (
     is_exact,
     is_number,
     is_quickly_built,
+    shortened,
 )
-from genlm_backend.generation.schema_patterns import has_dot, has_end, is_read_alike, portable
+from genlm_backend.generation.schema_patterns import (
+    has_dot,
+    has_end,
+    has_inner_end,
+    has_unwritable,
+    is_read_alike,
+    portable,
+)
 
-_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 
 def check_values(document: SchemaDocument) -> None:
@@ -49,9 +57,7 @@ def check_values(document: SchemaDocument) -> None:
 
 def inexact_bounds(schema: dict[str, Any]) -> list[str]:
     """Return the bounds of a schema that llguidance would take for others."""
-    return [
-        name for name in _BOUNDS if is_number(bound := schema.get(name)) and not is_exact(bound)
-    ]
+    return [name for name in BOUNDS if is_number(bound := schema.get(name)) and not is_exact(bound)]
 
 
 def integer_bounds(schema: dict[str, Any]) -> tuple[int | None, int | None]:
@@ -101,6 +107,32 @@ def _bound(schema: dict[str, Any], end: str) -> tuple[int | Decimal | None, bool
     return bound, excluded is True  # as in draft 4
 
 
+def shorter_numbers(schema: dict[str, Any], bounds: dict[str, Any]) -> list[float]:
+    """Return the numbers within bounds that have fewer digits than one of these begins with.
+
+    Args:
+        schema: A schema.
+        bounds: Its bounds as llguidance gets them: numbers that are doubles, or booleans.
+    """
+    if "number" not in types_of(schema):
+        return []
+    exact = {
+        name: Decimal(repr(bound)) if isinstance(bound, float) else bound
+        for name, bound in bounds.items()
+    }
+    (low, is_above), (high, is_below) = _bound(exact, "inimum"), _bound(exact, "aximum")
+    found = {
+        number
+        for bound in exact.values()
+        if is_number(bound)
+        for number in shortened(bound)
+        if number != int(number)
+        and (low is None or number > low or (number == low and not is_above))
+        and (high is None or number < high or (number == high and not is_below))
+    }
+    return sorted(map(float, found))
+
+
 def _check_sizes(schema: dict[str, Any], place: str) -> None:
     for name in SIZES & schema.keys():
         size = schema[name]
@@ -140,16 +172,15 @@ def _check_numbers(schema: dict[str, Any], place: str) -> None:
 
 def _check_multiples(document: SchemaDocument) -> None:
     """Refuse several ``multipleOf`` that may meet in one number."""
-    factors = [
-        factor
+    factors = {
+        document.place(schema): factor
         for schema in document
-        if isinstance(number := schema.get("multipleOf"), (int, Decimal))
-        and (factor := factor_of(number))
-    ]
-    if any(map(merges, document)) and not have_common_multiple(factors):
+        if is_number(number := schema.get("multipleOf")) and (factor := factor_of(number))
+    }
+    if any(map(merges, document)) and not have_common_multiple(factors.values()):
         raise ConstraintError(
-            "the multipleOf of several schemas may meet in one number, and their product is beyond "
-            "32 bits, or too much to build: write their common multiple in one schema"
+            f"the multipleOf at {', '.join(factors)} may meet in one number, and their product is "
+            "beyond 32 bits, or too much to build: write their common multiple in one schema"
         )
 
 
@@ -164,11 +195,14 @@ def merges(schema: dict[str, Any]) -> bool:
 
 
 def _check_format(schema: dict[str, Any], place: str) -> None:
+    """Refuse formats that are not kept to, but for those that by all accounts are annotations."""
     name = schema.get("format")
     if name is None or (isinstance(name, str) and name in FORMATS):
         return
-    near = get_close_matches(str(name), FORMATS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(FORMATS)}"
+    near = likely_format(name) if isinstance(name, str) else None
+    if isinstance(name, str) and name not in UNCHECKED and near is None:
+        return
+    hint = f"did you mean {near!r}?" if near else f"there are {', '.join(FORMATS)}"
     raise ConstraintError(
         f"no constraint keeps to format {name!r} at {place}: {hint}; or write it as a pattern"
     )
@@ -177,16 +211,26 @@ def _check_format(schema: dict[str, Any], place: str) -> None:
 def _check_keys(schema: dict[str, Any], place: str) -> None:
     """Refuse patterns of keys that other keys may match by another reading."""
     others = schema.get("additionalProperties", True)
+    others = True if is_anything(others) else others
+    is_one_of_several = len(schema.get("patternProperties") or ()) > 1
     for pattern in schema.get("patternProperties") or ():
-        portable(pattern, place)
+        is_same = portable(pattern, place) == pattern
         is_alike = is_read_alike(pattern) and not (has_dot(pattern) and others is not True)
         declared = [*(schema.get("properties") or ()), *(schema.get("required") or ())]
         odd = [name for name in declared if not (str(name).isascii() and str(name).isprintable())]
-        if odd and (not is_alike or has_dot(pattern) or has_end(pattern)):
+        unwritable = [name for name in odd if has_unwritable(str(name))]
+        is_free = is_alike and not has_dot(pattern) and not has_end(pattern)
+        if odd and not (is_free and (is_same or not unwritable)):
             raise ConstraintError(
                 f"the pattern {shown(pattern)} of keys at {place} is read in several ways, and may "
                 f"match the key {odd[0]!r} by one of them: write the characters out, "
                 "without $, or leave that key to the pattern"
+            )
+        if (others is not False or is_one_of_several) and has_inner_end(pattern):
+            raise ConstraintError(
+                f"the pattern {shown(pattern)} of keys at {place} has a $ elsewhere than at its "
+                "end, which by Python matches before a line break, and other keys are allowed: "
+                'write it as ^(…)$, or forbid all others by "additionalProperties": false'
             )
         if others is not False and not is_alike:
             raise ConstraintError(

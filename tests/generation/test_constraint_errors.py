@@ -52,6 +52,37 @@ def test_the_fault_of_a_schema_is_told_without_a_grammar(lm, schema, fault):
 
 
 @pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "objekt"}, "#"),
+        ({"properties": {"a": {"items": {"pattern": "(?=a)b"}}}}, "#/properties/a/items"),
+        ({"items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"pattern": "("}}}, "#/$defs/a"),
+        ({"anyOf": [{"type": "null"}, {"patternProperties": {"^a": {}, "b": {}}}]}, "#/anyOf/1"),
+        (
+            {"properties": {"b": {"enum": [2**64]}, "a": {"allOf": [{"type": 5}]}}},
+            "#/properties/a/allOf/0",
+        ),
+        (
+            {"type": "array", "items": {"allOf": [{"const": 1}, {"type": "null"}]}, "minItems": 1},
+            "#",
+        ),
+        (
+            {
+                "$ref": "#/$defs/a",
+                "$defs": {"a": {"properties": {"a": {"$ref": "#/$defs/a"}, "b": {"pattern": "("}}}},
+            },
+            "#/$defs/a/properties/b",
+        ),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_place_of_a_fault_is_that_of_the_innermost_schema_that_has_it(lm, schema, place):
+    message = message_of(Constraint.from_json_schema, lm, schema)
+    assert message.endswith(f" (at {place})")
+    assert "json-schema:" not in message
+
+
+@pytest.mark.parametrize(
     ("pattern", "fault"),
     [
         ("(a", "(a: unclosed group"),

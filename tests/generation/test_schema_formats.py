@@ -1,12 +1,16 @@
 """Formats of strings are kept to: every date is a date, every address an address."""
 
+import base64
 import datetime
 import ipaddress
 import json
 import re
 import uuid
+from pathlib import Path
 
+import jsonschema
 import pytest
+from pydantic import UUID4, Base64Str, BaseModel, FilePath, Json, SecretStr
 
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation import Constraint
@@ -96,6 +100,19 @@ def is_uuid(text):
     return has(uuid.UUID, text) and str(uuid.UUID(text)) == text.lower()
 
 
+def is_uuid_of(version):
+    return lambda text: is_uuid(text) and uuid.UUID(text).version == version
+
+
+def is_base64(text, alphabet=None):
+    """Whether a text decodes, and what it decodes to is as long as it says."""
+    try:
+        size = len(base64.b64decode(text, alphabet, validate=True))
+    except ValueError:
+        return False
+    return len(text) == (size + 2) // 3 * 4 and not (alphabet and set("+/") & set(text))
+
+
 def has(make, text):
     try:
         make(text)
@@ -108,6 +125,8 @@ CHECKS = {
     "date": is_date, "time": is_time, "date-time": is_date_time, "duration": is_duration,
     "ipv4": is_ipv4, "ipv6": is_ipv6, "hostname": is_host_name, "email": is_mailbox,
     "uri": is_uri, "uuid": is_uuid,
+    **{f"uuid{version}": is_uuid_of(version) for version in range(1, 9)},
+    "base64": is_base64, "base64url": lambda text: is_base64(text, b"-_"),
 }  # fmt: skip
 
 
@@ -154,6 +173,10 @@ def test_every_day_of_ten_thousand_years_is_a_date_and_no_other_is():
                 "!a", "!//a", "!http://a b", "!http://[1]/", "!a:%zz", "!1a:b", "!http://a:b/"],
         "uuid": ["2eb8aa08-aa98-11ea-b4aa-73b441d16380", "2EB8AA08-AA98-11EA-B4AA-73B441D16380",
                  "!2eb8aa08aa9811eab4aa73b441d16380", "!2eb8aa08-aa98-11ea-b4aa-73b441d1638"],
+        "uuid1": ["2eb8aa08-aa98-11ea-b4aa-73b441d16380", "!2eb8aa08-aa98-41ea-b4aa-73b441d16380"],
+        "uuid4": ["2eb8aa08-aa98-41ea-b4aa-73b441d16380", "!2eb8aa08-aa98-41ea-c4aa-73b441d16380"],
+        "base64": ["", "YQ==", "YWI=", "YWJj", "+/+/", "!YQ", "!YQ=", "!Y===", "!-_-_"],
+        "base64url": ["YQ==", "-_-_", "!+/+/"],
     }.items(),
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -178,8 +201,8 @@ def test_a_format_goes_with_other_keywords(byte_lm):
     ]
 
 
-@pytest.mark.parametrize("name", ["dat", "regex", "iri", "unknown", "a\n   1 | b", 5])
-def test_other_formats_of_strings_are_refused(byte_lm, name):
+@pytest.mark.parametrize("name", ["dat", "regex", "iri", "url", "ipv4network", "datetime", 5])
+def test_formats_that_would_be_taken_to_be_checked_are_refused(byte_lm, name):
     for schema in ({"type": "string", "format": name}, {"format": name}):
         with pytest.raises(ConstraintError, match="no constraint keeps to format") as raised:
             Constraint.from_json_schema(byte_lm, {"items": schema})
@@ -187,3 +210,37 @@ def test_other_formats_of_strings_are_refused(byte_lm, name):
     with pytest.raises(ConstraintError, match="did you mean 'date'"):
         Constraint.from_json_schema(byte_lm, {"format": "dates"})
     Constraint.from_json_schema(byte_lm, {"type": "integer", "format": "int64"})
+
+
+def test_every_format_of_json_schema_is_kept_to_or_refused(byte_lm):
+    checked = {*jsonschema.FormatChecker.checkers, "iri", "uri-template", "json-pointer"}
+    for name in checked:
+        schema = {"type": "string", "format": name}
+        try:
+            constraint = Constraint.from_json_schema(byte_lm, schema)
+        except ConstraintError:
+            continue
+        assert name in FORMATS
+        assert not byte_model.allows(byte_lm, constraint, '"{ a"')
+
+
+class Fields(BaseModel):
+    secret: SecretStr
+    path: Path
+    raw: bytes
+    file: FilePath
+    parsed: Json
+    key: UUID4
+    encoded: Base64Str
+
+
+def test_formats_that_are_annotations_rule_nothing_out(byte_lm):
+    constraint = Constraint.from_json_schema(byte_lm, Fields.model_json_schema())
+    fields = {"secret": "a", "path": "/b", "raw": "c", "file": "d", "parsed": "1"}
+    fields |= {"key": "2eb8aa08-aa98-41ea-b4aa-73b441d16380", "encoded": "YQ=="}
+    assert byte_model.allows(byte_lm, constraint, json.dumps(fields))
+    assert not byte_model.allows(byte_lm, constraint, json.dumps({**fields, "encoded": "YQ"}))
+    for name in ("password", "json-string", "markdown", "a\n   1 | b"):
+        one = Constraint.from_json_schema(byte_lm, {"format": name, "maxLength": 1})
+        assert byte_model.allows(byte_lm, one, '"a"')
+        assert not byte_model.allows(byte_lm, one, '"ab"')

@@ -261,7 +261,7 @@ def test_multiples_that_llguidance_would_get_wrong_are_refused(byte_lm):
         {"allOf": [{"type": "integer", "multipleOf": 32768}, {"multipleOf": 32767}]},
         {"$ref": "#/$defs/a", "multipleOf": 65537, "$defs": {"a": {"multipleOf": 65536}}},
     ):
-        with pytest.raises(ConstraintError, match="multipleOf of several"):
+        with pytest.raises(ConstraintError, match=r"multipleOf at #.*, #.* may meet in one number"):
             Constraint.from_json_schema(byte_lm, schema)
     apart = {"anyOf": [{"type": "integer", "multipleOf": n} for n in (65536, 65537)]}
     assert allowed(byte_lm, apart, texts) == texts
@@ -285,6 +285,38 @@ def test_multiples_that_would_take_long_to_build_are_refused(byte_lm, divisor):
 def test_multiples_up_to_the_limit_are_kept_to(byte_lm, divisor):
     texts = [str(divisor * times + step) for times in (1, 7) for step in (0, 1)]
     assert allowed(byte_lm, {"type": "integer", "multipleOf": divisor}, texts) == texts[::2]
+
+
+@pytest.mark.parametrize("divisor", [0.5, 0.25, 0.125, 0.75, 1.25, 2.5, 0.01, 0.02, 12.5, 0.3])
+@pytest.mark.parametrize("beside", [{}, {"minimum": -3.1}, {"allOf": [{"multipleOf": 0.25}]}])
+def test_multiples_are_let_through_as_json_writes_them(byte_lm, divisor, beside):
+    schema = {"type": "number", "multipleOf": divisor, **beside}
+    constraint = Constraint.from_json_schema(byte_lm, schema)
+    for thousandths in range(-4000, 4000, 25):
+        number = Decimal(thousandths) / 1000
+        is_in = number % Decimal(str(divisor)) == 0
+        is_in &= "minimum" not in beside or number >= Decimal("-3.1")
+        is_in &= "allOf" not in beside or number % Decimal("0.25") == 0
+        text = json.dumps(int(number) if number == int(number) else float(number))
+        assert byte_model.allows(byte_lm, constraint, text) == is_in, text
+
+
+@pytest.mark.parametrize("bound", [0.25, 0.125, 1.25, 10.05, -0.25, -2.75])
+@pytest.mark.parametrize("keyword", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+def test_numbers_with_fewer_digits_than_a_bound_are_within_it(byte_lm, bound, keyword):
+    sign = 1 if "inimum" in keyword else -1
+    written = {"type": "number", keyword: bound}
+    within = {"exclusiveMinimum": -20, "maximum": 20}
+    within.pop(keyword, None)
+    for schema in (written, {"type": ["null", "number"], "allOf": [written, within]}):
+        constraint = Constraint.from_json_schema(byte_lm, schema)
+        for hundredths in [*range(-300, 300, 5), 1000, 1005, 1010]:
+            number = Decimal(hundredths) / 100
+            text = json.dumps(int(number) if number == int(number) else float(number))
+            is_in = (number - Decimal(str(bound))) * sign > 0
+            is_in |= keyword[:2] == "mi" and number == Decimal(str(bound))
+            is_in |= keyword[:2] == "ma" and number == Decimal(str(bound))
+            assert byte_model.allows(byte_lm, constraint, text) == is_in, text
 
 
 @pytest.mark.parametrize("text", ["NaN", "-Infinity", "1e999", "1e-999"])

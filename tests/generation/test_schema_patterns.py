@@ -3,6 +3,7 @@
 import json
 import re
 
+import jsonschema
 import pytest
 
 from genlm_backend.errors import ConstraintError
@@ -72,7 +73,9 @@ def test_patterns_of_keys_are_read_alike_where_other_keys_are_allowed(byte_lm):
     ("pattern", "part"),
     [("^a{1, 3}$", "{1, 3}"), ("^a++$", "+"), ("^a?+$", "+"), ("^a{2}+$", "+"), ("^a**$", "*"),
      (r"^\Aa$", r"\A"), (r"^a\z$", r"\z"), (r"^\x{61}$", r"\x{61}"), (r"^\pL$", r"\p"),
-     ("(?U)a", "(?U)"), ("(?R)a", "(?R)"), ("^(?s:.)$", "(?s:"), ("a{,3}", "{,3}")],
+     ("(?U)a", "(?U)"), ("(?R)a", "(?R)"), ("^(?s:.)$", "(?s:"), ("a{,3}", "{,3}"),
+     ("(?i)a", "(?i)"), ("^(?i:a)$", "(?i:"), (r"^\U00000061$", r"\U"), ("^+a", "+"),
+     ("a${0}", "{0}")],
 )  # fmt: skip
 def test_what_rust_reads_alone_is_refused(byte_lm, pattern, part):
     for schema in (
@@ -84,11 +87,80 @@ def test_what_rust_reads_alone_is_refused(byte_lm, pattern, part):
         assert repr(part) in str(raised.value)
 
 
+CONTROLS = [chr(i) for i in range(32) if chr(i) not in "\b\t\n\f\r"] + ["\x7f"]
+SETS = ['[^"]', r"[^\"]", r"[^\\]", r"[^\n\"]", r"[\x00-\x1f]", r"[\x00-!#-~]", r"[\u0000-\u007f]"]
+SETS += [
+    r"[\v]",
+    r"[\vb]",
+    r"(?:\v|b)",
+    r"b\v?",
+    r"(?:\n\v|b)",
+    r"(?:\n\0|b)",
+    "(?:a\x0b|b)",
+    r"[^\w\\]",
+]
+SETS += [
+    r"(?:\x00|[\x01-!])",
+    r"[\0-\v]",
+    r"(?:a[\x01-\x03]|b)",
+    r"[^\v]",
+    "[^\x0b-]",
+    r"[^\x00\\]",
+]
+
+
+@pytest.mark.parametrize("pattern", SETS)
+def test_sets_have_the_characters_that_they_name_and_no_other(byte_lm, pattern):
+    """Quotes, backslashes and control characters among them."""
+    written = f"^(?:{pattern}|xyz)$"
+    constraint = Constraint.from_json_schema(byte_lm, {"type": "string", "pattern": written})
+    texts = ["", *map(chr, range(128)), "é", "a\x0b", "b\x0b", "\n\x0b", "a\x01", "\n", "\n\0"]
+    for text in [*texts, "xyz"]:
+        is_allowed = byte_model.allows(byte_lm, constraint, json.dumps(text, ensure_ascii=False))
+        is_writable = not any(one in CONTROLS for one in text)
+        is_in = bool(re.fullmatch(written[1:-1], text))
+        assert is_allowed == (is_in and is_writable), text
+
+
 def test_a_dot_is_no_line_break(byte_lm):
     constraint = Constraint.from_json_schema(byte_lm, {"type": "string", "pattern": "^.$"})
     for one in ("a", "\x85", "\u2027", "é", *"\n\r\u2028\u2029"):
         text = json.dumps(one, ensure_ascii=False)
         assert byte_model.allows(byte_lm, constraint, text) == (one not in "\n\r\u2028\u2029")
+
+
+KEYS = ["", "a", "b", "c", "ab", "a\n", "b\n", "c\n", "\n", "a\n\n", "ab\n", 'a"', "\\"]
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [["^a$"], ["a$"], ["^a$|^b$"], ["^a$|b"], ["^(a|b)$"], ["^a\\n$"], ["^a$", "^b$"], ["^a$", "b"],
+     ["^a$", "^a\n"], ["^a$", "\\n$"], ["^a$", "^a\\n$"], ["^a$", "^(?:a)$"], ['^[^"]*$'],
+     ["^(a$|b)"]],
+    ids=repr,
+)  # fmt: skip
+@pytest.mark.parametrize("others", [True, False, {"type": "null"}, {"type": ["integer", "null"]}])
+def test_keys_are_kept_to_by_both_readings_of_an_end(byte_lm, patterns, others):
+    """By ECMA 262 a ``$`` is at the end alone, as ``\\Z`` is by Python."""
+    kinds = [{"type": "integer"}, {"type": ["null", "integer"]}]
+    given = dict(zip(patterns, kinds, strict=False))
+    schemas = [
+        {"patternProperties": {name.replace("$", end): kind for name, kind in given.items()},
+         "additionalProperties": others}
+        for end in ("$", r"\Z")
+    ]  # fmt: skip
+    try:
+        constraint = Constraint.from_json_schema(byte_lm, schemas[0])
+    except ConstraintError:
+        assert patterns[0] not in ("^a$", "a$", "^a$|^b$", "^a$|b", "^(a|b)$") or patterns[1:]
+        return
+    for name in KEYS:
+        for value in (1, None):
+            is_valid = all(
+                jsonschema.Draft202012Validator(one).is_valid({name: value}) for one in schemas
+            )
+            text = json.dumps({name: value}, ensure_ascii=False)
+            assert byte_model.allows(byte_lm, constraint, text) == is_valid, text
 
 
 def test_no_key_escapes_a_pattern_by_another_reading(byte_lm):
@@ -97,6 +169,7 @@ def test_no_key_escapes_a_pattern_by_another_reading(byte_lm):
         constraint = Constraint.from_json_schema(byte_lm, schema)
         assert byte_model.allows(byte_lm, constraint, '{"a": 1, "b": "x"}')
         assert not byte_model.allows(byte_lm, constraint, r'{"a\n": "x"}')
+        assert byte_model.allows(byte_lm, constraint, r'{"z\n": "x"}')
     dot = {"patternProperties": {"^a.$": {"type": "integer"}}}
     constraint = Constraint.from_json_schema(byte_lm, dot)
     assert byte_model.allows(byte_lm, constraint, '{"ab": 1, "b": "x"}')
