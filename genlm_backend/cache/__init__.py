@@ -2,7 +2,7 @@
 
 from genlm_backend.cache.codecs import KV_CACHE_DTYPES, KVCacheDtype
 from genlm_backend.cache.mover import Mover
-from genlm_backend.cache.node import Match, Place, Run
+from genlm_backend.cache.nodes import NOWHERE, Nodes, Place
 from genlm_backend.cache.rows import RowCache
 from genlm_backend.cache.slots import PADDING_SLOT, Slots
 from genlm_backend.cache.store import KVLayout, KVStore, LayerLayout
@@ -11,17 +11,17 @@ from genlm_backend.cache.tree import PrefixTree
 
 __all__ = [
     "KV_CACHE_DTYPES",
+    "NOWHERE",
     "PADDING_SLOT",
     "KVCacheDtype",
     "KVLayout",
     "KVStore",
     "LayerLayout",
-    "Match",
     "Mover",
+    "Nodes",
     "Place",
     "PrefixTree",
     "RowCache",
-    "Run",
     "Slots",
     "TierName",
     "check_tier",

@@ -155,9 +155,7 @@ def unlink(parents, tokens, first, children, table, nodes):
 
 
 @compiled
-def take_leaves(
-    parents, depths, slots, stamps, num_below, queue, queued, taken, is_on_device
-):
+def take_leaves(parents, depths, slots, stamps, num_below, queue, queued, taken, is_on_device):
     """Take nodes from the ends of paths, by when they were last used.
 
     A node that nothing is below any more was used when the last one below it was, or later. Where

@@ -59,6 +59,7 @@ class Nodes:
         stamp: Time of its last use, int64 ``[n]``, or ``PINNED``.
         generation: Number of its use, int64 ``[n]``.
         table: Linked nodes by their parents and tokens, int32; see ``node_loops``.
+        key: What all places have until the nodes are cleared.
     """
 
     parent: Ints
@@ -78,7 +79,7 @@ class Nodes:
 
     def clear(self) -> None:
         """Forget all nodes; no place is theirs any more."""
-        self._key = object()
+        self.key = object()
         self._num_made = 1  # node 0 is nobody
         self._free, self._num_free = np.empty(0, np.int32), 0
         for name, dtype in _FIELDS.items():
@@ -191,18 +192,14 @@ class Nodes:
 
     def unlink(self, nodes: Ints) -> None:
         """Have leaves be nobody's, children before their parents; ``num_near`` is the caller's."""
-        node_loops.unlink(
-            self.parent, self.token, self.first, self.num_children, self.table, nodes
-        )
+        node_loops.unlink(self.parent, self.token, self.first, self.num_children, self.table, nodes)
         self.give_back(nodes)
 
     # ---------------------------------------------------------------- finding
 
     def walk(self, node: int, tokens: Ints) -> int:
         """Return the last node on the way from one along token ids, int32."""
-        return int(
-            node_loops.walk(self.parent, self.token, self.first, self.table, node, tokens)
-        )
+        return int(node_loops.walk(self.parent, self.token, self.first, self.table, node, tokens))
 
     def path(self, node: int) -> Ints:
         """Return the nodes of the tokens up to a node and with it, in order."""
@@ -218,12 +215,15 @@ class Nodes:
 
     def places(self, nodes: Ints) -> Iterable[Place]:
         """Return where nodes are, as long as they are not given back."""
-        handles = (self.generation[nodes] << _NODE_BITS) | nodes
-        return zip(itertools.repeat(self._key), handles.tolist())
+        return zip(itertools.repeat(self.key), self.numbers(nodes).tolist())
+
+    def numbers(self, nodes: Ints) -> Ints:
+        """Return numbers of nodes that no other use of any node has: int64."""
+        return (self.generation[nodes] << _NODE_BITS) | nodes
 
     def at(self, places: Sequence[Place], root: int) -> Ints:
-        """Return the nodes below a root that are at places, 0 where there is none: int32 ``[n]``."""
-        key = self._key
+        """Return the nodes below a root that are at places, 0 for none: int32 ``[n]``."""
+        key = self.key
         handles = np.array([place[1] if place[0] is key else 0 for place in places], np.int64)
         nodes = (handles & ((1 << _NODE_BITS) - 1)).astype(np.int32)
         is_there = self.generation[nodes] == handles >> _NODE_BITS

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self, final
+from typing import Any, Self, final
 
 import torch
+from numpy.typing import NDArray
 
 from genlm_backend.cache.codecs import Codec, KVCacheDtype, codec_for
 from genlm_backend.cache.slots import PADDING_SLOT
@@ -181,25 +182,27 @@ class KVStore:
         key_width = self.layout.layers[layer].key_width
         return rows[:, :key_width], rows[:, key_width:]
 
-    def take(self, slots: Sequence[int]) -> list[tuple[torch.Tensor, ...]]:
+    def take(self, slots: Sequence[int] | NDArray[Any]) -> list[tuple[torch.Tensor, ...]]:
         """Return copies of the codes of some slots, by layer, in the processor's memory."""
-        index = torch.tensor(slots, dtype=torch.int64)
+        index = torch.as_tensor(slots, dtype=torch.int64)
         return [
             tuple(codes.index_select(0, index.to(codes.device)).cpu() for codes in of_layer)
             for of_layer in self.codes
         ]
 
-    def put(self, slots: Sequence[int], codes: Sequence[tuple[torch.Tensor, ...]]) -> None:
+    def put(
+        self, slots: Sequence[int] | NDArray[Any], codes: Sequence[tuple[torch.Tensor, ...]]
+    ) -> None:
         """Fill slots with codes that ``take`` has returned, of this store or one like it."""
-        index = torch.tensor(slots, dtype=torch.int64)
+        index = torch.as_tensor(slots, dtype=torch.int64)
         for kept, new in zip(self.codes, codes, strict=True):
             for of_slots, of_tokens in zip(kept, new, strict=True):
                 places = index.to(of_slots.device)
                 of_slots.index_copy_(0, places, of_tokens.to(of_slots.device))
 
-    def is_finite(self, slots: Sequence[int]) -> bool:
+    def is_finite(self, slots: Sequence[int] | NDArray[Any]) -> bool:
         """Return whether no key and no value of these slots is infinite or NaN."""
-        index = torch.tensor(slots, dtype=torch.int64)
+        index = torch.as_tensor(slots, dtype=torch.int64)
         return all(
             bool(of_tokens.isfinite().all())
             for number, layer in enumerate(self.layout.layers)

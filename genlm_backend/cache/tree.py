@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from array import array
 from collections.abc import Hashable, Sequence
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
-from genlm_backend.cache.edges import Edges
-from genlm_backend.cache.integrity import check_nodes, check_slots
-from genlm_backend.cache.node import Match, Node, Place, Spot
+import numpy as np
+
+from genlm_backend.cache import node_loops
+from genlm_backend.cache.nodes import NOWHERE, PINNED, Ints, Nodes, Place
 from genlm_backend.cache.slots import Slots
-from genlm_backend.cache.tier import Tier, TierName
-from genlm_backend.common_prefix import common_length
+from genlm_backend.cache.tier import TierName
 from genlm_backend.errors import CacheError
 
 
 class Moves(Protocol):
-    """What moves keys and values between the device and the host."""
+    """Copies of keys and values between the device and the host."""
 
     def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
         """Copy slots of the device to as many distinct ones of the host."""
@@ -29,20 +26,22 @@ class Moves(Protocol):
 
 @final
 class PrefixTree:
-    """A radix tree over token ids whose nodes own slots; locks, LRU leaves, a fixed budget.
+    """A tree over token ids whose nodes own slots; the oldest leaves go first; a fixed budget.
 
-    The tree is that of SGLang's RadixAttention (Zheng et al., 2024, arXiv:2312.07104). One
-    thread at a time may call it. The README beside this file tells the protocol.
+    The tree is that of SGLang's RadixAttention (Zheng et al., 2024, arXiv:2312.07104) with a node
+    for each token, in arrays. One thread at a time may call it. The README beside this file tells
+    the protocol.
 
     Args:
         slots: Where the slots come from; nobody else may use it.
         host_slots: Slots on the host, where what is evicted from the others is kept; ``None`` for
             none.
-        moves: What moves keys and values to these and back.
+        moves: Copies between the two, where there are slots on the host.
 
     Attributes:
         slots: As given.
         host_slots: As given; without any where there is no host tier.
+        nodes: The nodes.
         num_evicted: Number of tokens that were dropped to make room so far.
         num_to_host: Number of tokens moved to the host so far.
         num_to_device: Number of tokens moved back so far.
@@ -53,205 +52,218 @@ class PrefixTree:
     ) -> None:
         self.slots = slots
         self.host_slots = Slots(0) if host_slots is None else host_slots
+        self.nodes = Nodes()
         self.num_evicted = self.num_to_host = self.num_to_device = 0
-        self._device, self._host = Tier("device", slots), Tier("host", self.host_slots)
         self._moves = moves
-        self._live: set[Match] = set()
-        self._pins: list[Match] = []
-        self._edges = Edges(self._device)
+        self._roots: dict[Hashable, int] = {}
+        self._now, self._num_linked = 1, 0
+        self._pins: list[int] = []
+        self._used: list[Ints] = []  # in this round
+        self._device, self._host = _Leaves(is_on_device=True), _Leaves(is_on_device=False)
 
     # ---------------------------------------------------------------- the protocol
 
-    def match(self, token_ids: Sequence[int], namespace: Hashable = None) -> Match:
-        """Lock and return the longest cached prefix of ``token_ids``.
+    def begin(self) -> None:
+        """Begin a round: what earlier ones have used may be evicted from now on."""
+        self._now += 1
+        self._used.clear()
 
-        ``namespace`` separates contexts whose keys and values differ for equal tokens, such as
-        those of different adapters. The cost grows with the tokens of the prefix.
+    def root(self, namespace: Hashable) -> int:
+        """Return the root of a namespace, which is made where it is not there.
+
+        Namespaces separate contexts whose keys and values differ for equal tokens, such as those
+        of different adapters.
         """
-        return self.match_from(self.recall(None, namespace), array("i", token_ids))
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = self.nodes.new_root()
+        return root
 
-    def place(self, match: Match) -> Place:
-        """Return where a match ends, so that it can be found again without being walked to."""
-        return Place(weakref.ref(match.node), match.num_tokens)
-
-    def recall(self, place: Place | None, namespace: Hashable = None, most: int = 0) -> Spot:
-        """Return where the first tokens of a context are: up to ``most``, and maybe none.
-
-        The cost grows with the nodes above the place, and not with their tokens.
-
-        Args:
-            place: Where the context was found, or another one that begins with the same tokens;
-                ``None`` where that is not known.
-            namespace: Namespace of the context; a place in another one counts for nothing.
-            most: Number of the context's tokens that are asked for.
-        """
-        root = self._edges.root(namespace)
-        return Spot(root, 0, 0) if place is None else place.spot(root, most)
-
-    def match_from(self, spot: Spot, tokens: array[int]) -> Match:
-        """Lock and return the longest cached prefix of a context.
-
-        Args:
-            spot: Where its first tokens are, as ``recall`` has just returned it.
-            tokens: The tokens after them, as 32-bit integers.
-        """
-        node, done = self._edges.walk(spot.node, tokens, spot.num_left)
-        return self._lock(node, spot.num_tokens + done)
-
-    def num_on_host(self, match: Match) -> int:
-        """Return how many tokens of a match are on the host."""
-        return sum(len(node.tokens) for node in self._host_path(match))
-
-    def allocate(self, count: int, matches: Sequence[Match] = ()) -> list[int] | None:
-        """Take ``count`` slots, evicting what is old and unlocked; ``None`` if there is no room.
-
-        Args:
-            count: Number of slots.
-            matches: Locked matches, what of which is on the host is moved to the device; nothing
-                is if there is no room.
-        """
-        # From the root on, so that nothing of the device is ever below the host.
-        paths = [reversed(self._host_path(match)) for match in matches]
-        below = list(dict.fromkeys(itertools.chain.from_iterable(paths)))
-        num_below = sum(len(node.tokens) for node in below)
-        missing = count + num_below - (self.slots.num_slots - self.slots.num_used)
-        if missing > 0:
-            # Evicting in vain would cost others their prefixes for nothing.
-            if missing > self._num_unlocked_slots(missing):
-                return None
-            self.evict(missing)
-        if below:
-            self._fetch(below, array("q", self.slots.allocate(num_below)))
-        return self.slots.allocate(count)
-
-    def insert(self, match: Match, token_ids: Sequence[int], slots: Sequence[int]) -> Match:
-        """Put ``token_ids`` and their filled ``slots`` below ``match``; return the longer match.
-
-        The given match is spent. Slots for tokens that the tree has by now are free again; where
-        it has them on the host, the given ones take their place.
-
-        Raises:
-            CacheError: If the match has been unlocked or is on the host, or there is not one slot
-                for each token.
-        """
-        if len(token_ids) != len(slots):
-            raise CacheError(f"{len(token_ids)} tokens for {len(slots)} slots")
-        if match not in self._live:
-            raise CacheError("this match has been unlocked")
-        if match.node.tier is not self._device:
-            raise CacheError("this match is on the host")
-        if not slots:
-            return match
-        tokens, new = array("i", token_ids), array("q", slots)
-        end, known = self._edges.walk(match.node, tokens)
-        num_tokens = match.num_tokens + len(tokens)
-        if not known:
-            return self._grow(match, tokens, new, num_tokens)
-        self._adopt(end, match.node, new[:known])
-        if known < len(tokens):
-            end = self._edges.grow(end, tokens[known:], new[known:])
-        longer = self._lock(end, num_tokens)
-        self.unlock(match)
-        return longer
-
-    def unlock(self, match: Match) -> None:
-        """Unlock ``match``; again has no effect."""
-        if match not in self._live:
-            return
-        self._live.remove(match)
-        self._edges.touch(match.node, -1)
-        self._edges.offer(match.node)
-        if match.node.tier is self._host:
-            top = self._host_path(match)[-1].parent
-            assert top is not None
-            self._edges.offer(top)  # which has no leaf below it but on the host
-
-    def free(self, slots: Sequence[int]) -> None:
-        """Return slots that were allocated and not inserted."""
-        self.slots.free(slots)
-
-    def pin(self, match: Match) -> None:
-        """Keep ``match`` locked until ``clear()``; the match is spent."""
-        self._pins.append(match)
-
-    def evict(self, count: int) -> int:
-        """Free up to ``count`` unlocked slots, least recently used first; return how many.
-
-        Their tokens go to the host, as far as there is room for them or for something older.
-        """
-        freed, moved = 0, dict[int, int]()  # slots of the host, and those they are filled from
-        while freed < count and (node := self._device.pop()) is not None:
-            num_freed = min(len(node.slots), count - freed)
-            freed += num_freed
-            if not self.host_slots.num_slots:
-                self.num_evicted += num_freed
-                self._edges.shorten(node, num_freed)
-            else:
-                self._demote(node, num_freed, moved)
-        if moved:
-            assert self._moves is not None
-            try:
-                self._moves.to_host([*moved.values()], [*moved])
-            except BaseException:  # then nobody knows what is there
-                for node in list(self._edges):
-                    if node.tier is self._host and not moved.keys().isdisjoint(node.slots):
-                        self.num_evicted += self._edges.drop(node)
-                raise
-            self.num_to_host += len(moved)
-        return freed
-
-    def num_cached(
-        self, token_ids: Sequence[int], namespace: Hashable = None, tier: TierName | None = None
+    def match(
+        self,
+        token_ids: Any,
+        namespace: Hashable = None,
+        place: Place = NOWHERE,
     ) -> int:
-        """Return how many of the first tokens are cached; locks nothing and changes no age.
+        """Return the node of the longest cached prefix, which is not evicted in this round.
 
         Args:
             token_ids: The tokens.
             namespace: Their namespace.
-            tier: What is counted: the tokens on the device, on the host, or both.
+            place: Where a context has been found that they begin with, or that begins with them.
         """
-        tokens, done, num_in_tier = array("i", token_ids), 0, 0
-        node = self._edges.find(namespace)
-        while node is not None and done < len(tokens):
-            node = node.children.get(tokens[done])
-            if node is not None:
-                shared = common_length(node.tokens, tokens[done : done + len(node.tokens)])
-                done += shared
-                num_in_tier += shared if node.tier.name == tier else 0
-                node = node if shared == len(node.tokens) else None
-        return done if tier is None else num_in_tier
+        tokens = np.asarray(token_ids, np.int32)
+        found = self.recall([place], namespace, np.array([len(tokens)], np.int32))
+        found[0] = self.nodes.walk(int(found[0]), tokens[self.nodes.depth[found[0]] :])
+        self.use(found)
+        return int(found[0])
 
-    def forget(self, token_ids: Sequence[int], namespace: Hashable = None, keep: int = 0) -> int:
-        """Free the unlocked slots of a context beyond its first ``keep`` tokens; return how many.
+    def recall(self, places: Sequence[Place], namespace: Hashable, sizes: Ints) -> Ints:
+        """Return the nodes of contexts, as far as places tell them: int32 ``[n]``.
 
-        What another cached context shares with it stays.
+        Args:
+            places: Where contexts have been found that they begin with, or that begin with them.
+            namespace: Namespace of all.
+            sizes: Number of tokens that are asked for, of each: int32 ``[n]``.
         """
-        if self._edges.find(namespace) is None:
+        root = self.root(namespace)
+        nodes = self.nodes.at(places, root)
+        nodes[nodes == 0] = root
+        if (self.nodes.depth[nodes] > sizes).any():
+            nodes = self.nodes.ancestors(nodes, sizes)
+        return nodes
+
+    def use(self, nodes: Ints) -> None:
+        """Note that nodes are used in this round, so that they are not evicted."""
+        stamps = self.nodes.stamp
+        stamps[nodes] = np.maximum(stamps[nodes], self._now)
+        self._used.append(nodes)
+        if self.host_slots.num_used:
+            for node in nodes[self.nodes.slot[nodes] < 0].tolist():
+                path = self.nodes.path(node)
+                num_near = int((self.nodes.slot[path] > 0).sum())
+                own = path[max(0, num_near - 1) :]  # the last on the device, which is a leaf of it
+                stamps[own] = np.maximum(stamps[own], self._now)
+
+    def allocate(self, count: int, ends: Ints | Sequence[int] = ()) -> Ints | None:
+        """Take ``count`` slots, evicting what is old; ``None`` if there is no room.
+
+        Args:
+            count: Number of slots.
+            ends: Nodes that are used in this round. What is on the host of the paths to them is
+                moved to the device; nothing is if there is no room.
+
+        Returns:
+            The slots, int64, one after another where there is such a stretch.
+        """
+        ends = np.asarray(ends, np.int32)
+        below = self._host_paths(ends)
+        missing = count + len(below) - self.slots.num_free
+        if missing > 0:
+            # Evicting in vain would cost others their prefixes for nothing.
+            if missing > self._num_evictable(missing):
+                return None
+            self.evict(missing)
+        if len(below):
+            self._fetch(below)
+        return self.slots.allocate(count)
+
+    def grow(self, parents: Ints, tokens: Ints, slots: Ints) -> Ints:
+        """Return nodes behind others, one behind each, which nobody finds before they are linked.
+
+        Args:
+            parents: Nodes of the device, int32 ``[n]``.
+            tokens: Token ids, int32 ``[n]``.
+            slots: Slots that were allocated for their keys and values, ``[n]``.
+        """
+        return self.nodes.grow(parents, tokens, slots, self._now)
+
+    def grow_chain(self, parent: int, tokens: Ints, slots: Ints) -> Ints:
+        """Return nodes as ``grow`` does, each but the first behind the one before it."""
+        return self.nodes.grow_chain(parent, tokens, slots, self._now)
+
+    def link(self, nodes: Ints) -> Ints:
+        """Have nodes found whose slots are filled, each after the node before it.
+
+        Where there is a node for the same token already, that stays, and the slot is free again; if
+        its keys and values are on the host, the slot is its own now.
+
+        Returns:
+            The nodes that are found, of which some are others.
+        """
+        real, spare = self.nodes.link(nodes)
+        own, of_host = spare[spare > 0], -spare[spare < 0]
+        self._num_linked += len(nodes) - len(own)
+        self._used.append(real)
+        self.slots.free(own)
+        self.host_slots.free(of_host)
+        return real
+
+    def drop(self, nodes: Ints) -> None:
+        """Free nodes that were not linked, and their slots."""
+        self.slots.free(self.nodes.slot[nodes])
+        self.nodes.give_back(nodes)
+
+    def pin(self, node: int) -> None:
+        """Keep a node of the device, and what is before it, until ``clear()``."""
+        self.nodes.stamp[node] = PINNED
+        self._pins.append(node)
+
+    def evict(self, count: int) -> int:
+        """Free up to ``count`` slots, least recently used first; return how many.
+
+        Nothing goes that is pinned or used in this round. Tokens go to the host, as far as there
+        is room for them or for something older.
+        """
+        taken = self._device.take(self.nodes, count, self._now)
+        self._num_linked -= len(taken)
+        slots = self.nodes.slot[taken]
+        try:
+            if self.host_slots.num_slots:
+                self._demote(taken)
+            else:
+                self._drop(taken)
+        finally:
+            self.slots.free(slots)
+        return len(taken)
+
+    def num_cached(
+        self, token_ids: Any, namespace: Hashable = None, tier: TierName | None = None
+    ) -> int:
+        """Return how many of the first tokens are cached; changes no age.
+
+        Args:
+            token_ids: The tokens.
+            namespace: Their namespace.
+            tier: The tokens that are counted: those on the device, on the host, or both.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
             return 0
-        match = self.match(token_ids, namespace)
-        self.unlock(match)
-        node, end = match.node, match.num_tokens
-        while end > keep and node.parent is not None and not (node.children or node.num_locks):
-            parent = node.parent
-            num_freed = min(len(node.slots), end - keep)
-            end -= num_freed
-            self._edges.shorten(node, num_freed)
-            node = parent
-        return match.num_tokens - end
+        node = self.nodes.walk(root, np.asarray(token_ids, np.int32))
+        if tier is None:
+            return int(self.nodes.depth[node])
+        slots = self.nodes.slot[self.nodes.path(node)]
+        return int((slots > 0).sum() if tier == "device" else (slots < 0).sum())
+
+    def forget(self, token_ids: Any, namespace: Hashable = None, keep: int = 0) -> int:
+        """Free the slots of a context beyond its first ``keep`` tokens; return how many.
+
+        What another cached context shares with it stays, and what is pinned.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            return 0
+        nodes = self.nodes
+        path = nodes.path(nodes.walk(root, np.asarray(token_ids, np.int32)))[keep:]
+        if not len(path):
+            return 0
+        num_others = nodes.num_children[path].copy()
+        num_others[:-1] -= 1
+        is_free = (num_others == 0) & (nodes.stamp[path] != PINNED)
+        num_kept = len(path) - int(np.logical_and.accumulate(is_free[::-1]).sum())
+        gone = path[num_kept:][::-1].copy()
+        if not len(gone):
+            return 0
+        slots = nodes.slot[gone]
+        nodes.num_near[nodes.parent[gone[-1]]] -= slots[-1] > 0
+        nodes.unlink(gone)
+        self._free(slots)
+        return len(gone)
 
     def clear(self) -> None:
-        """Unpin and free everything.
-
-        Raises:
-            CacheError: If a match is locked that is not pinned.
-        """
-        if len(self._live) > len(self._pins):
-            raise CacheError("cleared while a match is locked")
-        self._edges.clear()
-        self._live.clear()
+        """Unpin and free everything; no slot may be allocated and not linked."""
+        if self.slots.num_used != self._num_linked:
+            raise CacheError("cleared while slots are being filled")
+        slots = self.nodes.slot[: self.nodes.num_made]
+        self.slots.free(slots[slots > 0])
+        self.host_slots.free(-slots[slots < 0])
+        self.nodes.clear()
+        self._roots.clear()
         self._pins.clear()
-        self._device.clear()
-        self._host.clear()
+        self._num_linked = 0
+        for leaves in (self._device, self._host):
+            leaves.clear()
 
     # ---------------------------------------------------------------- counting
 
@@ -265,117 +277,173 @@ class PrefixTree:
         """Number of slots that hold tokens, or that have been allocated."""
         return self.slots.num_used
 
+    def _num_evictable(self, enough: int) -> int:
+        """Return how many slots ``evict`` could free; a lower number where that is enough."""
+        depths = self.nodes.depth
+        kept = np.concatenate([*self._used, np.array(self._pins, np.int32)])
+        num_at_least = self._num_linked - int(depths[kept].sum())
+        if num_at_least >= enough:
+            return num_at_least
+        is_seen = np.zeros(self.nodes.num_made, np.bool_)
+        slots = self.nodes.slot
+        num_kept = node_loops.count_paths(self.nodes.parent, depths, slots, kept, is_seen)
+        return self._num_linked - int(num_kept)
+
     def check_integrity(self, held: Sequence[int] = ()) -> None:
-        """Count every slot and lock; ``held`` are slots allocated and not yet inserted.
+        """Count slots and nodes; ``held`` are slots allocated whose nodes are not linked.
 
         Raises:
-            CacheError: If a slot has no owner or two, or a lock count is wrong.
+            CacheError: If a slot has no owner or two, or nodes do not agree.
         """
-        nodes = list(self._edges)
-        check_slots(self._device, nodes, held)
-        check_slots(self._host, nodes)
-        check_nodes(nodes, self._live)
-        if sum(node.parent is not None for node in nodes) != self._edges.num_nodes:
-            raise CacheError(f"the tree does not have {self._edges.num_nodes} nodes")
+        nodes = self.nodes
+        linked = np.sort(nodes.table[nodes.table > 0])
+        own = nodes.slot[linked]
+        _check_slots(self.slots, [*own[own > 0].tolist(), *held])
+        _check_slots(self.host_slots, (-own[own < 0]).tolist())
+        nodes.check(linked)
+        if self._num_linked != (own > 0).sum():
+            raise CacheError(f"{(own > 0).sum()} tokens are linked, and not {self._num_linked}")
 
     # ---------------------------------------------------------------- tiers
 
-    def _host_path(self, match: Match) -> list[Node]:
-        """Return the nodes of a match that are on the host, the last of them first."""
-        path = match.node.path()
-        return list(itertools.takewhile(lambda node: node.tier is self._host, path))
+    def _free(self, slots: Ints) -> None:
+        """Free slots that nodes had which are not linked any more."""
+        of_device = slots[slots > 0]
+        self._num_linked -= len(of_device)
+        self.slots.free(of_device)
+        self.host_slots.free(-slots[slots < 0])
 
-    def _fetch(self, nodes: Sequence[Node], slots: array[int]) -> None:
-        """Move nodes of the host into slots of the device."""
+    def _host_paths(self, ends: Ints) -> Ints:
+        """Return the nodes on the host of the paths to nodes, each once and from the top down."""
+        ends = ends[self.nodes.slot[ends] < 0] if self.host_slots.num_used else ends[:0]
+        if not len(ends):
+            return ends
+        below = np.unique(np.concatenate([self.nodes.path(end) for end in ends.tolist()]))
+        below = below[self.nodes.slot[below] < 0]
+        return below[np.argsort(self.nodes.depth[below], kind="stable")]
+
+    def _fetch(self, below: Ints) -> None:
+        """Move nodes of the host to the device, for which there is room."""
         assert self._moves is not None
+        nodes, slots = self.nodes, self.slots.allocate(len(below))
+        of_host = -nodes.slot[below]
         try:
-            self._moves.to_device([slot for node in nodes for slot in node.slots], slots)
+            self._moves.to_device(of_host.tolist(), slots.tolist())
         except BaseException:
             self.slots.free(slots)
             raise
-        self.num_to_device += len(slots)
-        done = 0
-        for node in nodes:
-            self.host_slots.free(node.slots)
-            node.move_to(self._device, slots[done : done + len(node.slots)])
-            done += len(node.slots)
+        self.num_to_device += len(below)
+        self._num_linked += len(below)
+        self.host_slots.free(of_host)
+        nodes.slot[below] = slots
+        np.add.at(nodes.num_near, nodes.parent[below], 1)
+        self.use(below)
 
-    def _adopt(self, end: Node, top: Node, slots: array[int]) -> None:
-        """Give filled slots to those nodes from ``top`` to ``end`` that are on the host."""
-        path = list(itertools.takewhile(lambda node: node is not top, end.path()))
-        done = 0
-        for node in reversed(path):
-            part = slots[done : done + len(node.slots)]
-            done += len(part)
-            if node.tier is self._host:
-                self.host_slots.free(node.slots)
-                node.move_to(self._device, part)
-            else:
-                self.slots.free(part)
-
-    def _demote(self, node: Node, count: int, moved: dict[int, int]) -> None:
-        """Move the last ``count`` tokens of a leaf of the device to the host.
-
-        What does not fit there is dropped, with all that is below it.
-
-        Args:
-            node: The leaf.
-            count: Number of its tokens.
-            moved: Where the slots are noted, those of the host first.
-        """
-        if count < len(node.tokens):
-            self._edges.split(node, len(node.tokens) - count)
-        missing = count - self.host_slots.num_free
-        while missing > 0 and (leaf := self._host.pop()) is not None:
-            num_freed = min(len(leaf.slots), missing)
-            missing -= num_freed
-            self.num_evicted += num_freed
-            self._edges.shorten(leaf, num_freed)
-        lower: Node | None = node
+    def _demote(self, taken: Ints) -> None:
+        """Move nodes to the host that were taken off the device; drop those without room there."""
+        assert self._moves is not None
+        nodes = self.nodes
+        missing = len(taken) - self.host_slots.num_free
         if missing > 0:
-            lower = self._edges.split(node, count - missing) if missing < count else None
-            self.num_evicted += self._edges.drop(node)
-        if lower is None:
+            gone = self._host.take(nodes, missing, self._now)
+            self._drop(gone)
+            missing -= len(gone)
+        if missing > 0:  # of which nothing is on the host below them: it would have gone first
+            self._drop(taken[:missing])
+            taken = taken[missing:]
+        if not len(taken):
             return
-        slots = self.host_slots.allocate(len(lower.tokens))
-        moved.update(zip(slots, lower.slots, strict=True))
-        self.slots.free(lower.slots)
-        lower.move_to(self._host, array("q", slots))
-        assert lower.parent is not None
-        self._edges.offer(lower)
-        self._edges.offer(lower.parent)
+        of_host = self.host_slots.allocate(len(taken))
+        try:
+            self._moves.to_host(nodes.slot[taken].tolist(), of_host.tolist())
+        except BaseException:  # then nobody knows what is there
+            self.host_slots.free(of_host)
+            self._drop(self._with_all_below(taken))
+            raise
+        nodes.slot[taken] = -of_host
+        self.num_to_host += len(taken)
 
-    # ---------------------------------------------------------------- locks
+    def _drop(self, taken: Ints) -> None:
+        """Forget leaves that were taken."""
+        self.num_evicted += len(taken)
+        self.host_slots.free(-self.nodes.slot[taken][self.nodes.slot[taken] < 0])
+        self.nodes.unlink(taken)
 
-    def _lock(self, node: Node, num_tokens: int) -> Match:
-        """Return a match that ends with ``node``, whose path has been used now."""
-        match = Match(node, num_tokens)
-        self._live.add(match)
-        self._edges.touch(node, 1)
-        return match
+    def _with_all_below(self, taken: Ints) -> Ints:
+        """Return nodes and those of the host below them, children before their parents."""
+        nodes = self.nodes
+        is_below = np.zeros(nodes.num_made, np.bool_)
+        is_below[taken] = True
+        (of_host,) = np.nonzero(nodes.slot[: nodes.num_made] < 0)
+        for node in of_host[np.argsort(nodes.depth[of_host], kind="stable")].tolist():
+            is_below[node] |= is_below[nodes.parent[node]]
+        (found,) = np.nonzero(is_below)
+        return found[np.argsort(-nodes.depth[found], kind="stable")].astype(np.int32)
 
-    def _grow(self, match: Match, tokens: array[int], slots: array[int], num_tokens: int) -> Match:
-        """Put tokens below a match that none of them follows yet; return one with its locks."""
-        node = match.node
-        if not node.children and node.num_locks == 1 and node.parent is not None:
-            # The only user of a leaf makes it longer, so that a particle that has gone a thousand
-            # tokens alone is one node and not a chain of a thousand.
-            node.tokens.extend(tokens)
-            node.slots.extend(slots)
-        else:
-            node = self._edges.grow(node, tokens, slots)
-            node.num_locks, node.last_used = 1, match.node.last_used
-        longer = Match(node, num_tokens)
-        self._live.remove(match)
-        self._live.add(longer)
-        return longer
 
-    def _num_unlocked_slots(self, enough: int) -> int:
-        """Return how many slots ``evict`` could free, counted up to ``enough``."""
-        total = 0
-        for node in self._edges:
-            if not node.num_locks and node.tier is self._device:
-                total += len(node.slots)
-                if total >= enough:
-                    break
-        return total
+@final
+class _Leaves:
+    """The nodes of one tier that can be evicted, in the order of their last use."""
+
+    def __init__(self, *, is_on_device: bool) -> None:
+        self._is_on_device = is_on_device
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget which nodes there are."""
+        self._queue, self._stamps = np.empty(0, np.int32), np.empty(0, np.int64)
+
+    def take(self, nodes: Nodes, count: int, now: int) -> Ints:
+        """Take up to ``count`` nodes that were used before ``now``, leaves first.
+
+        All leaves are queued at once, and again when these have gone, so that a token costs what
+        it takes to look through all, divided by their number.
+        """
+        num_below = nodes.num_near if self._is_on_device else nodes.num_children
+        taken, num_taken = np.empty(count, np.int32), 0
+        while num_taken < count:
+            is_new = not len(self._queue)
+            if is_new:
+                self._fill(nodes, now)
+            found, num_done = node_loops.take_leaves(
+                nodes.parent,
+                nodes.depth,
+                nodes.slot,
+                nodes.stamp,
+                num_below,
+                self._queue,
+                self._stamps,
+                taken[num_taken:],
+                self._is_on_device,
+            )
+            num_taken += found
+            self._queue, self._stamps = self._queue[num_done:], self._stamps[num_done:]
+            if is_new and not found:
+                break
+        taken = taken[:num_taken]
+        num_below[taken] = 0
+        if not self._is_on_device:  # who unlinks them counts
+            np.add.at(nodes.num_children, nodes.parent[taken], 1)
+        return taken
+
+    def _fill(self, nodes: Nodes, now: int) -> None:
+        size = nodes.num_made
+        slots, stamps = nodes.slot[:size], nodes.stamp[:size]
+        num_below = nodes.num_near if self._is_on_device else nodes.num_children
+        is_leaf = (num_below[:size] == 0) & (slots > 0 if self._is_on_device else slots < 0)
+        leaves = np.flatnonzero(is_leaf & (stamps < now)).astype(np.int32)
+        order = np.argsort(stamps[leaves], kind="stable")
+        self._queue, self._stamps = leaves[order], stamps[leaves[order]]
+
+
+def _check_slots(slots: Slots, owned: Sequence[int]) -> None:
+    """Count slots.
+
+    Raises:
+        CacheError: If one has no owner or two.
+    """
+    found = sorted([*owned, *slots.recycled()])
+    if found != [*range(1, slots.num_touched + 1)]:
+        raise CacheError(f"not every slot of {slots.num_touched} has one owner")
+    if slots.num_used != len(owned):
+        raise CacheError(f"{len(owned)} slots are used, and not {slots.num_used}")

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, Self, final, overload
 
-from genlm_backend.cache import Place
+from genlm_backend.cache import NOWHERE, Place
 from genlm_backend.errors import PictureError
 from genlm_backend.llm.beginnings import TOKENS_PER_BLOCK
 
@@ -41,7 +41,7 @@ class Context(Sequence[int]):
             out. Parts of pictures have negative ones (see ``Pictures``).
         contexts: What has checked its ids; contexts of one model have the same.
         place: Where the evaluator of the model has found it, or what it extends, for evaluators to
-            write and read; no part of its value.
+            write and read; ``NOWHERE`` where it has not. No part of its value.
         pictures: The pictures that it begins with, or ``None``.
     """
 
@@ -54,7 +54,7 @@ class Context(Sequence[int]):
     _tail: bytes
     blocks: tuple[bytes, ...]
     contexts: Contexts
-    place: Place | None
+    place: Place
     pictures: Pictures | None
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -67,7 +67,7 @@ class Context(Sequence[int]):
         contexts: Contexts,
         packed: bytes,
         blocks: tuple[bytes, ...] = (),
-        place: Place | None = None,
+        place: Place = NOWHERE,
         pictures: Pictures | None = None,
     ) -> Self:
         """Return the context of full blocks and of packed ids after them, which are not checked."""
@@ -146,10 +146,9 @@ class Context(Sequence[int]):
     def _first(self, count: int) -> Context:
         block, rest = divmod(count, TOKENS_PER_BLOCK)
         packed = self.blocks[block] if block < len(self.blocks) else self._tail
-        packed, place = packed[: rest * _ID.size], self.place
-        if place is not None and place.num_tokens > count:
-            place = Place(place.node, count)  # what extends this may go on with other tokens
-        first = Context.of(self.contexts, packed, self.blocks[:block], place, self.pictures)
+        packed = packed[: rest * _ID.size]
+        # Its place would be a part of this one's, which nobody needs to know: it is found soon.
+        first = Context.of(self.contexts, packed, self.blocks[:block], pictures=self.pictures)
         if self.pictures is not None and count < self.pictures.num_tokens:
             if len(first) and min(first.packed()) < 0:
                 raise PictureError(
@@ -162,6 +161,11 @@ class Context(Sequence[int]):
     def __iter__(self) -> Iterator[int]:
         packed = self.packed()
         return iter(packed if self.pictures is None else self.pictures.shown(packed))
+
+    @property
+    def last_packed(self) -> bytes:
+        """The last id as a 32-bit integer."""
+        return self._tail[-_ID.size :] or self.blocks[-1][-_ID.size :]
 
     def packed(self, start: int = 0, stop: int | None = None) -> array[int]:
         """Return the ids from ``start`` to ``stop``, neither negative, as 32-bit integers.

@@ -1,25 +1,18 @@
 """The tree against a plain dictionary that remembers what each slot holds."""
 
-from array import array
 from random import Random
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from genlm_backend.cache import Match, PrefixTree, Slots
+from genlm_backend.cache import NOWHERE, PrefixTree, Slots
 from genlm_backend.errors import CacheError
-from tests.cache.test_tree import slots_of
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=10)
+namespaces = st.sampled_from([None, None, "adapter"])
 
 
 class Copies:
@@ -49,131 +42,139 @@ class Tree(RuleBasedStateMachine):
     """Knows which context's last token each slot was filled with."""
 
     num_slots, num_host_slots = 24, 0
-    matches = Bundle("matches")
     places = Bundle("places")
 
     def __init__(self):
         super().__init__()
         self.copies = Copies()
-        self.written = self.copies.device
         self.cache = PrefixTree(Slots(self.num_slots), Slots(self.num_host_slots), self.copies)
-        self.live: set[Match] = set()
+        self.used: list[tuple[int, list[int], str | None]] = []  # in this round
         self.seen: list[tuple[list[int], str | None]] = []
         self.pinned: list[tuple[str | None, list[int]]] = []
+        self.pending: list[int] = []
 
-    def check_match(self, match, token_ids, namespace):
-        found = []
-        for node in reversed(list(match.node.path())):
-            filled = getattr(self.copies, node.tier.name)
-            found += [filled[slot] for slot in node.slots]
-        wanted = [(namespace, tuple(token_ids[: i + 1])) for i in range(match.num_tokens)]
-        assert found == wanted
-        num_on_host = self.cache.num_on_host(match)
-        cached = self.cache.num_cached(token_ids, namespace, "host")
-        assert cached >= num_on_host  # what has been added since is nobody's of this match
-        if not num_on_host:
-            assert [self.written[slot] for slot in slots_of(match)] == wanted
+    def held(self):
+        return self.cache.nodes.slot[self.pending].tolist()
+
+    def contents(self, node):
+        slots = self.cache.nodes.slot[self.cache.nodes.path(node)].tolist()
+        return [self.copies.device[slot] if slot > 0 else self.copies.host[-slot] for slot in slots]
+
+    def check_node(self, node, token_ids, namespace):
+        size = int(self.cache.nodes.depth[node])
+        wanted = [(namespace, tuple(token_ids[: i + 1])) for i in range(size)]
+        assert self.contents(node) == wanted
+
+    def num_on_host(self, node):
+        return int((self.cache.nodes.slot[self.cache.nodes.path(node)] < 0).sum())
 
     @property
     def num_used(self):
         return self.cache.num_used + self.cache.host_slots.num_used
 
-    @rule(target=matches, token_ids=contexts, namespace=st.sampled_from([None, "adapter"]))
-    def look_up(self, token_ids, namespace):
+    @rule()
+    def begin(self):
+        self.cache.begin()
+        self.used.clear()
+
+    def look_up(self, token_ids, namespace, place=NOWHERE):
         num_cached = self.cache.num_cached(token_ids, namespace)
         tiers = [self.cache.num_cached(token_ids, namespace, tier) for tier in ("device", "host")]
-        match = self.cache.match(token_ids, namespace)
-        self.live.add(match)
-        assert match.num_tokens == num_cached == sum(tiers)
-        assert self.cache.num_on_host(match) == tiers[1]
-        self.check_match(match, token_ids, namespace)
-        return match, token_ids, namespace
+        node = self.cache.match(token_ids, namespace, place)
+        assert self.cache.nodes.depth[node] == num_cached == sum(tiers)
+        assert self.num_on_host(node) == tiers[1]
+        self.check_node(node, token_ids, namespace)
+        self.used.append((node, token_ids, namespace))
+        return node
 
-    @rule(target=matches, held=consumes(matches))
-    def extend(self, held):
-        match, token_ids, namespace = held
-        rest = token_ids[match.num_tokens :]
-        slots = self.cache.allocate(len(rest), [match])
+    @rule(token_ids=contexts, namespace=namespaces)
+    def use(self, token_ids, namespace):
+        self.look_up(token_ids, namespace)
+
+    def write(self, node, token_ids, namespace):
+        self.copies.device[int(self.cache.nodes.slot[node])] = (namespace, tuple(token_ids))
+
+    @rule(target=places, token_ids=contexts, namespace=namespaces, is_kept=st.integers(0, 4))
+    def fill(self, token_ids, namespace, is_kept):
+        node = self.look_up(token_ids, namespace)
+        start = int(self.cache.nodes.depth[node])
+        slots = self.cache.allocate(len(token_ids) - start, [node])
         if slots is None:
-            return held
-        self.cache.check_integrity(slots)
-        self.check_match(match, token_ids, namespace)
-        assert self.cache.num_on_host(match) == 0
-        for index, slot in enumerate(slots):
-            self.written[slot] = (namespace, tuple(token_ids[: match.num_tokens + index + 1]))
-        longer = self.cache.insert(match, rest, slots)
-        self.live = self.live - {match} | {longer}
-        self.check_match(longer, token_ids, namespace)
-        return longer, token_ids, namespace
-
-    @rule(token_ids=contexts, namespace=st.sampled_from([None, None, "adapter"]))
-    def fill(self, token_ids, namespace):
-        """All at once, so that there is much that nobody locks."""
-        held = self.extend(self.look_up(token_ids, namespace))
-        self.cache.unlock(held[0])
-        self.live.discard(held[0])
+            return self.remembered(node), token_ids[:start], namespace
+        assert self.num_on_host(node) == 0
+        chain = self.cache.grow_chain(node, np.array(token_ids[start:], np.int32), slots)
+        self.cache.check_integrity(slots.tolist())
+        for index, each in enumerate(chain.tolist()):
+            self.write(each, token_ids[: start + index + 1], namespace)
+        if not is_kept:
+            self.cache.drop(chain)
+            return self.remembered(node), token_ids[:start], namespace
+        node = int(self.cache.link(chain)[-1]) if len(chain) else node
+        self.check_node(node, token_ids, namespace)
         self.seen.append((token_ids, namespace))
+        self.used.append((node, token_ids, namespace))
+        return self.remembered(node), token_ids, namespace
+
+    def remembered(self, node):
+        return next(iter(self.cache.nodes.places(np.array([node], np.int32))))
 
     @precondition(lambda self: self.seen)
-    @rule(target=matches, index=st.integers(0), more=st.lists(st.integers(0, 2), max_size=2))
+    @rule(
+        chosen=st.lists(st.tuples(st.integers(0), st.integers(0, 10), st.integers(0, 2))),
+        keep=st.booleans(),
+    )
+    def step(self, chosen, keep):
+        """Rows one token longer, some of them there already, alike, or on the host."""
+        rows = []
+        for index, size, token in chosen:
+            token_ids, namespace = self.seen[index % len(self.seen)]
+            token_ids = token_ids[:size]
+            node = self.look_up(token_ids, namespace)
+            if self.cache.nodes.depth[node] == len(token_ids):
+                rows.append((node, [*token_ids, token], namespace))
+        nodes = np.array([node for node, _, _ in rows], np.int32)
+        slots = self.cache.allocate(len(rows), nodes)
+        if slots is None or not rows:
+            return
+        tokens = np.array([token_ids[-1] for _, token_ids, _ in rows], np.int32)
+        new = self.cache.grow(nodes, tokens, slots)
+        for node, (_, token_ids, namespace) in zip(new.tolist(), rows, strict=True):
+            self.write(node, token_ids, namespace)
+        self.cache.check_integrity(slots.tolist())
+        if not keep:
+            self.cache.drop(new)
+            return
+        for node, (_, *row) in zip(self.cache.link(new).tolist(), rows, strict=True):
+            self.check_node(node, *row)
+            self.used.append((node, *row))
+
+    @precondition(lambda self: self.seen)
+    @rule(index=st.integers(0), more=st.lists(st.integers(0, 2), max_size=2))
     def look_up_again(self, index, more):
         token_ids, namespace = self.seen[index % len(self.seen)]
-        return self.look_up([*token_ids, *more], namespace)
+        self.look_up([*token_ids, *more], namespace)
 
-    @rule(target=places, held=matches)
-    def remember(self, held):
-        match, token_ids, namespace = held
-        return self.cache.place(match), token_ids[: match.num_tokens], namespace
-
-    @rule(
-        target=matches,
-        held=places,
-        num_kept=st.integers(0, 10),
-        more=st.lists(st.integers(0, 2), max_size=6),
-    )
+    @rule(held=places, num_kept=st.integers(0, 10), more=st.lists(st.integers(0, 2), max_size=6))
     def look_up_from(self, held, num_kept, more):
-        """What begins as a remembered context does is found as from the beginning."""
+        """What begins as a remembered context does, or is a part of it, is found as ever."""
         place, token_ids, namespace = held
-        wanted = [*token_ids[:num_kept], *more]
-        most = num_kept if num_kept < len(token_ids) else len(wanted)
-        num_cached = self.cache.num_cached(wanted, namespace)
-        spot = self.cache.recall(place, namespace, most)
-        assert spot.num_tokens <= most
-        match = self.cache.match_from(spot, array("i", wanted[spot.num_tokens :]))
-        self.live.add(match)
-        assert match.num_tokens == num_cached
-        self.check_match(match, wanted, namespace)
-        return match, wanted, namespace
+        self.look_up(token_ids[:num_kept] or [1], namespace, place if num_kept else NOWHERE)
+        self.look_up([*token_ids, *more] or [1], namespace, place)
 
     @rule(held=places)
     def look_up_elsewhere(self, held):
         """A place counts for nothing in another namespace."""
         place, _, namespace = held
         other = "adapter" if namespace is None else None
-        assert self.cache.recall(place, other, 10).num_tokens == 0
+        assert self.cache.nodes.at([place], self.cache.root(other)).tolist() == [0]
 
-    @rule(held=consumes(matches))
-    def give_back(self, held):
-        self.cache.unlock(held[0])
-        self.cache.unlock(held[0])
-        self.live.discard(held[0])
-
-    @rule(held=consumes(matches))
-    def give_up(self, held):
-        match, token_ids, _ = held
-        slots = self.cache.allocate(len(token_ids) - match.num_tokens)
-        if slots is not None:
-            self.cache.free(slots)
-        self.cache.unlock(match)
-        self.live.discard(match)
-
-    @precondition(lambda self: len(self.pinned) < 2)
-    @rule(held=consumes(matches))
-    def pin(self, held):
-        match, token_ids, namespace = held
-        self.cache.pin(match)
-        self.live.discard(match)
-        self.pinned.append((namespace, token_ids[: match.num_tokens]))
+    @precondition(lambda self: len(self.pinned) < 2 and self.used)
+    @rule()
+    def pin(self):
+        node, token_ids, namespace = self.used[-1]
+        if not self.num_on_host(node) and self.cache.nodes.depth[node]:
+            self.cache.pin(node)
+            self.pinned.append((namespace, token_ids[: self.cache.nodes.depth[node]]))
 
     @rule(count=st.integers(0, 4) | st.integers(0, 30))
     def evict(self, count):
@@ -202,22 +203,24 @@ class Tree(RuleBasedStateMachine):
         assert self.cache.num_used == used - freed
         assert self.cache.num_evicted - evicted == both - self.num_used
 
-    @rule(held=matches)
-    def fetch_in_vain(self, held):
-        match, token_ids, namespace = held
-        on_host = self.cache.num_on_host(match)
+    @precondition(lambda self: self.used)
+    @rule()
+    def fetch_in_vain(self):
+        node, token_ids, namespace = self.used[-1]
+        on_host = self.num_on_host(node)
         self.copies.is_broken = True
         try:
-            self.cache.allocate(0, [match])
+            self.cache.allocate(0, [node])
         except RuntimeError:
             pass
         finally:
             self.copies.is_broken = False
-        assert self.cache.num_on_host(match) == on_host
-        self.check_match(match, token_ids, namespace)
+        assert self.num_on_host(node) == on_host
+        self.check_node(node, token_ids, namespace)
 
     @rule(token_ids=contexts, other=contexts, keep=st.integers(0, 5))
     def forget(self, token_ids, other, keep):
+        self.begin()  # as nobody forgets in a round
         used, cached = self.num_used, self.cache.num_cached(token_ids)
         of_other = self.cache.num_cached(other)
         freed = self.cache.forget(token_ids, keep=keep)
@@ -230,28 +233,29 @@ class Tree(RuleBasedStateMachine):
 
     @rule()
     def clear(self):
-        if self.live:
-            with pytest.raises(CacheError, match="locked"):
+        slots = self.cache.allocate(1)
+        if slots is not None:
+            with pytest.raises(CacheError, match="filled"):
                 self.cache.clear()
-        else:
-            self.cache.clear()
-            self.pinned.clear()
-            assert self.num_used == 0
+            self.cache.slots.free(slots)
+        self.cache.clear()
+        self.used.clear()
+        self.pinned.clear()
+        assert self.num_used == 0
 
     @invariant()
     def adds_up(self):
         self.cache.check_integrity()
 
     @invariant()
+    def what_is_used_stays(self):
+        for used in self.used:
+            self.check_node(*used)
+
+    @invariant()
     def pins_hold(self):
         for namespace, token_ids in self.pinned:
-            match = self.cache.match(token_ids, namespace)
-            assert match.num_tokens == len(token_ids)
-            self.cache.unlock(match)
-
-
-Tree.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
-TestTree = Tree.TestCase
+            assert self.cache.num_cached(token_ids, namespace, "device") == len(token_ids)
 
 
 class TieredTree(Tree):
@@ -266,46 +270,51 @@ class TreeAboveLittle(Tree):
     num_slots, num_host_slots = 16, 3
 
 
-for _machine in (TieredTree, TreeAboveMuch, TreeAboveLittle):
+for _machine in (Tree, TieredTree, TreeAboveMuch, TreeAboveLittle):
     _machine.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+TestTree = Tree.TestCase
 TestTieredTree = TieredTree.TestCase
 TestTreeAboveMuch = TreeAboveMuch.TestCase
 TestTreeAboveLittle = TreeAboveLittle.TestCase
 
 
-@pytest.mark.parametrize("sizes", [(12, 10), (10, 60), (16, 3), (30, 30)])
-def test_what_is_evicted_is_found_on_the_host(sizes):
-    """Long histories in which much is evicted, some of it wanted again, and little is locked."""
+@pytest.mark.parametrize("sizes", [(30, 0), (12, 10), (10, 60), (16, 3), (30, 30)])
+def test_the_least_recently_used_go_first(sizes):
+    """Long histories in which much is evicted, and some of it wanted again."""
     random, num_on_host = Random(0), 0
     for _ in range(15):
         tree = Tree()
         tree.cache = PrefixTree(*map(Slots, sizes), tree.copies)
-        held: list = []
         for _ in range(150):
+            tree.begin()
             begin = random.choice(tree.seen)[0] if tree.seen and random.random() < 0.8 else []
             kept = begin[: random.randint(0, len(begin))] if random.random() < 0.4 else begin
             context = [*kept, *random.choices(range(3), k=random.randint(1, 4))][:10]
-            used = random.random()
-            if used < 0.7:
-                tree.fill(context, None)
-            elif used < 0.85:  # computed beside what is on the host, which it takes the place of
-                num_host = random.randint(0, len(context))
-                match = tree.cache.match(context[:num_host])
-                slots = tree.cache.allocate(len(context) - match.num_tokens, [match])
-                if slots is not None:
-                    done = match.num_tokens
-                    for i, slot in enumerate(slots):
-                        tree.written[slot] = (None, tuple(context[: done + i + 1]))
-                    match = tree.cache.insert(match, context[done:], slots)
-                tree.check_match(match, context, None)
-                tree.cache.unlock(match)
-                tree.live.clear()
-            elif len(held) < 2:
-                held.append(tree.look_up(context, None))
+            if random.random() < 0.7:
+                num_on_host += tree.cache.num_cached(context, None, "host")
+                tree.fill(context, None, random.randint(0, 9))
+            else:
+                chosen = [(random.randint(0, 99), random.randint(0, 10), random.randint(0, 2))]
+                tree.step(chosen * 2, True) if tree.seen else None
+            tree.what_is_used_stays()
             tree.cache.check_integrity()
-            num_on_host += sum(tree.cache.num_on_host(match) > 0 for match, *_ in held)
-            if held and random.random() < 0.4:
-                tree.extend(held[0]) if random.random() < 0.2 else None
-                tree.cache.unlock(held.pop(0)[0])
-            tree.cache.check_integrity()
-    assert num_on_host > 20
+    assert not sizes[1] or num_on_host > 20
+
+
+def test_eviction_is_in_the_order_of_use():
+    cache = PrefixTree(Slots(30))
+    for context in ([1, 2, 3], [1, 2, 4], [5, 6, 7]):
+        cache.begin()
+        node = cache.match(context)
+        rest = np.array(context[cache.nodes.depth[node] :], np.int32)
+        cache.link(cache.grow_chain(node, rest, cache.allocate(len(rest))))
+    cache.begin()
+    cache.match([1, 2, 3])
+    assert cache.evict(100) == 4
+    assert cache.num_cached([1, 2, 3]) == 3
+    cache.begin()
+    cache.link(cache.grow_chain(cache.match([8]), np.array([8], np.int32), cache.allocate(1)))
+    cache.begin()
+    assert cache.evict(2) == 2
+    assert cache.num_cached([1, 2, 3]) == 1
+    assert cache.num_cached([8]) == 1

@@ -12,7 +12,7 @@ from typing import Any, cast, final
 
 import torch
 
-from genlm_backend.cache import KVCacheDtype, KVLayout, KVStore, Match, TierName
+from genlm_backend.cache import KVCacheDtype, KVLayout, KVStore, TierName
 from genlm_backend.errors import CacheError, OptionError
 from genlm_backend.llm.ends import ends_of_model
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
@@ -292,34 +292,32 @@ class HFEvaluator(Evaluator):
 
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
-        match = self._computed(query)
-        if match is not None:
-            self.passes.tree.pin(match)
-        return match is not None
+        node = self._computed(query)
+        if node is not None:
+            self.passes.tree.pin(node)
+        return node is not None
 
-    def _computed(self, query: Query) -> Match | None:
-        """Compute a context and lock its slots on the device; ``None`` if there is no room."""
+    def _computed(self, query: Query) -> int | None:
+        """Compute a context and return its node on the device; ``None`` if there is no room."""
         with self._in_place(query.adapter):
             self._answers([query])
-        match = self.passes.match(query, len(query.context))
-        if match.num_tokens < len(query.context) or self.passes.tree.num_on_host(match):
-            self.passes.tree.unlock(match)
-            return None
-        return match
+        size, nodes = len(query.context), self.passes.tree.nodes
+        node = self.passes.match(query.context, query.adapter, size)
+        return node if nodes.depth[node] == size and nodes.slot[node] > 0 else None
 
     # ---------------------------------------------------------------- files of prefixes
 
     def save_prefix(self, query: Query, path: str) -> None:
         """Compute a context and write its keys and values into a file."""
         self._check_can_keep(len(query.context))
-        match = self._computed(query)
-        if match is None:
+        node = self._computed(query)
+        if node is None:
             raise CacheError(
                 f"a prompt of {len(query.context)} tokens does not fit into the "
                 f"{self.passes.tree.num_slots} of kv_cache_bytes, as far as none are pinned, or "
                 "has keys and values that are not finite in this format"
             )
-        self._files.save(match, query, Path(path))
+        self._files.save(node, query, Path(path))
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
         """Keep the keys and values of a file."""

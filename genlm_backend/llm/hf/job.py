@@ -10,8 +10,6 @@ from typing import Self, TypeAlias, final
 
 import torch
 
-from genlm_backend.cache import Match, Run
-from genlm_backend.cache.node import Node
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.query import Query
 from genlm_backend.llm.row import Row
@@ -37,13 +35,13 @@ class Job:
 
     Attributes:
         token_ids: The whole context.
-        match: Its cached prefix, which ends before the first output; replaced by longer ones as
-            its tokens are inserted into the tree. ``None`` where it is run whole.
+        node: The node of its cached prefix, which ends before the first output; that of the whole
+            context once it is kept. 0 where it is run whole.
+        start: Number of tokens of the prefix.
         targets: The tokens whose log-probabilities are wanted behind the context's last positions,
             one behind each; empty where a row is wanted behind the last one.
         stop: Position after the last one.
         first: Position of the first output.
-        start: Number of tokens of the prefix that was cached at first.
         missing: The tokens after them.
         shift: Number that the positions of those are larger by than their places, behind pictures.
         row: What comes of it where a row is wanted.
@@ -51,11 +49,11 @@ class Job:
     """
 
     token_ids: Context
-    match: Match | None = None
+    node: int = 0
+    start: int = 0
     targets: tuple[int, ...] = ()
     stop: int = field(init=False)
     first: int = field(init=False)
-    start: int = field(init=False)
     missing: array[int] = field(init=False)
     shift: int = 0
     row: Row | None = None
@@ -64,19 +62,14 @@ class Job:
     def __post_init__(self) -> None:
         self.stop = len(self.token_ids)
         self.first = self.stop - (len(self.targets) or 1)
-        self.start = 0 if self.match is None else self.match.num_tokens
         self.missing = self.token_ids.packed(self.start)
         self.scores = [0.0] * len(self.targets)
 
     @classmethod
-    def of(cls, question: Asked, match: Match | None = None) -> Self:
+    def of(cls, question: Asked, node: int = 0, start: int = 0) -> Self:
         """Return the job of a query or of a scoring."""
         targets = () if isinstance(question, Query) else question.targets
-        return cls(question.context, match, targets)
-
-    def past_runs(self, known: dict[Node, tuple[Run, ...]]) -> tuple[Run, ...]:
-        """Return the slots of the tokens that need not be computed; see ``Match.runs``."""
-        return () if self.match is None else self.match.runs(known)
+        return cls(question.context, node, start, targets)
 
     @property
     def outputs(self) -> range:

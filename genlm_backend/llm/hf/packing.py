@@ -9,17 +9,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.cache import Run
 from genlm_backend.llm.hf.paths import Paths
 
 if TYPE_CHECKING:
     from genlm_backend.llm.hf.attend.sharing import Reading
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Slots of consecutive tokens of a context that is in no tree.
+
+    Attributes:
+        owner: What the slots belong to. In one pass, two runs of one owner begin with the same
+            tokens in the same slots.
+        slots: The owner's slots, in order.
+        num_tokens: How many of them, from the first, the context has.
+    """
+
+    owner: object
+    slots: Sequence[int] | NDArray[Any]
+    num_tokens: int
 
 
 @final
@@ -29,25 +45,28 @@ class Span:
 
     Attributes:
         token_ids: The new tokens; at least one.
-        past: The slots of the tokens before them, as runs that other spans may share.
+        past: The slots of the tokens before them, as runs that other spans may share; none where a
+            tree has them.
         slots: Slots that receive the new tokens' keys and values; empty to keep none.
         outputs: Indices into ``token_ids`` after which the row of logits is wanted.
         shift: Number that the positions of the new tokens are larger by than their places.
         num_new: Number of new tokens.
-        num_past: Number of tokens before them.
     """
 
     token_ids: Sequence[int]
     past: tuple[Run, ...] = ()
-    slots: Sequence[int] = ()
+    slots: Sequence[int] | NDArray[Any] = ()
     outputs: Sequence[int] = ()
     shift: int = 0
     num_new: int = field(init=False)
-    num_past: int = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_new", len(self.token_ids))
-        object.__setattr__(self, "num_past", sum(run.num_tokens for run in self.past))
+
+    @property
+    def num_past(self) -> int:
+        """Number of tokens of its runs."""
+        return sum(run.num_tokens for run in self.past)
 
 
 @final
@@ -96,10 +115,15 @@ class PackedBatch:
         return self.position_ids[:, 0].numpy() - self.num_past
 
 
-def pack(spans: Sequence[Span]) -> PackedBatch:
-    """Pad spans to one rectangle. All have slots for their new tokens, or none has."""
+def pack(spans: Sequence[Span], past: Paths | None = None) -> PackedBatch:
+    """Pad spans to one rectangle.
+
+    Args:
+        spans: The spans. All have slots for their new tokens, or none has.
+        past: What each has before them, in a tree; ``None`` where their runs say it.
+    """
     num_new = np.array([span.num_new for span in spans])
-    past = paths_of(spans)
+    past = paths_of(spans) if past is None else past
     num_past = past.num_tokens
     num_columns = int(num_new.max())
     columns = np.arange(num_columns)

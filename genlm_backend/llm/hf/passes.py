@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from itertools import chain
-from typing import Final, final
+from typing import Any, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from genlm_backend.cache import KVLayout, KVStore, Match, Mover, PrefixTree, Run, Slots
-from genlm_backend.cache.node import Node
+from genlm_backend.cache import KVLayout, KVStore, Mover, PrefixTree, Slots
 from genlm_backend.errors import QueryDroppedError
+from genlm_backend.llm.context import Context
 from genlm_backend.llm.hf.attend import Attend, WholeAttend
 from genlm_backend.llm.hf.job import Asked, Found, Job, first_output
 from genlm_backend.llm.hf.memory import is_out_of_memory, release_cached_memory
 from genlm_backend.llm.hf.overflow import search, still_spoilt
-from genlm_backend.llm.hf.packing import Span
+from genlm_backend.llm.hf.packing import Span, pack
+from genlm_backend.llm.hf.paths import Paths
 from genlm_backend.llm.hf.plan import (
     CostModel,
     Segment,
@@ -28,11 +29,10 @@ from genlm_backend.llm.hf.plan import (
     plan_whole,
 )
 from genlm_backend.llm.hf.roots import Roots
+from genlm_backend.llm.hf.round import Round
 from genlm_backend.llm.hf.runner import Runner
-from genlm_backend.llm.query import Adapter
+from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
-
-_NO_TOKENS: Final = array("i")
 
 
 @final
@@ -40,7 +40,8 @@ class Passes:
     """Forward passes for contexts of one adapter at a time, and what is kept of them.
 
     Contexts of one batch share what they have in common, with each other and with earlier
-    contexts: match, plan, allocate, run, insert, unlock. Without slots, every context is run whole.
+    contexts: match, plan, allocate, run, link. Where each has one token that is new, it is a
+    ``Round``, and nothing is planned. Without slots, every context is run whole.
 
     Args:
         runner: What calls the model.
@@ -76,10 +77,10 @@ class Passes:
         self.cost = cost
         self.pads, self.aligns = True, False
         self.tokens_reused = 0
-        self._finish = finish
+        self.finish = finish
         self._score = score
-        self._check_wanted = check_wanted
-        self.roots = Roots(self)
+        self.check_wanted = check_wanted
+        self.roots, self._round = Roots(self), Round(self)
         self.layout = KVLayout()
         self.keep_nothing()
 
@@ -182,15 +183,18 @@ class Passes:
 
     def _forward(self, segments: Sequence[Segment], attend: Attend) -> None:
         """Run segments in one pass, and hand its outputs to the jobs that want them."""
-        self._check_wanted()
-        known: dict[Node, tuple[Run, ...]] = {}
-        logits = self.runner.forward([segment.span(known) for segment in segments], attend)
+        self.check_wanted()
+        nodes, slots = self.tree.nodes, self.tree.nodes.slot
+        spans = [segment.span(slots[segment.nodes]) for segment in segments]
+        before = np.array([segment.before for segment in segments], np.int64)
+        past = Paths(nodes.parent, nodes.depth, slots, before)
+        logits = self.runner.forward(pack(spans, past), attend)
         wanted = [jobs for segment in segments for jobs in segment.outputs.values()]
         if any(job.targets for jobs in wanted for job in jobs):
             self._hand_out_scores(segments, logits)
         places = [i for i, jobs in enumerate(wanted) if not all(job.targets for job in jobs)]
         if places:
-            rows = self._finish(logits if len(places) == len(wanted) else logits[places])
+            rows = self.finish(logits if len(places) == len(wanted) else logits[places])
             for i, row in zip(places, rows, strict=True):
                 for job in wanted[i]:
                     job.row = None if job.targets else row
@@ -204,10 +208,10 @@ class Passes:
             attend: What they attend to.
             start: Number of tokens of the context before them.
         """
-        self._check_wanted()
+        self.check_wanted()
         logits = self.runner.forward([span], attend)
         if not job.targets:
-            job.row = next(iter(self._finish(logits)), None) if len(span.outputs) else None
+            job.row = next(iter(self.finish(logits)), None) if len(span.outputs) else None
             return
         wanted = [start + position - job.first for position in span.outputs]
         if wanted:
@@ -235,18 +239,17 @@ class Passes:
 
     # ---------------------------------------------------------------- with slots
 
-    def match(self, question: Asked, most: int) -> Match:
-        """Lock and return the longest cached prefix of a context, of up to ``most`` tokens."""
-        context = question.context
-        spot = self.tree.recall(context.place, question.adapter, most)
-        is_known = spot.num_tokens == most
-        tokens = _NO_TOKENS if is_known else context.packed(spot.num_tokens, most)
-        return self.tree.match_from(spot, tokens)
+    def match(self, context: Context, adapter: Adapter | None, most: int) -> int:
+        """Return the node of the longest cached prefix of a context, of up to ``most`` tokens.
 
-    def codes_of(self, match: Match) -> list[tuple[torch.Tensor, ...]]:
-        """Return the keys and values of a match as the store has them, by layer."""
-        runs = match.runs()
-        return self.store.take([slot for run in runs for slot in run.slots[: run.num_tokens]])
+        It is not evicted before the next batch.
+        """
+        return self.tree.match(context.packed(0, most), adapter, context.place)
+
+    def codes_of(self, node: int) -> list[tuple[torch.Tensor, ...]]:
+        """Return the keys and values up to a node as the store has them, by layer."""
+        nodes = self.tree.nodes
+        return self.store.take(nodes.slot[nodes.path(node)])
 
     def fill(
         self,
@@ -261,20 +264,20 @@ class Passes:
             codes: The codes of each layer's keys and values, ``[len(token_ids), columns]`` each.
             adapter: The adapter that it was computed with.
         """
-        match = self.tree.match(token_ids, adapter)
+        tree = self.tree
+        tree.begin()
+        node = tree.match(token_ids, adapter)
+        start = int(tree.nodes.depth[node])
+        slots = tree.allocate(len(token_ids) - start, [node])
+        if slots is None:
+            return False
+        new = tree.grow_chain(node, np.array(token_ids[start:], np.int32), slots)
         try:
-            start = match.num_tokens
-            slots = self.tree.allocate(len(token_ids) - start, [match])
-            if slots is None:
-                return False
-            try:
-                self.store.put(slots, [tuple(c[start:] for c in layer) for layer in codes])
-            except BaseException:
-                self.tree.free(slots)
-                raise
-            match = self.tree.insert(match, token_ids[start:], slots)
-        finally:
-            self.tree.unlock(match)
+            self.store.put(slots, [tuple(c[start:] for c in layer) for layer in codes])
+        except BaseException:
+            tree.drop(new)
+            raise
+        tree.link(new)
         return True
 
     def _from_slots(self, questions: list[Asked]) -> list[Found]:
@@ -290,32 +293,71 @@ class Passes:
 
     def _together(self, questions: list[Asked]) -> list[Found]:
         """Answer questions from what is kept, roots included."""
-        jobs: list[Job] = []
-        try:
-            for question in questions:
-                # What has an output always goes through the model: logits are not kept.
-                match = self.match(question, first_output(question))
-                jobs.append(Job.of(question, match))
-                jobs[-1].shift = self.roots.shift(question.context)
-            slots: list[int] | None = None
-            segments = plan_segments(jobs, self.cost) if all(map(_has_root, jobs)) else []
-            if segments:
-                matches = [job.match for job in jobs if job.match is not None]
-                num_new = sum(segment.num_tokens for segment in segments)
-                slots = self.tree.allocate(num_new, matches)
-            if slots is not None:
-                num_reused = sum(job.start for job in jobs)
-                self._run(jobs, segments, slots, questions[0].adapter)
-                self.tokens_reused += num_reused
-                return self._sound_answers(questions, jobs)
-        finally:
-            for job in jobs:
-                assert job.match is not None
-                job.token_ids.place = self.tree.place(job.match)
-                self.tree.unlock(job.match)
+        self.tree.begin()
+        contexts = [question.context for question in questions]
+        # What has an output always goes through the model: logits are not kept.
+        sizes = np.array([first_output(question) for question in questions], np.int32)
+        nodes = self._matched(contexts, sizes, questions[0].adapter)
+        if self.is_step(questions, contexts, nodes, sizes):
+            answers: list[Found] | None = self._round.answers(questions, contexts, nodes)
+        else:
+            answers = self._planned(questions, nodes)
+        if answers is not None:
+            return answers
         if len(questions) == 1:
             return self.whole(questions)
         return _in_halves(questions, self._from_slots)
+
+    def _matched(
+        self, contexts: Sequence[Context], sizes: NDArray[np.int32], adapter: Adapter | None
+    ) -> NDArray[np.int32]:
+        """Return the nodes of the cached prefixes of contexts, of up to ``sizes`` tokens each."""
+        tree = self.tree
+        nodes = tree.recall([context.place for context in contexts], adapter, sizes)
+        for i in np.flatnonzero(tree.nodes.depth[nodes] < sizes).tolist():
+            start = int(tree.nodes.depth[nodes[i]])
+            nodes[i] = tree.nodes.walk(
+                int(nodes[i]), np.asarray(contexts[i].packed(start, int(sizes[i])), np.int32)
+            )
+        tree.use(nodes)
+        return nodes
+
+    def is_step(
+        self,
+        questions: Sequence[Asked],
+        contexts: Sequence[Context],
+        nodes: NDArray[np.int32],
+        sizes: NDArray[np.int32],
+    ) -> bool:
+        """Return whether questions are one token each behind what is kept, and fit one pass."""
+        depths = self.tree.nodes.depth[nodes]
+        fewest, most = int(depths.min()), int(depths.max())
+        return (
+            len(questions) <= self.cost.max_tokens
+            and bool((depths == sizes).all())
+            and (most == fewest if self.aligns else most <= 2 * fewest + 64)
+            and set(map(type, questions)) == {Query}
+            and not any(context.pictures for context in contexts)
+        )
+
+    def _planned(self, questions: list[Asked], nodes: NDArray[np.int32]) -> list[Found] | None:
+        """Answer questions by segments and waves; ``None`` if there is no room for all."""
+        starts = self.tree.nodes.depth[nodes].tolist()
+        jobs = [Job.of(*one) for one in zip(questions, nodes.tolist(), starts, strict=True)]
+        for job in jobs:
+            job.shift = self.roots.shift(job.token_ids)
+        if not all(map(_has_root, jobs)):
+            return None
+        segments = plan_segments(jobs, self.cost)
+        slots = self.tree.allocate(sum(segment.num_tokens for segment in segments), nodes)
+        if slots is None:
+            return None
+        self._run(jobs, segments, slots)
+        self.tokens_reused += sum(starts)
+        places = self.tree.nodes.places(np.array([job.node for job in jobs], np.int32))
+        for question, place in zip(questions, places, strict=True):
+            question.context.place = place
+        return self._sound_answers(questions, jobs)
 
     def _sound_answers(self, questions: list[Asked], jobs: list[Job]) -> list[Found]:
         """Return the answers of jobs that have been run, those with NaN among them run whole.
@@ -328,26 +370,19 @@ class Passes:
         again = dict(zip(spoilt, self.whole(spoilt, pads=False), strict=True)) if spoilt else {}
         return [again.get(q, job.answer) for q, job in zip(questions, jobs, strict=True)]
 
-    def _run(
-        self, jobs: list[Job], segments: list[Segment], slots: list[int], adapter: Adapter | None
-    ) -> None:
+    def _run(self, jobs: list[Job], segments: list[Segment], slots: NDArray[Any]) -> None:
         """Compute the jobs' answers, and keep what none of them shows to have overflown.
 
         Where nobody waits for them any more, what has been computed is kept all the same.
         """
         start = 0
         for segment in segments:
-            segment.slots = slots[start : start + segment.num_tokens]
+            own = slots[start : start + segment.num_tokens]
+            tokens = np.asarray(segment.token_ids, np.int32)
+            segment.nodes = self.tree.grow_chain(segment.before, tokens, own)
             start += segment.num_tokens
-        # The slots that are neither the tree's nor free, by the segment that they were for.
-        held = {segment: segment.slots for segment in segments}
+        held = {segment: segment.nodes for segment in segments}  # which are not linked
         computed: list[Segment] = []
-
-        def keep() -> None:
-            for segment in computed:
-                self._insert(segment, adapter)
-                held[segment] = held[segment][segment.num_tokens :]
-
         try:
             for wave in plan_waves(segments):
                 sizes = [segment.size for segment in wave]
@@ -357,24 +392,31 @@ class Passes:
             if any(job.is_spoilt(job.outputs) for job in jobs):
                 cut_to_sound(segments)
                 computed = [segment for segment in segments if segment.num_tokens]
-            keep()
+            self._link(computed, held)
         except QueryDroppedError:
             # There may be no row yet that would tell whether they have overflown.
-            if self.store.is_finite([*chain.from_iterable(s.slots for s in computed)]):
-                keep()
+            own = [segment.nodes for segment in computed]
+            if own and self.store.is_finite(self.tree.nodes.slot[np.concatenate(own)]):
+                self._link(computed, held)
             raise
         finally:
-            self.tree.free([*chain.from_iterable(held.values())])
+            for nodes in held.values():
+                self.tree.drop(nodes)
 
-    def _insert(self, segment: Segment, adapter: Adapter | None) -> None:
-        """Hand one segment's slots to the tree, below what its context has there by now."""
-        job = segment.job
-        assert job.match is not None
-        if job.match.num_tokens < segment.start:
-            # An ancestor was inserted on behalf of another context of the batch.
-            self.tree.unlock(job.match)
-            job.match = self.tree.match(job.token_ids.packed(0, segment.start), adapter)
-        job.match = self.tree.insert(job.match, segment.token_ids, segment.slots)
+    def _link(self, segments: Sequence[Segment], held: dict[Segment, NDArray[np.int32]]) -> None:
+        """Have the tokens of segments found, and their jobs be where they end."""
+        if not segments:
+            return
+        sizes = [segment.num_tokens for segment in segments]
+        new = [segment.nodes[:size] for segment, size in zip(segments, sizes, strict=True)]
+        for segment, size in zip(segments, sizes, strict=True):
+            held[segment] = segment.nodes[size:]
+        linked = np.split(self.tree.link(np.concatenate(new)), np.cumsum(sizes)[:-1])
+        for segment, nodes in zip(segments, linked, strict=True):
+            for position, jobs in segment.outputs.items():
+                if position < segment.stop:
+                    for job in jobs:
+                        job.node = int(nodes[position - segment.start])
 
 
 def _has_root(job: Job) -> bool:

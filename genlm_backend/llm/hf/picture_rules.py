@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 from transformers.cache_utils import DynamicCache
 
-from genlm_backend.cache import KVLayout, KVStore, Run
+from genlm_backend.cache import KVLayout, KVStore
 from genlm_backend.errors import PictureError
 from genlm_backend.llm.hf.attend import Attend
-from genlm_backend.llm.hf.packing import Span
+from genlm_backend.llm.hf.packing import Run, Span
 from genlm_backend.llm.hf.root_attend import RootAttend, positions_of
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.picture_rules import PictureRules

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple, Self
 
-from genlm_backend.cache import Run
-from genlm_backend.cache.node import Node
+import numpy as np
+from numpy.typing import NDArray
+
 from genlm_backend.common_prefix import common_length
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.hf.job import Job
@@ -69,7 +70,7 @@ class Segment:
             ``None`` where nothing does.
         wave: Number of waves that must have been computed before.
         outputs: Positions behind which logits are wanted, in order, and who wants them.
-        slots: Where the keys and values of its tokens go, once there are slots for them.
+        nodes: Nodes of its tokens, once there are slots for them: int32 ``[num_tokens]``.
     """
 
     job: Job
@@ -78,7 +79,7 @@ class Segment:
     parent: Segment | None
     wave: int
     outputs: dict[int, list[Job]] = field(default_factory=dict)
-    slots: Sequence[int] = ()
+    nodes: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
 
     @property
     def num_tokens(self) -> int:
@@ -96,21 +97,22 @@ class Segment:
         """What a forward pass with it depends on."""
         return Size(self.num_tokens, self.start, len(self.outputs))
 
-    def span(self, known: dict[Node, tuple[Run, ...]]) -> Span:
-        """Return what the forward pass takes: the tokens, and the slots of those before them.
+    @property
+    def before(self) -> int:
+        """Node of the token before the first one, of this batch or a cached one."""
+        if self.parent is None:
+            return self.job.node
+        return int(self.parent.nodes[self.start - self.parent.start - 1])
+
+    def span(self, slots: NDArray[np.int32]) -> Span:
+        """Return what the forward pass takes, but for what is before it.
 
         Args:
-            known: As ``Match.runs`` takes it.
+            slots: Slots of its tokens, or none to keep nothing.
         """
-        computed: list[Run] = []  # by earlier waves of this batch
-        ancestor, position = self.parent, self.start
-        while ancestor is not None:
-            computed.append(Run(ancestor, ancestor.slots, position - ancestor.start))
-            position, ancestor = ancestor.start, ancestor.parent
         return Span(
             token_ids=self.token_ids,
-            past=(*self.job.past_runs(known), *reversed(computed)),
-            slots=self.slots,
+            slots=slots,
             outputs=[position - self.start for position in self.outputs],
             shift=self.job.shift,
         )
@@ -139,10 +141,9 @@ def plan_segments(jobs: Sequence[Job], cost: CostModel) -> list[Segment]:
     # Contexts whose cached prefixes end at different nodes share nothing uncached: had they more
     # in common, the cache would have found it for both. (Of a text that is scored, what is wanted
     # counts as uncached; where others have it cached, it is computed for itself.)
-    by_node: defaultdict[Node, list[Job]] = defaultdict(list)
+    by_node: defaultdict[int, list[Job]] = defaultdict(list)
     for job in jobs:
-        assert job.match is not None
-        by_node[job.match.node].append(job)
+        by_node[job.node].append(job)
     for group in by_node.values():
         start = group[0].start
         if len(group) == 1:
@@ -265,7 +266,6 @@ def cut_to_sound(segments: Sequence[Segment]) -> None:
                 stops[read], stop, read = stop, read.start, read.parent
     for segment, stop in stops.items():
         segment.stop = stop
-        segment.slots = segment.slots[: segment.num_tokens]
 
 
 def plan_waves(segments: Sequence[Segment]) -> list[list[Segment]]:

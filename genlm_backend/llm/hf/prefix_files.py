@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import final
 
-from genlm_backend.cache import Match
 from genlm_backend.errors import PrefixFileError
 from genlm_backend.llm.hf import prefix_file
 from genlm_backend.llm.hf.fingerprint import Fingerprint, weights_digest, weights_state
@@ -30,16 +29,13 @@ class PrefixFiles:
         # What a digest was made of, and the digest.
         self._digests: dict[Adapter | None, tuple[object, str]] = {}
 
-    def save(self, match: Match, query: Query, path: Path) -> None:
-        """Write what a locked match has found of a context, and unlock it.
+    def save(self, node: int, query: Query, path: Path) -> None:
+        """Write what is kept up to the node of a context.
 
         Raises:
             OSError: If the file cannot be written; nothing of it stays then.
         """
-        try:
-            codes = self._passes.codes_of(match)
-        finally:
-            self._passes.tree.unlock(match)
+        codes = self._passes.codes_of(node)
         fingerprint, layout = self._fingerprint(query.adapter), self._passes.store.layout
         prefix_file.save(path, Prefix(tuple(query.context), codes), fingerprint, layout)
 

@@ -6,9 +6,10 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from genlm_backend.cache import Match
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.hf.job import Asked, Found, Job, first_output
 from genlm_backend.llm.hf.packing import Span
@@ -89,42 +90,40 @@ class Roots:
     def _begun(self, question: Asked, pictures: Pictures) -> Found | None:
         """Have a root kept; return the answer if it came with it."""
         tree, end, size = self._passes.tree, pictures.num_tokens, len(question.context)
-        match = self._passes.match(question, end)
-        try:
-            is_kept, is_within = match.num_tokens == end, first_output(question) < end
-            if is_kept and not is_within:
-                return None
-            is_apart = _holds_parts(Job.of(question), pictures)
-            if is_within and is_apart:
-                return self.whole(question)
-            is_answered = is_within or (size - end <= SHORT_REST and not is_apart)
-            stop = size if is_answered else end
-            slots = [] if is_kept else tree.allocate(stop - match.num_tokens, [match])
-            if slots is None:
-                return self.whole(question)
-            job = Job.of(question)
-            match = self._run(job, pictures, match, slots, stop)
-        finally:
-            tree.unlock(match)
+        tree.begin()
+        node = self._passes.match(question.context, question.adapter, end)
+        start, is_within = int(tree.nodes.depth[node]), first_output(question) < end
+        if start == end and not is_within:
+            return None
+        is_apart = _holds_parts(Job.of(question), pictures)
+        if is_within and is_apart:
+            return self.whole(question)
+        is_answered = is_within or (size - end <= SHORT_REST and not is_apart)
+        stop = size if is_answered else end
+        slots = tree.allocate(0 if start == end else stop - start, [node])
+        if slots is None:
+            return self.whole(question)
+        job = Job.of(question)
+        self._run(job, pictures, node, slots, stop)
         return job.answer if is_answered else None
 
     def _run(
-        self, job: Job, pictures: Pictures, match: Match, slots: list[int], stop: int
-    ) -> Match:
-        """Run the first tokens of a context; return what is kept of them if no NaN came."""
-        passes, context = self._passes, job.token_ids
-        store = passes.store if slots else None
+        self, job: Job, pictures: Pictures, node: int, slots: NDArray[np.int64], stop: int
+    ) -> None:
+        """Run the first tokens of a context; those that have slots are kept if no NaN came."""
+        passes, tree = self._passes, self._passes.tree
+        tokens = np.asarray(job.token_ids.packed(stop - len(slots), stop), np.int32)
+        new = tree.grow_chain(node, tokens, slots)
         try:
-            attend = RootAttend(pictures, passes.layout, store, slots, stop)
+            store = passes.store if len(slots) else None
+            attend = RootAttend(pictures, passes.layout, store, slots.tolist(), stop)
             span = _span(job, pictures, stop)
             passes.forward_alone(job, span, attend)
             is_spoilt = any(job.is_spoilt(range(i, i + 1)) for i in span.outputs)
-            if slots and not is_spoilt and passes.store.is_finite(slots):
-                tokens = context.packed(match.num_tokens, stop)
-                match, slots = passes.tree.insert(match, tokens, slots), []
+            if len(slots) and not is_spoilt and passes.store.is_finite(slots):
+                new = tree.link(new)[:0]
         finally:
-            passes.tree.free(slots)
-        return match
+            tree.drop(new)
 
 
 def _holds_parts(job: Job, pictures: Pictures) -> bool:

@@ -44,15 +44,19 @@ class Runner:
         return uncompiled() if self._state.is_compiled else contextlib.nullcontext()
 
     @torch.inference_mode()
-    def forward(self, spans: Sequence[Span], attend: Attend) -> torch.Tensor:
+    def forward(self, spans: Sequence[Span] | PackedBatch, attend: Attend) -> torch.Tensor:
         """Return the logits at each span's outputs, span by span: ``[num_outputs, model_vocab]``.
+
+        Args:
+            spans: The spans, or what they have been packed to.
+            attend: The way to attend.
 
         Raises:
             ModelStateError: (``RuntimeError``) If the model has been converted, moved, put into
                 training mode or configured otherwise.
         """
+        batch = spans if isinstance(spans, PackedBatch) else pack(spans)
         self._state.check(self.model)
-        batch = pack(spans)
         with attend.attending(batch, self.model) as given:
             inputs: dict[str, Any] = {
                 "input_ids": batch.input_ids,

@@ -9,9 +9,9 @@ from typing import Any, Final, Self
 
 import torch
 
-from genlm_backend.cache import KVLayout, KVStore, Run
+from genlm_backend.cache import KVLayout, KVStore
 from genlm_backend.llm.hf.attend import WAYS, Way, WholeAttend
-from genlm_backend.llm.hf.packing import Span
+from genlm_backend.llm.hf.packing import Run, Span
 from genlm_backend.llm.hf.runner import Runner
 
 logger = logging.getLogger(__name__)

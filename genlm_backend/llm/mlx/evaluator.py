@@ -164,11 +164,10 @@ class MlxEvaluator(Evaluator):
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
         with self._in_place(query.adapter):
             self.passes.evaluate([query])
-        match = self.passes.match(query, len(query.context))
-        if match.num_tokens < len(query.context):
-            self.passes.tree.unlock(match)
+        node = self.passes.match(query.context, query.adapter, len(query.context))
+        if self.passes.tree.nodes.depth[node] < len(query.context):
             return False
-        self.passes.tree.pin(match)
+        self.passes.tree.pin(node)
         return True
 
     def clear(self) -> None:

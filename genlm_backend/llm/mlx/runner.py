@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from genlm_backend.errors import ModelStateError
-from genlm_backend.llm.hf.packing import Span, pack
+from genlm_backend.llm.hf.packing import PackedBatch, Span, pack
 from genlm_backend.llm.mlx.attend import MlxAttend
 
 
@@ -33,20 +33,24 @@ class MlxRunner:
         self.num_forwards = 0
         self.tokens_computed = 0
 
-    def forward(self, spans: Sequence[Span], attend: MlxAttend) -> torch.Tensor:
+    def forward(self, spans: Sequence[Span] | PackedBatch, attend: MlxAttend) -> torch.Tensor:
         """Return the logits at each span's outputs, span by span: float32 ``[num_outputs, vocab]``.
 
         They are in the processor's memory.
 
+        Args:
+            spans: The spans, or what they have been packed to.
+            attend: The way to attend.
+
         Raises:
             ModelStateError: (``RuntimeError``) If the model has been put into training mode.
         """
+        batch = spans if isinstance(spans, PackedBatch) else pack(spans)
         if self.model.training:
             raise ModelStateError(
                 "the model is in training mode, where its rows are drawn at random: call eval() "
                 "on it before it is asked"
             )
-        batch = pack(spans)
         picked = _Picked(batch.input_ids.shape, batch.output_rows, batch.output_columns)
         with (
             attend.attending(batch, self.model) as layers,

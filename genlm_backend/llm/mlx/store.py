@@ -8,6 +8,7 @@ from typing import Any, Final, final
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from genlm_backend.cache import KVLayout
 
@@ -101,7 +102,7 @@ class MlxStore:
                 kept[number][:, places] = of_tokens
         mx.eval(self._kept)
 
-    def is_finite(self, slots: Sequence[int]) -> bool:
+    def is_finite(self, slots: Sequence[int] | NDArray[Any]) -> bool:
         """Return whether no key and no value of these slots is infinite or NaN."""
         places = mx.array(np.asarray(slots, np.int32))
         return all(

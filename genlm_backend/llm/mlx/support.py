@@ -13,10 +13,9 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from genlm_backend.cache import Run
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
-from genlm_backend.llm.hf.packing import Span
+from genlm_backend.llm.hf.packing import Run, Span
 from genlm_backend.llm.mlx.attend import WAYS, GatherAttend, MlxAttend, ShapeLayer, Way, WholeAttend
 from genlm_backend.llm.mlx.runner import MlxRunner
 from genlm_backend.llm.mlx.store import LayerShape, MlxStore

@@ -27,6 +27,31 @@ def logits_after(token_ids):
 class Slotted:
     """A way to attend that only says that there are slots."""
 
+    def reading(self, past, num_new):
+        return None
+
+
+class Packed(NamedTuple):
+    """One row of a packed batch."""
+
+    token_ids: list[int]
+    past: list[int]
+    slots: list[int]
+    outputs: list[int]
+
+
+def rows_of(batch):
+    """Take a packed batch apart."""
+    columns = batch.past.columns(max(batch.num_past, default=0))
+    stops = np.cumsum(batch.num_new)
+    for row, (num_new, num_past) in enumerate(zip(batch.num_new, batch.num_past, strict=True)):
+        yield Packed(
+            batch.input_ids[row, :num_new].tolist(),
+            columns[row, columns.shape[1] - num_past :].tolist(),
+            batch.new_slots[stops[row] - num_new : stops[row]].tolist(),
+            batch.output_columns[batch.output_rows == row].tolist(),
+        )
+
 
 class FakeRunner:
     """Writes down which context's last token is in a slot, and reads nothing else.
@@ -43,18 +68,16 @@ class FakeRunner:
         self.max_outputs = 512
         self.num_forwards = self.tokens_computed = 0
 
-    def forward(self, spans, attend):
+    def forward(self, batch, attend):
         error = self.failing.pop() if self.failing else None
         if error is not None:
             raise error
-        rows = []
+        rows, spans = [], list(rows_of(batch))
         num_outputs = sum(len(span.outputs) for span in spans)
         assert num_outputs <= max(self.max_outputs, len(spans))
         for span in spans:
-            past = [slot for run in span.past for slot in run.slots[: run.num_tokens]]
-            assert len(past) == span.num_past
             context = []
-            for slot in past:
+            for slot in span.past:
                 adapter, before = self.written[slot]
                 context.append(before[-1])
                 assert (adapter, before) == (self.adapter, tuple(context))
@@ -65,7 +88,7 @@ class FakeRunner:
                     self.written[span.slots[index]] = (self.adapter, tuple(context))
                 if index in span.outputs:
                     rows.append(logits_after(context))
-            self.tokens_computed += span.num_new
+            self.tokens_computed += len(span.token_ids)
         self.num_forwards += 1
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from genlm_backend.cache import Run
-from genlm_backend.llm.hf.packing import Span, pack, pack_step
+from genlm_backend.llm.hf.packing import Run, Span, pack, pack_step
 from genlm_backend.llm.hf.paths import Paths
 
 

@@ -11,7 +11,15 @@ from genlm_backend import AsyncTransformer
 from genlm_backend.llm.row import rows_of_logits
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
-from tests.llm.hf.fake_runner import FakeRunner, Split, logits_after, make, question, splits
+from tests.llm.hf.fake_runner import (
+    FakeRunner,
+    Split,
+    logits_after,
+    make,
+    question,
+    rows_of,
+    splits,
+)
 
 
 class OverflowingRunner(FakeRunner):
@@ -26,12 +34,11 @@ class OverflowingRunner(FakeRunner):
         super().__init__()
         self.batch, self.spoilt = 0, {}
 
-    def forward(self, spans, attend):
-        logits, first = super().forward(spans, attend), 0
-        for span in spans:
-            past = [slot for run in span.past for slot in run.slots[: run.num_tokens]]
-            assert {self.spoilt.get(slot, self.batch) for slot in past} <= {self.batch}
-            is_spoilt = 4 in span.token_ids or any(slot in self.spoilt for slot in past)
+    def forward(self, batch, attend):
+        logits, first = super().forward(batch, attend), 0
+        for span in rows_of(batch):
+            assert {self.spoilt.get(slot, self.batch) for slot in span.past} <= {self.batch}
+            is_spoilt = 4 in span.token_ids or any(slot in self.spoilt for slot in span.past)
             if is_spoilt:
                 logits[first : first + len(span.outputs)] = torch.nan
             for slot in span.slots:
@@ -51,9 +58,9 @@ class LeavingRunner(FakeRunner):
 
     window, block = 4, 3
 
-    def forward(self, spans, attend):
-        logits, first = super().forward(spans, attend), 0
-        for span in spans:
+    def forward(self, batch, attend):
+        logits, first = super().forward(batch, attend), 0
+        for span in rows_of(batch):
             ids = list(span.token_ids)
             for place, position in enumerate(span.outputs):
                 end = (position // self.block + 1) * self.block

@@ -1,5 +1,6 @@
 """The plan covers every token that is missing, once where it pays, and in order."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,16 +23,21 @@ contexts = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
 def tree_of(cached):
     tree = PrefixTree(Slots(10_000))
     for context in cached:
-        match = tree.match(context)
-        rest = context[match.num_tokens :]
-        tree.insert(match, rest, tree.allocate(len(rest)))
+        node = tree.match(context)
+        rest = np.array(context[tree.nodes.depth[node] :], np.int32)
+        tree.link(tree.grow_chain(node, rest, tree.allocate(len(rest))))
     return tree
+
+
+def job_of(tree, context, num_before, targets=()):
+    node = tree.match(context[:num_before])
+    return Job(of_no_model(context), node, int(tree.nodes.depth[node]), targets)
 
 
 def jobs_of(contexts, cached=()):
     """Jobs for rows of contexts over a tree that holds ``cached``."""
     tree = tree_of(cached)
-    return [Job(of_no_model(context), tree.match(context[:-1])) for context in contexts]
+    return [job_of(tree, context, len(context) - 1) for context in contexts]
 
 
 def mixed_jobs(wanted, cached=()):
@@ -39,8 +45,7 @@ def mixed_jobs(wanted, cached=()):
     tree, jobs = tree_of(cached), []
     for context, num_outputs in wanted:
         targets = (9,) * min(num_outputs, len(context))
-        match = tree.match(context[: len(context) - (len(targets) or 1)])
-        jobs.append(Job(of_no_model(context), match, targets))
+        jobs.append(job_of(tree, context, len(context) - (len(targets) or 1), targets))
     return jobs
 
 
@@ -89,7 +94,7 @@ def test_segments_answer_every_job_from_what_comes_before(
             assert parent.start < position <= parent.stop
             assert parent.job.token_ids[:position] == token_ids[:position]
             position, child = parent.start, parent
-        assert position == segment.job.match.num_tokens
+        assert position == segment.job.start
     check_answered(segments, jobs)
     assert [s for wave in plan_waves(segments) for s in wave if s.wave == 0]
 
@@ -155,29 +160,22 @@ def test_a_long_shared_prompt_is_computed_once_and_a_short_one_is_not_waited_for
     st.integers(1, 5),
 )
 def test_spans_have_the_slots_of_all_tokens_before_them(contexts, cached, size):
-    """The slots before a segment are those that hold its context's tokens, in order."""
-    jobs = jobs_of(contexts, cached)
-    written: dict[int, tuple[int, ...]] = {}  # what the tree's slots hold
-    for job in jobs:
-        slots = [slot for run in job.match.runs() for slot in run.slots]
-        written.update((slot, job.token_ids[: n + 1]) for n, slot in enumerate(slots))
+    """The nodes before a segment are those of its context's tokens, in order."""
+    tree = tree_of(cached)
+    jobs = [job_of(tree, context, len(context) - 1) for context in contexts]
     segments = plan_segments(jobs, CostModel(per_forward=0.0, max_segment=size))
-    next_slot = 20_000
     for segment in segments:
-        segment.slots = range(next_slot, next_slot + segment.num_tokens)
-        next_slot += segment.num_tokens
+        ids, slots = segment.token_ids, tree.allocate(segment.num_tokens)
+        segment.nodes = tree.grow_chain(segment.before, np.array(ids, np.int32), slots)
+    nodes = tree.nodes
     for segment in segments:
         ids = segment.job.token_ids
-        for position, slot in zip(range(segment.start, segment.stop), segment.slots, strict=True):
-            written[slot] = ids[: position + 1]
-    for segment in segments:
-        span = segment.span({})
-        slots = [slot for run in span.past for slot in run.slots[: run.num_tokens]]
-        ids = segment.job.token_ids
-        assert [written[slot] for slot in slots] == [ids[: n + 1] for n in range(segment.start)]
-        assert (span.num_past, span.num_new) == (segment.start, segment.num_tokens)
+        assert nodes.token[nodes.path(segment.before)].tolist() == list(ids[: segment.start])
+        assert nodes.depth[segment.nodes].tolist() == list(
+            range(segment.start + 1, segment.stop + 1)
+        )
+        span = segment.span(nodes.slot[segment.nodes])
         assert tuple(span.token_ids) == tuple(ids[segment.start : segment.stop])
-        assert list(span.slots) == list(segment.slots)
         assert [segment.start + n for n in span.outputs] == list(segment.outputs)
 
 
