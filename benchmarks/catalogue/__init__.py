@@ -27,6 +27,7 @@ _WORKLOADS: tuple[Workload, ...] = (
     models.Host(),
     models.ManyParticles(),
     models.Trace(),
+    models.Dressing(),
     models.PrefillMix(),
     models.LoopStall(),
     models.PythonMeanwhile(),

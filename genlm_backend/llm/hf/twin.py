@@ -69,7 +69,8 @@ class Twin:
         self._own_configs.clear()
         for module, own in self.copies.items():
             children, own.__class__ = vars(own)["_modules"], type(module)
-            filled = {name: self._rebound(value) for name, value in vars(module).items()}
+            now = {**vars(module)}  # another thread may be using the model
+            filled = {name: self._rebound(value) for name, value in now.items()}
             filled |= {name: {**filled[name]} for name in ("_parameters", "_buffers")}
             vars(own).clear()
             vars(own).update(filled, _modules=children, training=False)
@@ -119,9 +120,9 @@ class Twin:
         if type(value) in (list, tuple) and any(map(_is_bound, value)):
             return type(value)(map(self._rebound, value))
         if type(value) is OrderedDict:  # of hooks, which some models register themselves
-            return OrderedDict((name, self._rebound(part)) for name, part in value.items())
-        if type(value) is dict and any(map(_is_bound, value.values())):
-            return {name: self._rebound(part) for name, part in value.items()}
+            return OrderedDict((name, self._rebound(part)) for name, part in [*value.items()])
+        if type(value) is dict and any(map(_is_bound, [*value.values()])):
+            return {name: self._rebound(part) for name, part in [*value.items()]}
         return value
 
     def _config(self, config: Any) -> Any:
