@@ -11,6 +11,7 @@ from torch import nn
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import AdapterError
+from genlm_backend.llm.hf.attend import SharedAttend
 from genlm_backend.llm.hf.twin import Twin, twin_of
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -169,18 +170,13 @@ def _closed_over(model):
     model.model.layers[1].forward = lambda *args, **options: forward(*args, **options)
 
 
-def _compiled(model):
-    model.compile(backend="eager")
-
-
-@pytest.mark.parametrize("change", [_closed_over, _compiled])
-def test_a_model_whose_code_runs_its_own_modules_has_no_twin_and_its_rows(change, tmp_path):
+def test_a_model_whose_code_runs_its_own_modules_has_no_twin_and_its_rows(tmp_path):
     peft = pytest.importorskip("peft")
     model = families.make("llama")
     expected = [fresh_row(model, context) for context in ([1, 2, 3], [1, 2, 3, 4])]
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     peft.get_peft_model(families.make("llama"), config).save_pretrained(str(tmp_path))
-    change(model)
+    _closed_over(model)
     assert not twin_of(model, IDS).copies
     before = attributes(model)
     with AsyncTransformer(model, word_tokenizer(), packs_weights=True) as lm:
@@ -194,6 +190,71 @@ def test_a_model_whose_code_runs_its_own_modules_has_no_twin_and_its_rows(change
             lm.next_token_logprobs_sync([5])
         model.eval()
         assert_untouched(model, before)
+
+
+class Counting:
+    """A compiler that leaves a graph as it is, and counts how often one is run."""
+
+    def __init__(self):
+        self.num_runs = 0
+
+    def __call__(self, graph, inputs):
+        def run(*args):
+            self.num_runs += 1
+            return graph.forward(*args)
+
+        return run
+
+
+def compile_layers(model, backend):
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+
+
+def compile_forward(model, backend):
+    model.forward = torch.compile(model.forward, backend=backend)
+
+
+COMPILED = {
+    "model": lambda model, backend: model.compile(backend=backend),
+    "layers": compile_layers,
+    "forward": compile_forward,
+}
+
+
+@pytest.mark.parametrize("compiles", COMPILED.values(), ids=COMPILED.keys())
+@pytest.mark.parametrize("is_wrapped_first", [True, False])
+def test_the_twin_of_a_compiled_model_runs_its_code_as_it_is_written(compiles, is_wrapped_first):
+    backend, model, plain = Counting(), families.make("llama"), families.make("llama")
+    if not is_wrapped_first:
+        compiles(model, backend)
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        assert isinstance(lm._evaluator.passes.attend, SharedAttend)
+        if is_wrapped_first:
+            lm.next_token_logprobs_sync([1, 2])
+            compiles(model, backend)
+        contexts = [[1, 2, 3], [1, 2, 4, 5], [6]]
+        for context, row in zip(contexts, lm.batch_next_token_logprobs_sync(contexts), strict=True):
+            torch.testing.assert_close(row, fresh_row(plain, context), rtol=0, atol=3e-5)
+        assert not backend.num_runs
+        logits(model)  # its owner's calls are compiled as before
+        assert backend.num_runs
+
+
+def test_hooks_of_a_twin_are_its_own_and_bound_to_it():
+    model, called = families.make("llama"), []
+    layer = model.model.layers[0]
+
+    def note(self, *_):
+        called.append(self)
+
+    layer.register_forward_pre_hook(types.MethodType(note, layer))
+    twin = twin_of(model, IDS)
+    called.clear()
+    twin.module.model.layers[0].register_forward_hook(lambda *_: called.append("ours"))
+    logits(twin.module)
+    logits(model)
+    assert called == [twin.module.model.layers[0], "ours", layer]
 
 
 # -------------------------------------------------------------------- what its owner does
