@@ -61,26 +61,29 @@ class Twin:
         self._batch: PackedBatch | None = None
         self._is_picked = False
         self._picking: partial[Any] | None = None
-        for module, own in self.copies.items():
-            children = module._modules.items()
-            vars(own)["_modules"] = {name: m and self.copies[m] for name, m in children}
+        self._children = {module: {**module._modules} for module in modules}
+        for module, children in self._children.items():
+            own = {name: child and self.copies[child] for name, child in children.items()}
+            vars(self.copies[module])["_modules"] = own
         self.refill()
 
     # ---------------------------------------------------------------- as the model is
 
     def refill(self) -> None:
         """Give each module's twin what the module has now, but for its children."""
-        self._own_configs.clear()
-        for module, own in self.copies.items():
-            children, own.__class__ = vars(own)["_modules"], type(module)
-            now = {**vars(module)}  # another thread may be using the model
-            filled = {name: self._rebound(value) for name, value in now.items()}
-            filled |= {name: {**filled[name]} for name in ("_parameters", "_buffers")}
-            vars(own).clear()
-            vars(own).update(filled, _modules=children, training=False, _compiled_call_impl=None)
+        # What another thread changes from here on is found by the next look.
         self._kinds = [*map(type, self.copies)]
         self._live = [_contents(module) for module in self.copies]
         self._seen = [[{**values} for values in contents] for contents in self._live]
+        for contents, children in zip(self._seen, self._children.values(), strict=True):
+            contents[1] = children
+        self._own_configs.clear()
+        for module, own in self.copies.items():
+            children, own.__class__ = vars(own)["_modules"], type(module)
+            filled = {name: self._rebound(value) for name, value in {**vars(module)}.items()}
+            filled |= {name: {**filled[name]} for name in ("_parameters", "_buffers")}
+            vars(own).clear()
+            vars(own).update(filled, _modules=children, training=False)
 
     def changed(self) -> list[nn.Module]:
         """Return the modules of the model that are not as they were when the twin was filled.
@@ -97,8 +100,7 @@ class Twin:
 
     def has_other_children(self, modules: Collection[nn.Module]) -> bool:
         """Whether some of the modules have other children than when the twin was made."""
-        before = dict(zip(self.copies, self._seen, strict=True))
-        return any(m in before and not _are_same(m._modules, before[m][1]) for m in modules)
+        return any(m._modules != self._children.get(m, m._modules) for m in modules)
 
     def is_trained(self, modules: Collection[nn.Module]) -> bool:
         """Whether some of the modules have been put into training mode since it was filled.
@@ -276,23 +278,27 @@ def twin_of(model: Any, token_ids: torch.Tensor, **options: Any) -> Twin:
         options: What it is given beside them.
     """
     name, is_compiled = type(model).__name__, any(map(_is_compiled, model.modules()))
-    # Compiled code has a rounding of its own, and nobody wants it compiled for this.
-    own = None if is_compiled else model(input_ids=token_ids, **options)
-    expected = getattr(own, "logits", None)
-    try:
-        twin = Twin(model)
-        with _Runs(twin) as runs:
-            found = getattr(twin.module(input_ids=token_ids, **options), "logits", None)
-    except Exception as error:  # third-party model code may raise anything
-        logger.info("%s runs as it is: its twin does not", name, exc_info=error)
-        return Twin(model, is_apart=False)
-    expected = found if is_compiled else expected
-    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
-        is_same = torch.allclose(found, expected, rtol=0, atol=0, equal_nan=True)
-        if is_same and not runs.has_left:
+    for _ in range(2):  # the first pass makes some quantised layers ready, and is not as others are
+        # Compiled code has a rounding of its own, and nobody wants it compiled for this.
+        own = None if is_compiled else model(input_ids=token_ids, **options)
+        try:
+            twin = Twin(model)
+            with _Runs(twin) as runs:
+                found = twin.module(input_ids=token_ids, **options)
+        except Exception as error:  # third-party model code may raise anything
+            logger.info("%s runs as it is: its twin does not", name, exc_info=error)
+            return Twin(model, is_apart=False)
+        if not runs.has_left and _have_equal_logits(found if own is None else own, found):
             return twin
     logger.info("%s runs as it is: its parts refer to each other in ways of their own", name)
     return Twin(model, is_apart=False)
+
+
+def _have_equal_logits(output: Any, other: Any) -> bool:
+    first, second = (getattr(one, "logits", None) for one in (output, other))
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return False
+    return torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
 
 
 @final
