@@ -28,6 +28,7 @@ _WORKLOADS: tuple[Workload, ...] = (
     models.ManyParticles(),
     models.Readings(),
     models.Trace(),
+    models.Dressing(),
     models.PrefillMix(),
     models.LoopStall(),
     models.PythonMeanwhile(),

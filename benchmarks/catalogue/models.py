@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import growth, host, sharing, trace, workloads
+from benchmarks import dressing, growth, host, sharing, trace, workloads
 from benchmarks.workload import SHARE, Found, Numbers, Row, Workload, median
 
 
@@ -127,6 +127,20 @@ class Trace(Workload):
             ("… calls of these functions a row", f"{numbers['calls_per_row']:.0f}", ""),
             ("… operators a layer and step, over those of transformers", f"{ours} / {theirs}", ""),
         ]
+
+
+class Dressing(Workload):
+    """What a batch costs beside the model, by how many of its layers have packed weights."""
+
+    name = "dressing"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return dressing.dressing(repeats)
+
+    def rows(self, found: Found) -> list[Row]:
+        few, many = (median(found[""][f"{size}_ms"]) for size in dressing.NUM_LAYERS)
+        what = f"a batch of {dressing.NUM_LAYERS[1]} layers over one, packed, the model left out"
+        return [(what, f"{many - few:+.2f} ms", "0.3 ms")]
 
 
 class PrefillMix(Workload):

@@ -117,11 +117,11 @@ def check_predicts(runner: Runner, vocab_size: int) -> None:
         UnsupportedModelError: (``ValueError``) If it returns no row for each token, or is an
             encoder.
     """
-    model, name = runner.model, type(runner.model).__name__
+    model, name = runner.twin.module, type(runner.model).__name__
     contexts = [[i % vocab_size for i in context] for context in ((5, 6, 7, 8), (5, 6, 9, 10))]
     ids = torch.tensor(contexts, dtype=torch.int64, device=runner.device)
     with tried(runner):
-        output = model(input_ids=ids, **_caching(runner, False))
+        output = model(input_ids=ids, **runner.caching(False))
     logits = getattr(output, "logits", None)
     if logits is None:
         raise UnsupportedModelError(
@@ -142,7 +142,7 @@ def check_predicts(runner: Runner, vocab_size: int) -> None:
     if before <= max(tolerance, share * after):
         return
     with tried(runner):  # not before, since some that keep nothing do not bear it
-        output = model(input_ids=ids, **_caching(runner, True))
+        output = model(input_ids=ids, **runner.caching(True))
     if getattr(output, "past_key_values", None) is None:
         raise UnsupportedModelError(
             f"{name} is an encoder and no causal language model: a later token changes what it "
@@ -150,8 +150,3 @@ def check_predicts(runner: Runner, vocab_size: int) -> None:
             "from (of some, such as BERT, is_decoder=True in the config makes a causal one, if "
             "they were trained so)"
         )
-
-
-def _caching(runner: Runner, is_wanted: bool) -> dict[str, bool]:
-    """Return the argument that has a model keep what it reads, or not, if it takes one."""
-    return {"use_cache": is_wanted} if "use_cache" in runner.parameters else {}

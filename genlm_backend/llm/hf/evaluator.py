@@ -28,7 +28,6 @@ from genlm_backend.llm.hf.memory import (
     is_out_of_memory,
     release_cached_memory,
 )
-from genlm_backend.llm.hf.packed_weights import PackedWeights
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.picture_rules import examine_pictures, image_token_id
 from genlm_backend.llm.hf.plan import CostModel
@@ -40,6 +39,7 @@ from genlm_backend.llm.hf.support import (
     examine,
     longest_context,
     rotary_limit,
+    tried,
     vocab_width,
 )
 from genlm_backend.llm.picture_rules import PictureRules
@@ -68,9 +68,6 @@ class HFEvaluator(Evaluator):
             that the model computes in.
         output_device: Where rows are returned.
         packs_weights: Whether weights are packed where that is faster (``PackedWeights``).
-
-    Attributes:
-        packed: The packed weights.
 
     Raises:
         UnsupportedModelError: If it is no causal language model.
@@ -105,7 +102,7 @@ class HFEvaluator(Evaluator):
         self._budget = self._host_budget = 0
         self._wanted_host_bytes = host_cache_bytes
         self._num_threads = num_threads
-        self._packs_weights, self.packed = packs_weights, PackedWeights()
+        self._packs_weights = packs_weights
         limit = rotary_limit(model)
         self._rotary_limit = math.inf if limit is None else limit
 
@@ -118,9 +115,11 @@ class HFEvaluator(Evaluator):
         if self._num_threads is not None:
             use_num_threads(self._num_threads)
         if self._packs_weights:
-            with self._adapters.in_place(), runner.as_written():
-                self.packed.pack(runner.model)
-        with self._in_place():
+            self._adapters.packed.pack(runner.model)
+        with tried(runner):
+            ids = torch.tensor([[i % width for i in (5, 6, 7)]], device=runner.device)
+            self._adapters.try_twins(ids, **runner.caching(False))
+        with self._with(None):
             check_predicts(runner, width)
             support = examine(runner, width, self._max_length)
             layout = self._layout(support, width)
@@ -202,18 +201,17 @@ class HFEvaluator(Evaluator):
     def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
         """Return one answer to each query or scoring, adapter by adapter."""
         with frequent_switches():
-            return answers_by_adapter(queries, self._in_place, self._answers)
+            return answers_by_adapter(queries, self._with, self._answers)
 
     @contextlib.contextmanager
-    def _in_place(self, adapter: Adapter | None = None) -> Iterator[None]:
-        """Let the model compute with an adapter, or as it came, with packed weights, uncompiled."""
-        runner = self.passes.runner
-        with self._adapters.in_place(adapter), self.packed.in_place(), runner.as_written():
-            yield
+    def _with(self, adapter: Adapter | None) -> Iterator[None]:
+        """Run what computes with an adapter, or as the model came."""
+        self.passes.runner.twin = self._adapters.twin(adapter)
+        yield
 
     def evaluate_whole(self, query: Query) -> Row:
         """Return the row of a context run whole and alone, past whatever is kept."""
-        with self._in_place(query.adapter):
+        with self._with(query.adapter):
             if len(query.token_ids) > self._rotary_limit:
                 return self._row_apart(query)
             (row,) = self.passes.whole([query])
@@ -270,7 +268,7 @@ class HFEvaluator(Evaluator):
         if placeholder is None:
             return super().picture_rules(token_ids, inputs)
         before = passes.runner.num_forwards, passes.runner.tokens_computed
-        with self._in_place():
+        with self._with(None):
             rules = examine_pictures(
                 passes.runner, passes.layout, self._attend, token_ids, inputs, placeholder
             )
@@ -299,7 +297,7 @@ class HFEvaluator(Evaluator):
 
     def _computed(self, query: Query) -> int | None:
         """Compute a context and return its node on the device; ``None`` if there is no room."""
-        with self._in_place(query.adapter):
+        with self._with(query.adapter):
             self._answers([query])
         size, nodes = len(query.context), self.passes.tree.nodes
         node = self.passes.match(query.context, query.adapter, size)
@@ -349,15 +347,14 @@ class HFEvaluator(Evaluator):
     def clear(self) -> None:
         """Free all slots, pinned ones too, and look whether weights are others now."""
         self.passes.tree.clear()
-        self.packed.look_again()
+        self._adapters.packed.look_again()
         self._files.look_again()
 
     # ---------------------------------------------------------------- adapters
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
         """Load an adapter, and try it by a few tiny passes."""
-        with self.passes.runner.as_written():
-            self._adapters.load(adapter, path, self.passes.keeps)
+        self._adapters.load(adapter, path, self.passes.keeps)
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Let go of an adapter, and free all slots."""
@@ -380,14 +377,13 @@ class HFEvaluator(Evaluator):
             num_evicted_tokens=passes.tree.num_evicted,
             num_tokens_to_host=passes.tree.num_to_host,
             num_tokens_from_host=passes.tree.num_to_device,
-            packed_weight_bytes=self.packed.nbytes,
+            packed_weight_bytes=self._adapters.packed.nbytes,
         )
 
     def close(self) -> None:
         """Let go of the model and of the slots."""
         self.passes.keep_nothing()
-        self.packed.clear()
-        self.passes.runner.model = None
+        self.passes.runner.model = self.passes.runner.twin = None
         self._budget = self._host_budget = 0
         self._adapters.close()
         release_cached_memory()

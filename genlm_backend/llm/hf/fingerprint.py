@@ -27,7 +27,7 @@ class Fingerprint:
     Attributes:
         config: Digest of what the model's config says.
         weights: Digest of the weights as the model came.
-        adapter: Digest of the weights while an adapter is in place; ``weights`` without one.
+        adapter: Digest of the weights with those of an adapter; ``weights`` without one.
         layout: The shapes of keys and values, and the format that they are kept in.
     """
 
@@ -47,7 +47,7 @@ class Fingerprint:
         Args:
             model: The model.
             weights: ``weights_digest`` of it as it came.
-            adapter: The same while the adapter is in place.
+            adapter: The same of the adapter's twin.
             layout: The shapes of its keys and values.
         """
         said = model.config.to_diff_dict()

@@ -1,17 +1,13 @@
-"""The layers that PEFT makes of a model's for an adapter, made and tried without a trace."""
+"""The layers that PEFT makes of a model's for an adapter, put into a twin of it and tried."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from genlm_backend.llm.hf.trial import rounding
-
-Entry = tuple[dict[str, Any], str, Any]
-"""A dictionary, a key of it, and the value that belongs there for some time."""
+from genlm_backend.llm.hf.twin import Twin
 
 _REFUSED = {
     "layer_replication": "the model would have other layers",
@@ -21,19 +17,6 @@ _REFUSED = {
 
 _PLAIN_INITIALISATIONS = ("gaussian", "orthogonal", "eva")
 """Ways to begin a LoRA's training, by name, that leave the model's own weights as they are."""
-
-
-@contextlib.contextmanager
-def assigned(entries: list[Entry]) -> Iterator[None]:
-    """Put values where they belong, and afterwards those back that were there."""
-    before = [(into, key, into[key]) for into, key, value in entries if into[key] is not value]
-    try:
-        for into, key, value in entries:
-            into[key] = value
-        yield
-    finally:
-        for into, key, value in before:
-            into[key] = value
 
 
 Saved = tuple[Any, dict[str, torch.Tensor]]
@@ -66,22 +49,27 @@ def read(path: str) -> Saved:
     return config, load_peft_weights(path, device="cpu")
 
 
-def layers_of(saved: Saved, model: Any, is_cached: bool) -> list[Entry]:
-    """Return the entries that put the layers of an adapter into their places, tried once.
+def put_layers(saved: Saved, twin: Twin, bare: Twin, is_cached: bool) -> None:
+    """Put the layers of an adapter into their places in a twin, tried once.
 
     Args:
         saved: The adapter.
-        model: A model of transformers without adapters; it is left as it was.
+        twin: The twin, without adapters.
+        bare: Another one of the same model, which stays without.
         is_cached: Whether contexts begin from cached keys and values.
 
     Raises:
         Exception: If the adapter does not fit the model (of many kinds); a ``ValueError`` if it
             does more than to replace layers, or leaves the model's own rows not as they were.
     """
-    before, noise = _row(model), _inconsistency(model, is_cached)
-    entries = _injected(saved, model)
-    with assigned(entries):
-        row, difference = _row(model), _inconsistency(model, is_cached)
+    plain = base_of(bare.module)
+    before, noise = _row(plain), _inconsistency(plain, is_cached)
+    expected = _injected(saved, twin)
+    model = base_of(twin.module)
+    row, difference = _row(model), _inconsistency(model, is_cached)
+    if not _are_alike(row, expected):
+        kind = _kind(saved[0])
+        raise ValueError(f"an adapter of kind {kind} does more than to replace layers")
     if row.isnan().any() and not before.isnan().any():
         raise ValueError("its rows are NaN")
     if difference > rounding(before.dtype) + 2 * noise:
@@ -89,26 +77,44 @@ def layers_of(saved: Saved, model: Any, is_cached: bool) -> list[Entry]:
             "its rows depend on how a context is computed, not on its tokens alone: they differ "
             f"by {difference:.2g}"
         )
-    if not _are_alike(_row(model), before):
+    if not _are_alike(_row(plain), before):
         raise ValueError(
             "loading it has changed the rows of the model without it; load the model again"
         )
-    return entries
 
 
-def _injected(saved: Saved, model: Any) -> list[Entry]:
+def base_of(model: Any) -> Any:
+    """Return the model that PEFT's wrapper is around, or the one that is given."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _injected(saved: Saved, twin: Twin) -> torch.Tensor:
+    """Let PEFT put its layers into a twin; return the row that its wrapper has.
+
+    Raises:
+        ValueError: If it changes weights of the model itself, which it has copies of meanwhile.
+    """
     from peft import get_peft_model, set_peft_model_state_dict
 
     config, weights = saved
-    with _kept(model, weights) as entries:
-        wrapper = get_peft_model(model, config)
-        result = set_peft_model_state_dict(wrapper, weights)
-        _check_loaded(wrapper, result.missing_keys, result.unexpected_keys)
-        expected = _row(wrapper.eval())
-    with assigned(entries):
-        if not _are_alike(_row(model), expected):
-            raise ValueError(f"an adapter of kind {_kind(config)} does more than to replace layers")
-    return entries
+    model = base_of(twin.module)
+    vars(model).pop("peft_config", None)
+    # What an adapter's file has by the name of one of the model's weights may be written into it.
+    names = {_own_name(key) for key in weights}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    kept = twin.keep_apart({parameter for name, parameter in named.items() if name in names})
+    wrapper = get_peft_model(model, config)
+    result = set_peft_model_state_dict(wrapper, weights)
+    _check_loaded(wrapper, result.missing_keys, result.unexpected_keys)
+    expected = _row(wrapper.eval())
+    for one in kept:
+        if not one.is_as_it_was:
+            changed = next((n for n, p in named.items() if p is one.shared), one.name)
+            raise ValueError(
+                f"it changes the model's own weights ({changed}), which every other query uses"
+            )
+    twin.refill()
+    return expected
 
 
 def _kind(config: Any) -> str:
@@ -135,63 +141,6 @@ def _check_loaded(wrapper: Any, missing: list[str], unexpected: list[str]) -> No
         if keys:
             shown = ", ".join(sorted(keys)[:4]) + (", …" if len(keys) > 4 else "")
             raise ValueError(f"its file {what} {shown}")
-
-
-@contextlib.contextmanager
-def _kept(model: Any, weights: dict[str, torch.Tensor]) -> Iterator[list[Entry]]:
-    """Put a model back as it was before; yield a list for what stood in its places meanwhile.
-
-    Raises:
-        ValueError: If weights of the model itself have been changed, which is undone.
-    """
-    places = [
-        (place, dict(place))
-        for module in model.modules()
-        for place in (
-            module._modules,
-            module._parameters,
-            module._forward_hooks,
-            module._forward_pre_hooks,
-        )
-    ]
-    parameters = [(p, p.data, p.requires_grad) for p in model.parameters()]
-    configs = vars(model).pop("peft_config", None)
-    # What an adapter's file has by the name of one of the model's weights may be written into it.
-    names = {_own_name(key) for key in weights}
-    copies = [(n, p, p.detach().clone()) for n, p in model.named_parameters() if n in names]
-    entries: list[Entry] = []
-    changed: list[str] = []
-    try:
-        yield entries
-        new = [
-            (place, name, value)
-            for place, before in places
-            for name, value in place.items()
-            if value is not before.get(name)
-        ]
-        entries += [entry for entry in new if isinstance(entry[2], torch.nn.Module)]
-        changed += [name for _, name, value in new if isinstance(value, torch.nn.Parameter)]
-    finally:
-        for place, before in places:
-            place.clear()
-            place.update(before)
-        own = {id(p): name for name, p in model.named_parameters()}
-        for parameter, data, requires_grad in parameters:
-            if parameter.data_ptr() != data.data_ptr():
-                parameter.data = data
-                changed.append(own[id(parameter)])
-            parameter.requires_grad_(requires_grad)
-        for name, parameter, copy in copies:
-            if not torch.equal(parameter, copy):
-                parameter.data.copy_(copy)
-                changed.append(name)
-        vars(model).pop("peft_config", None)
-        if configs is not None:
-            model.peft_config = configs
-    if changed:
-        raise ValueError(
-            f"it changes the model's own weights ({changed[0]}), which every other query uses"
-        )
 
 
 def _own_name(key: str) -> str:

@@ -42,7 +42,7 @@ def mean_keys(runner: Runner, vocab_size: int, longest: float) -> list[torch.Ten
         del inputs["position_ids"]
     cache = DynamicCache()
     on_device = {name: tensor.to(runner.device) for name, tensor in inputs.items()}
-    runner.model(**on_device, past_key_values=cache, use_cache=True)
+    runner.twin.module(**on_device, past_key_values=cache, use_cache=True)
     keys = [getattr(layer, "keys")[0].float() for layer in cache.layers]  # noqa: B009  # initialised
     # A token that overflows spoils those behind it, and has no part in a mean.
     return [

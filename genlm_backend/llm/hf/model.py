@@ -38,9 +38,10 @@ class AsyncTransformer(PicturingLM):
     whose state cannot be kept token by token (state-space models, linear attention) answer just
     as well, by running every context whole; ``kv_reuse`` tells.
 
-    Several of these may use one model, and take turns. Between batches the model is as its owner
-    left it: adapters of the owner may be loaded, activated and deleted then, and no row changes.
-    Its weights may not be changed, nor adapters merged into them.
+    Several of these may use one model at the same time, and so may its owner: it is never touched,
+    and what is computed runs in a private copy of its modules, which shares the weights. Adapters
+    of the owner may be loaded, activated and deleted, and no row changes. Its weights may not be
+    changed, nor adapters merged into them.
 
     Args:
         hf_model: A causal language model, on whatever device; it is put into evaluation mode. Or
@@ -65,7 +66,7 @@ class AsyncTransformer(PicturingLM):
         packs_weights: Whether linear layers get their weights a second time, in the layout that
             this processor reads fastest, where a short trial says that it is faster;
             ``packed_weight_bytes`` tells how much memory that takes, a quarter of what is free
-            and 4 GiB at most. They are in use only while this computes, and rows are the same but
+            and 4 GiB at most. The model's own layers stay as they are, and rows are the same but
             for rounding. What is tried holds for the process; another may find otherwise.
         process: ``True`` is for ``from_name``: a model object lives where it has been made.
         self_check: Compare a few probe texts with the bytes of their tokens.

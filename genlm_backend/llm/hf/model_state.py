@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self, final
@@ -13,7 +12,6 @@ import torch
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError
 from genlm_backend.llm.hf.fingerprint import VOLATILE
-from genlm_backend.llm.hf.uncompiled import is_compiled
 
 _NEUTRAL: Final = frozenset(
     {*VOLATILE, "architectures", "pad_token_id", "bos_token_id", "eos_token_id", "problem_type"}
@@ -63,12 +61,14 @@ class ModelState:
 
     def __init__(self, model: Any) -> None:
         self._placement = Placement.of(model)
-        # No module stays because it was here when the model was wrapped.
-        self._modules = [weakref.ref(m) for m in getattr(model, "modules", list)()]
         self._configs = [(config, _settings(config)) for config in _configs(model)]
 
-    def check(self, model: Any) -> None:
+    def check(self, model: Any, is_trained: bool) -> None:
         """Check that a model is as it was.
+
+        Args:
+            model: The model.
+            is_trained: Whether modules of it have been put into training mode.
 
         Raises:
             ModelStateError: (``RuntimeError``) If it has been converted, moved, put into training
@@ -79,13 +79,11 @@ class ModelState:
                 f"the model was {self._placement} when it was wrapped and is {placement} now, "
                 "which its keys and values are not: put it back, or wrap it again"
             )
-        for module in self._modules:
-            if getattr(module(), "training", False):
-                raise ModelStateError(
-                    "the model is in training mode, where its rows are drawn at random: call "
-                    "eval() on it before it is asked, and clear_cache() where its weights have "
-                    "changed"
-                )
+        if is_trained:
+            raise ModelStateError(
+                "the model is in training mode, where its rows are drawn at random: call eval() on "
+                "it before it is asked, and clear_cache() where its weights have changed"
+            )
         for config, before in self._configs:
             now = vars(config)
             for name, value in before.items():
@@ -94,12 +92,6 @@ class ModelState:
                         f"the model's config had {name}={shown(value)} when it was wrapped and has "
                         f"{shown(now.get(name))} now: put it back, or wrap the model again"
                     )
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the owner has compiled the model, or modules of it, in their places."""
-        modules = [module() for module in self._modules]
-        return any(module is not None and is_compiled(module) for module in modules)
 
 
 def check_output(config: Any) -> None:

@@ -6,14 +6,13 @@ that is faster depends on the processor and on the shape, so it is tried.
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import operator
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Final, Self, final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -36,14 +35,14 @@ _GAIN: Final = 0.95
 class PackedWeights:
     """The weights of a model's linear layers a second time, packed, of those shapes where it pays.
 
-    The layers compute with them only while they are in place; before and after, the model is as
-    its owner left it. A layer whose weight has been replaced, or modified as torch counts it,
-    computes without; other modifications (by way of ``.data``, or by fused optimizers) are found by
-    ``look_again``. Products are the same but for rounding.
+    Twins of the layers compute with them. One whose weight has been replaced, or modified as torch
+    counts it, computes without; other modifications (by way of ``.data``, or by fused optimizers)
+    are found by ``look_again``. Products are the same but for rounding.
     """
 
     def __init__(self) -> None:
         self._packed: list[_Packed] = []
+        self._remember()
 
     def pack(self, model: Any) -> None:
         """Pack the weights of a model, for whose layers as much memory is needed again.
@@ -61,93 +60,110 @@ class PackedWeights:
             num_bytes = sum(layer.weight.nbytes for layer in layers)
             if num_bytes <= left and _is_worth_it(shape, layers[:_NUM_LAYERS]):
                 left -= num_bytes
-                self._packed += map(_Packed.of, layers)
+                self._packed += map(_Packed, layers)
                 logger.info("packed %d weights of %s", len(layers), shape)
+        self._remember()
 
-    @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Let the layers compute with packed weights."""
-        try:
-            for packed in self._packed:
-                packed.put()
-            yield
-        finally:
-            for packed in self._packed:
-                packed.take_away()
+    def place(self, twins: Mapping[nn.Module, Any]) -> None:
+        """Have the twins of a model's layers compute with packed weights."""
+        for one in self._packed:
+            twin: Any = twins.get(one.layer)
+            if type(twin) in (nn.Linear, PackedLinear):
+                twin.__class__ = PackedLinear
+                vars(twin)["packed"] = one
+
+    def check(self) -> None:
+        """Have layers whose weight is another one now compute without, and the others with it.
+
+        It is asked before every batch, so that all are compared at once.
+        """
+        weights = [one.layer._parameters.get("weight") for one in self._packed]
+        is_known = all(map(operator.is_, weights, self._parameters))
+        is_there = is_known and [*map(_address, self._parameters)] == self._addresses
+        if is_there and self._are_used and [*map(_version, self._parameters)] == self._versions:
+            return
+        for one in self._packed:
+            one.is_used = one.is_current
+        self._are_used = all(one.is_used for one in self._packed)
 
     def look_again(self) -> None:
         """Pack the weights again that are others now; reads all of them once."""
-        before, self._packed = self._packed, []
-        for one in before:
+        kept = []
+        for one in self._packed:
             if one.is_current and one.checksum == _checksum(one.layer.weight):
-                self._packed.append(one)
+                kept.append(one)
             elif _can_be_packed(one.layer.weight):
-                self._packed.append(_Packed.of(one.layer))
+                one.pack()
+                kept.append(one)
+            else:
+                one.is_used = False
+        self._packed = kept
+        self._remember()
 
     def clear(self) -> None:
         """Let go of all."""
         self._packed.clear()
+        self._remember()
 
     @property
     def nbytes(self) -> int:
         """Number of bytes of the packed weights."""
         return sum(one.weight.nbytes for one in self._packed)
 
+    def _remember(self) -> None:
+        """Note which weights have been packed, where they are, and how often they were modified."""
+        self._parameters = [one.parameter for one in self._packed]
+        self._addresses = [one.weight.data_ptr() for one in self._packed]
+        self._versions = [one.version for one in self._packed]
+        self._are_used = all(one.is_used for one in self._packed)
+
 
 @final
 class PackedLinear(nn.Linear):
-    """What a linear layer is while it computes with its packed weight.
+    """The twin of a linear layer that computes with its packed weight."""
 
-    A copy that is made of it meanwhile has none, and computes as any linear layer does. So does it
-    itself where gradients are recorded, or somebody compiles or casts.
-    """
+    packed: _Packed
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the products of the weight and of ``[…, in_features]``, plus the bias."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        packed = self.packed
+        # An adapter of a bare parameter makes it a class of its own, for as long as it computes.
+        if not packed.is_used or type(self) is not PackedLinear:
             return functional.linear(input, self.weight, self.bias)
-        packed = vars(self).get("packed")
-        if packed is None or torch.is_autocast_enabled("cpu"):
-            return functional.linear(input, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(input, packed, self.bias, "none", [], "")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "packed"}
+        return torch.ops.mkldnn._linear_pointwise(input, packed.packed, self.bias, "none", [], "")
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
 class _Packed:
     """The packed weight of one layer, and the weight as it was then.
 
-    Attributes:
+    Args:
         layer: The layer.
+
+    Attributes:
+        layer: As given.
         parameter: Its weight, as the parameter that it is.
         weight: Its memory, which nothing else can have as long as this is there.
         version: How often it had been modified.
         checksum: What ``_checksum`` made of it.
         packed: The packed weight.
+        is_used: Whether it is the layer's.
+
+    Raises:
+        RuntimeError: If this processor, or this build of torch, cannot pack it.
     """
 
-    layer: nn.Linear
-    parameter: torch.Tensor
-    weight: torch.Tensor
-    version: int
-    checksum: tuple[int, int]
-    packed: torch.Tensor
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        self.pack()
 
-    @classmethod
-    def of(cls, layer: nn.Linear) -> Self:
-        """Pack the weight of a layer.
-
-        Raises:
-            RuntimeError: If this processor, or this build of torch, cannot.
-        """
-        weight = layer.weight.detach()
+    def pack(self) -> None:
+        """Pack the weight that the layer has now."""
+        self.parameter, self.weight = self.layer.weight, self.layer.weight.detach()
         with torch.no_grad():
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight, _NUM_ROWS)
-        parameter = layer.weight
-        return cls(layer, parameter, weight, parameter._version, _checksum(weight), packed)
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _NUM_ROWS)
+        self.version, self.checksum = self.parameter._version, _checksum(self.weight)
+        self.is_used = True
 
     @property
     def is_current(self) -> bool:
@@ -157,21 +173,9 @@ class _Packed:
             return False
         return own.data_ptr() == self.weight.data_ptr() and own._version == self.version
 
-    def put(self) -> None:
-        """Let the layer compute with it, if it is current."""
-        if type(self.layer) is nn.Linear and self.is_current:
-            vars(self.layer)["packed"] = self.packed
-            _set_class(self.layer, PackedLinear)
 
-    def take_away(self) -> None:
-        """Let the layer be as it was."""
-        if type(self.layer) is PackedLinear:
-            _set_class(self.layer, nn.Linear)
-        vars(self.layer).pop("packed", None)
-
-
-def _set_class(layer: Any, kind: type[nn.Linear]) -> None:
-    layer.__class__ = kind
+_address = torch.Tensor.data_ptr
+_version = operator.attrgetter("_version")
 
 
 def _checksum(weight: torch.Tensor) -> tuple[int, int]:
@@ -213,7 +217,7 @@ def _is_better(layers: list[nn.Linear]) -> bool:
     try:
         for own, layer in zip(packed, layers, strict=True):
             own.weight, own.bias = layer.weight, layer.bias
-            vars(own)["packed"] = _Packed.of(layer).packed
+            vars(own)["packed"] = _Packed(layer)
         return _is_same(packed[0], layers[0]) and _is_faster(packed, layers)
     except (RuntimeError, AttributeError) as error:  # a processor or a build that knows no packing
         logger.debug("weights cannot be packed", exc_info=error)

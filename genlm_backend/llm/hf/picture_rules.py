@@ -152,8 +152,8 @@ def _as_the_model_goes_on(runner: Runner, pictures: Pictures, ids: list[int]) ->
         torch.tensor([part], dtype=torch.int64, device=runner.device)
         for part in (ids[:size], ids[size:])
     )
-    runner.model(input_ids=prompt, **inputs, past_key_values=cache, use_cache=True)
-    logits = runner.model(input_ids=rest, past_key_values=cache, use_cache=True).logits
+    runner.twin.module(input_ids=prompt, **inputs, past_key_values=cache, use_cache=True)
+    logits = runner.twin.module(input_ids=rest, past_key_values=cache, use_cache=True).logits
     return logits[0, -_NUM_ROWS:].float().log_softmax(-1).cpu()
 
 

@@ -62,10 +62,10 @@ class PrefixFiles:
         model = self._passes.runner.model
 
         def digest(wanted: Adapter | None) -> str:
-            with self._adapters.in_place(wanted):
-                state, known = weights_state(model), self._digests.get(wanted)
-                if known is None or known[0] != state:
-                    known = self._digests[wanted] = state, weights_digest(model)
+            twin = self._adapters.twin(wanted).module
+            state, known = weights_state(twin), self._digests.get(wanted)
+            if known is None or known[0] != state:
+                known = self._digests[wanted] = state, weights_digest(twin)
             return known[1]
 
         return Fingerprint.of(model, digest(None), digest(adapter), self._passes.store.layout)

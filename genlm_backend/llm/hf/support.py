@@ -19,7 +19,7 @@ from genlm_backend.errors import UnsupportedModelError
 from genlm_backend.llm.hf.attend import WAYS, Attend, GatherAttend, WholeAttend
 from genlm_backend.llm.hf.model_state import Placement, check_output
 from genlm_backend.llm.hf.packing import Span
-from genlm_backend.llm.hf.runner import Runner
+from genlm_backend.llm.hf.runner import Runner, parameters_of
 from genlm_backend.llm.hf.trial import (
     bounds,
     counts_columns,
@@ -81,7 +81,7 @@ def check_model(model: Any) -> None:
             f"{type(model).__name__} is an encoder-decoder model; a next token is only defined "
             "for decoder-only (causal) language models"
         )
-    if not hasattr(model, "get_output_embeddings") or "input_ids" not in Runner(model).parameters:
+    if not hasattr(model, "get_output_embeddings") or "input_ids" not in parameters_of(model):
         raise UnsupportedModelError(f"{type(model).__name__} is not a language model over tokens")
     is_split = getattr(model, "hf_device_map", None) is not None  # parts may wait elsewhere
     if not is_split and (placement := Placement.of(model)) and placement.device.type == "meta":
@@ -232,7 +232,7 @@ def _observe_layout(runner: Runner, token_ids: list[int]) -> tuple[KVLayout, tor
     """The shape of keys and values, and the last row of the model that is told no positions."""
     cache = DynamicCache()
     ids = torch.tensor([token_ids], dtype=torch.int64, device=runner.device)
-    logits = runner.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    logits = runner.twin.module(input_ids=ids, past_key_values=cache, use_cache=True).logits
     layers = []
     for layer in cache.layers:
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)

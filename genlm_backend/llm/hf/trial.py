@@ -140,6 +140,7 @@ def first_trial(
     wanted = expected.long_row, expected.short_row, expected.long_row
     difference = math.inf
     for way in WAYS:
+        runner.twin.name_attention(way.is_called)
         try:
             trial = Trial.begun(runner, layout, way, expected)
             difference = max(map(distance, trial.rows, wanted))

@@ -7,7 +7,6 @@ import torch
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
-from genlm_backend.llm.hf.uncompiled import uncompiled
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -154,20 +153,6 @@ def test_a_compiled_model_gives_the_rows_of_its_own_code(model, compiles, is_wra
         with torch.no_grad():
             model(torch.tensor([[1, 2, 3]]))  # its owner's calls are compiled as before
         assert backend.num_runs
-
-
-def test_passes_that_overlap_give_back_the_compiler_with_the_last_one():
-    backend = Counting()
-    double = torch.compile(lambda x: 2 * x, backend=backend)
-    first, second = uncompiled(), uncompiled()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    double(torch.ones(2))
-    assert not backend.num_runs
-    second.__exit__(None, None, None)
-    double(torch.ones(2))
-    assert backend.num_runs == 1
 
 
 def test_a_model_of_peft_keeps_its_keys_and_values(model):

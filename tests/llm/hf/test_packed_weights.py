@@ -1,8 +1,6 @@
 """Packed weights: the same rows, whatever becomes of the layers, and only where they are faster."""
 
-import copy
 import gc
-import pickle
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from genlm_backend import AsyncTransformer
 from genlm_backend.llm.hf import packed_weights
 from genlm_backend.llm.hf.packed_weights import PackedLinear, PackedWeights
+from genlm_backend.llm.hf.twin import Twin
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 
@@ -97,39 +96,56 @@ def packed_of(model):
     return packed
 
 
-def check_layer(model, rows, is_packed):
-    """The layer computes what its weight says, with or without a packed one."""
+def twin_with(packed, model):
+    twin = Twin(model)
+    packed.place(twin.copies)
+    return twin
+
+
+def check_layer(model, packed, twin, rows, is_packed):
+    """The twin of a layer computes what the weight says, with or without a packed one."""
+    if twin.changed():
+        twin.refill()
+        packed.place(twin.copies)
+    packed.check()
     layer = model[0]
-    assert (type(layer) is PackedLinear) == is_packed
+    assert type(layer) is nn.Linear
+    assert twin.module[0].packed.is_used == is_packed
     with torch.inference_mode():
         expected = nn.functional.linear(rows, layer.weight, layer.bias)
-        torch.testing.assert_close(model(rows), expected)
+        torch.testing.assert_close(twin.module(rows), expected)
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.usefixtures("faster")
-def test_a_layer_computes_what_it_did_and_is_what_it_was(bias):
+def test_a_layer_computes_what_it_did_and_is_what_it_was(bias, used):
     model, rows = layer_and_rows(bias)
     packed = packed_of(model)
     assert packed.nbytes == 24 * 40 * 4
-    with packed.in_place():
-        for few in (rows, rows[0], rows[0, 0], rows[:0], rows.transpose(0, 1), rows[1:, ::2]):
-            check_layer(model, few, is_packed=True)
-        rows.requires_grad_()
-        model(rows).sum().backward()  # as any layer's, where somebody trains
-        torch.testing.assert_close(rows.grad[0, 0], model[0].weight.sum(0))
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            assert model(rows).dtype is torch.bfloat16
-        with torch.no_grad():
-            compiled = torch.compile(model, backend="eager")
-            torch.testing.assert_close(compiled(rows), model(rows))
-        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            with torch.no_grad():
-                torch.testing.assert_close(copied(rows), model(rows))
-                copied[0].weight.zero_()
-                assert not copied(rows)[..., 0].std()
+    twin = twin_with(packed, model)
+    for few in (rows, rows[0], rows[0, 0], rows[:0], rows.transpose(0, 1), rows[1:, ::2]):
+        used.clear()
+        check_layer(model, packed, twin, few, is_packed=True)
+        assert used == [twin.module[0]]
     assert is_plain(model)
-    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
+    assert twin.module.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.usefixtures("faster")
+def test_an_adapter_of_a_bare_parameter_is_not_passed_by():
+    """While it computes, the layer has another weight, and a class that is made for it."""
+    model, rows = layer_and_rows()
+    packed = packed_of(model)
+    layer = twin_with(packed, model).module[0]
+
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+    with torch.inference_mode():
+        expected = nn.functional.linear(rows, 2 * model[0].weight, model[0].bias)
+        torch.testing.assert_close(layer(rows), expected)
 
 
 def _replaced(model):
@@ -158,15 +174,25 @@ def _trained(model):
 def test_a_weight_that_torch_says_is_another_is_not_the_packed_one(change):
     model, rows = layer_and_rows()
     packed = packed_of(model)
+    twin = twin_with(packed, model)
     for _ in range(20):  # memory that is freed comes again
         change(model)
         gc.collect()
-        with packed.in_place():
-            check_layer(model, rows, is_packed=False)
-        if model[0].weight.dtype is torch.float32:
-            packed.look_again()
-            with packed.in_place():
-                check_layer(model, rows, is_packed=True)
+        check_layer(model, packed, twin, rows, is_packed=False)
+        packed.look_again()
+        check_layer(model, packed, twin, rows, is_packed=True)
+
+
+@pytest.mark.usefixtures("faster")
+def test_a_weight_that_comes_back_is_the_packed_one_again():
+    model, rows = layer_and_rows()
+    packed = packed_of(model)
+    twin, weight = twin_with(packed, model), model[0].weight
+    for _ in range(3):
+        check_layer(model, packed, twin, rows, is_packed=True)
+        model[0].weight = nn.Parameter(torch.ones(40, 24))
+        check_layer(model, packed, twin, rows, is_packed=False)
+        model[0].weight = weight
 
 
 def _through_data(model):
@@ -190,10 +216,10 @@ def _fused(model):
 def test_a_weight_that_torch_says_nothing_of_is_found_by_another_look(change):
     model, rows = layer_and_rows()
     packed = packed_of(model)
+    twin = twin_with(packed, model)
     change(model)
     packed.look_again()
-    with packed.in_place():
-        check_layer(model, rows, is_packed=True)
+    check_layer(model, packed, twin, rows, is_packed=True)
 
 
 @pytest.mark.usefixtures("faster")
@@ -274,11 +300,11 @@ def test_a_build_that_packs_otherwise_or_not_at_all(monkeypatch):
         patch.setattr(PackedLinear, "forward", lambda self, input: input.new_zeros(20, 40))
         assert packed_of(model).nbytes == 0
 
-    def refuse(layer):
+    def refuse(self):
         raise RuntimeError("mkldnn is not there")
 
     monkeypatch.setattr(packed_weights, "_found", {})
-    monkeypatch.setattr(packed_weights._Packed, "of", refuse)
+    monkeypatch.setattr(packed_weights._Packed, "pack", refuse)
     assert packed_of(model).nbytes == 0
 
 

@@ -137,9 +137,7 @@ def test_where_passes_are_free_every_missing_token_is_computed_once(contexts, ca
     jobs = jobs_of(contexts, cached)
     segments = plan_segments(jobs, FREE_PASSES)
     missing = {
-        job.token_ids[:n]
-        for job in jobs
-        for n in range(job.start + 1, len(job.token_ids) + 1)
+        job.token_ids[:n] for job in jobs for n in range(job.start + 1, len(job.token_ids) + 1)
     }
     assert sum(segment.num_tokens for segment in segments) == len(missing)
 

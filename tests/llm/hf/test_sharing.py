@@ -136,7 +136,7 @@ def test_the_model_attends_as_ever_on_other_threads_and_afterwards(name):
         hook = model.get_input_embeddings().register_forward_pre_hook(meanwhile)
         row = lm.next_token_logprobs_sync(ids)
         hook.remove()
-    assert names == [dispatch.PREFIX + before]
+    assert names == [before]
     assert model.config._attn_implementation == before
     torch.testing.assert_close(row, fresh_row(model, ids), rtol=0, atol=3e-5)
     torch.testing.assert_close(found[0], fresh_row(model, ids), rtol=0, atol=3e-5)
@@ -260,16 +260,18 @@ def test_a_model_that_fails_midway_has_its_own_attention_back():
 
 
 def test_a_layer_that_attends_otherwise_meanwhile_is_noticed():
-    model = families.make("llama")
+    model, called = families.make("llama"), []
     with AsyncTransformer(model, word_tokenizer()) as lm:
 
-        def changed(*_):
-            model.config._attn_implementation = "sdpa"
+        def changed(module, *_):
+            called.append(module.self_attn.config)
+            called[0]._attn_implementation = "sdpa"
 
         hook = model.model.layers[1].register_forward_pre_hook(changed)
         with pytest.raises(ModelStateError, match="1 of 2 layers"):
             lm.next_token_logprobs_sync([1, 2, 3])
         hook.remove()
+        called[0]._attn_implementation = {"": dispatch.PREFIX + "sdpa"}
         row = lm.next_token_logprobs_sync([1, 2, 3])
         torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=3e-5)
 

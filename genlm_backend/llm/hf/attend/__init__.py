@@ -7,8 +7,13 @@ from genlm_backend.llm.hf.attend.way import Way
 from genlm_backend.llm.hf.attend.whole import WholeAttend
 
 WAYS = (
-    Way(SharedAttend, lambda store, wider: SharedAttend(store, 4, wider), copies=False),
-    Way(GatherAttend, GatherAttend, copies=True),
+    Way(
+        SharedAttend,
+        lambda store, wider: SharedAttend(store, 4, wider),
+        copies=False,
+        is_called=True,
+    ),
+    Way(GatherAttend, GatherAttend, copies=True, is_called=False),
 )
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""
 

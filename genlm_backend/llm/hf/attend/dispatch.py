@@ -1,10 +1,9 @@
-"""Dispatch: lets a model of transformers attend in a way of ours for one forward pass.
+"""Dispatch: lets the twin of a model attend in a way of ours.
 
 Most models of transformers call the attention function, and the function that makes their masks,
 that are registered under the name in their config. Ours are registered once for each function that
-a config may name, and a config has their name for as long as a pass of ours runs. On a thread that
-runs none they hand on to that function, and so they do in a copy of the config that was made
-meanwhile.
+a config may name, and the configs of a twin have their names. In a pass that attends otherwise they
+hand on to that function.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ import abc
 import contextlib
 import functools
 import inspect
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import torch
 from transformers import AttentionInterface
@@ -86,93 +84,45 @@ class _Current(threading.local):
 
     attention: Attention | None = None
 
-    def clear(self) -> None:
-        """Note that none of ours runs."""
-        self.attention = None
-
 
 _current = _Current()
 
 
-class _Borrowed(NamedTuple):
-    """A config that passes of ours run with.
-
-    Attributes:
-        config: The config.
-        num_passes: How many run now.
-    """
-
-    config: Any
-    num_passes: int
-
-
-@final
-class _Configs:
-    """The configs that passes of ours run with, on whatever threads and for whatever models."""
-
-    def __init__(self) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        """Forget all of them, and the lock, which a thread of a parent process may hold."""
-        self._lock = threading.Lock()
-        self._borrowed: dict[int, _Borrowed] = {}
-
-    def borrow(self, config: Any) -> None:
-        """Have a config name our functions until it is given back as often."""
-        with self._lock:
-            name = config._attn_implementation
-            ours = _name_of(name.removeprefix(PREFIX))
-            num_passes = self._borrowed.get(id(config), _Borrowed(config, 0)).num_passes
-            self._borrowed[id(config)] = _Borrowed(config, num_passes + 1)
-            if name != ours:
-                config._attn_implementation = {"": ours}  # and not of the configs within it
-
-    def give_back(self, config: Any) -> None:
-        """Have a config name the model's own functions again after the last pass."""
-        with self._lock:
-            num_passes = self._borrowed[id(config)].num_passes - 1
-            if num_passes:
-                self._borrowed[id(config)] = _Borrowed(config, num_passes)
-                return
-            del self._borrowed[id(config)]
-            name = config._attn_implementation
-            if name.startswith(PREFIX):  # or its owner has chosen another one meanwhile
-                config._attn_implementation = {"": name.removeprefix(PREFIX)}
-
-
-_configs = _Configs()
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_configs.renew)
-
-
 @final
 class Dispatch:
-    """The configs by which the layers of one model choose their attention functions.
+    """The way from the layers of a twin to the attention of a pass.
 
     Args:
-        model: A model of transformers.
+        model: The twin of a model of transformers.
+
+    Raises:
+        ModelStateError: (``RuntimeError``) If none of its configs names our functions.
     """
 
     def __init__(self, model: Any) -> None:
-        configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None))}
-        self._configs = [
-            config
-            for config in configs.values()
-            if isinstance(getattr(config, "_attn_implementation", None), str)
-        ]
+        configs = (getattr(module, "config", None) for module in model.modules())
+        names = (getattr(config, "_attn_implementation", None) for config in configs)
+        if not any(isinstance(name, str) and name.startswith(PREFIX) for name in names):
+            raise attends_otherwise("its configs name functions of their own")
 
     @contextlib.contextmanager
     def to(self, attention: Attention) -> Iterator[None]:
-        """Have the model's layers call an attention, on this thread."""
-        with contextlib.ExitStack() as stack:
-            for config in self._configs:
-                _configs.borrow(config)
-                stack.callback(_configs.give_back, config)
-            _current.attention = attention
-            stack.callback(_current.clear)
+        """Have the layers call an attention, on this thread."""
+        _current.attention = attention
+        try:
             yield
+        finally:
+            _current.attention = None
+
+
+def name_attention(config: Any, is_ours: bool) -> None:
+    """Have a config name our functions, or its own, if it names any."""
+    name = getattr(config, "_attn_implementation", None)
+    if isinstance(name, str):
+        own = name.removeprefix(PREFIX)
+        wanted = _name_of(own) if is_ours else own
+        if wanted != name:
+            config._attn_implementation = {"": wanted}  # and not of the configs within it
 
 
 @functools.cache

@@ -20,8 +20,10 @@ class Way:
         probing: Makes it so that contexts of a few tokens go through all of it, in passes with so
             many columns more than their longest past has: as beside a context that is longer.
         copies: Whether it copies the columns of every row.
+        is_called: Whether the model has to call it, as the attention that its configs name.
     """
 
     over: Callable[[KVStore], Attend]
     probing: Callable[[KVStore, int], Attend]
     copies: bool
+    is_called: bool

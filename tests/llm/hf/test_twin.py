@@ -1,0 +1,449 @@
+"""The twin of a model: the same bits and memory, and nothing that is done to it is done to both."""
+
+import functools
+import random
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from genlm_backend import AsyncTransformer
+from genlm_backend.errors import AdapterError
+from genlm_backend.llm.hf.attend import SharedAttend
+from genlm_backend.llm.hf.twin import Twin, twin_of
+from tests.llm import families
+from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.hf.test_families import GATHERED
+
+FAMILIES = [*families.PER_TOKEN, *families.WHOLE]
+IDS = torch.tensor([[5, 6, 7, 8, 9, 3, 3]])
+
+
+@torch.inference_mode()
+def logits(model, ids=IDS):
+    return model(input_ids=ids).logits
+
+
+def check_row(lm, model, context=(1, 2, 3)):
+    row = lm.next_token_logprobs_sync(list(context))
+    torch.testing.assert_close(row, fresh_row(model, list(context)), rtol=0, atol=3e-5)
+
+
+def attributes(model):
+    """What all modules of a model have, as it is now."""
+    return [
+        {name: {**value} if isinstance(value, dict) else value for name, value in vars(m).items()}
+        for m in model.modules()
+    ]
+
+
+def assert_untouched(model, before):
+    """Every attribute of every module is the object that it was."""
+    for now, was in zip(attributes(model), before, strict=True):
+        assert now.keys() == was.keys()
+        for name, value in was.items():
+            if isinstance(value, dict):
+                assert now[name].keys() == value.keys()
+                assert all(now[name][key] is one for key, one in value.items())
+            else:
+                assert now[name] is value
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+def test_a_twin_has_the_models_bits_and_memory(name):
+    model = families.make(name)
+    config, expected = model.config.to_dict(), logits(model)
+    twin = twin_of(model, IDS)
+    assert twin.copies
+    assert {*twin.module.modules()}.isdisjoint(model.modules())
+    before = attributes(model)  # some keep what they have read
+    assert torch.equal(logits(twin.module), expected)
+    if name in families.PER_TOKEN and name not in GATHERED:
+        twin.name_attention(True)
+        assert torch.equal(logits(twin.module), expected)
+    own = dict(twin.module.named_parameters(remove_duplicate=False))
+    shared = dict(model.named_parameters(remove_duplicate=False))
+    assert own.keys() == shared.keys()
+    assert all(own[name] is parameter for name, parameter in shared.items())
+    assert twin.module.config is not model.config
+    linear = next(n for n, m in twin.module.named_modules() if isinstance(m, nn.Linear))
+    parent, _, child = linear.rpartition(".")
+    setattr(twin.module.get_submodule(parent), child, nn.Identity())
+    assert_untouched(model, before)
+    assert torch.equal(logits(model), expected)
+    assert model.config.to_dict() == config
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mamba", "falcon-rotary", "mixtral"])
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_is_wrapped_is_not_touched_before_or_during_or_after_a_pass(name):
+    model = families.make(name)
+    during = []
+    hook = model.get_output_embeddings().register_forward_hook(
+        lambda *_: during.append((attributes(model), model.config._attn_implementation))
+    )
+    before, named = attributes(model), model.config._attn_implementation
+    with AsyncTransformer(model, word_tokenizer(), packs_weights=True) as lm:
+        check_row(lm, model, [1, 2, 3])
+        check_row(lm, model, [1, 2, 3, 4])
+        assert_untouched(model, before)
+    assert_untouched(model, before)
+    hook.remove()
+    assert len(during) > 8
+    for modules, name in during:
+        assert name == named
+        assert all(m.keys() == b.keys() for m, b in zip(modules, before, strict=True))
+
+
+# -------------------------------------------------------------------- references of all kinds
+
+
+class Part(nn.Module):
+    """A layer that is referred to from elsewhere."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+        vars(self).update(owner=model, siblings=[self.inner], by_name={"inner": self.inner})
+        self.bound = self.scaled
+        self.partial = functools.partial(Part.scaled, self)
+
+    def scaled(self, states):
+        return self.inner(states)
+
+    def forward(self, states):
+        assert self.owner.model.norm is self
+        found = [self.bound(states), self.partial(states), self.siblings[0](states)]
+        return sum(found) + self.by_name["inner"](states)
+
+
+def test_what_refers_to_modules_refers_to_their_twins():
+    model = families.make("llama")
+    model.model.norm = Part(model)
+    twin = twin_of(model, IDS)
+    assert twin.copies
+    part = twin.module.model.norm
+    assert part.owner is twin.module
+    assert part.bound.__self__ is part
+    assert part.partial.args == (part,)
+    assert part.siblings == [part.inner]
+    assert torch.equal(logits(twin.module), logits(model))
+    part.inner = None  # which the model has still
+    assert torch.equal(logits(model), logits(twin_of(model, IDS).module))
+
+
+def test_a_method_that_replaces_a_forward_is_the_twins():
+    model = families.make("llama")
+    forward = type(model.model.norm).forward
+    model.model.norm.forward = types.MethodType(
+        lambda self, x: 2 * forward(self, x), model.model.norm
+    )
+    twin = twin_of(model, IDS)
+    assert twin.module.model.norm.forward.__self__ is twin.module.model.norm
+    with AsyncTransformer(model, word_tokenizer(), packs_weights=True) as lm:
+        check_row(lm, model)
+
+
+def test_hooks_of_accelerate_are_the_twins(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model = families.make("llama")
+    expected = fresh_row(model, [1, 2, 3])
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "lm_head"), "cpu")
+    places |= {"model.rotary_emb": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    accelerate.dispatch_model(
+        model, places, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True
+    )
+    assert any(parameter.is_meta for parameter in model.parameters())
+    twin = twin_of(model, IDS)
+    assert twin.copies
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        assert lm.kv_reuse
+        row = lm.next_token_logprobs_sync([1, 2, 3])
+        torch.testing.assert_close(row, expected, rtol=0, atol=3e-5)
+
+
+def _closed_over(model):
+    forward = model.model.layers[1].forward
+    model.model.layers[1].forward = lambda *args, **options: forward(*args, **options)
+
+
+def test_a_model_whose_code_runs_its_own_modules_has_no_twin_and_its_rows(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = families.make("llama")
+    expected = [fresh_row(model, context) for context in ([1, 2, 3], [1, 2, 3, 4])]
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(families.make("llama"), config).save_pretrained(str(tmp_path))
+    _closed_over(model)
+    assert not twin_of(model, IDS).copies
+    before = attributes(model)
+    with AsyncTransformer(model, word_tokenizer(), packs_weights=True) as lm:
+        for context, row in zip(([1, 2, 3], [1, 2, 3, 4]), expected, strict=True):
+            found = lm.next_token_logprobs_sync(context)
+            torch.testing.assert_close(found, row, rtol=0, atol=3e-5)
+        with pytest.raises(AdapterError, match="refer to each other"):
+            lm.add_new_lora(str(tmp_path), "mine")
+        model.train()
+        with pytest.raises(RuntimeError, match="training mode"):
+            lm.next_token_logprobs_sync([5])
+        model.eval()
+        assert_untouched(model, before)
+
+
+class Counting:
+    """A compiler that leaves a graph as it is, and counts how often one is run."""
+
+    def __init__(self):
+        self.num_runs = 0
+
+    def __call__(self, graph, inputs):
+        def run(*args):
+            self.num_runs += 1
+            return graph.forward(*args)
+
+        return run
+
+
+def compile_layers(model, backend):
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
+
+
+def compile_forward(model, backend):
+    model.forward = torch.compile(model.forward, backend=backend)
+
+
+COMPILED = {
+    "model": lambda model, backend: model.compile(backend=backend),
+    "layers": compile_layers,
+    "forward": compile_forward,
+}
+
+
+@pytest.mark.parametrize("compiles", COMPILED.values(), ids=COMPILED.keys())
+@pytest.mark.parametrize("is_wrapped_first", [True, False])
+def test_the_twin_of_a_compiled_model_runs_its_code_as_it_is_written(compiles, is_wrapped_first):
+    backend, model, plain = Counting(), families.make("llama"), families.make("llama")
+    if not is_wrapped_first:
+        compiles(model, backend)
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        assert isinstance(lm._evaluator.passes.attend, SharedAttend)
+        if is_wrapped_first:
+            lm.next_token_logprobs_sync([1, 2])
+            compiles(model, backend)
+        contexts = [[1, 2, 3], [1, 2, 4, 5], [6]]
+        for context, row in zip(contexts, lm.batch_next_token_logprobs_sync(contexts), strict=True):
+            torch.testing.assert_close(row, fresh_row(plain, context), rtol=0, atol=3e-5)
+        assert not backend.num_runs
+        logits(model)  # its owner's calls are compiled as before
+        assert backend.num_runs
+
+
+def test_hooks_of_a_twin_are_its_own_and_bound_to_it():
+    model, called = families.make("llama"), []
+    layer = model.model.layers[0]
+
+    def note(self, *_):
+        called.append(self)
+
+    layer.register_forward_pre_hook(types.MethodType(note, layer))
+    twin = twin_of(model, IDS)
+    called.clear()
+    twin.module.model.layers[0].register_forward_hook(lambda *_: called.append("ours"))
+    logits(twin.module)
+    logits(model)
+    assert called == [twin.module.model.layers[0], "ours", layer]
+
+
+# -------------------------------------------------------------------- what its owner does
+
+
+def _replace_a_layer(model, choose):
+    layer = nn.Linear(32, 48, bias=False)
+    nn.init.normal_(layer.weight, 0, 0.3)
+    model.model.layers[choose.randrange(2)].mlp.up_proj = layer
+
+
+def _replace_a_parameter(model, choose):
+    size = model.lm_head.weight.shape
+    model.lm_head.weight = nn.Parameter(torch.randn(size) / 4, requires_grad=False)
+
+
+def _assign_data(model, choose):
+    parameter = choose.choice([*model.parameters()])
+    parameter.data = parameter.data * 1.1
+
+
+def _step(model, choose):
+    with torch.enable_grad():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        model.train()
+        model(input_ids=IDS).logits.square().mean().backward()
+        optimizer.step()
+        model.eval()
+
+
+def _load(model, choose):
+    state = {name: value * 0.9 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=choose.random() < 0.5)
+
+
+def _convert(model, choose):
+    model.double().float()
+
+
+def _set_an_attribute(model, choose):
+    model.model.layers[0].self_attn.scaling *= 1.2
+
+
+def _replace_a_forward(model, choose):
+    norm = model.model.norm
+    norm.forward = types.MethodType(lambda self, x: -type(self).forward(self, x), norm)
+
+
+def _replace_a_class(model, choose):
+    class Halved(nn.Linear):
+        def forward(self, rows):
+            return super().forward(rows) / 2
+
+    model.model.layers[1].mlp.down_proj.__class__ = Halved
+
+
+def _add_a_hook(model, choose):
+    model.model.layers[0].register_forward_hook(lambda module, args, out: out * 1.3)
+
+
+CHANGES = [
+    _replace_a_layer,
+    _replace_a_parameter,
+    _assign_data,
+    _step,
+    _load,
+    _convert,
+    _set_an_attribute,
+    _replace_a_forward,
+    _replace_a_class,
+    _add_a_hook,
+]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_its_owner_changes_is_in_the_next_batch(seed, monkeypatch):
+    """Rows after a change are those of the model as it is now, wherever it has been changed."""
+    from genlm_backend.llm.hf import packed_weights
+
+    monkeypatch.setattr(packed_weights, "_found", {})
+    monkeypatch.setattr(packed_weights, "_is_faster", lambda packed, layers: True)
+    choose, model = random.Random(seed), families.make("llama", seed)
+    torch.manual_seed(seed)
+    with (
+        AsyncTransformer(model, word_tokenizer(), packs_weights=True, row_cache_bytes=0) as lm,
+        AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as other,
+    ):
+        for change in choose.choices(CHANGES, k=12):
+            change(model, choose)
+            for one in choose.sample([lm, other], choose.randint(1, 2)):
+                one._evaluator.passes.tree.clear()  # and no more than what has been computed
+                context = [choose.randrange(96) for _ in range(3)]
+                check_row(one, model, context)
+                check_row(one, model, [*context, 7])
+
+
+def test_two_wrappers_of_one_model_and_its_owner_take_no_turns():
+    """Each is held within a pass until the others have made theirs."""
+    import threading
+
+    model = families.make("gemma2")
+    barrier, held = threading.Barrier(3), set()
+    expected = [fresh_row(model, [i, 5, 6]) for i in range(3)]
+    with (
+        AsyncTransformer(model, word_tokenizer()) as one,
+        AsyncTransformer(model, word_tokenizer(), packs_weights=True) as two,
+        ThreadPoolExecutor(3) as pool,
+    ):
+
+        def meet(*_):
+            if threading.get_ident() not in held:
+                held.add(threading.get_ident())
+                barrier.wait(60)
+
+        hook = model.model.layers[1].register_forward_pre_hook(meet)
+        found = [
+            pool.submit(one.next_token_logprobs_sync, [0, 5, 6]),
+            pool.submit(two.next_token_logprobs_sync, [1, 5, 6]),
+            pool.submit(fresh_row, model, [2, 5, 6]),
+        ]
+        for future, row in zip(found, expected, strict=True):
+            torch.testing.assert_close(future.result(60), row, rtol=0, atol=3e-5)
+        hook.remove()
+    assert len(held) == 3
+
+
+def test_a_change_during_a_pass_waits_for_the_next():
+    model = families.make("llama")
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        expected = fresh_row(model, [1, 2, 3])
+        layer = model.model.layers[1].mlp
+
+        def change(*_):
+            hook.remove()
+            model.train()
+            layer.up_proj = nn.Identity()
+
+        hook = model.get_input_embeddings().register_forward_pre_hook(change)
+        up = layer.up_proj
+        row = lm.next_token_logprobs_sync([1, 2, 3])
+        torch.testing.assert_close(row, expected, rtol=0, atol=3e-5)
+        layer.up_proj = up
+        with pytest.raises(RuntimeError, match="training mode"):
+            lm.next_token_logprobs_sync([1, 2, 3])
+        model.eval()
+        check_row(lm, model)
+
+
+def test_only_positions_that_are_wanted_are_projected():
+    model = families.make("llama")
+    sizes = []
+    hook = model.lm_head.register_forward_pre_hook(lambda _, args: sizes.append(args[0].shape[1]))
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        sizes.clear()
+        lm.next_token_logprobs_sync([*range(30)])
+        lm.next_token_logprobs_sync([*range(31)])
+        head = lm._evaluator.passes.runner.twin.module.lm_head
+        assert head is not model.lm_head
+        seen = []
+        head_hook = head.register_forward_hook(lambda _, args, out: seen.append(out.shape))
+        lm.next_token_logprobs_sync([*range(40)])
+        head_hook.remove()
+    hook.remove()
+    assert sizes == [30, 1, 9]
+    assert seen == [(1, 1, 96)]
+
+
+def test_hidden_states_that_its_owner_asks_for_are_no_more_than_there_are():
+    """Models of transformers register hooks on themselves, when they are first asked for them."""
+    model = families.make("llama")
+    model.config.output_hidden_states = True
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        for _ in range(2):
+            check_row(lm, model)
+            with torch.inference_mode():
+                assert len(model(input_ids=IDS).hidden_states) == 3
+            assert len(model.model.layers[0]._forward_hooks) <= 1
+
+
+def test_a_twin_is_filled_anew_with_what_its_model_has():
+    model = families.make("llama")
+    twin = Twin(model)
+    assert not twin.changed()
+    norm = model.model.norm
+    norm.variance_epsilon = 0.5
+    assert twin.changed() == [norm]
+    assert not twin.has_other_children([norm])
+    twin.refill()
+    assert not twin.changed()
+    assert torch.equal(logits(twin.module), logits(model))
+    model.model.norm = nn.Identity()
+    assert twin.has_other_children(twin.changed())
