@@ -26,6 +26,7 @@ _WORKLOADS: tuple[Workload, ...] = (
     models.StepOverhead(),
     models.Host(),
     models.ManyParticles(),
+    models.AwaitedQueries(),
     models.Trace(),
     models.PrefillMix(),
     models.LoopStall(),
