@@ -202,7 +202,7 @@ class Batcher(Calling, Generic[Q, R]):
         queries = tuple(queries)  # an iterable of its caller's may take long, or ask us
         numbers: list[int] = []
         with self._lock.here:
-            if self._is_ending():
+            if self._is_closed or self._worker.is_stopped:
                 self.check_open()
             for query in queries:
                 numbers.append(self._place(caller, loop, query))
@@ -225,7 +225,9 @@ class Batcher(Calling, Generic[Q, R]):
             joined.join(number, caller)
             self._counts.num_joined += 1
             return number
-        weight = 1.0 if self._weight is None else as_weight(self._weight(query))
+        weight = 1.0 if self._weight is None else self._weight(query)
+        if type(weight) is not float or not weight >= 0:
+            weight = as_weight(weight)
         waiting = self._waiting
         waiting.loops.add(loop)
         number = self._numbers[key] = waiting.add(key, query, weight, caller)

@@ -51,7 +51,7 @@ class Answering:
 
     def weight(self, question: Question) -> float:
         """Return what a question counts for in a batch: 1, but for a text by its length."""
-        return 1.0 if self.is_bounded else weight(question)
+        return 1.0 if self.is_bounded or type(question) is Query else weight(question)
 
     def answers(self, questions: Sequence[Question]) -> list[Answer | Exception]:
         """Return one answer, or the error of those who asked, for each question of a batch."""

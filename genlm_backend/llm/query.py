@@ -41,12 +41,14 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
     """
 
     context: Context
+    adapter: Adapter | None
 
     def __new__(cls, token_ids: Iterable[int], adapter: Adapter | None = None) -> Self:
         """Make a query; see the class."""
-        context = of_no_model(token_ids)
+        context = token_ids if isinstance(token_ids, Context) else of_no_model(token_ids)
         query = super().__new__(cls, (adapter, *context.key))
-        query.__dict__["context"] = context
+        fields = query.__dict__
+        fields["context"], fields["adapter"] = context, adapter
         return query
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -54,11 +56,6 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
 
     def __reduce__(self) -> tuple[type[Query], tuple[Context, Adapter | None]]:
         return Query, (self.context, self.adapter)
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """The adapter, or ``None`` for the base model."""
-        return self[0]
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:

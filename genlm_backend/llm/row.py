@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -83,8 +84,11 @@ def are_rows_of(rows: Sequence[Row], vocab_size: int) -> bool:
         set(map(type, tensors)) <= {torch.Tensor}
         and {tensor.dtype for tensor in tensors} <= {torch.float32}
         and {tensor.shape for tensor in tensors} <= {(vocab_size,)}
-        and not any(tensor.requires_grad for tensor in tensors)
+        and not any(map(_REQUIRES_GRAD, tensors))
     )
+
+
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 
 @torch.inference_mode()
