@@ -51,10 +51,9 @@ def _pause_function() -> Callable[[int], int] | None:
     package = Path(torch.__file__).parent
     for folder in (package / "lib", package.parent / "torch.libs"):
         for path in sorted(folder.glob("libgomp*.so*")):
-            # Not CDLL: every row asked calls it, mostly for nothing, and who lets go of the
-            # interpreter lock may have to wait for it.
-            function = getattr(ctypes.PyDLL(str(path)), "omp_pause_resource_all", None)
+            function = getattr(ctypes.CDLL(str(path)), "omp_pause_resource_all", None)
             if function is not None:
+                function.argtypes, function.restype = [ctypes.c_int], ctypes.c_int
                 return function
     return None
 
