@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
 
-from benchmarks.workloads import free_forward, seconds
+from benchmarks.workloads import free_forward, seconds, tokenizer_of
+from genlm_backend.batching import Batcher, BatchPolicy
+from genlm_backend.llm import BatchedLM, Row, StatelessEvaluator
 from genlm_backend.llm.hf.attend.sharing import FEW_TOKENS, Reading
 from genlm_backend.llm.hf.packing import paths_of
 from genlm_backend.llm.hf.paths import Paths
+from genlm_backend.llm.row import rows_of_logits
 
 Numbers = dict[str, Any]
 
 NUM_PARTICLES = 100
+AT_ONCE = (20, 100, 1000)
 SIZES = (40, 1000, 4000)
 MANY = (64, 256, 1024)
 
@@ -156,6 +161,109 @@ async def _steps_of_many(count: int, kind: str, num_steps: int) -> list[float]:
             found.append(1e3 * (time.perf_counter() - start))
     lm.close()
     return found
+
+
+def awaited(repeats: int) -> Numbers:
+    """Microseconds of CPU and of wall time of a query, an ``await`` each, evaluated for nothing.
+
+    ``asyncio`` is what the tasks take alone, each waiting for a future of its own; ``batcher`` a
+    ``Batcher``, ``model`` a ``BatchedLM`` whose rows of 1,000 are there already, ``kept`` the same
+    with room for rows, and ``padded`` one in whose rows the last 24 ids are no token's.
+    """
+    numbers: Numbers = {}
+    for count in AT_ONCE * repeats:
+        steps = max(60, 6000 // count)
+        for name, started in _asked(count).items():
+            with contextlib.ExitStack() as stack:
+                ask, asked = started(stack)
+                wall, cpu = asyncio.run(_microseconds(ask, asked, count, steps))
+            numbers.setdefault(f"{name}, {count}, cpu", []).extend(cpu)
+            numbers.setdefault(f"{name}, {count}, wall", []).extend(wall)
+    return numbers
+
+
+Ask = Callable[[Any], Coroutine[Any, Any, Any]]
+Started = tuple[Ask, Callable[[int], Iterable[Any]]]
+"""What asks one thing, and what returns the things to ask at a step."""
+
+
+async def _microseconds(
+    ask: Ask, asked: Callable[[int], Iterable[Any]], count: int, num_steps: int
+) -> tuple[list[float], list[float]]:
+    wall: list[float] = []
+    cpu: list[float] = []
+    for step in range(num_steps + 5):
+        queries = asked(step)
+        start, before = time.perf_counter(), time.process_time()
+        await asyncio.gather(*map(ask, queries))
+        if step >= 5:
+            wall.append(1e6 * (time.perf_counter() - start) / count)
+            cpu.append(1e6 * (time.process_time() - before) / count)
+    return wall, cpu
+
+
+def _asked(count: int) -> dict[str, Callable[[contextlib.ExitStack], Started]]:
+    """Return what is measured, and how it is started."""
+
+    def numbered(step: int) -> Iterable[int]:
+        return range(step * count, (step + 1) * count)
+
+    def tasks(stack: contextlib.ExitStack) -> Started:
+        waiting: list[asyncio.Future[None]] = []
+
+        def settle() -> None:
+            for future in waiting:
+                future.set_result(None)
+            waiting.clear()
+
+        async def wait(_: int) -> None:
+            loop = asyncio.get_running_loop()
+            waiting.append(loop.create_future())
+            if len(waiting) == count:
+                loop.call_soon(settle)
+            await waiting[-1]
+
+        return wait, numbered
+
+    def batcher(stack: contextlib.ExitStack) -> Started:
+        made: Batcher[int, int] = Batcher(list, BatchPolicy(max_batch_size=count))
+        stack.callback(made.close)
+        return made.submit, numbered
+
+    def model(stack: contextlib.ExitStack, width: int = 1000, num_bytes: int = 0) -> Started:
+        table = rows_of_logits(torch.zeros(count, width), undefined_ids=range(1000, width))
+        lm = stack.enter_context(
+            BatchedLM(
+                tokenizer_of(1000), _Ready(table), batch_size=count, row_cache_bytes=num_bytes
+            )
+        )
+        contexts = [lm.context([1, 2, 3, i % 1000]) for i in range(count)]
+
+        def extended(step: int) -> list[Any]:
+            contexts[:] = [context.extend((7 * step) % 1000) for context in contexts]
+            return contexts
+
+        return lm.next_token_logprobs, extended
+
+    return {
+        "asyncio": tasks,
+        "batcher": batcher,
+        "model": model,
+        "kept": partial(model, num_bytes=1 << 26),
+        "padded": partial(model, width=1024),
+    }
+
+
+@final
+class _Ready(StatelessEvaluator):
+    """Rows that are there already."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__(len(rows[0].logprobs))
+        self._rows = rows
+
+    def evaluate(self, queries: Sequence[Any]) -> list[Row]:
+        return self._rows[: len(queries)]
 
 
 def _remembering(lm: Any) -> list[Any]:

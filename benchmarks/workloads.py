@@ -284,11 +284,9 @@ def awaits(repeats: int) -> Numbers:
     ``free forward``: the Hugging Face backend whole (prefix cache, planning, packing) around a
     forward pass that returns ready logits. Contexts grow by one token a step behind a prompt.
     """
-    from tokenizers import Tokenizer, models
-
     from genlm_backend.llm import BatchedLM, Query, Row, StatelessEvaluator
 
-    tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(1000)}, unk_token="<0>"))
+    tokenizer = tokenizer_of(1000)
     row = Row(torch.zeros(1000).log_softmax(-1))
 
     class Free(StatelessEvaluator):
@@ -318,9 +316,16 @@ def awaits(repeats: int) -> Numbers:
     }
 
 
+def tokenizer_of(num_tokens: int) -> Any:
+    """A tokenizer of so many tokens, one word each."""
+    from tokenizers import Tokenizer, models
+
+    words = {f"<{i}>": i for i in range(num_tokens)}
+    return Tokenizer(models.WordLevel(words, unk_token="<0>"))
+
+
 def free_forward(**options: Any) -> Any:
     """An AsyncTransformer whose forward pass only packs its batch."""
-    from tokenizers import Tokenizer, models
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from genlm_backend import AsyncTransformer
@@ -333,7 +338,7 @@ def free_forward(**options: Any) -> Any:
         num_hidden_layers=1,
         num_attention_heads=1,
     )
-    tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(1000)}, unk_token="<0>"))
+    tokenizer = tokenizer_of(1000)
     given = {"batch_size": 100, "kv_cache_bytes": 1 << 24, **options}
     lm = AsyncTransformer(LlamaForCausalLM(config), tokenizer, **given)
     logits = torch.zeros(given["batch_size"], 1000)

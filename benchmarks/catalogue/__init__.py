@@ -27,6 +27,7 @@ _WORKLOADS: tuple[Workload, ...] = (
     models.Host(),
     models.ManyParticles(),
     models.Readings(),
+    models.AwaitedQueries(),
     models.Trace(),
     models.Dressing(),
     models.PrefillMix(),

@@ -109,6 +109,33 @@ class Readings(Workload):
         ]
 
 
+class AwaitedQueries(Workload):
+    """What an awaited query costs the host beside its evaluation, 20 to 1,000 at once."""
+
+    name = "awaited_queries"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return host.awaited(repeats)
+
+    def rows(self, found: Found) -> list[Row]:
+        us = {name: median(values) for name, values in found[""].items()}
+        return [
+            (
+                f"an awaited query, {count:,} at once: {label}, CPU",
+                f"{us[f'{name}, {count}, cpu']:.1f} µs",
+                aim,
+            )
+            for count in host.AT_ONCE
+            for name, label, aim in (
+                ("asyncio", "a task and a future alone", ""),
+                ("batcher", "`Batcher`", "15"),
+                ("model", "`BatchedLM`, rows of 1,000", "25"),
+                ("kept", "… with the row cache", ""),
+                ("padded", "… 24 ids that are no token's", ""),
+            )
+        ]
+
+
 class Trace(Workload):
     """How much of this library one awaited row goes through."""
 

@@ -8,24 +8,22 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast, final
 
 from genlm_backend.batching.calling import Calling
+from genlm_backend.batching.evaluation import evaluated, has_errors, is_error, presentable
 from genlm_backend.batching.garbage import fewer_collections
 from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision
-from genlm_backend.batching.statistics import BatcherStatistics, Counts
-from genlm_backend.batching.ticker import Tickers
-from genlm_backend.batching.waiter import (
-    Entry,
-    Settlement,
-    Waiter,
+from genlm_backend.batching.round import (
+    Answers,
+    Caller,
+    Loop,
+    Round,
+    Several,
     as_weight,
     call_threadsafe,
     deliver,
-    drop_unwanted,
-    evaluated,
-    first_wanted,
-    is_error,
-    loops_of,
-    presentable,
+    leave,
 )
+from genlm_backend.batching.statistics import BatcherStatistics, Counts
+from genlm_backend.batching.ticker import Tickers
 from genlm_backend.checks import function, instance, optional, text
 from genlm_backend.errors import QueryDroppedError
 
@@ -77,8 +75,8 @@ class Batcher(Calling, Generic[Q, R]):
         self._key = optional(function)("key", key)
         self._weight = optional(function)("weight", weight)
         super().__init__(text("name", name))
-        self._pending: dict[Hashable, Entry] = {}
-        self._in_flight: dict[Hashable, Entry] = {}
+        self._waiting, self._running = Round(0), Round(0)  # the queue, and what is evaluated
+        self._numbers: dict[Hashable, int] = {}  # of the queries of both, by key
         self._tickers = Tickers()
         self._is_busy = self._is_urgent = False
         self._num_arrived = 0
@@ -95,15 +93,16 @@ class Batcher(Calling, Generic[Q, R]):
             QueryDroppedError: If ``drop()`` or ``close()`` came first.
             Exception: What ``evaluate`` raised for this query's batch.
         """
-        waiter = Waiter(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        future, numbers = loop.create_future(), None
         try:
-            self._ask(waiter, (query,))
-            return cast(R, (await waiter.future)[0])
+            numbers = self._ask(future, loop, (query,))
+            return await future
         except BaseException as error:
-            self._leave(waiter, error)
+            self._leave(future, numbers, error)
             raise
         finally:
-            del waiter  # whose future knows the error, which remembers this frame
+            del future  # which knows the error, which remembers this frame
 
     async def submit_all(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, in order, or the first error that one of them meets.
@@ -111,15 +110,15 @@ class Batcher(Calling, Generic[Q, R]):
         What is still waiting of them then, and is nobody else's, is not evaluated. Raises what
         ``submit`` does.
         """
-        waiter = Waiter(asyncio.get_running_loop())
+        caller, numbers = Several(asyncio.get_running_loop()), None
         try:
-            waits = self._ask(waiter, queries)
-            return cast("list[R]", await waiter.future) if waits else []
+            numbers = self._ask(caller, caller.loop, queries)
+            return await caller.future if numbers else []
         except BaseException as error:
-            self._leave(waiter, error)
+            self._leave(caller, numbers, error)
             raise
         finally:
-            del waiter  # as above
+            del caller  # as above
 
     def submit_sync(self, queries: Iterable[Q]) -> list[R]:
         """Return the results for ``queries``, blocking this thread; full batches where they fit.
@@ -133,21 +132,21 @@ class Batcher(Calling, Generic[Q, R]):
         """
         if self._worker.is_current_thread():
             raise RuntimeError("evaluate() cannot wait for its own batcher")
-        waiter = Waiter(None)
+        caller, numbers = Several(None), None
         try:
-            waits = self._ask(waiter, queries)
-            return cast("list[R]", waiter.future.result()) if waits else []
+            numbers = self._ask(caller, None, queries)
+            return caller.future.result() if numbers else []
         except BaseException as error:
-            waiter.future.cancel()
-            self._leave(waiter, error)
+            caller.future.cancel()
+            self._leave(caller, numbers, error)
             raise
         finally:
-            del waiter  # as above
+            del caller  # as above
 
     def flush(self) -> None:
         """Let everything that waits go now, or as soon as the worker is free."""
         with self._lock.here:
-            if self._pending:
+            if self._waiting:
                 self._is_urgent = True
                 self._advance(None)
 
@@ -172,9 +171,10 @@ class Batcher(Calling, Generic[Q, R]):
         """
         error = reason if isinstance(reason, Exception) else QueryDroppedError(reason)
         with self._lock.here:
-            settlements = self._refused(error, () if error is reason else self._in_flight.values())
-        deliver(settlements)
-        return len(settlements)
+            begun = () if error is reason else (self._running,)
+            answers = self._refused(error, begun)
+        deliver(answers)
+        return sum(len(futures) for _, futures, _ in answers)
 
     def close(self) -> None:
         """Drop everybody and stop the worker thread; again has no effect.
@@ -192,47 +192,87 @@ class Batcher(Calling, Generic[Q, R]):
     def statistics(self) -> BatcherStatistics:
         """Return the counts so far."""
         with self._lock.here:
-            self._counts.num_skipped += drop_unwanted(self._pending)
-            return self._counts.statistics(len(self._pending), len(self._in_flight))
+            self._drop(self._waiting.gone())
+            return self._counts.statistics(len(self._waiting), len(self._running.evaluated))
 
     # ---------------------------------------------------------------- coming and going
 
-    def _ask(self, waiter: Waiter, queries: Iterable[Q]) -> bool:
+    def _ask(self, caller: Caller, loop: Loop, queries: Iterable[Q]) -> Sequence[int]:
+        """Put a caller beside its queries; return their numbers."""
         queries = tuple(queries)  # an iterable of its caller's may take long, or ask us
+        numbers: list[int] = []
         with self._lock.here:
-            if self._is_ending():
+            if self._is_closed or self._worker.is_stopped:
                 self.check_open()
             for query in queries:
-                key = cast(Hashable, query) if self._key is None else self._key(query)
-                entry = self._pending.get(key) or self._in_flight.get(key)
-                if entry is None:
-                    weight = 1.0 if self._weight is None else as_weight(self._weight(query))
-                    entry = self._pending[key] = Entry(key, query, weight)
-                    self._num_arrived += 1
-                else:
-                    self._counts.num_joined += 1
-                waiter.wait_for(entry)
-                self._counts.num_submitted += 1
-            if waiter.loop is None:
+                numbers.append(self._place(caller, loop, query))
+            self._counts.num_submitted += len(numbers)
+            if type(caller) is Several:
+                caller.wait_for(numbers)
+            if loop is None:
                 # Nothing to hurry where all of them joined what is under evaluation.
-                self._is_urgent = bool(self._pending)
+                self._is_urgent = bool(self._waiting)
                 self._advance(None)
-            elif any(entry.key in self._pending for entry in waiter.entries):
-                self._advance(waiter.loop)
-            return bool(waiter.entries)
+            elif numbers and max(numbers) >= self._waiting.first and self._may_go(loop):
+                self._advance(loop)
+        return numbers
 
-    def _leave(self, waiter: Waiter, error: BaseException) -> None:
+    def _place(self, caller: Caller, loop: Loop, query: Q) -> int:
+        key = cast(Hashable, query) if self._key is None else self._key(query)
+        number = self._numbers.get(key)
+        if number is not None and (joined := self._round_of(number)) is not None:
+            joined.loops.add(loop)
+            joined.join(number, caller)
+            self._counts.num_joined += 1
+            return number
+        weight = 1.0 if self._weight is None else self._weight(query)
+        if type(weight) is not float or not weight >= 0:
+            weight = as_weight(weight)
+        waiting = self._waiting
+        waiting.loops.add(loop)
+        number = self._numbers[key] = waiting.add(key, query, weight, caller)
+        self._num_arrived += 1
+        return number
+
+    def _round_of(self, number: int) -> Round | None:
+        """Return the round that a query is in; ``None`` for one that has been answered."""
+        waiting, running = self._waiting, self._running
+        if waiting.first <= number < waiting.stop:
+            return waiting
+        return running if number - running.first in running.evaluated else None
+
+    def _leave(self, caller: Caller, numbers: Iterable[int] | None, error: BaseException) -> None:
         """Take a caller off its queries, and off the queue those it was the last of."""
+        leave(caller.future if type(caller) is Several else caller)
         if isinstance(error, GeneratorExit):
-            waiter.is_gone = True  # the garbage collector's, maybe where its thread holds the lock
-            return
+            return  # the garbage collector's, maybe where its thread holds the lock
         with self._lock.here:
-            self._counts.num_skipped += waiter.leave(self._pending)
-            self._is_urgent = self._is_urgent and bool(self._pending)
+            for number in numbers or ():
+                left = self._round_of(number)
+                if left is not None and left.leave(number, caller) and left is self._waiting:
+                    self._drop((number,))
+            self._is_urgent = self._is_urgent and bool(self._waiting)
 
-    def _advance(self, loop: asyncio.AbstractEventLoop | None) -> None:
+    def _drop(self, numbers: Iterable[int]) -> None:
+        """Take queries off the queue that nobody waits for."""
+        for number in numbers:
+            self._numbers.pop(self._waiting.forget(number), None)
+            self._counts.num_skipped += 1
+        if not self._waiting:
+            self._waiting = Round(self._waiting.stop)
+
+    def _may_go(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether something is to be decided before the worker is free or the loop's next pass."""
+        if self._is_busy:
+            return False
+        ticker = self._tickers.get(loop)
+        is_coming = ticker is not None and ticker.is_coming
+        is_full = len(self._waiting) >= self.policy.max_batch_size
+        return is_full or self._is_urgent or not is_coming
+
+    def _advance(self, loop: Loop) -> None:
         """Decide what becomes of the queue after a change that ``loop`` (or a thread) made."""
-        state = BatchState(len(self._pending), self._is_busy, self._is_urgent)
+        state = BatchState(len(self._waiting), self._is_busy, self._is_urgent)
         decision = self.policy.decide(state)
         if decision is Decision.FIRE:
             self._fire()
@@ -256,7 +296,7 @@ class Batcher(Calling, Generic[Q, R]):
             ticker = self._tickers[loop]
             ticker.is_scheduled = False
             state = ticker.tick(
-                self._num_arrived, len(self._pending), self._is_busy, self._is_urgent
+                self._num_arrived, len(self._waiting), self._is_busy, self._is_urgent
             )
             decision = self.policy.decide(state)
             if decision is Decision.YIELD:
@@ -279,20 +319,19 @@ class Batcher(Calling, Generic[Q, R]):
         else:
             self._is_busy = True
 
-    def _refused(self, error: BaseException, begun: Iterable[Entry] = ()) -> list[Settlement]:
+    def _refused(self, error: BaseException, begun: Iterable[Round] = ()) -> list[Answers]:
         """Empty the queue; return whom to tell the error, those of a batch that has begun too."""
-        entries = [*self._pending.values(), *begun]
-        self._pending, self._is_urgent = {}, False
-        return [s for entry in entries for s in entry.settlements(None, error)]
+        queue, self._waiting, self._is_urgent = self._waiting, Round(self._waiting.stop), False
+        for key in queue.keys:
+            self._numbers.pop(key, None)
+        return [answers for round in (queue, *begun) for answers in round.refused(error)]
 
-    def _take(self) -> list[Entry]:
-        batch, gone = first_wanted(self._pending.values(), self.policy)
-        self._in_flight.update((entry.key, entry) for entry in batch)
-        for entry in (*batch, *gone):  # in this order, so that each is always in one of the two
-            del self._pending[entry.key]
-        self._is_urgent = self._is_urgent and bool(self._pending)
-        self._counts.num_skipped += len(gone)
-        self._counts.batch_sizes.update([len(batch)] if batch else [])
+    def _take(self) -> Round:
+        while gone := self._waiting.gone(size := self._waiting.size(self.policy.max_batch_size)):
+            self._drop(gone)
+        batch = self._running = self._waiting.cut(size)
+        self._is_urgent = self._is_urgent and bool(self._waiting)
+        self._counts.batch_sizes.update([len(batch)] if len(batch) else [])
         return batch
 
     # ---------------------------------------------------------------- on the worker thread
@@ -304,44 +343,62 @@ class Batcher(Calling, Generic[Q, R]):
             with self._lock.here:
                 self._is_busy = True
                 batch = self._take()
-            self._is_wanted = lambda: any(entry.is_wanted() for entry in batch)
-            with fewer_collections(len(batch)):
-                self._settle(batch, *evaluated(self._evaluate, batch))
+            self._is_wanted = batch.is_wanted
+            queries = [batch.queries[index] for index in batch.evaluated]
+            with fewer_collections(len(queries)):
+                self._settle(batch, *evaluated(self._evaluate, queries))
         except BaseException as raised:  # of a key that has changed, say: nobody waits for ever
             self._fail(presentable(raised))
 
-    def _settle(self, batch: list[Entry], results: list[R], error: BaseException | None) -> None:
-        settlements: list[Settlement] = []
+    def _settle(self, batch: Round, results: list[R], error: BaseException | None) -> None:
         with self._lock.here:
             is_given_up = error is not None and error is self._given_up and not self._is_ending()
             self._is_wanted = self._given_up = None
-            self._in_flight = {}
-            for index, entry in enumerate(batch):
-                if is_given_up:
-                    if entry.waiters:  # they have come since
-                        self._pending[entry.key] = entry
-                        self._is_urgent = True
-                    continue
-                result, own = (results[index], None) if error is None else (None, error)
-                if is_error(result):
-                    result, own = None, presentable(result)
-                self._counts.num_failed += own is not None
-                settlements += entry.settlements(result, own)
+            self._running = Round(batch.stop)
+            if is_given_up:
+                self._put_back(batch)
+                answers = []
+            else:
+                self._forget(batch)
+                given = results if error is None else [error] * len(batch.evaluated)
+                if has_errors(given):
+                    self._counts.num_failed += sum(map(is_error, given))
+                answers = batch.answered(given)
             self._is_busy = False
             # A full or urgent batch goes from here; the rest once its loop has gone quiet, so
             # that the callers answered now can still join it.
             self._advance(None)
-            wake = [] if self._is_busy else loops_of(self._pending.values())
-        deliver(settlements)
+            wake = [] if self._is_busy or not self._waiting else list(self._waiting.loops)
+        deliver(answers)
         for loop in wake:
-            call_threadsafe(loop, self._wake, loop)
+            if loop is not None:
+                call_threadsafe(loop, self._wake, loop)
+
+    def _forget(self, batch: Round) -> None:
+        """Let queries that equal those of a batch be evaluated anew."""
+        if not self._waiting:
+            self._numbers.clear()
+            return
+        for number, key in enumerate(batch.keys, batch.first):
+            if self._numbers.get(key) == number:
+                self._numbers.pop(key, None)
+
+    def _put_back(self, batch: Round) -> None:
+        """Put a batch that is given up back, for those who have come since."""
+        self._forget(batch)
+        for number, key in enumerate(batch.keys, batch.first):
+            if batch.callers[number - batch.first] is not None:
+                self._numbers[key] = number
+                self._is_urgent = True
+        self._waiting.put_back(batch)
 
     def _fail(self, error: BaseException) -> None:
         with self._lock.here:
-            settlements = self._refused(error, self._in_flight.values())
+            answers = self._refused(error, (self._running,))
             self._is_wanted = self._given_up = None
-            self._in_flight, self._is_busy = {}, False
-        deliver(settlements)
+            self._numbers, self._is_busy = {}, False
+            self._running = Round(self._waiting.first)
+        deliver(answers)
 
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock.here:

@@ -6,7 +6,7 @@ import concurrent.futures
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, final
 
-from genlm_backend.batching.waiter import presentable
+from genlm_backend.batching.evaluation import presentable
 
 T = TypeVar("T")
 

@@ -68,6 +68,8 @@ class RowCache(Generic[R]):
 
     def get(self, key: Hashable) -> R | None:
         """Return the row of ``key`` and mark it as used, or ``None``."""
+        if not self._rows:
+            return None
         with self._lock.here:
             row = self._rows.get(key)
             if row is not None:

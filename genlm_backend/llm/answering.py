@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, TypeVar, final
+from operator import attrgetter
+from typing import Any, Final, TypeVar, final
 
 import torch
 
@@ -16,7 +17,7 @@ from genlm_backend.llm.draw import Draw
 from genlm_backend.llm.drawing import Drawing
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.llm.query import Query
-from genlm_backend.llm.row import Row
+from genlm_backend.llm.row import Row, are_rows_of, rows_without
 from genlm_backend.llm.scoring import Answer, Question, weight
 
 T = TypeVar("T")
@@ -50,37 +51,53 @@ class Answering:
 
     def weight(self, question: Question) -> float:
         """Return what a question counts for in a batch: 1, but for a text by its length."""
-        return 1.0 if self.is_bounded else weight(question)
+        return 1.0 if self.is_bounded or type(question) is Query else weight(question)
 
     def answers(self, questions: Sequence[Question]) -> list[Answer | Exception]:
         """Return one answer, or the error of those who asked, for each question of a batch."""
+        # No variable here holds what the evaluator has answered: an error among it remembers this
+        # frame, which must not know it in turn.
         generation = self._rows.generation
-        answers: dict[Question, Answer | Exception] = {
-            question: error
-            for question in questions
-            if question.adapter is not None and (error := self._adapters.error_of(question))
-        }
-        known = [question for question in questions if question not in answers]
-        try:
-            if known:
-                evaluate = partial(self._evaluator.evaluate, known)
-                answers.update(self._found(known, self.counted(evaluate), generation))
-            return [answers[question] for question in questions]
-        finally:
-            answers.clear()  # an error remembers this frame, which must not know it in turn
+        refused = self._refused(questions)
+        known = [q for q in questions if q not in refused] if refused else list(questions)
+        if not known:
+            return [refused[question] for question in questions]
+        evaluate = partial(self._evaluator.evaluate, known)
+        if not refused:
+            return self._found(known, self.counted(evaluate), generation)
+        answers = iter(self._found(known, self.counted(evaluate), generation))
+        return [refused[q] if q in refused else next(answers) for q in questions]
+
+    def _refused(self, questions: Sequence[Question]) -> dict[Question, Exception]:
+        """Return the errors of questions whose adapter has gone."""
+        if set(map(_ADAPTER, questions)) == {None}:
+            return {}
+        errors = {question: self._adapters.error_of(question) for question in questions}
+        return {question: error for question, error in errors.items() if error is not None}
 
     def _found(
         self, questions: Sequence[Question], found: Any, generation: int
-    ) -> dict[Question, Answer | Exception]:
-        answers: dict[Question, Answer | Exception] = {}
-        for question, answer in zip(questions, self._checked(questions, found), strict=True):
-            if isinstance(question, Query) and isinstance(answer, Row):
-                answer = self.defined(answer)
-                if self._rows.takes(answer.nbytes):
-                    # As a plain tuple, which is equal and holds no pictures.
-                    self._rows.put(tuple(question), answer.alone(), generation)
-            answers[question] = answer
+    ) -> list[Answer | Exception]:
+        """Return what the evaluator has answered, checked; keep the rows."""
+        answers = self._checked(questions, found)
+        if _types(questions) == {Query} and _types(answers) == {Row}:
+            return self._kept(questions, answers, generation)
+        pairs = enumerate(zip(questions, answers, strict=True))
+        places = [i for i, (q, a) in pairs if isinstance(q, Query) and isinstance(a, Row)]
+        rows = self._kept([questions[i] for i in places], [answers[i] for i in places], generation)
+        for place, row in zip(places, rows, strict=True):
+            answers[place] = row
         return answers
+
+    def _kept(self, queries: Sequence[Any], rows: Sequence[Any], generation: int) -> list[Any]:
+        """Return rows without ids that no token has, and put them where rows are kept."""
+        if len(self._undefined):
+            rows = rows_without(rows, self._undefined)
+        if rows and self._rows.takes(rows[0].nbytes):
+            for query, row in zip(queries, rows, strict=True):
+                # As a plain tuple, which is equal and holds no pictures.
+                self._rows.put(tuple(query), row.alone(), generation)
+        return list(rows)
 
     def defined(self, row: Row) -> Row:
         """Return the row given that some token comes: no id that none has."""
@@ -103,6 +120,9 @@ class Answering:
         if not isinstance(found, Sequence) or len(found) != len(questions):
             what = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
             raise EvaluationError(f"{name} returned {what} for {len(questions)} queries")
+        are_rows = _types(questions) == {Query} and _types(found) == {Row}
+        if are_rows and are_rows_of(found, self._vocab_size):
+            return list(found)
         return [
             answer
             if isinstance(answer, Exception) or self._is_answer(question, answer)
@@ -125,3 +145,10 @@ class Answering:
         if isinstance(question, Drawing):
             return "a Draw for a drawing"
         return f"a tensor of float32 [{question.num_targets}] for a scoring of so many tokens"
+
+
+_ADAPTER: Final = attrgetter("adapter")
+
+
+def _types(values: Sequence[Any]) -> set[type]:
+    return set(map(type, values))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -125,22 +125,21 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the log-probabilities of the token after ``token_ids``: float32 ``[vocab]``."""
-        row = await self._answer(self._query(token_ids, lora_name))
+        query = self._query(token_ids, lora_name)
+        row = self._rows.get(query) or await self._asked(query)
         return row.own_logprobs(self.output_device)
 
     async def next_token_logits(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
         """Return what the model said before it was normalised: float32 ``[vocab]``."""
-        row = await self._answer(self._query(token_ids, lora_name))
+        query = self._query(token_ids, lora_name)
+        row = self._rows.get(query) or await self._asked(query)
         return row.own_logits(self.output_device)
 
-    async def _answer(self, query: Query) -> Row:
-        row = self._rows.get(query)
-        if row is None:
-            self._before_wait()
-            row = await self._batcher.submit(query)
-        return row
+    def _asked(self, query: Query) -> Awaitable[Row]:
+        self._before_wait()
+        return self._batcher.submit(query)
 
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, lora_name: str | None = None

@@ -88,7 +88,11 @@ class Context(Sequence[int]):
             ContextTypeError: (``TypeError``) If it is no integer.
             ContextError: (``ValueError``) If it is outside the vocabulary.
         """
-        return self.followed_by(_ID.pack(self.contexts.check_id(token_id)))
+        contexts = self.contexts
+        if type(token_id) is not int or not 0 <= token_id < contexts.vocab_size:
+            token_id = contexts.check_id(token_id)
+        tail = self._tail + _ID.pack(token_id)
+        return Context.of(contexts, tail, self.blocks, self.place, self.pictures)
 
     def __add__(self, token_ids: Any) -> Context:
         """Return the context with more tokens, which are checked; it may be none."""

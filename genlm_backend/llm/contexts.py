@@ -84,7 +84,8 @@ class Contexts:
             ContextTypeError: As ``of``.
             ContextError: As there, and if there are none, or more than ``max_length``.
         """
-        context = self.of(token_ids, name)
+        is_own = isinstance(token_ids, Context) and token_ids.contexts is self
+        context: Context = token_ids if is_own else self.of(token_ids, name)
         num_tokens = len(context)
         if not num_tokens:
             raise ContextError(f"{name} is empty: a context needs at least one token")

@@ -45,9 +45,10 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
 
     def __new__(cls, token_ids: Iterable[int], adapter: Adapter | None = None) -> Self:
         """Make a query; see the class."""
-        context = of_no_model(token_ids)
+        context = token_ids if isinstance(token_ids, Context) else of_no_model(token_ids)
         query = super().__new__(cls, (adapter, *context.key))
-        vars(query).update(context=context, adapter=adapter)
+        fields = query.__dict__
+        fields["context"], fields["adapter"] = context, adapter
         return query
 
     def __setattr__(self, name: str, value: object) -> None:

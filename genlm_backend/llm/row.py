@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final, TypeAlias, final
 
 import numpy as np
@@ -56,7 +57,7 @@ class Row:
 
     def own_logprobs(self, device: torch.device) -> torch.Tensor:
         """Return a copy of the log-probabilities on ``device``, for a caller to modify."""
-        if self.logprobs.device.type != "cpu" or device.type != "cpu":
+        if not self.logprobs.is_cpu or device.type != "cpu":
             return self.logprobs.to(device, copy=True)
         return own_copy(self.logprobs.numpy())
 
@@ -68,20 +69,77 @@ class Row:
     def __reduce__(self) -> tuple[type[Row], tuple[torch.Tensor, float | None]]:
         return Row, (self.logprobs.clone(), self.normaliser)  # a view would take its table along
 
-    @torch.inference_mode()
     def without(self, token_ids: torch.Tensor) -> Row:
         """Return the row given that none of some tokens comes: they are ``-inf``, int64 ``[n]``.
 
         The memory of this row goes over to the one that is returned.
         """
-        ids = token_ids.to(self.logprobs.device)
-        excluded = float(self.logprobs[ids].exp().sum())
-        logprobs = self.logprobs.index_fill_(0, ids, -torch.inf)
-        # Of what is left, to the precision that its terms have.
-        left = math.log1p(-excluded) if excluded < 0.5 else float(logprobs.logsumexp(-1))
-        if left:
-            logprobs.sub_(left).clamp_(max=0)  # which rounding may be above
-        return Row(logprobs, None if self.normaliser is None else self.normaliser + left)
+        return rows_without([self], token_ids)[0]
+
+
+def are_rows_of(rows: Sequence[Row], vocab_size: int) -> bool:
+    """Return whether all rows are of that width, as callers get them; see ``Row.is_of``."""
+    tensors = [row.logprobs for row in rows]
+    return (
+        set(map(type, tensors)) <= {torch.Tensor}
+        and {tensor.dtype for tensor in tensors} <= {torch.float32}
+        and {tensor.shape for tensor in tensors} <= {(vocab_size,)}
+        and not any(map(_REQUIRES_GRAD, tensors))
+    )
+
+
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
+
+
+@torch.inference_mode()
+def rows_without(rows: Sequence[Row], token_ids: torch.Tensor) -> list[Row]:
+    """Return rows given that none of some tokens comes: they are ``-inf``, int64 ``[n]``.
+
+    The memory of the rows goes over to those that are returned. Rows that have been made so already
+    are returned as they are, at the cost of a look at those tokens, a table at a time.
+    """
+    found = list(rows)
+    for start, table in _tables(rows):
+        ids = token_ids.to(table.device)
+        theirs = table.index_select(1, ids)
+        shares = theirs.exp().sum(-1).tolist()
+        for index, is_done in enumerate((theirs == -torch.inf).all(-1).tolist()):
+            if not is_done:
+                found[start + index] = _restricted(rows[start + index], ids, shares[index])
+    return found
+
+
+def _restricted(row: Row, ids: torch.Tensor, excluded: float) -> Row:
+    logprobs = row.logprobs.index_fill_(0, ids, -torch.inf)
+    # Of what is left, to the precision that its terms have.
+    left = math.log1p(-excluded) if excluded < 0.5 else float(logprobs.logsumexp(-1))
+    if left:
+        logprobs.sub_(left).clamp_(max=0)  # which rounding may be above
+    return Row(logprobs, None if row.normaliser is None else row.normaliser + left)
+
+
+def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield tables that rows are views of: the index of the first row of each, ``[n, vocab]``.
+
+    They are found by where rows lie in memory, which the first of them has to have.
+    """
+    start = 0
+    while start < len(rows):
+        first, stop = rows[start].logprobs, start + 1
+        width = len(first)
+        if first.is_contiguous():
+            num_bytes = first.untyped_storage().nbytes()
+            most = start + num_bytes // first.nbytes - int(first.storage_offset()) // width
+            address = first.data_ptr() + first.nbytes
+            while stop < min(most, len(rows)):
+                row = rows[stop].logprobs
+                if row.data_ptr() != address or not row.is_contiguous():
+                    break
+                stop, address = stop + 1, address + first.nbytes
+            yield start, first.as_strided((stop - start, width), (width, 1))
+        else:
+            yield start, first[None]
+        start = stop
 
 
 def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
@@ -97,15 +155,19 @@ def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
 _Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
 _spare: Final = SpareMemory(32 << 20)
+_SMALL: Final = 1 << 14
 
 # torch would wake a team of threads for a copy, which is slower than one memcpy; and both torch and
 # NumPy let go of the interpreter lock for it, which a thread that computes in Python keeps for five
 # milliseconds then. A copy of 49,152 numbers takes 20 us on one thread, where clone takes 46; of
-# 128,256, 45 and 128; of 1,000, 4 and 1.
+# 128,256, 45 and 128. Of 1,000 it takes 4 where clone takes 1, nearly all of it for the lease of
+# spare memory: small rows need none, since what is freed of their size is had again at once.
 
 
 def own_copy(row: _Numbers) -> torch.Tensor:
     """Return a copy of a row as a tensor: float32 ``[n]``."""
+    if row.nbytes <= _SMALL:
+        return torch.frombuffer(bytearray(row.data), dtype=torch.float32)
     own = _spare.take(row.shape, np.float32)
     own.data.cast("B")[:] = np.ascontiguousarray(row).data.cast("B")
     return torch.from_numpy(own)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -70,7 +71,7 @@ class AsyncTokenCharacterTrie(OfOneProcess):
         self.trie = _TRIE("trie", trie)
         self._policy = BatchPolicy(max_batch_size=options["batch_size"], timeout=timeout)
         self._lock = ProcessLock()
-        self._batchers: dict[Operation, Batcher[_Query, Any]] = {}
+        self._batchers: dict[Operation, Batcher[Weights, Any]] = {}
 
     @classmethod
     def from_vocab(
@@ -145,12 +146,12 @@ class AsyncTokenCharacterTrie(OfOneProcess):
         return await self._submit("sum", ws)
 
     async def _submit(self, operation: Operation, ws: Weights) -> Any:
-        query = _Query(check_weights(ws, len(self.trie.decode)))
+        weights = check_weights(ws, len(self.trie.decode))
         self._lock.claim()
         while True:
             batcher = self._batchers.get(operation) or self._started()[operation]
             try:
-                return await batcher.submit(query)
+                return await batcher.submit(weights)
             except BatcherClosedError:
                 if self._batchers.get(operation) is batcher:  # the interpreter exits
                     raise
@@ -168,13 +169,16 @@ class AsyncTokenCharacterTrie(OfOneProcess):
     def start(self) -> None:
         """Do nothing, for programs that call it: the first query starts the worker threads."""
 
-    def _started(self) -> dict[Operation, Batcher[_Query, Any]]:
+    def _started(self) -> dict[Operation, Batcher[Weights, Any]]:
         with self._lock.here:
             if not self._batchers:
                 for operation in get_args(Operation):
+                    numbers = itertools.count()
                     self._batchers[operation] = Batcher(
                         partial(_evaluate, self.trie, operation),
                         self._policy,
+                        # No two are one query, whatever the weights: each answer owns its memory.
+                        key=lambda weights, numbers=numbers: next(numbers),
                         name=f"trie-{operation}",
                     )
             return dict(self._batchers)
@@ -218,15 +222,5 @@ _TRIE = instance(
 )
 
 
-@final
-class _Query:
-    """Weights of one caller; no two queries are the same one, whatever their weights."""
-
-    __slots__ = ("weights",)
-
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
-
-
-def _evaluate(trie: VocabularyTrie, operation: Operation, queries: list[_Query]) -> Any:
-    return trie.evaluate_rows(operation, [query.weights for query in queries])
+def _evaluate(trie: VocabularyTrie, operation: Operation, rows: list[Weights]) -> Any:
+    return trie.evaluate_rows(operation, rows)

@@ -9,9 +9,9 @@ from functools import partial
 
 import pytest
 
-from genlm_backend.batching import Batcher, BatchPolicy, batcher, call, waiter, worker
+from genlm_backend.batching import Batcher, BatchPolicy, batcher, call, round, worker
 
-FILES = {module.__file__ for module in (batcher, call, waiter, worker)}
+FILES = {module.__file__ for module in (batcher, call, round, worker)}
 PATIENT = BatchPolicy(timeout=1000.0)
 
 
@@ -67,8 +67,8 @@ def test_an_interrupt_at_any_line_leaves_the_batcher_answering(is_started, how):
             elif how == "call":
                 interrupted = partial(asked.call, int)
             else:
-                waiting = waiter.Waiter(loop)
-                asked._ask(waiting, [1])
+                waiting = round.Several(loop)
+                asked._ask(waiting, loop, [1])
                 interrupted = asked.flush
             is_whole = interrupted_at(number, interrupted)
             assert answers(asked, pool) == [[-1], [-2]], number

@@ -11,7 +11,7 @@ import torch
 from genlm_backend import AsyncTransformer, AsyncVirtualLM
 from genlm_backend.llm.batched import BatchedLM
 from genlm_backend.llm.evaluator import StatelessEvaluator
-from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
+from genlm_backend.llm.row import Row, rows_of_logits, rows_without, scores_of_logits
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine
@@ -89,6 +89,38 @@ def test_a_row_without_some_tokens_is_the_row_given_that_none_of_them_comes(shar
     assert float(found.logprobs.double().exp().sum()) == pytest.approx(1, abs=1e-5)
     assert found.normaliser == pytest.approx(float(exact.logsumexp(-1)), abs=atol)
     assert Row(row.logprobs).without(ids).normaliser is None
+
+
+@pytest.mark.parametrize("order", ["as they are", "turned", "mixed", "alone", "with gaps"])
+def test_rows_of_any_tables_are_restricted_as_each_would_be_alone(order):
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.tensor([3, 38, 39])
+    logits = torch.randn(9, 40, generator=generator)
+    logits[4, 7] = torch.nan
+    logits[5, ids] = -torch.inf
+    logits[6, ids] = -1000  # which no exponential shows, and which is not nothing
+    first, second = rows_of_logits(logits[:5]), rows_of_logits(logits[5:])
+    rows = [*first, *second]
+    if order == "turned":
+        rows.reverse()
+    elif order == "mixed":
+        rows = [row for pair in zip(first[:4], second, strict=True) for row in pair]
+    elif order == "alone":
+        rows = [row.alone() for row in rows]
+    elif order == "with gaps":
+        wide = torch.stack([row.logprobs for row in rows], dim=1)
+        rows = [Row(wide[:, i], row.normaliser) for i, row in enumerate(rows)]
+    before = [row.logprobs.clone() for row in rows]
+    found = rows_without(rows, ids)
+    for row, own, made in zip(rows, before, found, strict=True):
+        assert made.logprobs[ids].isneginf().all() or own.isnan().all()
+        exact = own.double().index_fill(0, ids, -torch.inf).log_softmax(-1)
+        rest = [i for i in range(40) if i not in ids]
+        torch.testing.assert_close(
+            made.logprobs[rest].double(), exact[rest], rtol=0, atol=2e-6, equal_nan=True
+        )
+        assert (made is row) == bool(own[ids].isneginf().all())
+    assert sum(made is row for row, made in zip(rows, found, strict=True)) == 1
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

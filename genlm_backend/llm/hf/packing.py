@@ -215,5 +215,5 @@ def paths_of(spans: Sequence[Span]) -> Paths:
     return Paths(parent, depth, slot, nodes)
 
 
-def _joined(sequences: Iterable[Sequence[int]]) -> NDArray[np.int64]:
+def _joined(sequences: Iterable[Sequence[int] | NDArray[Any]]) -> NDArray[np.int64]:
     return np.fromiter(chain.from_iterable(sequences), np.int64)

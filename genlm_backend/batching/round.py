@@ -1,0 +1,365 @@
+"""Round: queries and their callers side by side, from the first that asks to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, TypeAlias, final
+
+from genlm_backend.batching.evaluation import is_error, presentable
+from genlm_backend.checks import shown
+from genlm_backend.errors import OptionError
+
+Loop: TypeAlias = asyncio.AbstractEventLoop | None
+"""An event loop; ``None`` for threads that block."""
+
+
+@final
+class Several:
+    """The caller of many queries, who waits for all of their results at once.
+
+    Args:
+        loop: Its event loop; ``None`` for a thread that blocks.
+
+    Attributes:
+        loop: As given.
+        future: Future of the results, in the order of the queries; one of its event loop, or of
+            its thread where it has none.
+        is_settled: Whether it has been told all results, or an error.
+    """
+
+    __slots__ = ("_num_missing", "_numbers", "_results", "future", "is_settled", "loop")
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.future: Any = concurrent.futures.Future() if loop is None else loop.create_future()
+        self.is_settled = False
+        self._numbers: Sequence[int] = ()
+        self._results: dict[int, Any] = {}
+        self._num_missing = 0
+
+    def wait_for(self, numbers: Sequence[int]) -> None:
+        """Wait for the queries of these numbers, before any of them is answered."""
+        self._numbers, self._num_missing = numbers, len(set(numbers))
+
+    def told(self, number: int, result: Any) -> Any:
+        """Note the result of a query, or an error; return what the future gets by it, if anything.
+
+        That is once: all results when the last one has come, or the first error.
+        """
+        if self.is_settled:
+            return _NOTHING
+        self._num_missing -= 1
+        if is_error(result):
+            self.is_settled, self._results = True, {}
+            return result
+        self._results[number] = result
+        if self._num_missing:
+            return _NOTHING
+        self.is_settled = True
+        results, self._results = self._results, {}
+        return [results[own] for own in self._numbers]
+
+
+_NOTHING = object()
+
+Caller: TypeAlias = "asyncio.Future[Any] | Several"
+"""One that waits for one query is its future."""
+
+
+def leave(future: Any) -> None:
+    """Wait for a future no more: on any thread, at any moment, without a lock."""
+    future.is_gone = True
+
+
+def is_waiting(callers: Any) -> bool:
+    """Whether a caller, or one of a dictionary of them, would still see a result."""
+    if type(callers) is not Several:
+        if type(callers) is dict:
+            return any(map(is_waiting, callers))
+        if callers is None:
+            return False
+        future, loop = callers, callers.get_loop()
+    elif callers.is_settled:
+        return False
+    else:
+        future, loop = callers.future, callers.loop
+    is_gone = getattr(future, "is_gone", False)
+    return not (future.done() or is_gone or (loop is not None and loop.is_closed()))
+
+
+@final
+class Round:
+    """Queries asked one after another, and numbered so, side by side with their callers.
+
+    It is the queue that callers ask into, the batch that is evaluated, and what results are handed
+    back by. An element of ``callers`` is a caller, a dictionary of them where equal queries were
+    asked, or ``None`` where nobody waits any more.
+
+    Args:
+        first: Number of its first query.
+
+    Attributes:
+        first: As given.
+        keys: What each query is known by.
+        queries: The queries.
+        callers: Callers of each query.
+        weights: What queries count for in a batch, by their numbers; those that count for 1 may
+            not be there.
+        loops: Event loops of all callers, maybe of some that have gone.
+        num_left: Number of queries that nobody waits for, as far as is known.
+        evaluated: Indices of the queries that are evaluated.
+    """
+
+    __slots__ = (
+        "callers",
+        "evaluated",
+        "first",
+        "keys",
+        "loops",
+        "num_left",
+        "queries",
+        "weights",
+    )
+
+    def __init__(self, first: int) -> None:
+        self.first, self.num_left = first, 0
+        self.keys: list[Hashable] = []
+        self.queries: list[Any] = []
+        self.callers: list[Any] = []
+        self.weights: dict[int, float] = {}
+        self.loops: set[Loop] = set()
+        self.evaluated: Sequence[int] = ()
+
+    def __len__(self) -> int:
+        """Return the number of queries that somebody waits for, as far as is known."""
+        return len(self.callers) - self.num_left
+
+    @property
+    def stop(self) -> int:
+        """Number of the query that comes next."""
+        return self.first + len(self.callers)
+
+    # ---------------------------------------------------------------- coming and going
+
+    def add(self, key: Hashable, query: Any, weight: float, caller: Caller) -> int:
+        """Add a query at the end; return its number.
+
+        An interrupt may come between any two lines: a query is there as soon as it has a caller,
+        and what is there of one that has none gives way to the next.
+        """
+        index = len(self.callers)
+        if not index == len(self.keys) == len(self.queries):
+            del self.keys[index:], self.queries[index:]
+        number = self.first + index
+        if weight != 1.0 or self.weights:
+            self.weights[number] = weight
+        self.keys.append(key)
+        self.queries.append(query)
+        self.callers.append(caller)
+        return number
+
+    def join(self, number: int, caller: Caller) -> None:
+        """Wait for a query that is here already."""
+        index = number - self.first
+        present = self.callers[index]
+        if present is None:
+            self.callers[index] = caller
+            self.num_left -= 1
+        elif type(present) is dict:
+            present[caller] = None
+        elif present is not caller:
+            self.callers[index] = {present: None, caller: None}
+
+    def leave(self, number: int, caller: Caller) -> bool:
+        """Take a caller off a query; return whether it was the last one."""
+        index = number - self.first
+        present = self.callers[index]
+        if type(present) is dict:
+            present.pop(caller, None)
+            is_last = not present
+        else:
+            is_last = present is caller
+        if is_last:
+            self.forget(number)
+        return is_last
+
+    def forget(self, number: int) -> Hashable:
+        """Note that nobody waits for a query any more; return its key."""
+        index = number - self.first
+        self.num_left += self.callers[index] is not None
+        self.callers[index] = None
+        return self.keys[index]
+
+    def gone(self, stop: int | None = None) -> list[int]:
+        """Return the numbers of queries whose last caller has gone without a word.
+
+        Args:
+            stop: Number of queries to look at; all by default.
+        """
+        own = self.callers[:stop]
+        if self._are_futures(own) and not any(loop and loop.is_closed() for loop in self.loops):
+            gone = [f.done() or getattr(f, "is_gone", False) for f in own]
+        else:
+            gone = [c is not None and not is_waiting(c) for c in own]
+        return [number for number, has_gone in enumerate(gone, self.first) if has_gone]
+
+    @staticmethod
+    def _are_futures(callers: list[Any]) -> bool:
+        """Whether each is the one caller of its query, as a rule: then they are read at once."""
+        return set(map(type, callers)) == {asyncio.Future}
+
+    def is_wanted(self) -> bool:
+        """Whether anybody would still see one of the results."""
+        return any(map(is_waiting, self.callers))
+
+    # ---------------------------------------------------------------- a batch
+
+    def size(self, max_weight: float) -> int:
+        """Return how many of the oldest queries make a batch.
+
+        Args:
+            max_weight: What they weigh together at most, unless it is one that weighs more.
+        """
+        if not self.weights and not self.num_left:
+            return min(len(self.callers), int(max_weight))
+        total, is_first = 0.0, True
+        for index, callers in enumerate(self.callers):
+            if callers is None:
+                continue
+            weight = self.weights.get(self.first + index, 1.0)
+            if not is_first and total + weight > max_weight:
+                return index
+            total, is_first = total + weight, False
+        return len(self.callers)
+
+    def cut(self, size: int) -> Round:
+        """Take off the oldest queries, which are evaluated as far as they have callers."""
+        batch = Round(self.first)
+        batch.loops = self.loops.copy()
+        batch.keys, batch.queries = self.keys[:size], self.queries[:size]
+        batch.callers = self.callers[:size]
+        del self.keys[:size], self.queries[:size], self.callers[:size]
+        self.first += size
+        if self.weights:
+            batch.weights = self.weights
+            self.weights = {n: weight for n, weight in self.weights.items() if n >= self.first}
+        batch.evaluated = range(size)
+        if self.num_left:
+            batch.evaluated = [i for i, c in enumerate(batch.callers) if c is not None]
+            batch.num_left = size - len(batch.evaluated)
+            self.num_left = sum(callers is None for callers in self.callers)
+        if not self.callers:
+            self.loops = set()
+        return batch
+
+    def put_back(self, batch: Round) -> None:
+        """Put a batch that was cut off back to where it was."""
+        self.first, self.num_left = batch.first, self.num_left + batch.num_left
+        self.weights = {**batch.weights, **self.weights}
+        self.keys[:0], self.queries[:0], self.callers[:0] = batch.keys, batch.queries, batch.callers
+        self.loops |= batch.loops
+
+    # ---------------------------------------------------------------- answers
+
+    def answered(self, results: Sequence[Any]) -> list[Answers]:
+        """Take all callers off; return what each gets, by a result or error of each evaluated."""
+        if len(self.loops) == 1 and self._are_futures(self.callers):
+            (loop,) = self.loops
+            return [(loop, self._taken(), results)]
+        return self._told(self.evaluated, results)
+
+    def refused(self, error: BaseException) -> list[Answers]:
+        """Take all callers off, who get an error."""
+        return self._told(range(len(self.callers)), [error] * len(self.callers))
+
+    def _taken(self) -> list[Any]:
+        # Or batch and futures, pointing at each other by an error's frames, would stay.
+        callers, self.callers = self.callers, [None] * len(self.callers)
+        self.num_left = len(callers)
+        return callers
+
+    def _told(self, indices: Sequence[int], results: Sequence[Any]) -> list[Answers]:
+        callers = self._taken()
+        answers: dict[Loop, tuple[Loop, list[Any], list[Any]]] = {}
+        for index, result in zip(indices, results, strict=True):
+            of_one = callers[index]
+            for caller in of_one if type(of_one) is dict else (of_one,):
+                if type(caller) is Several:
+                    loop, future = caller.loop, caller.future
+                    given = caller.told(self.first + index, result)
+                elif caller is not None:
+                    loop, future, given = caller.get_loop(), caller, result
+                else:
+                    continue
+                if given is not _NOTHING:
+                    _, futures, all_given = answers.setdefault(loop, (loop, [], []))
+                    futures.append(future)
+                    all_given.append(given)
+        return list(answers.values())
+
+
+Answers: TypeAlias = tuple[Loop, list[Any], Sequence[Any]]
+"""An event loop, futures that live there, and the result or exception that each gets."""
+
+
+def deliver(answers: list[Answers]) -> None:
+    """Settle futures where they live: one wake-up for each event loop."""
+    for loop, futures, given in answers:
+        if loop is None:
+            pairs = zip(futures, given, strict=True)
+            # A thread may give up waiting just now.
+            _settle([pair for pair in pairs if _is_begun(pair[0])])
+        else:
+            call_threadsafe(loop, _settle_here, loop, futures, given)
+
+
+def _is_begun(future: concurrent.futures.Future[Any]) -> bool:
+    return not future.done() and future.set_running_or_notify_cancel()
+
+
+def _settle_here(loop: asyncio.AbstractEventLoop, futures: list[Any], given: Sequence[Any]) -> None:
+    """Settle futures of the loop that runs this; interrupted, have it go on later."""
+    try:
+        _settle(zip(futures, given, strict=True))
+    except BaseException:
+        loop.call_soon(_settle_here, loop, futures, given)  # but for those that are done
+        raise
+
+
+def _settle(pairs: Iterable[tuple[Any, Any]]) -> None:
+    for future, given in pairs:
+        if future.done() or getattr(future, "is_gone", False):
+            continue
+        if not issubclass(type(given), Exception):
+            future.set_result(given)
+        else:
+            future.set_exception(presentable(given))
+
+
+def call_threadsafe(
+    loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object
+) -> None:
+    """Have ``loop`` call back soon, unless it has been closed."""
+    try:
+        loop.call_soon_threadsafe(callback, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        # A closed loop has nobody left to tell.
+
+
+def as_weight(weight: Any) -> float:
+    """Return what a query weighs as a number.
+
+    Raises:
+        OptionError: (``ValueError``) If it is none, not a number, or below zero.
+    """
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise OptionError(f"weight must return a number, got {shown(weight)}") from error
+    if not number >= 0:
+        raise OptionError(f"weight must return zero or more, got {number}")
+    return number
