@@ -18,7 +18,6 @@ from benchmarks.workloads import free_forward, seconds, tokenizer_of
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.llm import BatchedLM, Row, StatelessEvaluator
 from genlm_backend.llm.hf.attend.sharing import FEW_TOKENS, Reading
-from genlm_backend.llm.hf.packing import paths_of
 from genlm_backend.llm.hf.paths import Paths
 from genlm_backend.llm.row import rows_of_logits
 
@@ -38,7 +37,7 @@ def host(repeats: int, num_steps: int = 20) -> Numbers:
     cached tokens of such a step takes beside that.
     """
     lm = free_forward(max_length=10_000, kv_cache_bytes=1 << 26, row_cache_bytes=1 << 20)
-    last_spans = _remembering(lm)
+    last_batch = _remembering(lm)
     numbers: Numbers = {}
 
     async def ask(contexts: list[Any]) -> None:
@@ -71,7 +70,7 @@ def host(repeats: int, num_steps: int = 20) -> Numbers:
                 lm.clear_cache()
                 found = asyncio.run(steps(contexts, kind == "list"))
                 numbers.setdefault(f"{kind}, {size}", []).extend(found)
-                reading = [_milliseconds_of_reading(last_spans[0]) for _ in range(3)]
+                reading = [_milliseconds_of_reading(last_batch[0]) for _ in range(3)]
                 numbers.setdefault(f"reading, {size}", []).extend(reading)
     lm.close()
     return numbers
@@ -267,19 +266,18 @@ class _Ready(StatelessEvaluator):
 
 
 def _remembering(lm: Any) -> list[Any]:
-    """Have the free forward remember what it was given last; return where."""
+    """Have the free forward remember what it was given last, packed; return where."""
     forward, last = lm._hf.passes.runner.forward, [None]
 
-    def remembering(spans: Any, attend: Any) -> torch.Tensor:
-        last[0] = spans
-        return forward(spans, attend)
+    def remembering(batch: Any, attend: Any) -> torch.Tensor:
+        last[0] = batch
+        return forward(batch, attend)
 
     lm._hf.passes.runner.forward = remembering
     return last
 
 
-def _milliseconds_of_reading(spans: Any) -> float:
-    num_new = np.array([span.num_new for span in spans])
+def _milliseconds_of_reading(batch: Any) -> float:
     start = time.perf_counter()
-    Reading.of(paths_of(spans), num_new, FEW_TOKENS)
+    Reading.of(batch.past, batch.num_new, FEW_TOKENS)
     return 1e3 * (time.perf_counter() - start)

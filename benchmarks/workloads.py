@@ -329,7 +329,7 @@ def free_forward(**options: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from genlm_backend import AsyncTransformer
-    from genlm_backend.llm.hf.packing import pack
+    from genlm_backend.llm.hf.packing import PackedBatch, pack
 
     config = LlamaConfig(
         vocab_size=1000,
@@ -344,7 +344,7 @@ def free_forward(**options: Any) -> Any:
     logits = torch.zeros(given["batch_size"], 1000)
 
     def forward(spans: Any, attend: Any) -> torch.Tensor:
-        batch = pack(spans)
+        batch = spans if isinstance(spans, PackedBatch) else pack(spans)
         return logits[: len(batch.output_rows)]
 
     cast(Any, lm._hf).passes.runner.forward = forward

@@ -80,13 +80,13 @@ class Passes:
         self.finish = finish
         self._score = score
         self.check_wanted = check_wanted
-        self.roots, self._round = Roots(self), Round(self)
+        self.roots = Roots(self)
         self.layout = KVLayout()
         self.keep_nothing()
 
     def keep_nothing(self) -> None:
         """Let go of all slots, and run every context whole from now on."""
-        self.keeps = False
+        self.keeps, self._round = False, Round(self)
         self.tree = PrefixTree(Slots(0))
         self.store = KVStore(KVLayout(), 0)
         self.attend: Attend = WholeAttend()

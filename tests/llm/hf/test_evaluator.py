@@ -142,7 +142,7 @@ async def test_five_thousand_contexts_stay_within_the_budgets(make):
     statistics = lm.statistics()
     assert statistics.num_evicted_tokens > 25_000
     assert statistics.num_evicted_rows > 4_900
-    assert lm._evaluator.passes.tree._edges.num_nodes <= 200
+    assert lm._evaluator.passes.tree.nodes.num_made <= 250  # as the budget has slots, or a few more
 
 
 def test_a_pinned_prompt_is_never_evicted_until_cleared(make):
@@ -200,11 +200,11 @@ def test_out_of_memory_halves_the_batch_before_it_fails_anyone(make, error):
     lm = make()
     forward, sizes = lm._evaluator.passes.runner.forward, []
 
-    def limited(spans, attend):
-        sizes.append(len(spans))
-        if len(spans) > 2:
+    def limited(batch, attend):
+        sizes.append(batch.num_rows)
+        if batch.num_rows > 2:
             raise error
-        return forward(spans, attend)
+        return forward(batch, attend)
 
     lm._evaluator.passes.runner.forward = limited
     check(lm, [[i, 5, 6] for i in range(8)])
@@ -227,8 +227,8 @@ def test_another_error_is_not_tried_again_and_loses_no_slot(make):
     used, calls = lm.statistics().kv_bytes_used, []
     forward = lm._evaluator.passes.runner.forward
 
-    def broken(spans, attend):
-        calls.append(len(spans))
+    def broken(batch, attend):
+        calls.append(batch.num_rows)
         raise IndexError("by the test")
 
     lm._evaluator.passes.runner.forward = broken

@@ -154,7 +154,7 @@ def test_scores_samples_and_texts():
         for _ in range(5):
             expected.append(int(plain_row(name, text, images, expected).argmax()))
         assert greedy == expected
-        fields = {"max_new_tokens": 5, "early_stopping": False}
+        fields = {"max_new_tokens": 5, "eos_token_id": ()}
         (made,) = asyncio.run(generate(lm, context, **fields))
         assert list(made.token_ids) == expected
         config = GenerationConfig(mm_info=MultiMediaInfo(images=images), **fields)

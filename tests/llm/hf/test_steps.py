@@ -14,6 +14,7 @@ from genlm_backend.llm.hf.attend import GatherAttend, SharedAttend
 from genlm_backend.llm.hf.attend.indices import Indices, PassMasks
 from genlm_backend.llm.hf.attend.sharing import Reading
 from genlm_backend.llm.hf.packing import Span, pack, pack_step, paths_of
+from genlm_backend.llm.hf.twin import Twin
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.paths_of import Particles, rows_in_trees
@@ -54,11 +55,12 @@ def test_steps_that_go_on_from_one_another_give_the_bare_models_rows(
     with AsyncTransformer(model, word_tokenizer()) as lm:
         store = KVStore(lm._evaluator.passes.layout, 300)
     attend = SharedAttend(store, few_tokens) if kind is SharedAttend else GatherAttend(store)
+    twin = Twin(model, names_ours=kind is SharedAttend).module
     num_made, made = [], Indices.of
     monkeypatch.setattr(Indices, "of", lambda *given: num_made.append(1) or made(*given))
     prompt = generator.choices(range(families.VOCAB), k=20)
     particles = Particles(
-        lambda batch: run(model, batch, attend), attend, prompt, [20, 20, 20, 5, 20, 20, 9, 0]
+        lambda batch: run(twin, batch, attend), attend, prompt, [20, 20, 20, 5, 20, 20, 9, 0]
     )
     num_rows = 8
     for _ in range(7):
@@ -77,11 +79,11 @@ def test_steps_of_others_in_between_do_not_mix_with_those_that_go_on():
     model, generator = families.make("llama"), random.Random(0)
     with AsyncTransformer(model, word_tokenizer()) as lm:
         attend = SharedAttend(KVStore(lm._evaluator.passes.layout, 300), 4)
-    both = []
+    both, twin = [], Twin(model, names_ours=True).module
     for first_slot in (1, 150):
         prompt = generator.choices(range(families.VOCAB), k=12)
         starts = [12, 12, 12, 5]
-        given = (lambda batch: run(model, batch, attend)), attend, prompt, starts
+        given = (lambda batch: run(twin, batch, attend)), attend, prompt, starts
         both.append(Particles(*given, first_slot))
     for particles in (both * 4)[:-1] + both[:1]:
         rows = particles.step(generator.choices(range(families.VOCAB), k=4))
