@@ -296,9 +296,12 @@ class Passes:
         self.tree.begin()
         contexts = [question.context for question in questions]
         # What has an output always goes through the model: logits are not kept.
-        sizes = np.array([first_output(question) for question in questions], np.int32)
+        are_queries = set(map(type, questions)) == {Query}
+        sizes = np.array([*map(len, contexts)], np.int32) - 1
+        if not are_queries:
+            sizes = np.array([*map(first_output, questions)], np.int32)
         nodes = self._matched(contexts, sizes, questions[0].adapter)
-        if self.is_step(questions, contexts, nodes, sizes):
+        if are_queries and self.is_step(contexts, nodes, sizes):
             answers: list[Found] | None = self._round.answers(questions, contexts, nodes)
         else:
             answers = self._planned(questions, nodes)
@@ -323,20 +326,15 @@ class Passes:
         return nodes
 
     def is_step(
-        self,
-        questions: Sequence[Asked],
-        contexts: Sequence[Context],
-        nodes: NDArray[np.int32],
-        sizes: NDArray[np.int32],
+        self, contexts: Sequence[Context], nodes: NDArray[np.int32], sizes: NDArray[np.int32]
     ) -> bool:
-        """Return whether questions are one token each behind what is kept, and fit one pass."""
+        """Return whether contexts are one token each behind what is kept, and fit one pass."""
         depths = self.tree.nodes.depth[nodes]
         fewest, most = int(depths.min()), int(depths.max())
         return (
-            len(questions) <= self.cost.max_tokens
+            len(contexts) <= self.cost.max_tokens
             and bool((depths == sizes).all())
             and (most == fewest if self.aligns else most <= 2 * fewest + 64)
-            and set(map(type, questions)) == {Query}
             and not any(context.pictures for context in contexts)
         )
 

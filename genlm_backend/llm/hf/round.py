@@ -97,10 +97,13 @@ class Round:
         except BaseException:
             tree.drop(new)
             raise
-        kept = np.zeros(len(rows), np.int32)
-        kept[is_sound] = tree.link(new[is_sound])
-        tree.drop(new[~is_sound])
-        if reading is not None and is_sound.all():
+        if not is_sound.all():
+            kept = np.zeros(len(rows), np.int32)
+            kept[is_sound] = tree.link(new[is_sound])
+            tree.drop(new[~is_sound])
+            return rows, kept
+        kept = tree.link(new)
+        if reading is not None:
             places = tree.nodes.numbers(kept)
             order = np.argsort(places)
             self._last = _Last(self._state(), reading, places[order], order)
