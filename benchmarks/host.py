@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import statistics
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
@@ -81,16 +80,19 @@ def many(repeats: int, num_steps: int = 100) -> Numbers:
 
     Each particle is asked by an ``await`` of its own, or all by one call. Garbage is looked for
     with what was loaded, or, "frozen", without. Every step counts, since few of them pay for that.
+    A "wide" step is of a model of thirty layers and 49,152 logits. CPU time is told too.
     """
     numbers: Numbers = {}
     for _ in range(repeats):
-        for kind in ("await", "call", "await, frozen"):
+        for kind in ("await", "call", "await, frozen", "call, wide"):
             if kind.endswith("frozen"):
                 gc.collect()
                 gc.freeze()
             for count in MANY:
-                found = asyncio.run(_steps_of_many(count, kind, num_steps))
-                numbers.setdefault(f"{kind}, {count}", []).append(statistics.mean(found))
+                steps = num_steps // 5 if kind.endswith("wide") else num_steps
+                wall, cpu = asyncio.run(_steps_of_many(count, kind, steps))
+                numbers.setdefault(f"{kind}, {count}", []).append(wall)
+                numbers.setdefault(f"{kind}, {count}, cpu", []).append(cpu)
             gc.unfreeze()
     return numbers
 
@@ -143,23 +145,24 @@ def _behind(num_shared: int, is_forked: bool, num_rows: int, num_own: int) -> Pa
     return Paths(parent, depth, np.arange(len(parent), dtype=np.int32), own[-num_rows:])
 
 
-async def _steps_of_many(count: int, kind: str, num_steps: int) -> list[float]:
-    lm = free_forward(kv_cache_bytes=1 << 28, row_cache_bytes=0, batch_size=count)
+async def _steps_of_many(count: int, kind: str, num_steps: int) -> tuple[float, float]:
+    """Return the mean milliseconds of a step, and those of CPU time."""
+    wide = {"vocab_size": 49_152, "num_layers": 30} if kind.endswith("wide") else {}
+    lm = free_forward(kv_cache_bytes=1 << 28, row_cache_bytes=0, batch_size=count, **wide)
     behind = lm.context([(31 * i) % 1000 for i in range(500)])
     own = [[*divmod(i, 100), 5] for i in range(count)]
     contexts = [behind + ids for ids in own]
-    found: list[float] = []
     for step in range(num_steps + 5):
-        start = time.perf_counter()
+        if step == 5:
+            start, cpu = time.perf_counter(), time.process_time()
         contexts = [context.extend((7 * step) % 1000) for context in contexts]
-        if kind == "call":
+        if kind.startswith("call"):
             await lm.batch_next_token_logprobs(contexts)
         else:
             await asyncio.gather(*map(lm.next_token_logprobs, contexts))
-        if step >= 5:
-            found.append(1e3 * (time.perf_counter() - start))
+    taken = time.perf_counter() - start, time.process_time() - cpu
     lm.close()
-    return found
+    return 1e3 * taken[0] / num_steps, 1e3 * taken[1] / num_steps
 
 
 def awaited(repeats: int) -> Numbers:

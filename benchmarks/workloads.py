@@ -324,24 +324,30 @@ def tokenizer_of(num_tokens: int) -> Any:
     return Tokenizer(models.WordLevel(words, unk_token="<0>"))
 
 
-def free_forward(**options: Any) -> Any:
-    """An AsyncTransformer whose forward pass only packs its batch."""
+def free_forward(vocab_size: int = 1000, num_layers: int = 1, **options: Any) -> Any:
+    """An AsyncTransformer whose forward pass only packs its batch.
+
+    Args:
+        vocab_size: Number of ids of the model.
+        num_layers: Number of its layers.
+        options: Options of ``AsyncTransformer``.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from genlm_backend import AsyncTransformer
     from genlm_backend.llm.hf.packing import PackedBatch, pack
 
     config = LlamaConfig(
-        vocab_size=1000,
+        vocab_size=vocab_size,
         hidden_size=16,
         intermediate_size=16,
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=1,
     )
-    tokenizer = tokenizer_of(1000)
+    tokenizer = tokenizer_of(vocab_size)
     given = {"batch_size": 100, "kv_cache_bytes": 1 << 24, **options}
     lm = AsyncTransformer(LlamaForCausalLM(config), tokenizer, **given)
-    logits = torch.zeros(given["batch_size"], 1000)
+    logits = torch.zeros(given["batch_size"], vocab_size)
 
     def forward(spans: Any, attend: Any) -> torch.Tensor:
         batch = spans if isinstance(spans, PackedBatch) else pack(spans)

@@ -81,8 +81,13 @@ class ManyParticles(Workload):
                 ("await", "an `await` each"),
                 ("await, frozen", "… after `gc.freeze()`"),
                 ("call", "one call for all"),
+                ("call, wide", "one call for all, 49,152 logits and thirty layers"),
             )
-            if (key := f"{kind}, {count}") in ms
+            for key, label in (
+                (f"{kind}, {count}", label),
+                (f"{kind}, {count}, cpu", f"{label}, CPU"),
+            )
+            if key in ms
         ]
 
 
