@@ -204,7 +204,7 @@ ARROWS = {
         {"torch", "numpy", "transformers"},
     ),
     "cache": (
-        {"checks", "common_prefix", "process_lock", "errors"},
+        {"checks", "compiled", "process_lock", "errors"},
         {"asyncio", "transformers"},
     ),
     "tokenization": ({"checks", "errors"}, {"torch"}),

@@ -211,7 +211,7 @@ def test_without_a_prefix_cache_nothing_stays(engine, model, fields):
 def test_without_a_prefix_cache_a_text_may_come_to_the_models_limit(engine, model, fields):
     with AsyncTransformer(model, word_tokenizer(), max_length=12, row_cache_bytes=0) as lm:
         serve(engine, lm, prefix_cache=False)
-        request = engine.start_request_ids("m", [1, 2], early_stopping=False, **fields)
+        request = engine.start_request_ids("m", [1, 2], eos_token_id=(), **fields)
         texts = request.result(30)
         assert {(len(text.token_ids), text.finish_reason) for text in texts} == {(11, "length")}
         engine.loop.submit(engine._models["m"].served._join()).result(30)

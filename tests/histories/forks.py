@@ -12,7 +12,6 @@ import pytest
 from genlm_backend import TokenCharacterTrie
 from genlm_backend.errors import ForkedError
 from genlm_backend.llm import threads
-from genlm_backend.llm.hf import lora
 from tests.histories import say
 from tests.histories.holders import MAKE, OfTrie
 
@@ -118,9 +117,7 @@ def fork_fresh():
             assert holder.ask(3) == expected[holder.name], holder.name
             holder.close()
 
-    model = MAKE["hf"]().holder.model
-    of_adapters = [lora._locks._making, lora._locks.of(model)]
-    holding = Holding([threads._numbers, threads._interval._lock, trie._spare._lock, *of_adapters])
+    holding = Holding([threads._numbers, threads._interval._lock, trie._spare._lock])
     say("ended", in_fork(child))
     holding.let_go()
     for holder in fresh:  # and still here, since nobody has asked it here before

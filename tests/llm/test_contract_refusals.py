@@ -22,9 +22,9 @@ BAD = [
     (b"text", TypeError, "encode the text"),
     (5, TypeError, "5"),
     (None, TypeError, "None"),
-    (torch.tensor([[1, 2]]), TypeError, r"one dimension.*: pass token_ids\[0\], which is its one"),
-    (torch.ones(2, 2, dtype=torch.int64), TypeError, r"one of its rows, such as token_ids\[0\]"),
-    ([[1, 2]], TypeError, r"pass token_ids\[0\], which is its one row"),
+    (torch.tensor([[1, 2]]), TypeError, r"one dimension.*: pass \w+\[0\], which is its one"),
+    (torch.ones(2, 2, dtype=torch.int64), TypeError, r"one of its rows, such as \w+\[0\]"),
+    ([[1, 2]], TypeError, r"pass \w+\[0\], which is its one row"),
     ({"input_ids": [1, 2]}, TypeError, "pass its 'input_ids'$"),
     (
         {"input_ids": torch.tensor([[1, 2]])},

@@ -117,7 +117,8 @@ class HFEvaluator(Evaluator):
         if self._packs_weights:
             self._adapters.packed.pack(runner.model)
         with tried(runner):
-            ids = torch.tensor([[i % width for i in (5, 6, 7)]], device=runner.device)
+            tokens = [[i % width for i in (5, 6, 7)]]
+            ids = torch.tensor(tokens, dtype=torch.int64, device=runner.device)
             self._adapters.try_twins(ids, **runner.caching(False))
         with self._with(None):
             check_predicts(runner, width)

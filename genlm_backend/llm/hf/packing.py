@@ -166,7 +166,7 @@ def pack_step(
         reading: How these are read, as the way to attend would have it; ``None`` to leave it to
             find out.
     """
-    rows = torch.arange(len(token_ids))
+    rows = torch.arange(len(token_ids), dtype=torch.int64)
     return PackedBatch(
         input_ids=torch.from_numpy(token_ids)[:, None],
         position_ids=torch.from_numpy(position_ids)[:, None],
