@@ -91,31 +91,33 @@ class Nodes:
         """Number of places that are or have been in use; what is beyond them is empty."""
         return self._num_made
 
-    def _make_room(self, size: int) -> None:
+    def reserve(self, count: int) -> None:
+        """Have memory for so many nodes more, so that none of the next ones runs out of it."""
+        size = self._num_made + max(0, count - self._num_free)
         old = len(self.parent)
         if size <= old:
             return
         size = max(size, 2 * old)
         if size > 1 << _NODE_BITS:
             raise CacheError(f"{size} tokens are more than a prefix tree can hold")
-        for name, dtype in _FIELDS.items():
-            array = np.zeros(size, dtype)
+        arrays = {name: np.zeros(size, dtype) for name, dtype in _FIELDS.items()}
+        table = np.zeros(1 << (2 * size - 1).bit_length(), np.int32)
+        for name, array in arrays.items():  # nothing was changed before all memory was there
             array[:old] = getattr(self, name)
             setattr(self, name, array)
-        linked = self.table[self.table > 0]
-        self.table = np.zeros(1 << (2 * size - 1).bit_length(), np.int32)
+        linked, self.table = self.table[self.table > 0], table
         node_loops.fill_table(self.parent, self.token, self.table, linked)
 
     # ---------------------------------------------------------------- coming and going
 
     def take(self, count: int) -> Ints:
         """Return the numbers of so many nodes that are nobody's."""
+        self.reserve(count)
         reused = min(count, self._num_free)
         self._num_free -= reused
         old = self._free[self._num_free : self._num_free + reused]
         start = self._num_made
         self._num_made += count - reused
-        self._make_room(self._num_made)
         return np.concatenate([old, np.arange(start, self._num_made, dtype=np.int32)])
 
     def give_back(self, nodes: Ints) -> None:

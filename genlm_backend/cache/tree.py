@@ -45,6 +45,8 @@ class PrefixTree:
         num_evicted: Number of tokens that were dropped to make room so far.
         num_to_host: Number of tokens moved to the host so far.
         num_to_device: Number of tokens moved back so far.
+        num_returned: Number of tokens that have got another slot of the device so far, moved back
+            or computed anew.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class PrefixTree:
         self.slots = slots
         self.host_slots = Slots(0) if host_slots is None else host_slots
         self.nodes = Nodes()
-        self.num_evicted = self.num_to_host = self.num_to_device = 0
+        self.num_evicted = self.num_to_host = self.num_to_device = self.num_returned = 0
         self._moves = moves
         self._roots: dict[Hashable, int] = {}
         self._now, self._num_linked = 1, 0
@@ -139,10 +141,11 @@ class PrefixTree:
         ends = np.asarray(ends, np.int32)
         below = self._host_paths(ends)
         missing = count + len(below) - self.slots.num_free
+        # Evicting in vain would cost others their prefixes for nothing.
+        if missing > 0 and missing > self._num_evictable(missing):
+            return None
+        self.nodes.reserve(count)  # if memory ran out in ``grow``, the slots would be lost
         if missing > 0:
-            # Evicting in vain would cost others their prefixes for nothing.
-            if missing > self._num_evictable(missing):
-                return None
             self.evict(missing)
         if len(below):
             self._fetch(below)
@@ -174,6 +177,7 @@ class PrefixTree:
         real, spare = self.nodes.link(nodes)
         own, of_host = spare[spare > 0], -spare[spare < 0]
         self._num_linked += len(nodes) - len(own)
+        self.num_returned += len(of_host)
         self._used.append(real)
         self.slots.free(own)
         self.host_slots.free(of_host)
@@ -333,6 +337,7 @@ class PrefixTree:
             self.slots.free(slots)
             raise
         self.num_to_device += len(below)
+        self.num_returned += len(below)
         self._num_linked += len(below)
         self.host_slots.free(of_host)
         nodes.slot[below] = slots

@@ -110,9 +110,9 @@ class Round:
         return rows, kept
 
     def _state(self) -> tuple[object, ...]:
-        """Return what a reading depends on beside its nodes."""
+        """Return what a reading depends on beside its nodes: that these are where they were."""
         tree = self._passes.tree
-        return tree.nodes.key, tree.num_to_device, self._passes.attend
+        return tree.nodes.key, tree.num_returned, self._passes.attend
 
     def _past(self, nodes: NDArray[np.int32]) -> Paths:
         tree = self._passes.tree.nodes

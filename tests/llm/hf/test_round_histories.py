@@ -1,0 +1,482 @@
+"""Rounds over a runner that has no model: what each slot holds, and what each row reads of it."""
+
+import contextlib
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from genlm_backend.cache import KVLayout, KVStore, PrefixTree, Slots
+from genlm_backend.errors import QueryDroppedError
+from genlm_backend.llm.contexts import of_no_model
+from genlm_backend.llm.hf.attend.sharing import Reading
+from genlm_backend.llm.hf.attend.whole import WholeAttend
+from genlm_backend.llm.hf.passes import Passes
+from genlm_backend.llm.hf.plan import CostModel
+from genlm_backend.llm.query import Adapter, Query
+from genlm_backend.llm.scoring import Scoring
+from tests.llm.hf.fake_runner import VOCAB, FakeRunner, logprobs_after
+from tests.llm.hf.paths_of import read_by_row
+
+BAD = VOCAB - 1
+"""A token behind which everything is NaN."""
+
+
+class Reads:
+    """A way to attend that has a reading, and no tensors."""
+
+    def __init__(self, few_tokens):
+        self.few_tokens = few_tokens
+
+    def reading(self, past, num_new):
+        return Reading.of(past, num_new, self.few_tokens)
+
+
+class ReadingRunner(FakeRunner):
+    """A runner that compares what is read with what is there.
+
+    Attributes:
+        num_steps: Number of passes that read as the one before did, and one token more.
+        num_whole: Number of contexts that have been run whole.
+        host: Adapter and context by slot of the host.
+        reading: How the last step was read.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.num_steps = self.num_whole = 0
+        self.host, self.reading = {}, None
+
+    def forward(self, batch, attend):
+        is_whole = isinstance(attend, WholeAttend)
+        if is_whole:
+            self.num_whole += len(batch.num_new)
+        elif (reading := batch.reading) is not None:
+            self.num_steps += reading.step is not None
+            self.reading = reading
+            columns = batch.past.columns(max(batch.num_past, default=0))
+            for row, read in enumerate(read_by_row(reading, batch.num_rows)):
+                num_past = int(batch.num_past[row])
+                assert int(reading.num_past[row]) == num_past
+                own = columns[row, columns.shape[1] - num_past :].tolist()
+                assert read == list(enumerate(own))
+        return super().forward(batch, attend)
+
+    def to_host(self, device_slots, host_slots):
+        found = [self.written[slot] for slot in device_slots]
+        self.host.update(zip(host_slots, found, strict=True))
+
+    def to_device(self, host_slots, device_slots):
+        found = [self.host[slot] for slot in host_slots]
+        self.written.update(zip(device_slots, found, strict=True))
+
+
+class Spoiling(ReadingRunner):
+    """A runner whose rows are NaN behind a token of their own."""
+
+    def forward(self, batch, attend):
+        logits = super().forward(batch, attend)
+        contexts = [self._context(batch, *at) for at in zip(*self._outputs(batch), strict=True)]
+        is_spoilt = torch.tensor([BAD in context for context in contexts], dtype=torch.bool)
+        logits[is_spoilt] = torch.nan
+        return logits
+
+    def _outputs(self, batch):
+        return batch.output_rows.tolist(), batch.output_columns.tolist()
+
+    def _context(self, batch, row, column):
+        num_past = int(batch.num_past[row])
+        past = batch.past.columns(max(batch.num_past))[row]
+        past = past[len(past) - num_past :].tolist()
+        return [self.written[slot][1][-1] for slot in past] + batch.input_ids[
+            row, : column + 1
+        ].tolist()
+
+
+def passes_of(num_slots, num_host_slots=0, few_tokens=3, runner=None, **cost):
+    """Passes over a runner that knows what slots hold, of two tiers or one."""
+    runner, wanted = runner or Spoiling(), []
+
+    def check_wanted():
+        if wanted and not wanted.pop():
+            raise QueryDroppedError("by the test")
+
+    passes = Passes(runner, CostModel(**cost), check_wanted=check_wanted)
+    runner.max_outputs, passes.wanted = passes.cost.max_outputs, wanted
+    passes.keep(KVStore(KVLayout(), num_slots), num_slots, Reads(few_tokens))
+    passes.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), runner)
+    passes.store.is_finite = lambda slots: (
+        not any(BAD in runner.written[slot][1] for slot in slots.tolist())
+    )
+    return passes
+
+
+def wanted_row(token_ids):
+    """The row behind a context, which is NaN behind a bad token."""
+    if BAD in token_ids:
+        return torch.full((VOCAB,), torch.nan)
+    return logprobs_after(token_ids)
+
+
+def ask(passes, contexts, adapter=None):
+    """Ask contexts, and compare their rows."""
+    passes.runner.adapter = adapter
+    rows = passes.evaluate([Query(context, adapter) for context in contexts])
+    for context, row in zip(contexts, rows, strict=True):
+        expected = wanted_row(tuple(context))
+        torch.testing.assert_close(row.logprobs, expected, rtol=0, atol=1e-6, equal_nan=True)
+    passes.tree.check_integrity()
+    return rows
+
+
+def distinct(contexts):
+    return list(dict.fromkeys(contexts))
+
+
+picks = st.lists(st.tuples(st.integers(0, 40), st.integers(0, BAD)), min_size=1, max_size=8)
+sound = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), min_size=1, max_size=8)
+
+
+class Histories(RuleBasedStateMachine):
+    """Contexts that live on, with their places, while anything happens to what is kept."""
+
+    @initialize(
+        num_slots=st.sampled_from([6, 12, 30, 400]),
+        num_host_slots=st.sampled_from([0, 0, 5, 60]),
+        few_tokens=st.sampled_from([0, 3, 10**6]),
+        max_tokens=st.sampled_from([3, 1000]),
+        per_forward=st.sampled_from([0.0, 3.0, 1000.0]),
+        aligns=st.booleans(),
+    )
+    def make(self, num_slots, num_host_slots, few_tokens, max_tokens, per_forward, aligns):
+        self.passes = passes_of(
+            num_slots,
+            num_host_slots,
+            few_tokens,
+            max_tokens=max_tokens,
+            per_forward=per_forward,
+        )
+        self.passes.aligns = aligns
+        self.particles = [of_no_model([i % 3, i % 2]) for i in range(6)]
+        self.seen = list(self.particles)
+        self.is_pinned = False
+
+    def ask(self, contexts, adapter=None):
+        ask(self.passes, distinct(contexts), adapter)
+
+    @rule(chosen=sound)
+    def step(self, chosen):
+        """All go on, resampled."""
+        count = len(self.particles)
+        self.particles = [self.particles[i % count].extend(token) for i, token in chosen]
+        self.seen += self.particles
+        self.ask(self.particles)
+
+    @rule(tokens=st.lists(st.integers(0, 2), min_size=8, max_size=8), num_steps=st.integers(1, 4))
+    def steps(self, tokens, num_steps):
+        """All go on several times, each for itself."""
+        for start in range(num_steps):
+            own = tokens[start:] + tokens[:start]
+            self.particles = [c.extend(t) for c, t in zip(self.particles, own, strict=False)]
+            self.ask(self.particles)
+        self.seen += self.particles
+
+    @rule(chosen=picks)
+    def others(self, chosen):
+        """Contexts of any age go on, some by a token that spoils them."""
+        self.ask([self.seen[i % len(self.seen)].extend(token) for i, token in chosen])
+
+    @rule(chosen=picks)
+    def again(self, chosen):
+        """Contexts that have been asked, and what they extend, together."""
+        asked = [self.seen[i % len(self.seen)] for i, _ in chosen]
+        self.ask([*asked, *(context[:-1] for context in asked if len(context) > 1)])
+
+    @rule(chosen=picks, more=st.lists(st.integers(0, 2), max_size=9))
+    def beside(self, chosen, more):
+        """A prompt beside steps."""
+        asked = [self.seen[i % len(self.seen)].extend(token) for i, token in chosen]
+        self.ask([*asked, of_no_model([2, *more])])
+
+    @rule(chosen=picks, start=st.integers(1, 9))
+    def score(self, chosen, start):
+        """A text beside steps."""
+        asked = [Query(self.seen[i % len(self.seen)].extend(token)) for i, token in chosen]
+        text = self.seen[chosen[0][0] % len(self.seen)].extend(1)
+        scoring = Scoring(Query(text), 1 + start % (len(text) - 1))
+        self.passes.runner.adapter = None
+        *rows, scores = self.passes.evaluate([*distinct(asked), scoring])
+        for query, row in zip(distinct(asked), rows, strict=True):
+            expected = wanted_row(tuple(query.context))
+            torch.testing.assert_close(row.logprobs, expected, rtol=0, atol=1e-6, equal_nan=True)
+        ends = range(scoring.start, len(text))
+        expected = torch.stack([wanted_row(tuple(text[:end]))[text[end]] for end in ends])
+        torch.testing.assert_close(scores, expected, rtol=0, atol=1e-6)
+
+    @rule(chosen=sound)
+    def with_an_adapter(self, chosen):
+        self.ask([self.seen[i % len(self.seen)] for i, _ in chosen], Adapter("a", 1))
+
+    @rule(index=st.integers(0), size=st.integers(0, 9), token=st.integers(0, 2))
+    def branch(self, index, size, token):
+        """A slice of a context that goes on otherwise."""
+        context = self.seen[index % len(self.seen)][:size].extend(token)
+        self.ask([context])
+        self.seen.append(context)
+
+    @rule(chosen=picks, num_passes=st.integers(0, 2))
+    def drop(self, chosen, num_passes):
+        """Nobody waits any more."""
+        self.passes.wanted.extend([False] + [True] * num_passes)
+        self.fail([self.seen[i % len(self.seen)].extend(token) for i, token in chosen])
+        self.passes.wanted.clear()
+
+    @rule(chosen=picks, num_passes=st.integers(0, 2))
+    def break_down(self, chosen, num_passes):
+        self.passes.runner.failing = [IndexError("by the test")] + [None] * num_passes
+        self.fail([self.seen[i % len(self.seen)].extend(token) for i, token in chosen])
+        self.passes.runner.failing = []
+
+    def fail(self, contexts):
+        self.passes.runner.adapter = None
+        with contextlib.suppress(IndexError, QueryDroppedError):
+            self.passes.evaluate([Query(context) for context in distinct(contexts)])
+
+    @rule(chosen=picks, num_passes=st.integers(0, 1))
+    def run_out_of_memory(self, chosen, num_passes):
+        asked = distinct(self.seen[i % len(self.seen)].extend(token) for i, token in chosen)
+        if len(asked) > 1:
+            self.passes.runner.failing = [MemoryError()] + [None] * num_passes
+            with contextlib.suppress(MemoryError):  # of one alone
+                self.ask(asked)
+            self.passes.runner.failing = []
+
+    @rule(index=st.integers(0), keep=st.integers(0, 9))
+    def forget(self, index, keep):
+        context = self.seen[index % len(self.seen)]
+        self.passes.tree.forget(context.packed(), None, keep)
+
+    @rule(index=st.integers(0))
+    def pin(self, index):
+        if self.is_pinned:
+            return
+        context = self.seen[index % len(self.seen)]
+        self.ask([context])
+        nodes = self.passes.tree.nodes
+        node = self.passes.match(context, None, len(context))
+        if nodes.depth[node] and nodes.slot[node] > 0:
+            self.passes.tree.pin(node)
+            self.is_pinned = True
+
+    @rule(index=st.integers(0), more=st.lists(st.integers(0, 2), max_size=9))
+    def load(self, index, more):
+        """Keys and values of a file."""
+        context = self.seen[index % len(self.seen)] + more
+        slots_before = dict(self.passes.runner.written)
+
+        def put(slots, codes):
+            for slot, size in zip(slots.tolist(), range(-len(slots), 0), strict=True):
+                ids = tuple(context)[: len(context) + 1 + size]
+                self.passes.runner.written[slot] = (None, ids)
+
+        self.passes.store.put = put
+        if not self.passes.fill(context.packed(), [], None):
+            assert self.passes.runner.written == slots_before
+        self.seen.append(context)
+
+    @rule(count=st.integers(1, 60))
+    def evict(self, count):
+        """As one that has no part in it makes room."""
+        self.passes.tree.begin()
+        self.passes.tree.evict(count)
+
+    @rule()
+    def clear(self):
+        self.passes.tree.clear()
+        self.is_pinned = False
+        assert self.passes.tree.num_used == 0
+
+    @invariant()
+    def adds_up(self):
+        self.passes.tree.check_integrity()
+        nodes = self.passes.tree.nodes
+        linked = nodes.table[nodes.table > 0]
+        assert not (nodes.token[linked] == BAD).any()  # nothing is kept behind a NaN
+
+
+Histories.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=30)
+TestHistories = Histories.TestCase
+
+
+def test_a_step_does_not_read_where_tokens_were_before_they_were_computed_anew():
+    """They went to the host, and a text that was scored had them computed into other slots."""
+    passes = passes_of(40, 60, few_tokens=10**6)
+    context = of_no_model([0, 1, 2, 0, 1])
+    ask(passes, [context])
+    ask(passes, [context := context.extend(2)])
+    ask(passes, [context := context.extend(0)])
+    assert passes.runner.num_steps == 1
+    passes.tree.begin()
+    assert passes.tree.evict(40) == len(context)
+    ask(passes, [of_no_model([2, 2, 2, 2]), of_no_model([1, 1])])  # where they were
+    passes.evaluate([Scoring(Query(context), 1)])
+    passes.evaluate([Query(context), Scoring(Query(of_no_model([1, 2, 1])), 1)])
+    assert passes.tree.num_cached(context, None, "device") == len(context)
+    ask(passes, [context.extend(1), context.extend(2)])
+
+
+def started(num_contexts, **options):
+    """Passes, and contexts all of which a step has been made behind."""
+    passes = passes_of(1000, few_tokens=3, **options)
+    contexts = [of_no_model([0, 1, 2, 0, 1, i % 3, i // 3]) for i in range(num_contexts)]
+    ask(passes, contexts)
+    contexts = [context.extend(i % 3) for i, context in enumerate(contexts)]
+    ask(passes, contexts)
+    return passes, contexts
+
+
+@pytest.mark.parametrize("bad", [{0}, {3}, {0, 1, 4}, set(range(6))])
+def test_rows_that_are_nan_leave_nothing_behind_and_run_alone(bad):
+    passes, contexts = started(6)
+    used, whole = passes.tree.num_used, passes.runner.num_whole
+    longer = [c.extend(BAD if i in bad else 1) for i, c in enumerate(contexts)]
+    ask(passes, longer)
+    assert passes.runner.num_whole == whole + len(bad)
+    assert passes.tree.num_used == used + 6 - len(bad)
+    for i, context in enumerate(longer):
+        assert passes.tree.num_cached(context) == len(context) - (i in bad)
+    ask(passes, [context.extend(2) for context in longer])  # behind NaN too
+    ask(passes, [c.extend(0) for c in contexts] + [c.extend(1) for c in contexts])
+
+
+def test_a_child_that_is_asked_twice_is_computed_once():
+    passes, contexts = started(3)
+    used, computed = passes.tree.num_used, passes.runner.tokens_computed
+    longer = [contexts[i].extend(token) for i, token in [(0, 1), (0, 2), (1, 1), (0, 1), (1, 1)]]
+    first, _, third, again, again_third = ask(passes, longer)
+    assert (first, third) == (again, again_third)
+    assert passes.runner.tokens_computed == computed + 3
+    assert passes.tree.num_used == used + 3
+    ask(passes, [context.extend(0) for context in longer])  # each of which knows its place
+    assert passes.runner.num_steps == 2
+    ask(passes, longer)  # what is cached of them is their last tokens too
+    assert passes.tree.num_used == used + 3 + 3
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_a_step_that_runs_out_of_memory_is_made_in_halves(num_failures):
+    passes, contexts = started(6)
+    used = passes.tree.num_used
+    passes.runner.failing = [MemoryError()] * num_failures
+    ask(passes, [context.extend(2) for context in contexts])
+    assert passes.tree.num_used == used + 6
+    ask(passes, [context.extend(2).extend(i % 2) for i, context in enumerate(contexts)])
+
+
+@pytest.mark.parametrize("error", [IndexError("by the test"), MemoryError()])
+def test_a_step_that_fails_keeps_no_slot(error):
+    passes, contexts = started(6)
+    used = passes.tree.num_used
+    passes.runner.failing = [error] * 9
+    with pytest.raises(type(error)):
+        ask(passes, [context.extend(2) for context in contexts])
+    passes.runner.failing = []
+    passes.tree.check_integrity()
+    assert passes.tree.num_used == used
+    ask(passes, [context.extend(2) for context in contexts])
+
+
+@pytest.mark.parametrize("num_contexts", [1, 6])
+def test_no_slot_is_lost_where_there_is_no_memory_for_nodes(num_contexts, monkeypatch):
+    passes, contexts = started(num_contexts)
+    nodes, size, zeros = passes.tree.nodes, len(passes.tree.nodes.parent), np.zeros
+    while nodes.num_made < size:  # the free ones are used first
+        ask(
+            passes, contexts := [context.extend(1) for context in contexts[: size - nodes.num_made]]
+        )
+    used = passes.tree.num_used
+
+    def no_memory(shape, *given):
+        if isinstance(shape, int) and shape > size:
+            raise MemoryError
+        return zeros(shape, *given)
+
+    longer = [context.extend(2) for context in contexts]
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "zeros", no_memory)
+        for asked in (longer, [*longer, of_no_model([2, 1, 2])]):
+            with pytest.raises(MemoryError):
+                ask(passes, asked)
+            passes.tree.check_integrity()
+    assert passes.tree.num_used == used
+    ask(passes, longer)
+
+
+def test_a_chain_is_evicted_from_its_end_while_places_know_it():
+    passes = passes_of(12)
+    chain = [of_no_model([0])]
+    for i in range(9):
+        chain.append(chain[-1].extend(i % 3))
+    for context in chain:
+        ask(passes, [context])
+    for size in (2, 5, 11):
+        ask(passes, [of_no_model([2] * size)])
+        for context in chain[::-1] + chain:
+            ask(passes, [context.extend(2)])
+
+
+def test_a_context_of_two_models_is_found_in_neither_by_the_others_place():
+    first, second = passes_of(100), passes_of(100)
+    ask(second, [of_no_model([2, 2, 2, 2, 2, 2])])
+    context = of_no_model([0, 1, 2])
+    for token in [0, 1, 2, 0]:
+        for passes in (first, second, second, first):
+            ask(passes, [context])
+        context = context.extend(token)
+
+
+@pytest.mark.parametrize("num_slots", [2000, 200])
+def test_a_thousand_resamplings_do_not_wear_out_what_is_read(num_slots):
+    """What a step copies stays near what one copies that is made anew."""
+    generator, few_tokens = random.Random(0), 20
+    passes = passes_of(num_slots, few_tokens=few_tokens, runner=Remaking())
+    prompt = of_no_model(generator.choices(range(3), k=60))
+    particles = [prompt] * 20
+    for number in range(1000):
+        if number % 50 == 0:
+            particles = [prompt] * 20
+        particles = [context.extend(generator.randrange(3)) for context in particles]
+        passes.runner.adapter = None
+        passes.evaluate([Query(context) for context in distinct(particles)])
+        particles = generator.choices(particles, k=20)
+    passes.tree.check_integrity()
+    runner = passes.runner
+    assert runner.num_steps > 700
+    assert runner.num_parts_in_place >= runner.num_rounds  # the prompt, at least
+    assert runner.num_copied < 2 * runner.num_copied_anew
+
+
+class Remaking(FakeRunner):
+    """A runner that counts what is copied, and what would be if each reading were made anew."""
+
+    num_copied = num_copied_anew = num_rounds = num_steps = num_parts_in_place = 0
+
+    def forward(self, batch, attend):
+        if batch.reading is not None:
+            anew = attend.reading(batch.past, batch.num_new)
+            self.num_copied += num_copied(batch.reading)
+            self.num_copied_anew += num_copied(anew)
+            self.num_parts_in_place += sum(part.is_consecutive for part in batch.reading.parts)
+            self.num_rounds += 1
+            self.num_steps += batch.reading.step is not None
+        return super().forward(batch, attend)
+
+
+def num_copied(reading):
+    """Number of tokens that a step copies: those of its rest, and of parts in pieces."""
+    pieces = sum(len(part) for part in reading.parts if not part.is_consecutive)
+    return pieces + reading.rest.slots.size
