@@ -100,7 +100,7 @@ def path(parents, depths, node, found):
 
 
 @compiled
-def link(parents, tokens, first, children, near, stamps, slots, table, nodes, real, spare):
+def link(parents, tokens, first, children, on_device, stamps, slots, table, nodes, real, spare):
     """Have nodes found below their parents, each parent before its children.
 
     Where a parent has a child with the token of a node, that one stays. If it is on the host, the
@@ -125,14 +125,14 @@ def link(parents, tokens, first, children, near, stamps, slots, table, nodes, re
         if found == 0:
             _put(parents, tokens, table, node)
             children[parent] += 1
-            near[parent] += 1
+            on_device[parent] += 1
             if first[parent] == 0:
                 first[parent] = node
             real[i] = node
             continue
         stamps[found] = max(stamps[found], stamps[node])
         if slots[found] < 0:
-            near[parent] += 1
+            on_device[parent] += 1
             spare[num_spare] = slots[found]
             slots[found] = slots[node]
         else:
@@ -195,9 +195,9 @@ def take_leaves(parents, depths, slots, stamps, num_below, queue, queued, taken,
 
 @compiled
 def count_paths(parents, depths, slots, ends, is_seen):
-    """Return how many distinct nodes of the device are on the paths to nodes.
+    """Return the number of distinct nodes of the device on the paths to nodes.
 
-    ``is_seen`` is false everywhere, before and after.
+    ``is_seen`` is false everywhere.
     """
     total = 0
     for end in ends:
@@ -205,10 +205,5 @@ def count_paths(parents, depths, slots, ends, is_seen):
         while depths[node] > 0 and not is_seen[node]:
             is_seen[node] = True
             total += slots[node] > 0
-            node = parents[node]
-    for end in ends:
-        node = end
-        while depths[node] > 0 and is_seen[node]:
-            is_seen[node] = False
             node = parents[node]
     return total

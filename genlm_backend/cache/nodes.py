@@ -34,7 +34,7 @@ _FIELDS: Final[dict[str, type[np.signedinteger[Any]]]] = {
     "slot": np.int32,
     "first": np.int32,
     "num_children": np.int32,
-    "num_near": np.int32,
+    "num_on_device": np.int32,
     "stamp": np.int64,
     "generation": np.int64,
 }
@@ -55,7 +55,7 @@ class Nodes:
         slot: Slot of its keys and values; minus one of the host for what is there; 0 for a root.
         first: One of its linked children where that is known, or 0.
         num_children: Number of linked children.
-        num_near: Number of linked children on the device.
+        num_on_device: Number of linked children on the device.
         stamp: Time of its last use, int64 ``[n]``, or ``PINNED``.
         generation: Number of its use, int64 ``[n]``.
         table: Linked nodes by their parents and tokens, int32; see ``node_loops``.
@@ -69,7 +69,7 @@ class Nodes:
     slot: Ints
     first: Ints
     num_children: Ints
-    num_near: Ints
+    num_on_device: Ints
     stamp: Ints
     generation: Ints
     table: Ints
@@ -111,7 +111,7 @@ class Nodes:
     # ---------------------------------------------------------------- coming and going
 
     def take(self, count: int) -> Ints:
-        """Return the numbers of so many nodes that are nobody's."""
+        """Return the numbers of so many nodes that were free."""
         self.reserve(count)
         reused = min(count, self._num_free)
         self._num_free -= reused
@@ -121,14 +121,14 @@ class Nodes:
         return np.concatenate([old, np.arange(start, self._num_made, dtype=np.int32)])
 
     def give_back(self, nodes: Ints) -> None:
-        """Have nodes be nobody's that are not linked."""
+        """Free nodes that are not linked."""
         if self._num_free + len(nodes) > len(self._free):
             free = np.empty(2 * (self._num_free + len(nodes)), np.int32)
             free[: self._num_free] = self._free[: self._num_free]
             self._free = free
         self._free[self._num_free : self._num_free + len(nodes)] = nodes
         self._num_free += len(nodes)
-        for array in (self.first, self.num_children, self.num_near, self.slot):
+        for array in (self.first, self.num_children, self.num_on_device, self.slot):
             array[nodes] = 0
         self.stamp[nodes] = -1
         self.generation[nodes] += 1
@@ -168,7 +168,7 @@ class Nodes:
         """Have nodes be found as children of their parents, parents before children.
 
         Where there is a child with the same token already, that stands for the node, which is
-        nobody's then; if it was on the host, the slot of the node is its own now.
+        free then; if it was on the host, the slot of the node is its own now.
 
         Returns:
             For each node the one that is found, and the slots that are left over, as ``slot`` has
@@ -180,7 +180,7 @@ class Nodes:
             self.token,
             self.first,
             self.num_children,
-            self.num_near,
+            self.num_on_device,
             self.stamp,
             self.slot,
             self.table,
@@ -193,7 +193,7 @@ class Nodes:
         return real, spare[:num_spare]
 
     def unlink(self, nodes: Ints) -> None:
-        """Have leaves be nobody's, children before their parents; ``num_near`` is the caller's."""
+        """Free leaves, children before their parents; ``num_on_device`` is left to the caller."""
         node_loops.unlink(self.parent, self.token, self.first, self.num_children, self.table, nodes)
         self.give_back(nodes)
 
@@ -216,11 +216,11 @@ class Nodes:
         return found
 
     def places(self, nodes: Ints) -> Iterable[Place]:
-        """Return where nodes are, as long as they are not given back."""
-        return zip(itertools.repeat(self.key), self.numbers(nodes).tolist())
+        """Yield the places of nodes, which are theirs until they are given back."""
+        return zip(itertools.repeat(self.key), self.handles(nodes).tolist())
 
-    def numbers(self, nodes: Ints) -> Ints:
-        """Return numbers of nodes that no other use of any node has: int64."""
+    def handles(self, nodes: Ints) -> Ints:
+        """Return handles of nodes, which no other use of any node has: int64."""
         return (self.generation[nodes] << _NODE_BITS) | nodes
 
     def at(self, places: Sequence[Place], root: int) -> Ints:
@@ -242,10 +242,10 @@ class Nodes:
         """
         size, parents = self._num_made, self.parent[linked]
         num_children = np.bincount(parents, minlength=size)
-        num_near = np.bincount(parents[self.slot[linked] > 0], minlength=size)
+        num_on_device = np.bincount(parents[self.slot[linked] > 0], minlength=size)
         if (num_children != self.num_children[:size]).any():
             raise CacheError("nodes do not have as many children as they say")
-        if (num_near != self.num_near[:size]).any():
+        if (num_on_device != self.num_on_device[:size]).any():
             raise CacheError("nodes do not have as many children on the device as they say")
         if (self.depth[linked] != self.depth[parents] + 1).any():
             raise CacheError("a node is not one token longer than its parent")
@@ -261,7 +261,7 @@ class Nodes:
         if (self.parent[first[first > 0]] != np.flatnonzero(first)).any():
             raise CacheError("the first child of a node is another one's")
         if len(linked) != len(set(linked.tolist())) or np.isin(linked, self._free_nodes()).any():
-            raise CacheError("a node is linked twice, or nobody's")
+            raise CacheError("a node is linked twice, or is free")
 
     def _free_nodes(self) -> Ints:
         return self._free[: self._num_free]

@@ -123,8 +123,10 @@ class PrefixTree:
         if self.host_slots.num_used:
             for node in nodes[self.nodes.slot[nodes] < 0].tolist():
                 path = self.nodes.path(node)
-                num_near = int((self.nodes.slot[path] > 0).sum())
-                own = path[max(0, num_near - 1) :]  # the last on the device, which is a leaf of it
+                num_on_device = int((self.nodes.slot[path] > 0).sum())
+                own = path[
+                    max(0, num_on_device - 1) :
+                ]  # the last on the device, which is a leaf of it
                 stamps[own] = np.maximum(stamps[own], self._now)
 
     def allocate(self, count: int, ends: Ints | Sequence[int] = ()) -> Ints | None:
@@ -152,7 +154,7 @@ class PrefixTree:
         return self.slots.allocate(count)
 
     def grow(self, parents: Ints, tokens: Ints, slots: Ints) -> Ints:
-        """Return nodes behind others, one behind each, which nobody finds before they are linked.
+        """Return nodes behind others, one behind each, which are found once they are linked.
 
         Args:
             parents: Nodes of the device, int32 ``[n]``.
@@ -250,7 +252,7 @@ class PrefixTree:
         if not len(gone):
             return 0
         slots = nodes.slot[gone]
-        nodes.num_near[nodes.parent[gone[-1]]] -= slots[-1] > 0
+        nodes.num_on_device[nodes.parent[gone[-1]]] -= slots[-1] > 0
         nodes.unlink(gone)
         self._free(slots)
         return len(gone)
@@ -341,7 +343,7 @@ class PrefixTree:
         self._num_linked += len(below)
         self.host_slots.free(of_host)
         nodes.slot[below] = slots
-        np.add.at(nodes.num_near, nodes.parent[below], 1)
+        np.add.at(nodes.num_on_device, nodes.parent[below], 1)
         self.use(below)
 
     def _demote(self, taken: Ints) -> None:
@@ -361,7 +363,7 @@ class PrefixTree:
         of_host = self.host_slots.allocate(len(taken))
         try:
             self._moves.to_host(nodes.slot[taken].tolist(), of_host.tolist())
-        except BaseException:  # then nobody knows what is there
+        except BaseException:  # then it is not known what is there
             self.host_slots.free(of_host)
             self._drop(self._with_all_below(taken))
             raise
@@ -404,7 +406,7 @@ class _Leaves:
         All leaves are queued at once, and again when these have gone, so that a token costs what
         it takes to look through all, divided by their number.
         """
-        num_below = nodes.num_near if self._is_on_device else nodes.num_children
+        num_below = nodes.num_on_device if self._is_on_device else nodes.num_children
         taken, num_taken = np.empty(count, np.int32), 0
         while num_taken < count:
             is_new = not len(self._queue)
@@ -427,14 +429,14 @@ class _Leaves:
                 break
         taken = taken[:num_taken]
         num_below[taken] = 0
-        if not self._is_on_device:  # who unlinks them counts
+        if not self._is_on_device:  # as ``unlink`` takes them off once more
             np.add.at(nodes.num_children, nodes.parent[taken], 1)
         return taken
 
     def _fill(self, nodes: Nodes, now: int) -> None:
         size = nodes.num_made
         slots, stamps = nodes.slot[:size], nodes.stamp[:size]
-        num_below = nodes.num_near if self._is_on_device else nodes.num_children
+        num_below = nodes.num_on_device if self._is_on_device else nodes.num_children
         is_leaf = (num_below[:size] == 0) & (slots > 0 if self._is_on_device else slots < 0)
         leaves = np.flatnonzero(is_leaf & (stamps < now)).astype(np.int32)
         order = np.argsort(stamps[leaves], kind="stable")

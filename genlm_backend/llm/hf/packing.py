@@ -109,11 +109,6 @@ class PackedBatch:
         """Number of tokens to compute, padding not counted."""
         return int(self.num_new.sum())
 
-    @property
-    def shift(self) -> NDArray[np.int64]:
-        """Number that the positions of a row are larger by than the places: int64 ``[B]``."""
-        return self.position_ids[:, 0].numpy() - self.num_past
-
 
 def pack(spans: Sequence[Span], past: Paths | None = None) -> PackedBatch:
     """Pad spans to one rectangle.
@@ -151,31 +146,29 @@ def pack(spans: Sequence[Span], past: Paths | None = None) -> PackedBatch:
 
 def pack_step(
     token_ids: NDArray[np.int64],
-    position_ids: NDArray[np.int64],
     slots: NDArray[np.int64],
     past: Paths,
-    reading: Reading | None = None,
+    reading: Reading | None,
 ) -> PackedBatch:
     """Pack a decode step: one new token of each row, and the output behind it.
 
     Args:
         token_ids: The tokens: ``[B]``.
-        position_ids: Their positions: ``[B]``.
         slots: Slots that receive their keys and values: ``[B]``.
         past: The tokens before them.
         reading: How these are read, as the way to attend would have it; ``None`` to leave it to
             find out.
     """
-    rows = torch.arange(len(token_ids), dtype=torch.int64)
+    rows, num_past = torch.arange(len(token_ids), dtype=torch.int64), past.num_tokens
     return PackedBatch(
         input_ids=torch.from_numpy(token_ids)[:, None],
-        position_ids=torch.from_numpy(position_ids)[:, None],
+        position_ids=torch.from_numpy(num_past)[:, None],
         new_slots=torch.from_numpy(slots),
         new_columns=None,
         output_rows=rows,
         output_columns=torch.zeros_like(rows),
         num_new=np.ones(len(token_ids), np.int64),
-        num_past=past.num_tokens,
+        num_past=num_past,
         past=past,
         reading=reading,
     )

@@ -14,6 +14,7 @@ from genlm_backend.cache import KVLayout, KVStore, Mover, PrefixTree, Slots
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.hf.attend import Attend, WholeAttend
+from genlm_backend.llm.hf.decode_steps import DecodeSteps
 from genlm_backend.llm.hf.job import Asked, Found, Job, first_output
 from genlm_backend.llm.hf.memory import is_out_of_memory, release_cached_memory
 from genlm_backend.llm.hf.overflow import search, still_spoilt
@@ -29,7 +30,6 @@ from genlm_backend.llm.hf.plan import (
     plan_whole,
 )
 from genlm_backend.llm.hf.roots import Roots
-from genlm_backend.llm.hf.round import Round
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
@@ -41,7 +41,7 @@ class Passes:
 
     Contexts of one batch share what they have in common, with each other and with earlier
     contexts: match, plan, allocate, run, link. Where each has one token that is new, it is a
-    ``Round``, and nothing is planned. Without slots, every context is run whole.
+    decode step, and nothing is planned. Without slots, every context is run whole.
 
     Args:
         runner: What calls the model.
@@ -86,7 +86,7 @@ class Passes:
 
     def keep_nothing(self) -> None:
         """Let go of all slots, and run every context whole from now on."""
-        self.keeps, self._round = False, Round(self)
+        self.keeps, self._steps = False, DecodeSteps(self)
         self.tree = PrefixTree(Slots(0))
         self.store = KVStore(KVLayout(), 0)
         self.attend: Attend = WholeAttend()
@@ -184,10 +184,9 @@ class Passes:
     def _forward(self, segments: Sequence[Segment], attend: Attend) -> None:
         """Run segments in one pass, and hand its outputs to the jobs that want them."""
         self.check_wanted()
-        nodes, slots = self.tree.nodes, self.tree.nodes.slot
-        spans = [segment.span(slots[segment.nodes]) for segment in segments]
-        before = np.array([segment.before for segment in segments], np.int64)
-        past = Paths(nodes.parent, nodes.depth, slots, before)
+        nodes = self.tree.nodes
+        spans = [segment.span(nodes.slot[segment.nodes]) for segment in segments]
+        past = Paths.of(nodes, np.array([segment.before for segment in segments], np.int32))
         logits = self.runner.forward(pack(spans, past), attend)
         wanted = [jobs for segment in segments for jobs in segment.outputs.values()]
         if any(job.targets for jobs in wanted for job in jobs):
@@ -302,7 +301,7 @@ class Passes:
             sizes = np.array([*map(first_output, questions)], np.int32)
         nodes = self._matched(contexts, sizes, questions[0].adapter)
         if are_queries and self.is_step(contexts, nodes, sizes):
-            answers: list[Found] | None = self._round.answers(questions, contexts, nodes)
+            answers: list[Found] | None = self._steps.answers(questions, contexts, nodes)
         else:
             answers = self._planned(questions, nodes)
         if answers is not None:
@@ -355,18 +354,24 @@ class Passes:
         places = self.tree.nodes.places(np.array([job.node for job in jobs], np.int32))
         for question, place in zip(questions, places, strict=True):
             question.context.place = place
-        return self._sound_answers(questions, jobs)
+        answers = [job.answer for job in jobs]
+        spoilt = [i for i, job in enumerate(jobs) if job.is_spoilt(job.outputs)]
+        return self.sound_answers(questions, answers, spoilt)
 
-    def _sound_answers(self, questions: list[Asked], jobs: list[Job]) -> list[Found]:
-        """Return the answers of jobs that have been run, those with NaN among them run whole.
+    def sound_answers(
+        self, questions: Sequence[Asked], answers: list[Found], spoilt: Sequence[int]
+    ) -> list[Found]:
+        """Return answers, of which those at some places have NaN and are computed whole.
 
         Attention gives what it masks a weight of zero, and zero times NaN is NaN. So a context
-        that overflows spoils its own beginning too, and the answers of others that end there. Most
-        are NaN again, which no padding is to be blamed for.
+        that overflows spoils its own beginning too, and the answers of others that end there.
         """
-        spoilt = [q for q, job in zip(questions, jobs, strict=True) if job.is_spoilt(job.outputs)]
-        again = dict(zip(spoilt, self.whole(spoilt, pads=False), strict=True)) if spoilt else {}
-        return [again.get(q, job.answer) for q, job in zip(questions, jobs, strict=True)]
+        if not spoilt:
+            return answers
+        again = self.whole([questions[i] for i in spoilt], pads=False)
+        for i, answer in zip(spoilt, again, strict=True):
+            answers[i] = answer
+        return answers
 
     def _run(self, jobs: list[Job], segments: list[Segment], slots: NDArray[Any]) -> None:
         """Compute the jobs' answers, and keep what none of them shows to have overflown.

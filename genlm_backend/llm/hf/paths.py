@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import numpy as np
 
-from genlm_backend.cache import PADDING_SLOT
+from genlm_backend.cache import PADDING_SLOT, Nodes
 from genlm_backend.compiled import compiled
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ class Paths:
     depth: NDArray[np.int32]
     slot: NDArray[np.int32]
     nodes: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tree: Nodes, nodes: NDArray[np.int32]) -> Self:
+        """Return the paths to nodes of a tree: int32 ``[B]``."""
+        return cls(tree.parent, tree.depth, tree.slot, nodes.astype(np.int64))
 
     @property
     def num_tokens(self) -> NDArray[np.int64]:

@@ -129,7 +129,7 @@ class Particles:
         past = self.tree.paths(self.nodes)
         if self.reading is None:
             self.reading = self.attend.reading(past, np.ones(len(token_ids), np.int64))
-        batch = pack_step(np.array(token_ids), past.num_tokens, slots, past, self.reading)
+        batch = pack_step(np.array(token_ids), slots, past, self.reading)
         rows = self.run(batch)
         pairs = zip(self.nodes, slots.tolist(), strict=True)
         self.nodes = [self.tree.add(node, slot) for node, slot in pairs]

@@ -104,7 +104,9 @@ def _divide(piece: Part, few_tokens: int) -> tuple[list[Part], Part]:
         if size * len(piece.rows) >= few_tokens and 2 * size > few_tokens:
             is_other[start:stop] = False
             lying.append(Part(piece.rows, piece.positions[start:stop], piece.slots[start:stop]))
-    return lying, piece.only(is_other) if lying else piece
+    return lying, Part(
+        piece.rows, piece.positions[is_other], piece.slots[is_other]
+    ) if lying else piece
 
 
 def _rest(rests: Sequence[list[_Stretch]]) -> Rest:

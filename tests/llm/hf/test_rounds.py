@@ -11,8 +11,8 @@ import torch
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.llm.hf.attend.sharing import Reading
+from genlm_backend.llm.hf.decode_steps import DecodeSteps
 from genlm_backend.llm.hf.passes import Passes
-from genlm_backend.llm.hf.round import Round
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.test_families import ALIGNED, GATHERED
@@ -44,7 +44,7 @@ def expected(name, context):
 def counts(request, monkeypatch):
     """How many rounds have been made, and how many that read as the last one did."""
     found = {"rounds": 0, "stepped": 0, "wanted": request.param == "rounds"}
-    answers, stepped = Round.answers, Reading.stepped
+    answers, stepped = DecodeSteps.answers, Reading.stepped
 
     def counted(self, *given):
         found["rounds"] += 1
@@ -54,7 +54,7 @@ def counts(request, monkeypatch):
         found["stepped"] += 1
         return stepped(self, *given)
 
-    monkeypatch.setattr(Round, "answers", counted)
+    monkeypatch.setattr(DecodeSteps, "answers", counted)
     monkeypatch.setattr(Reading, "stepped", counted_step)
     if request.param == "no-rounds":
         monkeypatch.setattr(Passes, "is_step", lambda *_: False)

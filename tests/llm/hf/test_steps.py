@@ -131,27 +131,26 @@ def test_tensors_that_are_stepped_are_those_of_the_reading(rows, picks, few_toke
 def step_of(tree, nodes):
     """A packed step of rows that end in some nodes."""
     past, own = tree.paths(nodes), np.arange(len(nodes))
-    return pack_step(own, past.num_tokens, 3000 + own, past)
+    return pack_step(own, 3000 + own, past, None)
 
 
-@given(rows_in_trees(num_new=(1,)), st.integers(0, 3))
-def test_a_step_from_arrays_is_packed_as_one_from_spans(rows, shift):
+@given(rows_in_trees(num_new=(1,)))
+def test_a_step_from_arrays_is_packed_as_one_from_spans(rows):
     tree, nodes, _ = rows
     past, num_rows = tree.paths(nodes), len(nodes)
     token_ids, slots = np.arange(num_rows) + 5, np.arange(num_rows) + 900
-    batch = pack_step(token_ids, past.num_tokens + shift, slots, past)
+    batch = pack_step(token_ids, slots, past, None)
     runs = [span.past for span in tree.spans(nodes, [1] * num_rows)]
     own = zip(token_ids.tolist(), runs, slots.tolist(), strict=True)
-    other = pack([Span([token], past, [slot], (0,), shift) for token, past, slot in own])
+    other = pack([Span([token], past, [slot], (0,)) for token, past, slot in own])
     names = ["input_ids", "position_ids", "new_slots", "output_rows", "output_columns"]
     for name in names:
         found, wanted = getattr(batch, name), getattr(other, name)
         assert found.dtype is wanted.dtype
         assert torch.equal(found, wanted)
     assert batch.new_columns is other.new_columns is None
-    for name in ("num_new", "num_past", "shift"):
+    for name in ("num_new", "num_past"):
         assert getattr(batch, name).tolist() == getattr(other, name).tolist()
-    assert batch.shift.tolist() == [shift] * num_rows
     assert (batch.num_rows, batch.num_new_tokens) == (num_rows, num_rows)
 
 

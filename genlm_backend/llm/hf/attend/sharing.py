@@ -50,10 +50,6 @@ class Part:
         """Whether the slots follow one another, so that they can be read where they lie."""
         return bool((np.diff(self.slots) == 1).all())
 
-    def only(self, chosen: NDArray[np.bool_]) -> Part:
-        """Return the tokens of a mask ``[n]``."""
-        return Part(self.rows, self.positions[chosen], self.slots[chosen])
-
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
