@@ -313,9 +313,9 @@ class ManyHistories(Histories):
 
 
 Histories.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
-ManyHistories.TestCase.settings = settings(deadline=None, max_examples=600, stateful_step_count=50)
+ManyHistories.TestCase.settings = settings(deadline=None, max_examples=300, stateful_step_count=40)
 TestHistories = Histories.TestCase
-TestManyHistories = pytest.mark.slow(ManyHistories.TestCase)
+TestManyHistories = pytest.mark.slow(pytest.mark.timeout(600)(ManyHistories.TestCase))
 
 
 def test_a_step_does_not_read_where_tokens_were_before_they_were_computed_anew():
