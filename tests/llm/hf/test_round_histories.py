@@ -308,8 +308,14 @@ class Histories(RuleBasedStateMachine):
         assert not (nodes.token[linked] == BAD).any()  # nothing is kept behind a NaN
 
 
-Histories.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=30)
+class ManyHistories(Histories):
+    """The same, for longer."""
+
+
+Histories.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+ManyHistories.TestCase.settings = settings(deadline=None, max_examples=300, stateful_step_count=40)
 TestHistories = Histories.TestCase
+TestManyHistories = pytest.mark.slow(pytest.mark.timeout(600)(ManyHistories.TestCase))
 
 
 def test_a_step_does_not_read_where_tokens_were_before_they_were_computed_anew():
@@ -349,8 +355,30 @@ def test_rows_that_are_nan_leave_nothing_behind_and_run_alone(bad):
     assert passes.tree.num_used == used + 6 - len(bad)
     for i, context in enumerate(longer):
         assert passes.tree.num_cached(context) == len(context) - (i in bad)
+    ask(passes, [*longer, *longer[::-1]])  # each twice
     ask(passes, [context.extend(2) for context in longer])  # behind NaN too
     ask(passes, [c.extend(0) for c in contexts] + [c.extend(1) for c in contexts])
+
+
+def test_rows_that_are_nan_beside_others_and_sound_alone_are_those_of_alone():
+    class SpoiltBeside(Spoiling):
+        def forward(self, batch, attend):
+            is_whole = isinstance(attend, WholeAttend)
+            return (
+                FakeRunner.forward(self, batch, attend)
+                if is_whole
+                else super().forward(batch, attend)
+            )
+
+    passes, contexts = started(4, runner=SpoiltBeside())
+    longer = [contexts[i].extend(token) for i, token in [(0, BAD), (1, 1), (2, BAD)]]
+    asked = [longer[1], longer[0], *longer, *longer[::-1]]
+    rows = passes.evaluate([Query(context) for context in asked])
+    for row, context in zip(rows, asked, strict=True):
+        expected = logprobs_after(tuple(context))
+        torch.testing.assert_close(row.logprobs, expected, rtol=0, atol=1e-6)
+    passes.tree.check_integrity()
+    assert [passes.tree.num_cached(c) - len(c) for c in longer] == [-1, 0, -1]
 
 
 def test_a_child_that_is_asked_twice_is_computed_once():
@@ -439,7 +467,7 @@ def test_a_context_of_two_models_is_found_in_neither_by_the_others_place():
         context = context.extend(token)
 
 
-@pytest.mark.parametrize("num_slots", [2000, 200])
+@pytest.mark.parametrize("num_slots", [2000, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_thousand_resamplings_do_not_wear_out_what_is_read(num_slots):
     """What a step copies stays near what one copies that is made anew."""
     generator, few_tokens = random.Random(0), 20
