@@ -40,11 +40,11 @@ class Asking(Protocol[Q, R]):
         ...
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run ``function`` after the batches already sent; block for it."""
+        """Run ``function`` between the batches already sent and what is asked later; block."""
         ...
 
     def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Run ``function`` after the batches already sent."""
+        """Run ``function`` between the batches already sent and what is asked later."""
         ...
 
     def check_open(self) -> None:

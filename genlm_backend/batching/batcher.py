@@ -327,12 +327,22 @@ class Batcher(Calling, Generic[Q, R]):
         return [answers for round in (queue, *begun) for answers in round.refused(error)]
 
     def _take(self) -> Round:
-        while gone := self._waiting.gone(size := self._waiting.size(self.policy.max_batch_size)):
+        while gone := self._waiting.gone(size := self._size()):
             self._drop(gone)
         batch = self._running = self._waiting.cut(size)
         self._is_urgent = self._is_urgent and bool(self._waiting)
         self._counts.batch_sizes.update([len(batch)] if len(batch) else [])
         return batch
+
+    def _size(self) -> int:
+        """Return how many of the oldest queries go: none that was asked after a queued call."""
+        size = self._waiting.size(self.policy.max_batch_size)
+        fence = next(iter(self._fences.values()), None)  # the first is the lowest
+        return size if fence is None else min(size, max(0, fence - self._waiting.first))
+
+    @property
+    def _next_number(self) -> int:
+        return self._waiting.stop
 
     # ---------------------------------------------------------------- on the worker thread
 

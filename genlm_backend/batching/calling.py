@@ -27,11 +27,13 @@ class Calling(abc.ABC):
         self._is_wanted: Callable[[], bool] | None = None  # what the worker is at
         self._given_up: QueryDroppedError | None = None  # what has ended it
         self._is_closed = False
+        self._fences: dict[Call[Any], int] = {}  # calls that are queued: the query after each
 
     def call(self, function: Callable[[], T]) -> T:
         """Run ``function`` on the worker thread, after the batches already sent; block for it.
 
-        An interrupted thread leaves one that has not begun unrun. Raises what ``check_open`` does.
+        What is asked after a call is evaluated after it, unless an equal query goes before. An
+        interrupted thread leaves one that has not begun unrun. Raises what ``check_open`` does.
         """
         if self._worker.is_current_thread():
             return function()
@@ -39,7 +41,7 @@ class Calling(abc.ABC):
         return call.result(self._put(call))
 
     def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Run ``function`` on the worker thread, after the batches already sent.
+        """Run ``function`` on the worker thread, after the batches already sent; see ``call``.
 
         Returns:
             A future of what it returns or raises. Cancelled before its turn, nothing is run.
@@ -51,7 +53,14 @@ class Calling(abc.ABC):
         with self._lock.here:
             self.check_open()
             self._worker.put(lambda: self._run_call(call))
+            # Last: after an interrupt, a fence without its call would hold queries up for ever.
+            self._fences[call] = self._next_number
         return future
+
+    @property
+    @abc.abstractmethod
+    def _next_number(self) -> int:
+        """Number of the query that is asked next; under the lock."""
 
     def check_open(self) -> None:
         """Raise what a query that is asked now would raise at once.
@@ -103,6 +112,8 @@ class Calling(abc.ABC):
         return self._is_closed or self._worker.is_stopped
 
     def _run_call(self, call: Call[Any]) -> None:
+        with self._lock.here:
+            self._fences.pop(call, None)
         self._is_wanted = lambda: call.is_wanted
         call.run()
         self._is_wanted = self._given_up = None

@@ -256,7 +256,11 @@ class Round:
 
     def put_back(self, batch: Round) -> None:
         """Put a batch that was cut off back to where it was."""
-        self.first, self.num_left = batch.first, self.num_left + batch.num_left
+        # What waited behind it may all have gone since: others have the numbers that come after.
+        num_between = self.first - batch.stop
+        for values, nothing in ((self.keys, _NOTHING), (self.queries, None), (self.callers, None)):
+            values[:0] = [nothing] * num_between
+        self.first, self.num_left = batch.first, self.num_left + batch.num_left + num_between
         self.weights = {**batch.weights, **self.weights}
         self.keys[:0], self.queries[:0], self.callers[:0] = batch.keys, batch.queries, batch.callers
         self.loops |= batch.loops

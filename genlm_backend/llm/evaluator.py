@@ -181,8 +181,9 @@ class Evaluator(abc.ABC):
         """Return one answer to each of one or more distinct queries, in order: a ``Row``.
 
         An exception in place of a row is for those who asked that query, and disturbs no other;
-        one that is raised is for all of them. Each row owns its memory and is not modified
-        afterwards. It may give a probability to ids that no token has: ``BatchedLM`` excludes them.
+        one that is raised is for all of them. Rows may share memory, which nobody writes to
+        afterwards. They may give a probability to ids that no token has: ``BatchedLM`` excludes
+        them.
 
         Where ``info.scores`` says so, there may be a ``Scoring`` among the queries. Its answer is a
         float32 tensor ``[num_targets]``, on any device, of what rows without ``undefined_ids``

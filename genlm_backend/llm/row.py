@@ -70,10 +70,7 @@ class Row:
         return Row, (self.logprobs.clone(), self.normaliser)  # a view would take its table along
 
     def without(self, token_ids: torch.Tensor) -> Row:
-        """Return the row given that none of some tokens comes: they are ``-inf``, int64 ``[n]``.
-
-        The memory of this row goes over to the one that is returned.
-        """
+        """Return the row given that none of some tokens comes: they are ``-inf``, int64 ``[n]``."""
         return rows_without([self], token_ids)[0]
 
 
@@ -91,12 +88,12 @@ def are_rows_of(rows: Sequence[Row], vocab_size: int) -> bool:
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def rows_without(rows: Sequence[Row], token_ids: torch.Tensor) -> list[Row]:
     """Return rows given that none of some tokens comes: they are ``-inf``, int64 ``[n]``.
 
-    The memory of the rows goes over to those that are returned. Rows that have been made so already
-    are returned as they are, at the cost of a look at those tokens, a table at a time.
+    Rows that have been made so already are returned as they are, at the cost of a look at those
+    tokens, a table at a time. Others are copied: an evaluator may have answered with one row twice.
     """
     found = list(rows)
     for start, table in _tables(rows):
@@ -110,7 +107,7 @@ def rows_without(rows: Sequence[Row], token_ids: torch.Tensor) -> list[Row]:
 
 
 def _restricted(row: Row, ids: torch.Tensor, excluded: float) -> Row:
-    logprobs = row.logprobs.index_fill_(0, ids, -torch.inf)
+    logprobs = row.own_logprobs(ids.device).index_fill_(0, ids, -torch.inf)
     # Of what is left, to the precision that its terms have.
     left = math.log1p(-excluded) if excluded < 0.5 else float(logprobs.logsumexp(-1))
     if left:

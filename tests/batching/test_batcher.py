@@ -302,6 +302,60 @@ async def test_call_runs_on_the_worker_between_batches(recorder):
     batcher.close()
 
 
+class Held:
+    """A worker thread that is at a call of the test's, with a batch in its queue."""
+
+    def __init__(self, batcher):
+        self.gate, is_held = threading.Event(), threading.Event()
+        self.calls = [batcher.call_soon(lambda: (is_held.set(), self.gate.wait(30)))]
+        assert is_held.wait(30)
+
+
+async def ask(batcher, query):
+    """Return a task whose query waits."""
+    task = asyncio.ensure_future(batcher.submit(query))
+    await passes(1)
+    return task
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_what_is_asked_after_a_call_is_evaluated_after_it(recorder, is_cancelled):
+    batcher = Batcher(recorder, PATIENT)
+    held, seen = Held(batcher), []
+    tasks = [await ask(batcher, 1)]
+    batcher.flush()
+    calls = [batcher.call_soon(lambda: seen.append(list(recorder.batches)))]
+    tasks += [await ask(batcher, 2), await ask(batcher, 1)]
+    calls.append(batcher.call_soon(lambda: seen.append(list(recorder.batches))))
+    tasks.append(await ask(batcher, 3))
+    if is_cancelled:
+        tasks[0].cancel()
+        tasks[2].cancel()
+        await passes(2)
+    held.gate.set()
+    results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 30)
+    assert results[1::2] == [4, 6]
+    before = [] if is_cancelled else [[1]]
+    assert seen == [before, before]
+    assert recorder.batches == [*before, [2, 3]]
+    batcher.close()
+
+
+async def test_a_cancelled_call_holds_nothing_up_for_ever(recorder):
+    batcher = Batcher(recorder, PATIENT)
+    held = Held(batcher)
+    tasks = [await ask(batcher, 1)]
+    batcher.flush()
+    call = batcher.call_soon(lambda: recorder.batches.append("called"))
+    tasks.append(await ask(batcher, 2))
+    assert call.cancel()
+    held.gate.set()
+    assert await asyncio.wait_for(asyncio.gather(*tasks), 30) == [2, 4]
+    assert await asyncio.gather(*map(batcher.submit, range(5, 9))) == [10, 12, 14, 16]
+    assert [query for batch in recorder.batches for query in batch] == [1, 2, 5, 6, 7, 8]
+    batcher.close()
+
+
 class Plan:
     """What one coroutine of the property test does."""
 

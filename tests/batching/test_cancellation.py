@@ -282,17 +282,16 @@ async def test_an_evaluation_that_somebody_waits_for_goes_on():
     steps.batcher.close()
 
 
-@pytest.mark.parametrize("is_blocking", [False, True])
-async def test_whoever_joins_a_batch_that_is_being_given_up_is_answered(is_blocking, monkeypatch):
-    steps = Steps()
-    given_up, joined = threading.Event(), threading.Event()
+async def given_up(steps, monkeypatch):
+    """Give up a batch of the query 1, which ends when the event that is returned is set."""
+    is_given_up, joined = threading.Event(), threading.Event()
     check = steps.batcher.check_wanted
 
     def check_and_wait():
         try:
             check()
         except QueryDroppedError:
-            given_up.set()
+            is_given_up.set()
             assert joined.wait(30)
             raise
 
@@ -301,7 +300,14 @@ async def test_whoever_joins_a_batch_that_is_being_given_up_is_answered(is_block
     await steps.until_begun()
     await gone(task)
     steps.let_go()
-    assert await asyncio.to_thread(given_up.wait, 30)
+    assert await asyncio.to_thread(is_given_up.wait, 30)
+    return joined
+
+
+@pytest.mark.parametrize("is_blocking", [False, True])
+async def test_whoever_joins_a_batch_that_is_being_given_up_is_answered(is_blocking, monkeypatch):
+    steps = Steps()
+    joined = await given_up(steps, monkeypatch)
     if is_blocking:
         later = asyncio.ensure_future(asyncio.to_thread(steps.batcher.submit_sync, [1]))
     else:
@@ -311,6 +317,28 @@ async def test_whoever_joins_a_batch_that_is_being_given_up_is_answered(is_block
     joined.set()
     assert await asyncio.wait_for(later, 30) in (2, [2])
     assert steps.batches == [[1], [1]]
+    steps.batcher.close()
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+async def test_a_batch_given_up_goes_on_where_others_behind_it_have_gone(is_dropped, monkeypatch):
+    steps = Steps()
+    joined = await given_up(steps, monkeypatch)
+    behind = asyncio.ensure_future(steps.batcher.submit_all([2, 3]))
+    await passes(1)
+    if is_dropped:
+        assert steps.batcher.drop(LookupError("by the test")) == 1
+        with pytest.raises(LookupError):
+            await behind
+    else:
+        await gone(behind)
+    asked = ([1], [4], [1, 5], [4, 1, 5, 4])
+    tasks = [asyncio.ensure_future(steps.batcher.submit_all(queries)) for queries in asked]
+    await passes(1)
+    joined.set()
+    results = await asyncio.wait_for(asyncio.gather(*tasks), 30)
+    assert results == [[2 * query for query in queries] for queries in asked]
+    assert steps.batches == [[1], [1, 4, 5]]
     steps.batcher.close()
 
 

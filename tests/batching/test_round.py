@@ -100,6 +100,14 @@ class Rounds(RuleBasedStateMachine):
             leave(caller.future if isinstance(caller, Several) else caller)
         self._forget(caller)
 
+    @rule()
+    def all_go(self):
+        """Nobody waits any more: the queue begins anew behind its last number."""
+        for caller in {caller: None for callers in self.waiting.values() for caller in callers}:
+            leave(caller.future if isinstance(caller, Several) else caller)
+            self._forget(caller)
+        self.queue = Round(self.queue.stop)
+
     @precondition(lambda self: self.begun)
     @rule(data=st.data())
     def cancel_begun(self, data):

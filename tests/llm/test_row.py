@@ -2,7 +2,9 @@
 
 import asyncio
 import copy
+import math
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -121,6 +123,53 @@ def test_rows_of_any_tables_are_restricted_as_each_would_be_alone(order):
         )
         assert (made is row) == bool(own[ids].isneginf().all())
     assert sum(made is row for row, made in zip(rows, found, strict=True)) == 1
+
+
+def in_layouts(rows):
+    """The same rows in memory of every kind: the name of the layout, and tensors."""
+    width = rows.shape[1]
+    yield "a table", rows.unbind()
+    yield "one twice", [rows[0], rows[0], rows[1], rows[1].view(width)]
+    yield "one for all", rows[:1].expand(3, width).unbind()
+    yield "columns", rows.t().contiguous().t().unbind()
+    wide = torch.zeros(len(rows), 2 * width + 3)
+    wide[:, 3::2] = rows
+    yield "every second number", wide[:, 3::2].unbind()
+    yield "one number", [torch.full((1,), -math.log(width)).expand(width)] * 2
+    yield "windows", torch.full((width + 3,), -math.log(width)).unfold(0, width, 1).unbind()
+    read_only = rows[0].numpy().copy()
+    read_only.flags.writeable = False
+    with warnings.catch_warnings(action="ignore"):
+        tensor = torch.from_numpy(read_only)
+    yield "what may not be written to", [tensor]
+    with torch.inference_mode():
+        inferred = rows.clone().unbind()
+    yield "of inference mode", inferred
+    yield "a parameter", [torch.nn.Parameter(rows[0], requires_grad=False)]
+
+
+LAYOUTS = 10
+
+
+@pytest.mark.parametrize("width", [40, 5000])
+@pytest.mark.parametrize("number", range(LAYOUTS))
+def test_rows_are_restricted_and_copied_wherever_they_lie(number, width):
+    table = torch.randn(4, width, generator=torch.Generator().manual_seed(2)).log_softmax(-1)
+    layouts = list(in_layouts(table))
+    assert len(layouts) == LAYOUTS
+    _, tensors = layouts[number]
+    ids = torch.tensor([3, 38, width - 1])
+    rows, before = [Row(own, 2.0) for own in tensors], [own.clone() for own in tensors]
+    for row, own in zip(rows, before, strict=True):
+        assert row.alone().logprobs.equal(own)
+        assert row.alone().logprobs.data_ptr() != row.logprobs.data_ptr()
+    for row, own, made in zip(rows, before, rows_without(rows, ids), strict=True):
+        assert row.logprobs.equal(own)  # which may be another's too
+        exact = own.double().index_fill(0, ids, -torch.inf)
+        torch.testing.assert_close(
+            made.logprobs.double(), exact - exact.logsumexp(-1), rtol=0, atol=2e-6
+        )
+        assert made.normaliser == pytest.approx(2 + float(exact.logsumexp(-1)), abs=2e-6)
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]

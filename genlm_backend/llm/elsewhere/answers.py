@@ -38,7 +38,7 @@ def _drawn(drawing: Drawing, answer: Any, undefined_ids: Sequence[int]) -> Any:
         return answer
     if undefined_ids:
         ids = torch.tensor(undefined_ids, dtype=torch.int64)
-        answer = Row(answer.logprobs.cpu().clone(), answer.normaliser).without(ids)
+        answer = Row(answer.logprobs.cpu(), answer.normaliser).without(ids)
     try:
         return drawing.of_row(answer)
     except EvaluationError as error:
