@@ -189,7 +189,7 @@ class Sender:
         return number
 
     def _extended(self, context: Context) -> tuple[int, int]:
-        """Return the number and length of the longest known context that one extends by a little."""
+        """Return number and length of the longest known context that one extends by few tokens."""
         size = len(context)
         for length in range(size - 1, max(0, size - 1 - _MOST_NEW), -1):
             number = self._contexts.find(context.beginning(length))
