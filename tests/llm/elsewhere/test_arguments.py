@@ -189,6 +189,19 @@ TestEnds = Ends.TestCase
 TestEnds.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
+@pytest.mark.parametrize("size", [1, 510, 511, 512, 513, 1023, 1024])
+def test_what_extends_a_known_context_arrives_whole(size):
+    sender, receiver = Sender(), Receiver()
+    known = MODELS[0].of([i % NUM_PLAIN for i in range(size)])
+    receiver.arguments(sender.packed((known,)))
+    for num_new in (1, 2, 32, 33, 600):
+        extended = known + [7] * num_new
+        assert receiver.arguments(sender.packed((extended, known))) == (
+            pickle.loads(pickle.dumps(extended)),
+            pickle.loads(pickle.dumps(known)),
+        )
+
+
 def test_what_is_kept_is_what_was_used_last():
     sender, receiver = Sender(), Receiver()
     with pytest.MonkeyPatch.context() as patch:
