@@ -148,11 +148,9 @@ class Context(Sequence[int]):
         return token_id if self.pictures is None or token_id >= 0 else self.pictures.image_token_id
 
     def _first(self, count: int) -> Context:
-        block, rest = divmod(count, TOKENS_PER_BLOCK)
-        packed = self.blocks[block] if block < len(self.blocks) else self._tail
-        packed = packed[: rest * _ID.size]
+        blocks, tail = self.beginning(count)
         # Its place would be a part of this one's, which nobody needs to know: it is found soon.
-        first = Context.of(self.contexts, packed, self.blocks[:block], pictures=self.pictures)
+        first = Context.of(self.contexts, tail, blocks, pictures=self.pictures)
         if self.pictures is not None and count < self.pictures.num_tokens:
             if len(first) and min(first.packed()) < 0:
                 raise PictureError(
@@ -190,6 +188,12 @@ class Context(Sequence[int]):
     def key(self) -> tuple[tuple[bytes, ...], bytes]:
         """Its ids as a value that is hashed and compared without a look at each."""
         return self.blocks, self._tail
+
+    def beginning(self, count: int) -> tuple[tuple[bytes, ...], bytes]:
+        """Return the ``key`` of the first ``count`` tokens, not more than there are."""
+        block, rest = divmod(count, TOKENS_PER_BLOCK)
+        packed = self.blocks[block] if block < len(self.blocks) else self._tail
+        return self.blocks[:block], packed[: rest * _ID.size]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Context):

@@ -11,7 +11,7 @@ import numpy as np
 from genlm_backend.errors import EvaluationError, ModelStateError, QueryDroppedError
 from genlm_backend.llm.elsewhere.answers import drawn_there, is_row, sendable
 from genlm_backend.llm.elsewhere.arguments import Receiver
-from genlm_backend.llm.elsewhere.messages import Answers, InTable, PackedError
+from genlm_backend.llm.elsewhere.messages import Answers, InTable, NotKnown, PackedError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.llm.row import put
 
@@ -69,7 +69,9 @@ class EvaluatorActor:
         if self._dropped >= self._current:
             raise QueryDroppedError("ended before the query was answered")
 
-    def _answer(self, verb: str, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    def _answer(self, verb: str, arguments: tuple[Any, ...] | None) -> tuple[Any, Any]:
+        if arguments is None:
+            return NotKnown(), None
         if verb == "open":
             return self._open(*arguments), None
         evaluator = self._evaluator

@@ -18,7 +18,15 @@ from genlm_backend.errors import EvaluationError, QueryDroppedError
 from genlm_backend.llm.elsewhere.answers import drawn_there, is_row, sendable
 from genlm_backend.llm.elsewhere.arguments import Receiver
 from genlm_backend.llm.elsewhere.channel import Channel
-from genlm_backend.llm.elsewhere.messages import DROP, Answers, InTable, PackedError, Reply, Request
+from genlm_backend.llm.elsewhere.messages import (
+    DROP,
+    Answers,
+    InTable,
+    NotKnown,
+    PackedError,
+    Reply,
+    Request,
+)
 from genlm_backend.llm.elsewhere.shared_rows import SharedRows
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.llm.row import Row, put
@@ -97,6 +105,8 @@ class Server:
 
     def _answer(self, request: Request) -> Any:
         arguments = self._receiver.arguments(request.arguments)
+        if arguments is None:
+            return NotKnown()
         if request.verb == "open":
             return self._open(*arguments)
         evaluator = self._evaluator

@@ -90,8 +90,14 @@ class ChildProcess:
             EngineDiedError: If the process has ended.
             QueryDroppedError: If it was ended from here, as the interpreter does when it exits.
         """
+
+        def ask(packed: bytes) -> Reply:
+            return self._reply(verb, packed, check_wanted)
+
+        return self._sender.asked(verb, arguments, ask)
+
+    def _reply(self, verb: str, packed: bytes, check_wanted: Callable[[], None]) -> Reply:
         self._number += 1
-        packed = self._sender.packed(arguments)
 
         def look() -> None:
             if self._process.poll() is not None:

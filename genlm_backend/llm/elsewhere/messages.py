@@ -97,6 +97,10 @@ class Reply(NamedTuple):
     counts: EvaluatorCounts
 
 
+class NotKnown(NamedTuple):
+    """What is returned where the arguments refer to something that is not known there."""
+
+
 class InTable(NamedTuple):
     """What stands for a row whose log-probabilities are in the shared table.
 

@@ -80,15 +80,21 @@ class RayEvaluator(RemoteEvaluator):
 
     def ask(self, verb: str, *arguments: Any) -> Any:
         """Return what a method of the evaluator returns over there; see the base."""
-        import ray
-        from ray.exceptions import RayError
-
         if self._actor is None:
             raise EngineDiedError("the replica has no actor; restart() starts one")
         if not self._is_of_this_session():
             raise EngineDiedError("Ray has been shut down, and the replica's actor with it")
+        reply = self._sender.asked(verb, arguments, lambda packed: self._reply(verb, packed))
+        if reply.error is not None:
+            raise reply.error.error()
+        self._table = reply.table
+        return reply.value
+
+    def _reply(self, verb: str, packed: bytes) -> ActorReply:
+        import ray
+        from ray.exceptions import RayError
+
         self._number += 1
-        packed = self._sender.packed(arguments)
         try:
             asked = self._actor.ask.remote(self._number, verb, packed)
             while not ray.wait([asked], timeout=_LOOK_SECONDS)[0]:
@@ -103,10 +109,7 @@ class RayEvaluator(RemoteEvaluator):
         if isinstance(reply.value, str) and reply.value == NOT_OPEN:
             raise EngineDiedError("the actor of a replica has been started again")
         self._counts = reply.counts or self._counts
-        if reply.error is not None:
-            raise reply.error.error()
-        self._table = reply.table
-        return reply.value
+        return reply
 
     def _started(self) -> Any:
         connect()

@@ -201,8 +201,7 @@ def test_an_actor_that_is_new_says_so_whatever_pictures_were_sent_before():
     again = sender.packed((pictures,))  # now by their key alone
     there = actor.EvaluatorActor()
     assert there.ask(1, "evaluate", again).value == actor.NOT_OPEN
-    with pytest.raises(EngineDiedError, match="lost the pictures"):
-        Receiver().arguments(again)
+    assert Receiver().arguments(again) is None
 
 
 def test_mistakes_are_told_at_once(monkeypatch):
