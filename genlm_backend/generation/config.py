@@ -20,7 +20,7 @@ from genlm_backend.checks import (
 )
 from genlm_backend.errors import GenerationConfigError, OptionError
 from genlm_backend.generation.fields import check_fields, replaced
-from genlm_backend.generation.hf_config import fields_of_hf, own_config
+from genlm_backend.generation.hf_config import ELSEWHERE, fields_of_hf, own_config
 from genlm_backend.generation.multi_media import MultiMediaInfo
 from genlm_backend.llm.base import AsyncLM
 
@@ -109,7 +109,7 @@ class GenerationConfig:
 
     def __new__(cls, **fields: Any) -> Self:
         """Check the names, which ``__init__`` would refuse without a word about others."""
-        check_fields(cls, fields, GenerationConfigError, _ELSEWHERE)
+        check_fields(cls, fields, GenerationConfigError, ELSEWHERE)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -162,7 +162,7 @@ class GenerationConfig:
             GenerationConfigError: (``ValueError``) As at construction, and for a name that is no
                 field.
         """
-        return replaced(self, fields, GenerationConfigError, _ELSEWHERE)
+        return replaced(self, fields, GenerationConfigError, ELSEWHERE)
 
     @classmethod
     def from_hf(cls, config: Any) -> Self:
@@ -257,17 +257,3 @@ _CHECKS = {
     "mm_info": optional(instance(MultiMediaInfo, "a MultiMediaInfo(images=[…])")),
 }
 """Checks of the fields by name; what they return is what the field becomes."""
-
-_ELSEWHERE = {
-    "num_return_sequences": "n",
-    "stop_strings": "stop",
-    "stop_sequences": "stop",
-    "stop_words": "stop",
-    "stop_token_ids": "eos_token_id",
-    "eos_token_ids": "eos_token_id",
-    "ignore_eos": "early_stopping=False",
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-}
-"""Names of transformers, vLLM and OpenAI, and the field that each is here."""

@@ -193,11 +193,15 @@ def _listed(token_ids: Any, name: str) -> list[Any]:
             raise ContextTypeError(f"{name} hold no integers: {shown(token_ids)}") from error
     elif isinstance(token_ids, Mapping):  # as tokenizers and chat templates return
         ids = token_ids.get("input_ids")
-        hint = _way_out(ids, "its input_ids") or ": pass its 'input_ids'"
+        hint = _way_out(ids, "its input_ids") or (
+            ": pass its 'input_ids'" if ids is not None else ""
+        )
         raise ContextTypeError(f"{name} must be integers, got a {type(token_ids).__name__}{hint}")
     elif isinstance(token_ids, (list, tuple)) and _num_rows(token_ids):
         hint = _way_out(token_ids, name)
         raise ContextTypeError(f"{name} must be integers, got {shown(token_ids)}{hint}")
+    elif isinstance(token_ids, (set, frozenset)):
+        raise ContextTypeError(f"{name} must be in order, got a {type(token_ids).__name__}")
     elif isinstance(token_ids, (str, bytes, bytearray)):
         raise ContextTypeError(
             f"{name} must be integers, got {type(token_ids).__name__}: encode the text with "

@@ -26,6 +26,8 @@ BAD = [
     (torch.ones(2, 2, dtype=torch.int64), TypeError, r"one of its rows, such as \w+\[0\]"),
     ([[1, 2]], TypeError, r"pass \w+\[0\], which is its one row"),
     ({"input_ids": [1, 2]}, TypeError, "pass its 'input_ids'$"),
+    ({1: 2}, TypeError, "got a dict$"),
+    ({1, 2}, TypeError, "must be in order, got a set"),
     (
         {"input_ids": torch.tensor([[1, 2]])},
         TypeError,

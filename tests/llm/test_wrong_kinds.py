@@ -33,8 +33,20 @@ llama, gpt2 = families.PER_TOKEN["llama"], families.PER_TOKEN["gpt2"]
 bert = lambda **more: tf.BertConfig(**SMALL, **more)  # noqa: E731
 t5 = lambda: tf.T5Config(vocab_size=96, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)  # noqa: E731
 
+
+def unpadded(config):
+    """A config that names no token for padding, as those of most models."""
+    config.pad_token_id = None
+    return config
+
+
 WRONG = {
     "classifier": (lambda: tf.LlamaForSequenceClassification(llama()), "is no causal", "is no"),
+    "classifier without padding": (
+        lambda: tf.LlamaForSequenceClassification(unpadded(llama())),
+        "is no causal",
+        "is no",
+    ),
     "tied classifier": (lambda: tf.GPT2ForSequenceClassification(gpt2()), "is no", "is no"),
     "tagger": (lambda: tf.LlamaForTokenClassification(llama()), "is no causal", r"\(2, 4, 2\)"),
     "headless": (lambda: tf.LlamaModel(llama()), r"no weights for \['lm_head", "has no head"),

@@ -121,7 +121,13 @@ def check_predicts(runner: Runner, vocab_size: int) -> None:
     contexts = [[i % vocab_size for i in context] for context in ((5, 6, 7, 8), (5, 6, 9, 10))]
     ids = torch.tensor(contexts, dtype=torch.int64, device=runner.device)
     with tried(runner):
-        output = model(input_ids=ids, **runner.caching(False))
+        try:
+            output = model(input_ids=ids, **runner.caching(False))
+        except ValueError:  # as classifiers raise that are to look for the padding of several rows
+            output = model(input_ids=ids[:1], **runner.caching(False))
+            if getattr(output, "logits", ids[:1]).shape[:2] == ids[:1].shape:
+                raise
+            ids = ids[:1]
     logits = getattr(output, "logits", None)
     if logits is None:
         raise UnsupportedModelError(

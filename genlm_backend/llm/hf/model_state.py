@@ -77,7 +77,8 @@ class ModelState:
         if (placement := Placement.of(model)) != self._placement:
             raise ModelStateError(
                 f"the model was {self._placement} when it was wrapped and is {placement} now, "
-                "which its keys and values are not: put it back, or wrap it again"
+                "which its keys and values are not: put it back, and clear_cache() if that has "
+                "rounded its weights, or wrap it again"
             )
         if is_trained:
             raise ModelStateError(
