@@ -16,10 +16,10 @@ from genlm_backend.llm.row import Row
 from genlm_backend.llm.scoring import Scoring
 
 Asked: TypeAlias = Query | Scoring
-"""What forward passes are asked."""
+"""A question that forward passes answer."""
 
 Found: TypeAlias = Row | torch.Tensor
-"""What comes of it."""
+"""An answer to it."""
 
 
 def first_output(question: Asked) -> int:
@@ -31,7 +31,7 @@ def first_output(question: Asked) -> int:
 @final
 @dataclass(slots=True, eq=False)
 class Job:
-    """One context, and what is wanted of the logits behind its tokens.
+    """One context on its way, and the outputs that are wanted behind its tokens.
 
     Attributes:
         token_ids: The whole context.
@@ -42,10 +42,11 @@ class Job:
             one behind each; empty where a row is wanted behind the last one.
         stop: Position after the last one.
         first: Position of the first output.
-        missing: The tokens after them.
-        shift: Number that the positions of those are larger by than their places, behind pictures.
-        row: What comes of it where a row is wanted.
-        scores: What comes of it otherwise.
+        missing: The tokens from ``start`` on.
+        shift: Number that positions of the missing tokens are larger by than their places, behind
+            pictures.
+        row: The row, where one is wanted.
+        scores: The scores otherwise.
     """
 
     token_ids: Context
