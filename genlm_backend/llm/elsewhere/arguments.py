@@ -47,8 +47,8 @@ class _Message(NamedTuple):
     Attributes:
         epoch: What all numbers belong to.
         first: Number of the first new context; the others follow it.
-        bases: Of each new context, the number of that which it extends, packed; -1 for none.
-        counts: Of each, the number of tokens behind that, packed.
+        bases: For each new context, the number of that which it extends, packed; -1 for none.
+        counts: For each, the number of tokens behind that, packed.
         tokens: These tokens, packed.
         pictures: New pictures, pickled, by number.
         dropped: Numbers of what is to be forgotten after these arguments, packed.
