@@ -164,6 +164,8 @@ class Adapters:
         """Let go of the model."""
         self.packed.clear()
         self._loaded.clear()
+        for twin in self._twins.values():
+            twin.close()
         self._twins.clear()
         self._model = None
         self._layers = []
