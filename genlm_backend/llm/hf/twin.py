@@ -52,7 +52,8 @@ class Twin:
     """
 
     def __init__(self, model: Any, *, names_ours: bool = False, is_apart: bool = True) -> None:
-        self._model, self._names_ours = model, names_ours
+        self._model: Any = model
+        self._names_ours = names_ours
         modules = [*model.modules()] if is_apart else []
         self.copies: dict[nn.Module, Any] = {m: object.__new__(type(m)) for m in modules}
         self.module: Any = self.copies.get(model, model)
