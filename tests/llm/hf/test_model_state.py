@@ -7,6 +7,7 @@ import torch
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
+from genlm_backend.llm.hf.attend import SharedAttend
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -139,7 +140,7 @@ def test_a_compiled_model_gives_the_rows_of_its_own_code(model, compiles, is_wra
         if is_wrapped_first:
             lm.next_token_logprobs_sync([1, 2])
             compiles(model, backend)
-        assert lm.kv_reuse
+        assert isinstance(lm._evaluator.passes.attend, SharedAttend)
         contexts = [[1, 2, 3], [1, 2, 4, 5], [6], [1, 2, 3, 7]]
         rows = [*lm.batch_next_token_logprobs_sync(contexts[:3])]
         rows.append(lm.next_token_logprobs_sync(contexts[3]))

@@ -1,8 +1,10 @@
 """The twin of a model: the same bits and memory, and nothing that is done to it is done to both."""
 
 import functools
+import gc
 import random
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,7 +13,6 @@ from torch import nn
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.errors import AdapterError
-from genlm_backend.llm.hf.attend import SharedAttend
 from genlm_backend.llm.hf.twin import Twin, twin_of
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -192,53 +193,18 @@ def test_a_model_whose_code_runs_its_own_modules_has_no_twin_and_its_rows(tmp_pa
         assert_untouched(model, before)
 
 
-class Counting:
-    """A compiler that leaves a graph as it is, and counts how often one is run."""
-
-    def __init__(self):
-        self.num_runs = 0
-
-    def __call__(self, graph, inputs):
-        def run(*args):
-            self.num_runs += 1
-            return graph.forward(*args)
-
-        return run
-
-
-def compile_layers(model, backend):
-    for layer in model.model.layers:
-        layer.compile(backend=backend)
-
-
-def compile_forward(model, backend):
-    model.forward = torch.compile(model.forward, backend=backend)
-
-
-COMPILED = {
-    "model": lambda model, backend: model.compile(backend=backend),
-    "layers": compile_layers,
-    "forward": compile_forward,
-}
-
-
-@pytest.mark.parametrize("compiles", COMPILED.values(), ids=COMPILED.keys())
-@pytest.mark.parametrize("is_wrapped_first", [True, False])
-def test_the_twin_of_a_compiled_model_runs_its_code_as_it_is_written(compiles, is_wrapped_first):
-    backend, model, plain = Counting(), families.make("llama"), families.make("llama")
-    if not is_wrapped_first:
-        compiles(model, backend)
-    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
-        assert isinstance(lm._evaluator.passes.attend, SharedAttend)
-        if is_wrapped_first:
-            lm.next_token_logprobs_sync([1, 2])
-            compiles(model, backend)
-        contexts = [[1, 2, 3], [1, 2, 4, 5], [6]]
-        for context, row in zip(contexts, lm.batch_next_token_logprobs_sync(contexts), strict=True):
-            torch.testing.assert_close(row, fresh_row(plain, context), rtol=0, atol=3e-5)
-        assert not backend.num_runs
-        logits(model)  # its owner's calls are compiled as before
-        assert backend.num_runs
+def test_a_closed_model_keeps_no_parameter_until_garbage_is_collected():
+    model = families.make("llama")
+    weights = [weakref.ref(parameter) for parameter in model.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        with AsyncTransformer(model, word_tokenizer()) as lm:
+            lm.next_token_logprobs_sync([1, 2, 3])
+        del model, lm
+        assert [weight for weight in weights if weight() is not None] == []
+    finally:
+        gc.enable()
 
 
 def test_hooks_of_a_twin_are_its_own_and_bound_to_it():
