@@ -80,7 +80,7 @@ class Nodes:
     def clear(self) -> None:
         """Forget all nodes; no place is theirs any more."""
         self.key = object()
-        self._num_made = 1  # node 0 is nobody
+        self._num_made = 1  # node 0 stands for none
         self._free, self._num_free = np.empty(0, np.int32), 0
         for name, dtype in _FIELDS.items():
             setattr(self, name, np.zeros(64, dtype))
@@ -88,7 +88,7 @@ class Nodes:
 
     @property
     def num_made(self) -> int:
-        """Number of places that are or have been in use; what is beyond them is empty."""
+        """Number of nodes that are or have been in use; the arrays are empty beyond them."""
         return self._num_made
 
     def reserve(self, count: int) -> None:

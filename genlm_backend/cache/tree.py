@@ -92,7 +92,7 @@ class PrefixTree:
         Args:
             token_ids: The tokens.
             namespace: Their namespace.
-            place: Where a context has been found that they begin with, or that begins with them.
+            place: Place of a context that they begin with, or that begins with them.
         """
         tokens = np.asarray(token_ids, np.int32)
         found = self.recall([place], namespace, np.array([len(tokens)], np.int32))
@@ -104,7 +104,7 @@ class PrefixTree:
         """Return the nodes of contexts, as far as places tell them: int32 ``[n]``.
 
         Args:
-            places: Where contexts have been found that they begin with, or that begin with them.
+            places: For each, the place of a context that it begins with, or that begins with it.
             namespace: Namespace of all.
             sizes: Number of tokens that are asked for, of each: int32 ``[n]``.
         """
@@ -124,9 +124,8 @@ class PrefixTree:
             for node in nodes[self.nodes.slot[nodes] < 0].tolist():
                 path = self.nodes.path(node)
                 num_on_device = int((self.nodes.slot[path] > 0).sum())
-                own = path[
-                    max(0, num_on_device - 1) :
-                ]  # the last on the device, which is a leaf of it
+                # From the last one on the device on, which is a leaf of it.
+                own = path[max(0, num_on_device - 1) :]
                 stamps[own] = np.maximum(stamps[own], self._now)
 
     def allocate(self, count: int, ends: Ints | Sequence[int] = ()) -> Ints | None:
