@@ -22,6 +22,7 @@ import torch
 from vllm import SamplingParams, envs
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.utils import func_utils
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core_client import InprocClient
@@ -186,6 +187,7 @@ class Core:
 
     def __init__(self, llm: Any) -> None:
         self._client = llm.llm_engine.engine_core
+        self._renderer = getattr(llm.llm_engine, "renderer", None)  # later releases have one
         self.is_local = isinstance(self._client, InprocClient)
         config = llm.llm_engine.vllm_config
         self.vocab_size: int = config.model_config.get_vocab_size()
@@ -283,8 +285,15 @@ class Core:
         self._ask("reset_prefix_cache", False, False)
 
     def shutdown(self) -> None:
-        """End the core."""
-        self._client.shutdown()
+        """End the core, and what holds its tokenizers: threads, and vLLM's cache of functions."""
+        try:
+            self._client.shutdown()
+        finally:
+            if self._renderer is not None:
+                self._renderer.shutdown()
+            remembered = getattr(func_utils, "_supports_kw", None)  # methods of each tokenizer
+            if remembered is not None:
+                remembered.cache_clear()
 
     @property
     def is_dead(self) -> bool:
