@@ -5,6 +5,7 @@ from genlm_backend.cache.mover import Mover
 from genlm_backend.cache.nodes import NOWHERE, Nodes, Place
 from genlm_backend.cache.rows import RowCache
 from genlm_backend.cache.slots import PADDING_SLOT, Slots
+from genlm_backend.cache.states import CacheLayer, StateLayout, StateStore, StateTensor
 from genlm_backend.cache.store import KVLayout, KVStore, LayerLayout
 from genlm_backend.cache.tier import TierName, check_tier
 from genlm_backend.cache.tree import PrefixTree
@@ -13,6 +14,7 @@ __all__ = [
     "KV_CACHE_DTYPES",
     "NOWHERE",
     "PADDING_SLOT",
+    "CacheLayer",
     "KVCacheDtype",
     "KVLayout",
     "KVStore",
@@ -23,6 +25,9 @@ __all__ = [
     "PrefixTree",
     "RowCache",
     "Slots",
+    "StateLayout",
+    "StateStore",
+    "StateTensor",
     "TierName",
     "check_tier",
 ]

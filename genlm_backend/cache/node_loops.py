@@ -92,6 +92,16 @@ def ancestors(parents, depths, nodes, wanted, found):
 
 
 @compiled
+def last_states(parents, depths, states, nodes, found):
+    """Write the last node that has a state on the path to each node, or its root."""
+    for i in range(len(nodes)):
+        node = nodes[i]
+        while depths[node] > 0 and states[node] == 0:
+            node = parents[node]
+        found[i] = node
+
+
+@compiled
 def path(parents, depths, node, found):
     """Write the nodes from the first token to one; as many as its depth is."""
     for i in range(depths[node] - 1, -1, -1):

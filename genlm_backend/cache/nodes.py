@@ -32,6 +32,7 @@ _FIELDS: Final[dict[str, type[np.signedinteger[Any]]]] = {
     "depth": np.int32,
     "root": np.int32,
     "slot": np.int32,
+    "state": np.int32,
     "first": np.int32,
     "num_children": np.int32,
     "num_on_device": np.int32,
@@ -53,6 +54,7 @@ class Nodes:
         depth: Number of tokens up to this one and with it; 0 for a root.
         root: Number of the root that it is below.
         slot: Slot of its keys and values; minus one of the host for what is there; 0 for a root.
+        state: Number of the running state behind it, or 0; see ``States``.
         first: One of its linked children where that is known, or 0.
         num_children: Number of linked children.
         num_on_device: Number of linked children on the device.
@@ -67,6 +69,7 @@ class Nodes:
     depth: Ints
     root: Ints
     slot: Ints
+    state: Ints
     first: Ints
     num_children: Ints
     num_on_device: Ints
@@ -128,7 +131,7 @@ class Nodes:
             self._free = free
         self._free[self._num_free : self._num_free + len(nodes)] = nodes
         self._num_free += len(nodes)
-        for array in (self.first, self.num_children, self.num_on_device, self.slot):
+        for array in (self.first, self.num_children, self.num_on_device, self.slot, self.state):
             array[nodes] = 0
         self.stamp[nodes] = -1
         self.generation[nodes] += 1

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, final
+from typing import Any, Final, Self, final
 
 import torch
 from numpy.typing import NDArray
 
 from genlm_backend.cache.codecs import Codec, KVCacheDtype, codec_for
 from genlm_backend.cache.slots import PADDING_SLOT
+from genlm_backend.cache.states import StateLayout
+
+
+_FREE_SLOTS: Final = 1 << 20
+"""Number of slots that take no bytes; a node of a tree takes some 70."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +73,16 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shapes of all layers, first to last; none where a model keeps no keys and values."""
+    """The shapes of what a model keeps of a context.
+
+    Attributes:
+        layers: Those of the layers that attend, first to last; none where it keeps no keys and
+            values.
+        states: Those of the running states behind a token; none for most models.
+    """
 
     layers: tuple[LayerLayout, ...] = ()
+    states: StateLayout = StateLayout()
 
     @property
     def bytes_per_slot(self) -> int:
@@ -114,8 +126,13 @@ class KVLayout:
         return any(layer.device.type == "cuda" for layer in self.layers)
 
     def num_slots(self, budget: int) -> int:
-        """Return how many slots ``budget`` bytes hold beside the one for padding."""
-        return max(0, budget // self.bytes_per_slot - 1) if self.layers else 0
+        """Return how many slots ``budget`` bytes hold beside the one for padding.
+
+        Where no layer attends, slots take no bytes, and are as many as a tree has nodes for.
+        """
+        if not self.layers:
+            return _FREE_SLOTS if self.states else 0
+        return max(0, budget // self.bytes_per_slot - 1)
 
 
 @final

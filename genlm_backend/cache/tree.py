@@ -10,6 +10,7 @@ import numpy as np
 from genlm_backend.cache import node_loops
 from genlm_backend.cache.nodes import NOWHERE, PINNED, Ints, Nodes, Place
 from genlm_backend.cache.slots import Slots
+from genlm_backend.cache.states import NO_STATE, States
 from genlm_backend.cache.tier import TierName
 from genlm_backend.errors import CacheError
 
@@ -37,11 +38,13 @@ class PrefixTree:
         host_slots: Slots on the host, where what is evicted from the others is kept; ``None`` for
             none.
         moves: Copies between the two, where there are slots on the host.
+        num_states: Number of running states that nodes may have, of a model that has such.
 
     Attributes:
         slots: As given.
         host_slots: As given; without any where there is no host tier.
         nodes: The nodes.
+        states: Which of them have a running state; none of them where the model has none.
         num_evicted: Number of tokens that were dropped to make room so far.
         num_to_host: Number of tokens moved to the host so far.
         num_to_device: Number of tokens moved back so far.
@@ -50,11 +53,16 @@ class PrefixTree:
     """
 
     def __init__(
-        self, slots: Slots, host_slots: Slots | None = None, moves: Moves | None = None
+        self,
+        slots: Slots,
+        host_slots: Slots | None = None,
+        moves: Moves | None = None,
+        num_states: int = 0,
     ) -> None:
         self.slots = slots
         self.host_slots = Slots(0) if host_slots is None else host_slots
         self.nodes = Nodes()
+        self.states = States(self.nodes, num_states)
         self.num_evicted = self.num_to_host = self.num_to_device = self.num_returned = 0
         self._moves = moves
         self._roots: dict[Hashable, int] = {}
@@ -69,6 +77,7 @@ class PrefixTree:
         """Begin a round: what earlier ones have used may be evicted from now on."""
         self._now += 1
         self._used.clear()
+        self.states.begin()
 
     def root(self, namespace: Hashable) -> int:
         """Return the root of a namespace, which is made where it is not there.
@@ -120,6 +129,7 @@ class PrefixTree:
         stamps = self.nodes.stamp
         stamps[nodes] = np.maximum(stamps[nodes], self._now)
         self._used.append(nodes)
+        self.states.use(nodes)
         if self.host_slots.num_used:
             for node in nodes[self.nodes.slot[nodes] < 0].tolist():
                 path = self.nodes.path(node)
@@ -175,7 +185,10 @@ class PrefixTree:
         Returns:
             The nodes that are found, of which some are others.
         """
+        states = self.nodes.state[nodes]
         real, spare = self.nodes.link(nodes)
+        if states.any():
+            self.states.move(np.where(real == nodes, NO_STATE, states), real)
         own, of_host = spare[spare > 0], -spare[spare < 0]
         self._num_linked += len(nodes) - len(own)
         self.num_returned += len(of_host)
@@ -221,11 +234,15 @@ class PrefixTree:
             token_ids: The tokens.
             namespace: Their namespace.
             tier: The tokens that are counted: those on the device, on the host, or both.
+
+        Where nodes have running states, those behind the last one are not counted.
         """
         root = self._roots.get(namespace)
         if root is None:
             return 0
         node = self.nodes.walk(root, np.asarray(token_ids, np.int32))
+        if self.states.num_states:
+            node = int(self.states.last(np.array([node], np.int32))[0])
         if tier is None:
             return int(self.nodes.depth[node])
         slots = self.nodes.slot[self.nodes.path(node)]
@@ -264,6 +281,7 @@ class PrefixTree:
         self.slots.free(slots[slots > 0])
         self.host_slots.free(-slots[slots < 0])
         self.nodes.clear()
+        self.states.clear()
         self._roots.clear()
         self._pins.clear()
         self._num_linked = 0
@@ -306,6 +324,7 @@ class PrefixTree:
         _check_slots(self.slots, [*own[own > 0].tolist(), *held])
         _check_slots(self.host_slots, (-own[own < 0]).tolist())
         nodes.check(linked)
+        self.states.check(linked)
         if self._num_linked != (own > 0).sum():
             raise CacheError(f"{(own > 0).sum()} tokens are linked, and not {self._num_linked}")
 

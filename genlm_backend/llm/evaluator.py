@@ -129,6 +129,9 @@ class EvaluatorCounts:
         num_evicted_tokens: Number of tokens whose keys and values had to go for others.
         num_tokens_to_host: Number of tokens whose keys and values went to the host.
         num_tokens_from_host: Number of tokens whose keys and values came back.
+        state_bytes_used: Bytes of the running states that are kept.
+        state_bytes_budget: Bytes that they may take, of ``kv_bytes_budget``.
+        num_evicted_states: Number of running states that had to go for others.
         packed_weight_bytes: Bytes of weights that are there a second time, in a faster layout.
     """
 
@@ -142,6 +145,9 @@ class EvaluatorCounts:
     num_evicted_tokens: int = 0
     num_tokens_to_host: int = 0
     num_tokens_from_host: int = 0
+    state_bytes_used: int = 0
+    state_bytes_budget: int = 0
+    num_evicted_states: int = 0
     packed_weight_bytes: int = 0
 
 

@@ -42,6 +42,9 @@ class LMStatistics(Readable):
         num_evicted_tokens: Tokens whose keys and values were dropped to stay within the budget.
         num_tokens_to_host: Tokens whose keys and values were moved to the host.
         num_tokens_from_host: Tokens whose keys and values were moved back.
+        state_bytes_used: Bytes of the running states that are kept, of models that have such.
+        state_bytes_budget: Bytes that they may take, of ``kv_bytes_budget``.
+        num_evicted_states: Running states dropped to stay within the budget.
     """
 
     _derived: ClassVar[tuple[str, ...]] = ("mean_batch_size",)
@@ -65,6 +68,9 @@ class LMStatistics(Readable):
     num_evicted_tokens: int = 0
     num_tokens_to_host: int = 0
     num_tokens_from_host: int = 0
+    state_bytes_used: int = 0
+    state_bytes_budget: int = 0
+    num_evicted_states: int = 0
 
     @classmethod
     def of(cls, batching: BatcherStatistics, counts: EvaluatorCounts, rows: RowCache[Row]) -> Self:
@@ -89,6 +95,9 @@ class LMStatistics(Readable):
             host_bytes_budget=counts.host_bytes_budget,
             num_tokens_to_host=counts.num_tokens_to_host,
             num_tokens_from_host=counts.num_tokens_from_host,
+            state_bytes_used=counts.state_bytes_used,
+            state_bytes_budget=counts.state_bytes_budget,
+            num_evicted_states=counts.num_evicted_states,
         )
 
     @property

@@ -100,7 +100,8 @@ class DecodeSteps:
             passes.check_wanted()
             past = Paths.of(tree.nodes, nodes)
             reading = self._reading(nodes, past)
-            batch = pack_step(tokens.astype(np.int64), slots, past, reading)
+            states = passes.states_behind(nodes)
+            batch = pack_step(tokens.astype(np.int64), slots, past, reading, states)
             rows = passes.finish(passes.runner.forward(batch, passes.attend))
             is_sound = np.array([not row.is_nan for row in rows])
         except BaseException:
@@ -110,8 +111,12 @@ class DecodeSteps:
             kept = np.zeros(len(rows), np.int32)
             kept[is_sound] = tree.link(new[is_sound])
             tree.drop(new[~is_sound])
+        else:
+            kept = tree.link(new)
+        if states is not None:
+            passes.keep_states(kept, np.zeros(len(kept), np.int64), states)
+        if not is_sound.all():
             return rows, kept
-        kept = tree.link(new)
         if reading is not None:
             handles = tree.nodes.handles(kept)
             order = np.argsort(handles)

@@ -12,7 +12,7 @@ from typing import Any, cast, final
 
 import torch
 
-from genlm_backend.cache import KVCacheDtype, KVLayout, KVStore, TierName
+from genlm_backend.cache import KVCacheDtype, KVLayout, KVStore, StateStore, TierName
 from genlm_backend.errors import CacheError, OptionError
 from genlm_backend.llm.ends import ends_of_model
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
@@ -63,6 +63,8 @@ class HFEvaluator(Evaluator):
         kv_cache_bytes: Bytes of keys and values to keep; ``None`` for a part of what is free.
         host_cache_bytes: Bytes of keys and values to keep on the host when they have to leave the
             device.
+        state_cache_bytes: Bytes of running states to keep, of those of ``kv_cache_bytes``; ``None``
+            for half of them, or all where no layer attends.
         num_threads: Number of threads of a forward pass on the CPU; ``None`` for torch's own.
         kv_cache_dtype: Number format of the keys and values that are kept; ``None`` for the type
             that the model computes in.
@@ -81,6 +83,7 @@ class HFEvaluator(Evaluator):
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: KVCacheDtype | None = None,
         host_cache_bytes: int = 0,
+        state_cache_bytes: int | None = None,
         num_threads: int | None = None,
         output_device: torch.device | None = None,
         packs_weights: bool = False,
@@ -99,8 +102,8 @@ class HFEvaluator(Evaluator):
         self._max_length = longest_context(model) if max_length is None else max_length
         self._wanted_bytes = kv_cache_bytes
         self._kept_as: KVCacheDtype | None = kv_cache_dtype
-        self._budget = self._host_budget = 0
-        self._wanted_host_bytes = host_cache_bytes
+        self._budget = self._host_budget = self._state_budget = 0
+        self._wanted_host_bytes, self._wanted_state_bytes = host_cache_bytes, state_cache_bytes
         self._num_threads = num_threads
         self._packs_weights = packs_weights
         limit = rotary_limit(model)
@@ -179,7 +182,8 @@ class HFEvaluator(Evaluator):
             logger.info("%s runs every context whole: %s", name, support.reason)
             return
         budget = default_kv_budget(layout) if wanted is None else wanted
-        num_slots = layout.num_slots(budget)
+        states = self._state_store(layout, budget, type(self.passes.runner.model).__name__)
+        num_slots = layout.num_slots(budget - self._state_budget)
         with _fits("kv_cache_bytes", wanted):
             store = KVStore(layout, num_slots)
         host_store, num_host_slots, host = None, 0, self._wanted_host_bytes
@@ -194,8 +198,34 @@ class HFEvaluator(Evaluator):
             with _fits("host_cache_bytes", host):
                 host_store = KVStore(layout.on_host(), num_host_slots, pins=layout.is_on_cuda)
         attend = support.attend(store)
-        self.passes.keep(store, num_slots, attend, host_store, num_host_slots)
+        self.passes.keep(store, num_slots, attend, host_store, num_host_slots, states)
         self._budget, self._host_budget = budget, host
+
+    def _state_store(self, layout: KVLayout, budget: int, name: str) -> StateStore | None:
+        """Return room for running states, if the model has such, and note how much it takes."""
+        wanted, size = self._wanted_state_bytes, layout.states.bytes_per_state
+        if not layout.states:
+            if wanted is not None:
+                raise OptionError(
+                    f"state_cache_bytes={wanted} is for models with running states, and {name} "
+                    "keeps keys and values alone: give the bytes to kv_cache_bytes"
+                )
+            return None
+        share = budget if not layout.layers else budget // 2
+        num_bytes = share if wanted is None else wanted
+        if num_bytes > budget:
+            raise OptionError(
+                f"state_cache_bytes={num_bytes} is more than the kv_cache_bytes={budget} that it is "
+                "a part of"
+            )
+        if num_bytes < size:
+            raise OptionError(
+                f"the running state of {name} behind one token takes {size} bytes, and there are "
+                f"{num_bytes}: give more to {'kv' if wanted is None else 'state'}_cache_bytes"
+            )
+        self._state_budget = num_bytes
+        with _fits("state_cache_bytes", num_bytes):
+            return StateStore(layout.states, num_bytes // size)
 
     # ---------------------------------------------------------------- rows and scores
 
@@ -292,9 +322,10 @@ class HFEvaluator(Evaluator):
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
         node = self._computed(query)
-        if node is not None:
-            self.passes.tree.pin(node)
-        return node is not None
+        if node is None or (self.passes.states.num_states and not self.passes.tree.states.pin(node)):
+            return False
+        self.passes.tree.pin(node)
+        return True
 
     def _computed(self, query: Query) -> int | None:
         """Compute a context and return its node on the device; ``None`` if there is no room."""
@@ -378,6 +409,9 @@ class HFEvaluator(Evaluator):
             num_evicted_tokens=passes.tree.num_evicted,
             num_tokens_to_host=passes.tree.num_to_host,
             num_tokens_from_host=passes.tree.num_to_device,
+            state_bytes_used=passes.tree.states.num_used * passes.states.layout.bytes_per_state,
+            state_bytes_budget=self._state_budget,
+            num_evicted_states=passes.tree.states.num_evicted,
             packed_weight_bytes=self._adapters.packed.nbytes,
         )
 
@@ -385,7 +419,7 @@ class HFEvaluator(Evaluator):
         """Let go of the model and of the slots."""
         self.passes.keep_nothing()
         self.passes.runner.model = self.passes.runner.twin = None
-        self._budget = self._host_budget = 0
+        self._budget = self._host_budget = self._state_budget = 0
         self._adapters.close()
         release_cached_memory()
 

@@ -28,6 +28,7 @@ OF_THE_EVALUATOR: Final = (
     "kv_cache_bytes",
     "kv_cache_dtype",
     "host_cache_bytes",
+    "state_cache_bytes",
     "max_length",
     "num_threads",
     "packs_weights",

@@ -27,6 +27,11 @@ def default_kv_budget(layout: KVLayout) -> int:
     by_device: dict[torch.device, int] = defaultdict(int)
     for layer in layout.layers:
         by_device[layer.device] += layer.bytes_per_slot
+    size = layout.bytes_per_slot
+    if not layout.layers:  # but running states
+        for tensor in layout.states.tensors:
+            by_device[tensor.device] += tensor.nbytes
+        size = layout.states.bytes_per_state
     slots = []
     for device, bytes_per_slot in by_device.items():
         if device.type == "cuda":
@@ -34,7 +39,7 @@ def default_kv_budget(layout: KVLayout) -> int:
         else:
             free = cpu_budget()
         slots.append(free // max(1, bytes_per_slot))
-    return min(slots) * layout.bytes_per_slot
+    return min(slots) * size
 
 
 def check_budgets(kv_cache_bytes: int | None, host_cache_bytes: int) -> None:

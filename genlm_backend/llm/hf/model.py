@@ -59,6 +59,9 @@ class AsyncTransformer(PicturingLM):
         host_cache_bytes: Bytes of keys and values to keep in the memory of the host, in the same
             format, when they have to leave a device for others; they are fetched when a context
             wants them. On CUDA the memory is pinned, and taken at once.
+        state_cache_bytes: Bytes, of those of ``kv_cache_bytes``, to keep running states in, of a
+            model that has such layers (Mamba, Gated DeltaNet, …). Default: half of them, or all
+            where no layer attends.
         row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
         output_device: Where rows are returned: "cpu", "cuda:0", …
         num_threads: Threads of a forward pass on the CPU. Default: torch's own number.
@@ -93,6 +96,7 @@ class AsyncTransformer(PicturingLM):
         "kv_cache_bytes": optional(byte_count),
         "kv_cache_dtype": one_of(None, *KV_CACHE_DTYPES),
         "host_cache_bytes": byte_count,
+        "state_cache_bytes": optional(byte_count),
         "num_threads": optional(thread_count),
         "packs_weights": switch,
         "process": switch,
@@ -110,6 +114,7 @@ class AsyncTransformer(PicturingLM):
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: KVCacheDtype | None = None,
         host_cache_bytes: int = 0,
+        state_cache_bytes: int | None = None,
         row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
         output_device: str | torch.device = "cpu",
         num_threads: int | None = None,
@@ -123,6 +128,7 @@ class AsyncTransformer(PicturingLM):
             "kv_cache_bytes": kv_cache_bytes,
             "kv_cache_dtype": kv_cache_dtype,
             "host_cache_bytes": host_cache_bytes,
+            "state_cache_bytes": state_cache_bytes,
             "num_threads": num_threads,
             "packs_weights": packs_weights,
             "max_length": max_length,

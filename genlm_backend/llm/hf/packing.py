@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from genlm_backend.llm.hf.paths import Paths
 
 if TYPE_CHECKING:
+    from genlm_backend.llm.hf.attend.running import RunningStates
     from genlm_backend.llm.hf.attend.sharing import Reading
 
 
@@ -86,6 +87,8 @@ class PackedBatch:
         num_past: Number of tokens before them: int64 ``[B]``.
         past: These tokens.
         reading: How they are read; ``None`` where the way to attend is to find out.
+        states: The running states of its rows, of a model that has such. All rows have as many new
+            tokens then, and all begin or none does.
     """
 
     input_ids: torch.Tensor
@@ -98,6 +101,7 @@ class PackedBatch:
     num_past: NDArray[np.int64]
     past: Paths
     reading: Reading | None = None
+    states: RunningStates | None = None
 
     @property
     def num_rows(self) -> int:
@@ -110,12 +114,15 @@ class PackedBatch:
         return int(self.num_new.sum())
 
 
-def pack(spans: Sequence[Span], past: Paths | None = None) -> PackedBatch:
+def pack(
+    spans: Sequence[Span], past: Paths | None = None, states: RunningStates | None = None
+) -> PackedBatch:
     """Pad spans to one rectangle.
 
     Args:
         spans: The spans. All have slots for their new tokens, or none has.
         past: What each has before them, in a tree; ``None`` where their runs say it.
+        states: Their running states, of a model that has such.
     """
     num_new = np.array([span.num_new for span in spans])
     past = paths_of(spans) if past is None else past
@@ -141,6 +148,7 @@ def pack(spans: Sequence[Span], past: Paths | None = None) -> PackedBatch:
         num_new=num_new,
         num_past=num_past,
         past=past,
+        states=states,
     )
 
 
@@ -149,6 +157,7 @@ def pack_step(
     slots: NDArray[np.int64],
     past: Paths,
     reading: Reading | None,
+    states: RunningStates | None = None,
 ) -> PackedBatch:
     """Pack a decode step: one new token of each row, and the output behind it.
 
@@ -158,6 +167,7 @@ def pack_step(
         past: The tokens before them.
         reading: How these are read, as the way to attend would have it; ``None`` to leave it to
             find out.
+        states: The running states of its rows, of a model that has such.
     """
     rows, num_past = torch.arange(len(token_ids), dtype=torch.int64), past.num_tokens
     return PackedBatch(
@@ -171,6 +181,7 @@ def pack_step(
         num_past=num_past,
         past=past,
         reading=reading,
+        states=states,
     )
 
 

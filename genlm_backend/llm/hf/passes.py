@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.cache import KVLayout, KVStore, Mover, PrefixTree, Slots
+from genlm_backend.cache import KVLayout, KVStore, Mover, PrefixTree, Slots, StateLayout, StateStore
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm.context import Context
-from genlm_backend.llm.hf.attend import Attend, WholeAttend
+from genlm_backend.llm.hf.attend import Attend, RunningStates, WholeAttend
 from genlm_backend.llm.hf.decode_steps import DecodeSteps
 from genlm_backend.llm.hf.job import Asked, Found, Job, first_output
 from genlm_backend.llm.hf.memory import is_out_of_memory, release_cached_memory
@@ -55,6 +55,7 @@ class Passes:
         cost: As given; it can be set.
         tree: The contexts that are kept.
         store: Their keys and values.
+        states: Their running states; none of most models.
         attend: The way to attend to them.
         attend_whole: The way of contexts that are run whole; it can be set.
         layout: Shapes of keys and values, and how they are kept or would be; it can be set.
@@ -88,7 +89,7 @@ class Passes:
         """Let go of all slots, and run every context whole from now on."""
         self.keeps, self._steps = False, DecodeSteps(self)
         self.tree = PrefixTree(Slots(0))
-        self.store = KVStore(KVLayout(), 0)
+        self.store, self.states = KVStore(KVLayout(), 0), StateStore(StateLayout(), 0)
         self.attend: Attend = WholeAttend()
         self.attend_whole = WholeAttend()
 
@@ -99,6 +100,7 @@ class Passes:
         attend: Attend,
         host_store: KVStore | None = None,
         num_host_slots: int = 0,
+        states: StateStore | None = None,
     ) -> None:
         """Keep keys and values in a store from now on, and attend to them in one way.
 
@@ -108,10 +110,13 @@ class Passes:
             attend: The way to attend to them.
             host_store: Another one, for what is evicted from the first; ``None`` for none.
             num_host_slots: Number of its slots.
+            states: Where running states are kept, of a model that has such.
         """
         self.keeps = True
         moves = None if host_store is None else Mover(store, host_store)
-        self.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), moves)
+        self.states = StateStore(StateLayout(), 0) if states is None else states
+        num_states = self.states.num_states
+        self.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), moves, num_states)
         self.store, self.attend = store, attend
         self.attend_whole = WholeAttend(store.layout)
         self.layout = store.layout
@@ -186,8 +191,11 @@ class Passes:
         self.check_wanted()
         nodes = self.tree.nodes
         spans = [segment.span(nodes.slot[segment.nodes]) for segment in segments]
-        past = Paths.of(nodes, np.array([segment.before for segment in segments], np.int32))
-        logits = self.runner.forward(pack(spans, past), attend)
+        before = np.array([segment.before for segment in segments], np.int32)
+        states = self.states_behind(before) if attend is self.attend else None
+        logits = self.runner.forward(pack(spans, Paths.of(nodes, before), states), attend)
+        if states is not None:
+            self._keep_states(segments, before, states)
         wanted = [jobs for segment in segments for jobs in segment.outputs.values()]
         if any(job.targets for jobs in wanted for job in jobs):
             self._hand_out_scores(segments, logits)
@@ -321,6 +329,8 @@ class Passes:
             nodes[i] = tree.nodes.walk(
                 int(nodes[i]), np.asarray(contexts[i].packed(start, int(sizes[i])), np.int32)
             )
+        if tree.states.num_states:
+            nodes = tree.states.last(nodes)
         tree.use(nodes)
         return nodes
 
@@ -333,6 +343,7 @@ class Passes:
         return (
             len(contexts) <= self.cost.max_tokens
             and bool((depths == sizes).all())
+            and (fewest > 0 or most == 0 or not self.states.num_states)
             and (most == fewest if self.aligns else most <= 2 * fewest + 64)
             and not any(context.pictures for context in contexts)
         )
@@ -345,11 +356,17 @@ class Passes:
             job.shift = self.roots.shift(job.token_ids)
         if not all(map(_has_root, jobs)):
             return None
-        segments = plan_segments(jobs, self.cost)
+        has_states = self.states.num_states > 0
+        segments = plan_segments(jobs, self.cost, has_states=has_states)
+        if has_states and len(questions) > 1 and not self._has_room(segments):
+            return None
         slots = self.tree.allocate(sum(segment.num_tokens for segment in segments), nodes)
         if slots is None:
             return None
-        self._run(jobs, segments, slots)
+        try:
+            self._run(jobs, segments, slots)
+        except _OutOfStates:
+            return None
         self.tokens_reused += sum(starts)
         places = self.tree.nodes.places(np.array([job.node for job in jobs], np.int32))
         for question, place in zip(questions, places, strict=True):
@@ -378,18 +395,22 @@ class Passes:
 
         Where nobody waits for them any more, what has been computed is kept all the same.
         """
-        start = 0
+        start, has_states = 0, self.states.num_states > 0
         for segment in segments:
             own = slots[start : start + segment.num_tokens]
             tokens = np.asarray(segment.token_ids, np.int32)
             segment.nodes = self.tree.grow_chain(segment.before, tokens, own)
             start += segment.num_tokens
+        if has_states:
+            self.tree.states.hold(np.array([segment.before for segment in segments], np.int32))
         held = {segment: segment.nodes for segment in segments}  # which are not linked
         computed: list[Segment] = []
         try:
             for wave in plan_waves(segments):
                 sizes = [segment.size for segment in wave]
-                for group in plan_groups(sizes, self.cost, aligns=self.aligns):
+                for group in plan_groups(
+                    sizes, self.cost, aligns=self.aligns, has_states=has_states
+                ):
                     self._forward([wave[i] for i in group], self.attend)
                     computed += [wave[i] for i in group]
             if any(job.is_spoilt(job.outputs) for job in jobs):
@@ -399,12 +420,66 @@ class Passes:
         except QueryDroppedError:
             # There may be no row yet that would tell whether they have overflown.
             own = [segment.nodes for segment in computed]
-            if own and self.store.is_finite(self.tree.nodes.slot[np.concatenate(own)]):
+            if own and self._are_finite(np.concatenate(own)):
                 self._link(computed, held)
             raise
         finally:
             for nodes in held.values():
                 self.tree.drop(nodes)
+
+    # ---------------------------------------------------------------- running states
+
+    def states_behind(self, nodes: NDArray[np.int32]) -> RunningStates | None:
+        """Return the running states of rows that go on from nodes; ``None`` where there are none.
+
+        Either all are roots or none is.
+        """
+        if not self.states.num_states:
+            return None
+        begins = not self.tree.nodes.depth[nodes].any()
+        before = None if begins else self.states.read(self.tree.nodes.state[nodes])
+        return RunningStates(self.states.layout, before)
+
+    def keep_states(
+        self, nodes: NDArray[np.int32], num_needed: NDArray[Any], states: RunningStates
+    ) -> None:
+        """Give the states that rows have come to to nodes, as far as there is room.
+
+        Args:
+            nodes: The node that each row has come to, or 0 for one that is not kept: ``[B]``.
+            num_needed: How often each is needed in this batch: ``[B]``.
+            states: The states.
+        """
+        own, rows = np.unique(nodes, return_index=True)
+        own, rows = own[own > 0], rows[own > 0]
+        numbers = self.tree.states.give(own, num_needed[rows])
+        if (numbers[num_needed[rows] > 0] == 0).any():
+            raise _OutOfStates
+        given = np.flatnonzero(numbers)
+        index = torch.from_numpy(rows[given])
+        self.states.write(
+            numbers[given], [state[index.to(state.device)] for state in states.behind()]
+        )
+
+    def _keep_states(
+        self, segments: Sequence[Segment], before: NDArray[np.int32], states: RunningStates
+    ) -> None:
+        self.tree.states.release(before)
+        ends = np.array([segment.nodes[-1] for segment in segments], np.int32)
+        self.keep_states(ends, np.array([segment.num_behind for segment in segments]), states)
+
+    def _has_room(self, segments: Sequence[Segment]) -> bool:
+        """Return whether all states that others go on from could be kept at once."""
+        starts = [segment.job.node for segment in segments if segment.parent is None]
+        num_inner = sum(segment.num_behind > 0 for segment in segments)
+        return self.tree.states.has_room(num_inner, np.array(starts, np.int32))
+
+    def _are_finite(self, nodes: NDArray[np.int32]) -> bool:
+        """Return whether nothing that is kept of nodes is infinite or NaN."""
+        states = self.tree.nodes.state[nodes]
+        return self.store.is_finite(self.tree.nodes.slot[nodes]) and self.states.is_finite(
+            states[states > 0]
+        )
 
     def _link(self, segments: Sequence[Segment], held: dict[Segment, NDArray[np.int32]]) -> None:
         """Have the tokens of segments found, and their jobs be where they end."""
@@ -420,6 +495,11 @@ class Passes:
                 if position < segment.stop:
                     for job in jobs:
                         job.node = int(nodes[position - segment.start])
+
+
+@final
+class _OutOfStates(Exception):
+    """There is no room for a running state that others of the batch go on from."""
 
 
 def _has_root(job: Job) -> bool:

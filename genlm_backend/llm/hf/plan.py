@@ -71,6 +71,7 @@ class Segment:
         wave: Number of waves that must have been computed before.
         outputs: Positions behind which logits are wanted, in order, and who wants them.
         nodes: Nodes of its tokens, once there are slots for them: int32 ``[num_tokens]``.
+        num_behind: Number of segments that begin where it ends.
     """
 
     job: Job
@@ -80,6 +81,7 @@ class Segment:
     wave: int
     outputs: dict[int, list[Job]] = field(default_factory=dict)
     nodes: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    num_behind: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -132,10 +134,16 @@ class Size(NamedTuple):
     num_outputs: int = 1
 
 
-def plan_segments(jobs: Sequence[Job], cost: CostModel) -> list[Segment]:
+def plan_segments(
+    jobs: Sequence[Job], cost: CostModel, *, has_states: bool = False
+) -> list[Segment]:
     """Return segments that together answer every job, parents before their children.
 
-    The jobs are of one adapter.
+    Args:
+        jobs: The jobs, of one adapter.
+        cost: What a pass costs.
+        has_states: Whether the model has running states, so that a segment can begin only where
+            another one ends.
     """
     segments: list[Segment] = []
     # Contexts whose cached prefixes end at different nodes share nothing uncached: had they more
@@ -153,7 +161,7 @@ def plan_segments(jobs: Sequence[Job], cost: CostModel) -> list[Segment]:
             continue
         for part in _split(sorted(group, key=lambda job: job.missing), start):
             _place(part, start, start, None, 0, cost, segments)
-    return _chunk(segments, cost)
+    return _chunk(segments, cost, has_states)
 
 
 def plan_whole(wanted: Iterable[tuple[Job, Sequence[int]]]) -> list[Segment]:
@@ -220,13 +228,21 @@ def _place(
                 _place(branch, start, shared, parent, wave, cost, segments)
 
 
-def _chunk(segments: list[Segment], cost: CostModel) -> list[Segment]:
-    """Cut segments into chains of at most so many tokens, and outputs, each."""
+def _chunk(segments: list[Segment], cost: CostModel, has_states: bool) -> list[Segment]:
+    """Cut segments into chains of at most so many tokens, and outputs, each.
+
+    Where there are states, they are cut where others begin, too.
+    """
     chunks: list[Segment] = []
     by_origin: dict[Segment, list[Segment]] = {}
+    cuts: defaultdict[Segment, list[int]] = defaultdict(list)
+    for segment in segments:
+        if has_states and segment.parent is not None:
+            cuts[segment.parent].append(segment.start)
     for segment in segments:
         parent = segment.parent
-        if parent is None and segment.num_tokens <= cost.max_segment and len(segment.outputs) <= 1:
+        is_short = segment.num_tokens <= cost.max_segment and len(segment.outputs) <= 1
+        if parent is None and is_short and segment not in cuts:
             by_origin[segment] = [segment]
             chunks.append(segment)
             continue
@@ -236,12 +252,15 @@ def _chunk(segments: list[Segment], cost: CostModel) -> list[Segment]:
         positions, start, first = sorted(segment.outputs), segment.start, 0
         while start < segment.stop:
             stop = min(start + cost.max_segment, segment.stop)
+            stop = min([stop, *(cut for cut in cuts[segment] if cut > start)])
             end = bisect_left(positions, stop)
             if end - first > cost.max_outputs:
                 end = first + cost.max_outputs
                 stop = positions[end]
             wave = 0 if parent is None else parent.wave + 1
             outputs = {position: segment.outputs[position] for position in positions[first:end]}
+            if parent is not None and parent.stop == start:
+                parent.num_behind += 1
             parent = Segment(segment.job, start, stop, parent, wave, outputs)
             pieces.append(parent)
             start, first = stop, end
@@ -277,7 +296,12 @@ def plan_waves(segments: Sequence[Segment]) -> list[list[Segment]]:
 
 
 def plan_groups(
-    sizes: Sequence[Size], cost: CostModel, *, pads: bool = True, aligns: bool = False
+    sizes: Sequence[Size],
+    cost: CostModel,
+    *,
+    pads: bool = True,
+    aligns: bool = False,
+    has_states: bool = False,
 ) -> list[list[int]]:
     """Divide rows into forward passes of the least total cost.
 
@@ -286,15 +310,18 @@ def plan_groups(
         cost: What a pass costs.
         pads: Whether rows of different numbers of new tokens may be in one pass.
         aligns: Whether all rows of a pass have to have the same number of past tokens.
+        has_states: Whether the rows have running states, which padding would change, and which
+            rows that begin have not.
 
     Returns:
         Groups of indices into ``sizes``. Rows are sorted by size and cut into runs by dynamic
         programming over the places where the size changes.
     """
-    if aligns:
+    if aligns or has_states:
+        pads = pads and not has_states
         by_past: dict[int, list[int]] = {}
         for i, size in enumerate(sizes):
-            by_past.setdefault(size.num_past, []).append(i)
+            by_past.setdefault(size.num_past if aligns else min(size.num_past, 1), []).append(i)
         return [
             [rows[i] for i in group]
             for rows in by_past.values()

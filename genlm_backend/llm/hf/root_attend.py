@@ -10,12 +10,13 @@ from typing import Any, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
 from genlm_backend.cache import KVLayout, KVStore, LayerLayout
 from genlm_backend.llm.hf.attend import Attend
 from genlm_backend.llm.hf.attend.indices import by_head, by_token
 from genlm_backend.llm.hf.attend.layer import SlotLayer
+from genlm_backend.llm.hf.attend.running import cache_of
 from genlm_backend.llm.hf.packing import PackedBatch
 from genlm_backend.llm.hf.paths import Paths
 from genlm_backend.llm.pictures import Pictures
@@ -50,7 +51,8 @@ class RootAttend(Attend):
         self._layers: list[Any] = [
             _RootLayer(layer, store, i, slots, stop) for i, layer in enumerate(layout.layers)
         ]
-        self._cache = Cache(layers=self._layers) if self._layers or not goes_on else DynamicCache()
+        is_own = self._layers or layout.states or not goes_on
+        self._cache = cache_of(self._layers, layout.states, None) if is_own else DynamicCache()
         self._is_used = bool(self._layers or goes_on)
         self._is_first = True
 

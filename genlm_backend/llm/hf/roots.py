@@ -47,7 +47,7 @@ class Roots:
             pictures = question.context.pictures
             if pictures is None:
                 continue
-            if not pictures.keeps:
+            if not pictures.keeps or self._passes.layout.states:
                 answers[question] = self.whole(question)
                 continue
             answer = self._begun(question, pictures)

@@ -54,6 +54,8 @@ class Runner:
             }
             for name in {"attention_mask", "position_ids"} - self.parameters:
                 inputs.pop(name, None)
+            if "past_key_values" not in self.parameters and "past_key_values" in inputs:
+                inputs["cache_params"] = inputs.pop("past_key_values")
             for name, value in inputs.items():
                 if isinstance(value, torch.Tensor):
                     inputs[name] = value.to(self.device)

@@ -5,15 +5,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
-from genlm_backend.cache import KVLayout, KVStore, LayerLayout
+from genlm_backend.cache import CacheLayer, KVLayout, KVStore, LayerLayout, StateLayout, StateTensor
 from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
 from genlm_backend.llm.hf.attend import WAYS, Attend, GatherAttend, WholeAttend
@@ -140,7 +148,8 @@ def examine(runner: Runner, vocab_size: int, max_length: int | None) -> KVSuppor
         UnsupportedModelError: If the model gives other rows when it is told positions.
     """
     support = _examine_slots(runner, vocab_size, max_length)
-    if not support.reason or _bears_padding(runner, vocab_size, max_length):
+    is_run_whole = support.reason or support.layout.states  # where it has to begin anew
+    if not is_run_whole or _bears_padding(runner, vocab_size, max_length):
         return support
     return replace(support, pads=False)
 
@@ -169,13 +178,10 @@ def _bears_padding(runner: Runner, vocab_size: int, max_length: int | None) -> b
 
 def _examine_slots(runner: Runner, vocab_size: int, max_length: int | None) -> KVSupport:
     config = runner.model.config.get_text_config(decoder=True)
-    if "past_key_values" not in runner.parameters:
+    if not {"past_key_values", "cache_params"} & runner.parameters:
         return KVSupport(reason="its state is not one of keys and values")
     layers = DynamicCache(config=config).layers
-    others = {type(layer).__name__ for layer in layers} - {
-        DynamicLayer.__name__,
-        DynamicSlidingWindowLayer.__name__,
-    }
+    others = {type(layer).__name__ for layer in layers if not _is_known(layer)}
     if others:
         reason = f"some layers keep states that belong to no token: {sorted(others)}"
         return KVSupport(reason=reason)
@@ -188,7 +194,7 @@ def _examine_slots(runner: Runner, vocab_size: int, max_length: int | None) -> K
     long, other = ([generator.randrange(vocab_size) for _ in range(length)] for _ in range(2))
     try:
         with tried(runner):
-            layout, bare_row = _observe_layout(runner, long[:3])
+            layout, bare_row = _observe_layout(runner, long[:3], _cache_layers(layers))
             expected = expected_rows(runner, long, other, vocab_size)
             tolerance = tolerance_of(runner, layout, expected.spread)
             trial, difference = first_trial(runner, layout, expected, tolerance)
@@ -227,14 +233,46 @@ def tried(runner: Runner) -> AbstractContextManager[None]:
     return one_thread() if is_small else contextlib.nullcontext()
 
 
+def _is_known(layer: Any) -> bool:
+    """Whether a layer of transformers' cache keeps keys and values by token, running states, or both."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return True
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def _cache_layers(layers: Sequence[Any]) -> tuple[CacheLayer, ...]:
+    """What the layers of a model's cache hold; nothing where all hold keys and values alone."""
+    held = tuple(
+        CacheLayer(isinstance(layer, DynamicLayer), getattr(layer, "number_of_states", 0))
+        for layer in layers
+    )
+    return held if any(layer.num_states for layer in held) else ()
+
+
+def _fresh(held: CacheLayer) -> Any:
+    """A layer of transformers' own that holds nothing yet."""
+    if not held.num_states:
+        return DynamicLayer()
+    kind = LinearAttentionAndFullAttentionLayer if held.attends else LinearAttentionLayer
+    return kind(number_of_states=held.num_states)
+
+
 @torch.inference_mode()
-def _observe_layout(runner: Runner, token_ids: list[int]) -> tuple[KVLayout, torch.Tensor]:
-    """The shape of keys and values, and the last row of the model that is told no positions."""
+def _observe_layout(
+    runner: Runner, token_ids: list[int], cache_layers: tuple[CacheLayer, ...]
+) -> tuple[KVLayout, torch.Tensor]:
+    """The shapes of what is kept, and the last row of the model that is told no positions."""
+    name = "past_key_values" if "past_key_values" in runner.parameters else "cache_params"
     cache = DynamicCache()
+    if cache_layers:
+        cache = Cache(layers=[_fresh(layer) for layer in cache_layers])
     ids = torch.tensor([token_ids], dtype=torch.int64, device=runner.device)
-    logits = runner.twin.module(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    logits = runner.twin.module(input_ids=ids, **{name: cache}, use_cache=True).logits
+    states = StateLayout(_state_tensors(cache.layers), cache_layers) if cache_layers else StateLayout()
     layers = []
-    for layer in cache.layers:
+    for number, layer in enumerate(cache.layers):
+        if cache_layers and not cache_layers[number].attends:
+            continue
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.shape[2] != len(token_ids):
             raise UnsupportedModelError("a layer keeps no keys and values")
@@ -248,6 +286,20 @@ def _observe_layout(runner: Runner, token_ids: list[int]) -> tuple[KVLayout, tor
                 device=keys.device,
             )
         )
-    if not layers:
+    if not layers and not states:
         raise UnsupportedModelError("no layer keeps keys and values")
-    return KVLayout(tuple(layers)), row_of(logits[0, -1])
+    return KVLayout(tuple(layers), states), row_of(logits[0, -1])
+
+
+def _state_tensors(layers: Sequence[Any]) -> tuple[StateTensor, ...]:
+    """The tensors of the running states of one row, as the layers of a cache have them."""
+    found: list[StateTensor] = []
+    for number, layer in enumerate(layers):
+        for name in ("conv_states", "recurrent_states"):
+            for index, state in getattr(layer, name, {}).items():
+                if state is not None:
+                    shape = tuple(state.shape[1:])
+                    found.append(
+                        StateTensor(number, name, index, shape, state.dtype, state.device)
+                    )
+    return tuple(found)

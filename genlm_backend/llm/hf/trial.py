@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
 import torch
 
 from genlm_backend.cache import KVLayout, KVStore
-from genlm_backend.llm.hf.attend import WAYS, Way, WholeAttend
-from genlm_backend.llm.hf.packing import Run, Span
+from genlm_backend.llm.hf.attend import WAYS, RunningStates, Way, WholeAttend
+from genlm_backend.llm.hf.packing import Run, Span, pack
 from genlm_backend.llm.hf.runner import Runner
+from genlm_backend.llm.hf.state_trial import StateTrial, joined
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +84,13 @@ def tolerance_of(runner: Runner, layout: KVLayout, spread: float) -> float:
     """Return the distance up to which two rows are the same one."""
     is_quantised = getattr(runner.model, "is_quantized", False)
     share = _SHARE_OF_SPREAD_QUANTISED if is_quantised else _SHARE_OF_SPREAD
-    smallest = _DEFAULT_ROUNDING if is_quantised else rounding(layout.layers[0].dtype)
+    smallest = _DEFAULT_ROUNDING if is_quantised else rounding(dtype_of(layout))
     return max(smallest, share * spread)
+
+
+def dtype_of(layout: KVLayout) -> torch.dtype:
+    """Return the type that a model computes what is kept of it in."""
+    return layout.layers[0].dtype if layout.layers else layout.states.tensors[0].dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +101,10 @@ class Trial:
         runner: What has computed the first tokens.
         way: The way to attend to them.
         store: The slots.
-        spans: The rest; the first and the last are of one context.
+        spans: The rest, as far as it goes through the model at last.
         rows: Their rows.
+        difference: How far rows are from what they should be, at most.
+        states: The running states before the rest, of a model that has such.
     """
 
     runner: Runner
@@ -104,10 +112,14 @@ class Trial:
     store: KVStore
     spans: tuple[Span, ...]
     rows: torch.Tensor
+    difference: float
+    states: list[torch.Tensor] | None = None
 
     @classmethod
     def begun(cls, runner: Runner, layout: KVLayout, way: Way, expected: Expected) -> Self:
         """Compute the first tokens of both contexts, and then the rest of them."""
+        if layout.states:
+            return cls._from_states(runner, layout, way, expected)
         long, short = expected.long, expected.short
         size = len(long) + len(short)
         store = KVStore(layout, size + 2)
@@ -121,12 +133,47 @@ class Trial:
             Span(long[-2:], past, range(size + 1, size + 3), (1,)),
         )
         rows = row_of(runner.forward(spans, way.probing(store, 0)))
-        return cls(runner, way, store, spans, rows)
+        wanted = expected.long_row, expected.short_row, expected.long_row
+        return cls(runner, way, store, spans, rows, max(map(distance, rows, wanted)))
+
+    @classmethod
+    def _from_states(cls, runner: Runner, layout: KVLayout, way: Way, expected: Expected) -> Self:
+        """Compute them where passes go on from running states, of which a pass has one for each row.
+
+        From one state two rows go on, and several tokens at once; one token each goes on from
+        states of two contexts, side by side.
+        """
+        long, short = expected.long, expected.short
+        store = KVStore(layout, 2 * (len(long) + len(short)))
+        trial = StateTrial(runner, layout, way.probing(store, 0))
+        (before,), _ = trial.go_on([None], [long[:-2]])
+        (first,), _ = trial.go_on([None], [short[:1]])
+        _, forked = trial.go_on([before, before], [long[-2:], long[-2:]])
+        _, at_once = trial.go_on([first], [short[1:]])
+        if len(short) > 3:
+            (first,), _ = trial.go_on([first], [short[1:-2]])
+        ends, _ = trial.go_on([before, first], [long[-2:-1], short[-2:-1]])
+        spans = trial.spans(ends, [long[-1:], short[-1:]])
+        done = cls(runner, way, store, tuple(spans), torch.empty(0), 0.0, joined(ends))
+        rows = done.again(0)
+        wanted = [expected.long_row, expected.short_row]
+        pairs = [*zip(rows, wanted, strict=True), (row_of(at_once)[0], expected.short_row)]
+        pairs += [(row, expected.long_row) for row in row_of(forked)]
+        difference = max(distance(row, own) for row, own in pairs)
+        return replace(done, rows=rows, difference=difference)
+
+    def again(self, wider: int) -> torch.Tensor:
+        """Return the rows of the rest in a pass with so many columns more."""
+        states = None
+        if self.states is not None:
+            before = [state.clone() for state in self.states]
+            states = RunningStates(self.store.layout.states, before)
+        batch = pack(self.spans, states=states)
+        return row_of(self.runner.forward(batch, self.way.probing(self.store, wider)))
 
     def change(self, wider: int) -> float:
         """Return how far rows are from before in a pass with so many columns more."""
-        attend = self.way.probing(self.store, wider)
-        return distance(row_of(self.runner.forward(self.spans, attend)), self.rows)
+        return distance(self.again(wider), self.rows)
 
 
 def first_trial(
@@ -137,13 +184,12 @@ def first_trial(
     Raises:
         Exception: What the last way raises; the model may be unable to attend in the others.
     """
-    wanted = expected.long_row, expected.short_row, expected.long_row
     difference = math.inf
     for way in WAYS:
         runner.twin.name_attention(way.is_called)
         try:
             trial = Trial.begun(runner, layout, way, expected)
-            difference = max(map(distance, trial.rows, wanted))
+            difference = trial.difference
         except Exception as error:  # third-party model code may raise anything
             if way is WAYS[-1]:
                 raise
@@ -163,10 +209,13 @@ def counts_columns(trial: Trial, max_length: int | None) -> bool:
     are right all the same. A trial that is as wide as passes can be sees what no context of a few
     tokens would: a scale that is 1 for the first 8,192 columns, a table that ends.
     """
-    dtype = trial.store.layout.layers[0].dtype
+    layers = trial.store.layout.layers
+    if not layers:
+        return False
+    dtype = layers[0].dtype
     wider = min(2 * (max_length or _MOST_COLUMNS), _MOST_COLUMNS)
     if trial.way.copies:
-        num_bytes = trial.store.bytes_per_slot // len(trial.store.layout.layers)
+        num_bytes = trial.store.bytes_per_slot // len(layers)
         wider = min(wider, _COPIED_BYTES // (num_bytes * len(trial.spans)))
     wider = -(-wider // _ALIGNMENT) * _ALIGNMENT  # or kernels add up in another order
     try:
@@ -186,7 +235,7 @@ def spread_alone(runner: Runner, layout: KVLayout, way: Way, expected: Expected)
     It is asked of quantised models: some of their kernels compute one row in another precision than
     many. Of other ones, sums are added up in another order.
     """
-    if not getattr(runner.model, "is_quantized", False):
+    if layout.states or not getattr(runner.model, "is_quantized", False):
         return 0.0
     *before, last = expected.long
     attend = way.probing(KVStore(layout, len(expected.long)), 0)

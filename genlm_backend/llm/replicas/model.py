@@ -129,6 +129,7 @@ class AsyncReplicas(PicturingLM):
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: KVCacheDtype | None = None,
         host_cache_bytes: int = 0,
+        state_cache_bytes: int | None = None,
         num_threads: int | None = None,
         max_length: int | None = None,
         packs_weights: bool = True,
@@ -148,6 +149,7 @@ class AsyncReplicas(PicturingLM):
             kv_cache_bytes: Bytes of keys and values that each replica keeps.
             kv_cache_dtype: Number format of these, as for ``AsyncTransformer``.
             host_cache_bytes: Bytes that each replica keeps on its host, as there.
+            state_cache_bytes: Bytes of running states that each replica keeps, as there.
             num_threads: Threads of each replica's forward passes on the CPU.
             max_length: The longest context to accept. Default: what the model's config says.
             packs_weights: Whether weights are packed where that is faster, on the CPU.
@@ -165,6 +167,7 @@ class AsyncReplicas(PicturingLM):
             kv_cache_bytes,
             kv_cache_dtype,
             host_cache_bytes,
+            state_cache_bytes,
             max_length,
             num_threads,
             packs_weights,
@@ -192,6 +195,7 @@ class AsyncReplicas(PicturingLM):
         kv_cache_bytes: int | None = None,
         kv_cache_dtype: KVCacheDtype | None = None,
         host_cache_bytes: int = 0,
+        state_cache_bytes: int | None = None,
         num_threads: int | None = None,
         max_length: int | None = None,
         packs_weights: bool = True,
@@ -217,6 +221,7 @@ class AsyncReplicas(PicturingLM):
             kv_cache_bytes: Bytes of keys and values that each replica keeps.
             kv_cache_dtype: Number format of these, as for ``AsyncTransformer``.
             host_cache_bytes: Bytes that each replica keeps on its host, as there.
+            state_cache_bytes: Bytes of running states that each replica keeps, as there.
             num_threads: Threads of each replica's forward passes on the CPU.
             max_length: The longest context to accept. Default: what the model's config says.
             packs_weights: Whether weights are packed where that is faster, on the CPU.
@@ -233,7 +238,15 @@ class AsyncReplicas(PicturingLM):
         cls.check_options(kwargs)
         cores = number(0)("num_cpus", num_cpus)
         threads = max(1, int(cores)) if num_threads is None else num_threads
-        own = (kv_cache_bytes, kv_cache_dtype, host_cache_bytes, max_length, threads, packs_weights)
+        own = (
+            kv_cache_bytes,
+            kv_cache_dtype,
+            host_cache_bytes,
+            state_cache_bytes,
+            max_length,
+            threads,
+            packs_weights,
+        )
         loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own, weights)
         evaluators = [
             RayEvaluator(loader, num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=max_restarts)

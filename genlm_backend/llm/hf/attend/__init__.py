@@ -2,6 +2,7 @@
 
 from genlm_backend.llm.hf.attend.base import Attend
 from genlm_backend.llm.hf.attend.gathered import GatherAttend
+from genlm_backend.llm.hf.attend.running import RunningStates
 from genlm_backend.llm.hf.attend.shared import SharedAttend
 from genlm_backend.llm.hf.attend.way import Way
 from genlm_backend.llm.hf.attend.whole import WholeAttend
@@ -17,4 +18,12 @@ WAYS = (
 )
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""
 
-__all__ = ["WAYS", "Attend", "GatherAttend", "SharedAttend", "Way", "WholeAttend"]
+__all__ = [
+    "WAYS",
+    "Attend",
+    "GatherAttend",
+    "RunningStates",
+    "SharedAttend",
+    "Way",
+    "WholeAttend",
+]

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import Cache
 
 from genlm_backend.cache import PADDING_SLOT, KVStore
 from genlm_backend.llm.hf.attend.base import Attend
 from genlm_backend.llm.hf.attend.indices import by_token
 from genlm_backend.llm.hf.attend.layer import SlotLayer
+from genlm_backend.llm.hf.attend.running import cache_of
 from genlm_backend.llm.hf.packing import PackedBatch
 from genlm_backend.llm.hf.paths import Paths
 
@@ -82,10 +82,15 @@ class GatherAttend(Attend):
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Yield the mask of the left padding, and a cache of transformers over the slots."""
+        layout = self._store.layout
+        if not layout.layers:  # but states
+            cache = cache_of((), layout.states, batch.states)
+            yield {"past_key_values": cache, "use_cache": True}
+            return
         gathered = gather(batch, self._wider)
         on: dict[torch.device, _Indices] = {}  # moved once to each device that has a layer
-        layers: list[Any] = []
-        for number, layer in enumerate(self._store.layout.layers):
+        layers: list[SlotLayer] = []
+        for number, layer in enumerate(layout.layers):
             if layer.device not in on:
                 columns = batch.new_columns
                 on[layer.device] = _Indices(
@@ -96,7 +101,7 @@ class GatherAttend(Attend):
             layers.append(_GatheredLayer(self._store, number, on[layer.device], gathered.num_past))
         yield {
             "attention_mask": gathered.mask,
-            "past_key_values": Cache(layers=layers),
+            "past_key_values": cache_of(layers, layout.states, batch.states),
             "use_cache": True,
         }
 

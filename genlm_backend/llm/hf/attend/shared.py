@@ -33,6 +33,7 @@ from genlm_backend.llm.hf.attend.indices import (
     new_positions,
 )
 from genlm_backend.llm.hf.attend.layer import SlotLayer
+from genlm_backend.llm.hf.attend.running import cache_of
 from genlm_backend.llm.hf.attend.sharing import Reading
 from genlm_backend.llm.hf.packing import PackedBatch
 from genlm_backend.llm.hf.paths import Paths
@@ -181,8 +182,8 @@ class _SharedAttention(Attention):
     def cache(self) -> Cache:
         """Return the cache of transformers that takes new keys and values."""
         num_layers = len(self._store.layout.layers)
-        layers: list[Any] = [_NewTokens(self, i, self._num_past) for i in range(num_layers)]
-        return Cache(layers=layers)
+        layers = [_NewTokens(self, i, self._num_past) for i in range(num_layers)]
+        return cache_of(layers, self._store.layout.states, self._batch.states)
 
     def check_complete(self) -> None:
         """Raise a ``ModelStateError`` unless every layer has attended once."""

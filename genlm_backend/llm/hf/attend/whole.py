@@ -9,12 +9,12 @@ from typing import Any, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import Cache
 
-from genlm_backend.cache import KVLayout, LayerLayout
+from genlm_backend.cache import KVLayout, LayerLayout, StateLayout
 from genlm_backend.llm.hf.attend.base import Attend
 from genlm_backend.llm.hf.attend.indices import by_head, by_token
 from genlm_backend.llm.hf.attend.layer import SlotLayer
+from genlm_backend.llm.hf.attend.running import cache_of
 from genlm_backend.llm.hf.packing import PackedBatch
 from genlm_backend.llm.hf.paths import Paths
 
@@ -32,6 +32,7 @@ class WholeAttend(Attend):
     def __init__(self, layout: KVLayout | None = None) -> None:
         layers = () if layout is None else layout.layers
         self._rounding = [layer for layer in layers if layer.kept is not None]
+        self._states = StateLayout() if layout is None else layout.states
 
     def reading(self, past: Paths, num_new: NDArray[np.int64]) -> None:
         """Return ``None``: there is nothing to read."""
@@ -44,8 +45,7 @@ class WholeAttend(Attend):
         if not self._rounding:
             yield {"attention_mask": mask, "use_cache": False}
             return
-        layers: list[Any] = [_RoundedLayer(layer) for layer in self._rounding]
-        cache = Cache(layers=layers)
+        cache = cache_of(map(_RoundedLayer, self._rounding), self._states, None)
         yield {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
 
 
