@@ -218,10 +218,10 @@ def make(name, seed=0):
     return of({**PER_TOKEN, **WHOLE}[name](), seed)
 
 
-def of(config, seed=0):
+def of(config, seed=0, dtype=torch.float32, kind=tf.AutoModelForCausalLM):
     """Such a model of a config."""
     torch.manual_seed(seed)
-    model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = kind.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:
