@@ -136,6 +136,7 @@ class HFEvaluator(Evaluator):
                 stacklevel=2,
             )
         self.passes.pads, self.passes.aligns = support.pads, support.aligns
+        self.passes.going_on = support.going_on
         self.passes.attend_whole, self.passes.layout = WholeAttend(layout), layout
         self._attend = support.attend
         if self._wanted_bytes != 0:

@@ -15,6 +15,7 @@ from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm.context import Context
 from genlm_backend.llm.hf.attend import Attend, RunningStates, WholeAttend
 from genlm_backend.llm.hf.decode_steps import DecodeSteps
+from genlm_backend.llm.hf.going_on import GoingOn
 from genlm_backend.llm.hf.job import Asked, Found, Job, first_output
 from genlm_backend.llm.hf.memory import is_out_of_memory, release_cached_memory
 from genlm_backend.llm.hf.overflow import search, still_spoilt
@@ -63,6 +64,7 @@ class Passes:
         keeps: Whether keys and values are kept.
         pads: Whether contexts that are run whole may be padded beside longer ones; it can be set.
         aligns: Whether rows of a pass have to have as many past tokens each; it can be set.
+        going_on: How many tokens go on from a running state in one pass; it can be set.
         tokens_reused: Number of tokens whose keys and values were there.
     """
 
@@ -76,7 +78,7 @@ class Passes:
     ) -> None:
         self.runner = runner
         self.cost = cost
-        self.pads, self.aligns = True, False
+        self.pads, self.aligns, self.going_on = True, False, GoingOn()
         self.tokens_reused = 0
         self.finish = finish
         self._score = score
@@ -330,8 +332,20 @@ class Passes:
                 int(nodes[i]), np.asarray(contexts[i].packed(start, int(sizes[i])), np.int32)
             )
         if tree.states.num_states:
-            nodes = tree.states.last(nodes)
+            nodes = self._at_states(nodes, sizes)
         tree.use(nodes)
+        return nodes
+
+    def _at_states(self, nodes: NDArray[np.int32], sizes: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return where contexts go on: the last node with a running state, or the root."""
+        tree, fewest, most = self.tree, self.going_on.fewest, self.going_on.most
+        if fewest > 1:
+            nodes = tree.nodes.ancestors(nodes, np.maximum(sizes + 1 - fewest, 0).astype(np.int32))
+        nodes = tree.states.last(nodes)
+        if most is not None:  # where whole contexts are faster than many passes
+            num_passes = -(-(sizes + 1 - tree.nodes.depth[nodes]) // most)
+            is_far = (num_passes - 1) * self.cost.per_forward > sizes
+            nodes[is_far] = tree.nodes.root[nodes[is_far]]
         return nodes
 
     def is_step(
@@ -343,7 +357,7 @@ class Passes:
         return (
             len(contexts) <= self.cost.max_tokens
             and bool((depths == sizes).all())
-            and (fewest > 0 or most == 0 or not self.states.num_states)
+            and (not self.states.num_states or fewest > 0 or most == 0)
             and (most == fewest if self.aligns else most <= 2 * fewest + 64)
             and not any(context.pictures for context in contexts)
         )
@@ -357,7 +371,7 @@ class Passes:
         if not all(map(_has_root, jobs)):
             return None
         has_states = self.states.num_states > 0
-        segments = plan_segments(jobs, self.cost, has_states=has_states)
+        segments = plan_segments(jobs, self.cost, self.going_on if has_states else None)
         if has_states and len(questions) > 1 and not self._has_room(segments):
             return None
         slots = self.tree.allocate(sum(segment.num_tokens for segment in segments), nodes)

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from genlm_backend.common_prefix import common_length
 from genlm_backend.llm.context import Context
+from genlm_backend.llm.hf.going_on import GoingOn
 from genlm_backend.llm.hf.job import Job
 from genlm_backend.llm.hf.packing import Span
 
@@ -135,16 +136,18 @@ class Size(NamedTuple):
 
 
 def plan_segments(
-    jobs: Sequence[Job], cost: CostModel, *, has_states: bool = False
+    jobs: Sequence[Job], cost: CostModel, going_on: GoingOn | None = None
 ) -> list[Segment]:
     """Return segments that together answer every job, parents before their children.
 
     Args:
         jobs: The jobs, of one adapter.
         cost: What a pass costs.
-        has_states: Whether the model has running states, so that a segment can begin only where
-            another one ends.
+        going_on: Of a model with running states, where a segment can begin only where another one
+            ends, how many tokens go on at once.
     """
+    if going_on is not None and not going_on.shares:
+        return _chunk(_apart(jobs), cost, going_on)
     segments: list[Segment] = []
     # Contexts whose cached prefixes end at different nodes share nothing uncached: had they more
     # in common, the cache would have found it for both. (Of a text that is scored, what is wanted
@@ -161,7 +164,21 @@ def plan_segments(
             continue
         for part in _split(sorted(group, key=lambda job: job.missing), start):
             _place(part, start, start, None, 0, cost, segments)
-    return _chunk(segments, cost, has_states)
+    return _chunk(segments, cost, going_on)
+
+
+def _apart(jobs: Sequence[Job]) -> list[Segment]:
+    """Return a segment for each context, whatever it has in common with others."""
+    segments: dict[tuple[Context, int], Segment] = {}
+    for job in jobs:
+        own = segments.setdefault(
+            (job.token_ids, job.start), Segment(job, job.start, job.stop, None, 0)
+        )
+        for position in job.outputs:
+            own.outputs.setdefault(position, []).append(job)
+    for segment in segments.values():
+        segment.outputs = dict(sorted(segment.outputs.items()))
+    return list(segments.values())
 
 
 def plan_whole(wanted: Iterable[tuple[Job, Sequence[int]]]) -> list[Segment]:
@@ -228,21 +245,25 @@ def _place(
                 _place(branch, start, shared, parent, wave, cost, segments)
 
 
-def _chunk(segments: list[Segment], cost: CostModel, has_states: bool) -> list[Segment]:
+def _chunk(
+    segments: list[Segment], cost: CostModel, going_on: GoingOn | None
+) -> list[Segment]:
     """Cut segments into chains of at most so many tokens, and outputs, each.
 
-    Where there are states, they are cut where others begin, too.
+    Where there are running states, they are cut where others begin, too.
     """
     chunks: list[Segment] = []
     by_origin: dict[Segment, list[Segment]] = {}
     cuts: defaultdict[Segment, list[int]] = defaultdict(list)
     for segment in segments:
-        if has_states and segment.parent is not None:
+        if going_on is not None and segment.parent is not None:
             cuts[segment.parent].append(segment.start)
+    cut = (going_on or GoingOn()).cut
     for segment in segments:
         parent = segment.parent
-        is_short = segment.num_tokens <= cost.max_segment and len(segment.outputs) <= 1
-        if parent is None and is_short and segment not in cuts:
+        size = cut(segment.num_tokens, segment.start == 0, cost.max_segment)
+        is_whole = size == segment.num_tokens and len(segment.outputs) <= 1
+        if parent is None and is_whole and segment not in cuts:
             by_origin[segment] = [segment]
             chunks.append(segment)
             continue
@@ -251,8 +272,8 @@ def _chunk(segments: list[Segment], cost: CostModel, has_states: bool) -> list[S
         pieces = by_origin[segment] = []
         positions, start, first = sorted(segment.outputs), segment.start, 0
         while start < segment.stop:
-            stop = min(start + cost.max_segment, segment.stop)
-            stop = min([stop, *(cut for cut in cuts[segment] if cut > start)])
+            stop = start + cut(segment.stop - start, start == 0, cost.max_segment)
+            stop = min([stop, *(place for place in cuts[segment] if place > start)])
             end = bisect_left(positions, stop)
             if end - first > cost.max_outputs:
                 end = first + cost.max_outputs

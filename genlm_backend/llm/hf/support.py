@@ -25,6 +25,7 @@ from genlm_backend.cache import CacheLayer, KVLayout, KVStore, LayerLayout, Stat
 from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
 from genlm_backend.llm.hf.attend import WAYS, Attend, GatherAttend, WholeAttend
+from genlm_backend.llm.hf.going_on import GoingOn
 from genlm_backend.llm.hf.model_state import Placement, check_output
 from genlm_backend.llm.hf.packing import Span
 from genlm_backend.llm.hf.runner import Runner, parameters_of
@@ -57,6 +58,7 @@ class KVSupport:
         reason: Why there is no layer; empty where there are some.
         pads: Whether a context run whole may be padded beside a longer one.
         aligns: Whether contexts may share a pass only if as many tokens of each are in slots.
+        going_on: How many tokens go on from a running state in one pass.
         spread_alone: Distance of the row of a token that goes through the model alone to the same
             row computed among others; 0 where that is rounding.
     """
@@ -66,6 +68,7 @@ class KVSupport:
     reason: str = ""
     pads: bool = True
     aligns: bool = False
+    going_on: GoingOn = GoingOn()
     spread_alone: float = 0.0
 
 
@@ -219,7 +222,9 @@ def _examine_slots(runner: Runner, vocab_size: int, max_length: int | None) -> K
             reason=f"rows from cached keys and values differ by {difference:.2g} from whole ones, "
             f"and by {expected.spread:.2g} between different contexts"
         )
-    return KVSupport(layout, trial.way.over, aligns=aligns, spread_alone=alone)
+    return KVSupport(
+        layout, trial.way.over, aligns=aligns, going_on=trial.going_on, spread_alone=alone
+    )
 
 
 def tried(runner: Runner) -> AbstractContextManager[None]:

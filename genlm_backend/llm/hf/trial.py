@@ -11,6 +11,7 @@ import torch
 
 from genlm_backend.cache import KVLayout, KVStore
 from genlm_backend.llm.hf.attend import WAYS, RunningStates, Way, WholeAttend
+from genlm_backend.llm.hf.going_on import GoingOn
 from genlm_backend.llm.hf.packing import Run, Span, pack
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.hf.state_trial import StateTrial, joined
@@ -105,6 +106,7 @@ class Trial:
         rows: Their rows.
         difference: How far rows are from what they should be, at most.
         states: The running states before the rest, of a model that has such.
+        going_on: How many tokens go on from these at once.
     """
 
     runner: Runner
@@ -114,6 +116,7 @@ class Trial:
     rows: torch.Tensor
     difference: float
     states: list[torch.Tensor] | None = None
+    going_on: GoingOn = GoingOn()
 
     @classmethod
     def begun(cls, runner: Runner, layout: KVLayout, way: Way, expected: Expected) -> Self:
@@ -138,29 +141,33 @@ class Trial:
 
     @classmethod
     def _from_states(cls, runner: Runner, layout: KVLayout, way: Way, expected: Expected) -> Self:
-        """Compute them where passes go on from running states, of which a pass has one for each row.
+        """Compute them where passes go on from running states, of which each row has its own.
 
-        From one state two rows go on, and several tokens at once; one token each goes on from
-        states of two contexts, side by side.
+        Two rows go on from one state, beside one of another context, by two tokens at once and by
+        one after the other; and many tokens go on from one.
         """
         long, short = expected.long, expected.short
-        store = KVStore(layout, 2 * (len(long) + len(short)))
+        store = KVStore(layout, 4 * (len(long) + len(short)))
         trial = StateTrial(runner, layout, way.probing(store, 0))
-        (before,), _ = trial.go_on([None], [long[:-2]])
+        ((before,), _), ((shorter,), _) = (trial.go_on([None], [c[:-2]]) for c in (long, short))
         (first,), _ = trial.go_on([None], [short[:1]])
-        _, forked = trial.go_on([before, before], [long[-2:], long[-2:]])
-        _, at_once = trial.go_on([first], [short[1:]])
-        if len(short) > 3:
-            (first,), _ = trial.go_on([first], [short[1:-2]])
-        ends, _ = trial.go_on([before, first], [long[-2:-1], short[-2:-1]])
-        spans = trial.spans(ends, [long[-1:], short[-1:]])
+        begun, contexts = (before, shorter, before), (long, short, long)
+        _, many = trial.go_on([first], [short[1:]])
+        _, several = trial.go_on(begun, [context[-2:] for context in contexts])
+        ends, _ = trial.go_on(begun, [context[-2:-1] for context in contexts])
+        spans = trial.spans(ends, [context[-1:] for context in contexts])
         done = cls(runner, way, store, tuple(spans), torch.empty(0), 0.0, joined(ends))
-        rows = done.again(0)
-        wanted = [expected.long_row, expected.short_row]
-        pairs = [*zip(rows, wanted, strict=True), (row_of(at_once)[0], expected.short_row)]
-        pairs += [(row, expected.long_row) for row in row_of(forked)]
-        difference = max(distance(row, own) for row, own in pairs)
-        return replace(done, rows=rows, difference=difference)
+        one_by_one = done.again(0)
+        wanted = [expected.long_row, expected.short_row, expected.long_row]
+        at_once = max(
+            distance(row_of(many)[0], expected.short_row),
+            *map(distance, row_of(several), wanted),
+        )
+        stepwise = max(map(distance, one_by_one, wanted))
+        going_on = GoingOn.told_by(at_once, stepwise, rounding(dtype_of(layout)))
+        found = {GoingOn(): max(at_once, stepwise), GoingOn(most=1): stepwise}
+        difference = found.get(going_on, at_once)
+        return replace(done, rows=one_by_one, difference=difference, going_on=going_on)
 
     def again(self, wider: int) -> torch.Tensor:
         """Return the rows of the rest in a pass with so many columns more."""
@@ -186,6 +193,8 @@ def first_trial(
     """
     difference = math.inf
     for way in WAYS:
+        if way.is_called and not layout.layers:
+            continue
         runner.twin.name_attention(way.is_called)
         try:
             trial = Trial.begun(runner, layout, way, expected)

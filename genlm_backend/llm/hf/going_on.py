@@ -1,0 +1,58 @@
+"""GoingOn: how many tokens go on from a running state in one pass."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple, Self, final
+
+_TIMES: Final = 20
+"""Rows so many times farther off than others are computed in another way, beyond rounding."""
+
+
+@final
+class GoingOn(NamedTuple):
+    """How many tokens of a context may go on from a running state in one pass.
+
+    The code of most models takes any number. Some scans begin anew whatever state there is, so
+    that tokens have to come one by one; others round the steps of several tokens as they round
+    those of a whole context, and a single one's otherwise.
+
+    Attributes:
+        fewest: Fewest tokens of a pass.
+        most: Most tokens of a pass; ``None`` for any number.
+    """
+
+    fewest: int = 1
+    most: int | None = None
+
+    @classmethod
+    def told_by(cls, at_once: float, one_by_one: float, rounding: float) -> Self:
+        """Return what is told by how far rows are off.
+
+        Args:
+            at_once: Distance from whole rows where several tokens go on at once.
+            one_by_one: The same where one goes on after the other.
+            rounding: Distance that computing in another order makes.
+        """
+        if at_once > max(rounding, _TIMES * one_by_one):
+            return cls(most=1)
+        if one_by_one > max(rounding, _TIMES * at_once):
+            return cls(fewest=2)
+        return cls()
+
+    @property
+    def shares(self) -> bool:
+        """Whether contexts may part anywhere, so that what they share is computed once."""
+        return self == GoingOn()
+
+    def cut(self, num_tokens: int, begins: bool, most: int) -> int:
+        """Return how many of some tokens go through the model next.
+
+        Args:
+            num_tokens: Number of tokens that are left.
+            begins: Whether the first of them begins the context, so that any number will do.
+            most: Most tokens that one pass may have of a context.
+        """
+        if self.most is not None:
+            return num_tokens if begins else min(self.most, num_tokens)
+        left = num_tokens - most
+        return min(num_tokens, most) - (self.fewest - left if 0 < left < self.fewest else 0)
