@@ -167,7 +167,9 @@ class States:
     def last(self, nodes: Ints) -> Ints:
         """Return the last node with a state on the path to each node, or its root: int32."""
         found = np.empty_like(nodes)
-        node_loops.last_states(self._nodes.parent, self._nodes.depth, self._nodes.state, nodes, found)
+        node_loops.last_states(
+            self._nodes.parent, self._nodes.depth, self._nodes.state, nodes, found
+        )
         return found
 
     # ---------------------------------------------------------------- a batch

@@ -323,9 +323,10 @@ class HFEvaluator(Evaluator):
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
         node = self._computed(query)
-        if node is None or (self.passes.states.num_states and not self.passes.tree.states.pin(node)):
+        tree = self.passes.tree
+        if node is None or (self.passes.states.num_states and not tree.states.pin(node)):
             return False
-        self.passes.tree.pin(node)
+        tree.pin(node)
         return True
 
     def _computed(self, query: Query) -> int | None:
@@ -334,7 +335,9 @@ class HFEvaluator(Evaluator):
             self._answers([query])
         size, nodes = len(query.context), self.passes.tree.nodes
         node = self.passes.match(query.context, query.adapter, size)
-        return node if nodes.depth[node] == size and nodes.slot[node] > 0 else None
+        is_kept = nodes.depth[node] == size and nodes.slot[node] > 0
+        has_state = nodes.state[node] > 0 or not self.passes.states.num_states
+        return node if is_kept and has_state else None
 
     # ---------------------------------------------------------------- files of prefixes
 
@@ -360,7 +363,7 @@ class HFEvaluator(Evaluator):
             raise CacheError(
                 f"the {num_tokens} tokens of {path} are more than max_length={self._max_length}"
             )
-        if not self.passes.fill(prefix.token_ids, prefix.codes, adapter):
+        if not self.passes.fill(prefix.token_ids, prefix.codes, prefix.states, adapter):
             raise CacheError(
                 f"the {num_tokens} tokens of {path} do not fit into the "
                 f"{self.passes.tree.num_slots} of kv_cache_bytes, as far as none are pinned"

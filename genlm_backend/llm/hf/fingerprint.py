@@ -28,7 +28,7 @@ class Fingerprint:
         config: Digest of what the model's config says.
         weights: Digest of the weights as the model came.
         adapter: Digest of the weights with those of an adapter; ``weights`` without one.
-        layout: The shapes of keys and values, and the format that they are kept in.
+        layout: The shapes of what is kept, and the format of keys and values.
     """
 
     config: str
@@ -60,6 +60,10 @@ class Fingerprint:
             for layer in layout.layers
         ]
         layers = [f"{len(list(own))} layers of {kind}" for kind, own in itertools.groupby(kinds)]
+        if layout.states:
+            dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in layout.states.tensors}
+            size = layout.states.bytes_per_state
+            layers.append(f"a running state of {size} bytes of {' and '.join(sorted(dtypes))}")
         config_digest = hashlib.sha256(text.encode()).hexdigest()
         return cls(config_digest, weights, adapter, "; ".join(layers))
 

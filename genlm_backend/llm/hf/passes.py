@@ -264,6 +264,7 @@ class Passes:
         self,
         token_ids: Sequence[int],
         codes: Sequence[tuple[torch.Tensor, ...]],
+        states: Sequence[torch.Tensor],
         adapter: Adapter | None,
     ) -> bool:
         """Keep a context whose keys and values are known; return whether there was room.
@@ -271,6 +272,7 @@ class Passes:
         Args:
             token_ids: The context.
             codes: The codes of each layer's keys and values, ``[len(token_ids), columns]`` each.
+            states: The tensors of the running state behind it, ``[1, *shape]`` each.
             adapter: The adapter that it was computed with.
         """
         tree = self.tree
@@ -286,8 +288,13 @@ class Passes:
         except BaseException:
             tree.drop(new)
             raise
-        tree.link(new)
-        return True
+        end = tree.link(new)[-1:] if len(new) else np.array([node], np.int32)
+        if not states or tree.nodes.state[end[0]]:
+            return True
+        numbers = tree.states.give(end, np.zeros(1, np.int64))
+        if numbers[0]:
+            self.states.write(numbers, states)
+        return bool(numbers[0])
 
     def _from_slots(self, questions: list[Asked]) -> list[Found]:
         if not self.keeps:

@@ -245,9 +245,7 @@ def _place(
                 _place(branch, start, shared, parent, wave, cost, segments)
 
 
-def _chunk(
-    segments: list[Segment], cost: CostModel, going_on: GoingOn | None
-) -> list[Segment]:
+def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -> list[Segment]:
     """Cut segments into chains of at most so many tokens, and outputs, each.
 
     Where there are running states, they are cut where others begin, too.

@@ -41,10 +41,13 @@ class Prefix:
     Attributes:
         token_ids: Its tokens.
         codes: By layer, the tensors of codes, ``[len(token_ids), columns]`` each.
+        states: The tensors of the running state behind the last token, ``[1, *shape]`` each; none
+            of a model that has no such state.
     """
 
     token_ids: tuple[int, ...]
     codes: list[tuple[torch.Tensor, ...]]
+    states: list[torch.Tensor]
 
 
 def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout) -> None:
@@ -57,6 +60,8 @@ def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout)
     for number, codes in enumerate(prefix.codes):
         for i, of_tokens in enumerate(codes):
             tensors[f"codes.{number}.{i}"] = of_tokens.contiguous()
+    for number, state in enumerate(prefix.states):
+        tensors[f"state.{number}"] = state.contiguous()
     for number, layer in enumerate(layout.layers):
         if layer.mean_key is not None:
             tensors[f"mean_key.{number}"] = layer.mean_key.cpu().contiguous()
@@ -125,7 +130,8 @@ def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
         tuple(tensors[f"codes.{number}.{i}"] for i in range(len(layer.codec().columns())))
         for number, layer in enumerate(layout.layers)
     ]
-    return Prefix(tuple(token_ids.tolist()), codes)
+    states = [tensors[f"state.{number}"] for number in range(len(layout.states.tensors))]
+    return Prefix(tuple(token_ids.tolist()), codes, states)
 
 
 def _kinds(layout: KVLayout, num_tokens: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -138,6 +144,8 @@ def _kinds(layout: KVLayout, num_tokens: int) -> dict[str, tuple[torch.dtype, tu
             kinds[f"codes.{number}.{i}"] = (dtype, (num_tokens, width))
         if layer.mean_key is not None:
             kinds[f"mean_key.{number}"] = (layer.mean_key.dtype, tuple(layer.mean_key.shape))
+    for number, state in enumerate(layout.states.tensors):
+        kinds[f"state.{number}"] = (state.dtype, (1, *state.shape))
     return kinds
 
 

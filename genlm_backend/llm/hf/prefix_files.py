@@ -35,9 +35,13 @@ class PrefixFiles:
         Raises:
             OSError: If the file cannot be written; nothing of it stays then.
         """
-        codes = self._passes.codes_of(node)
-        fingerprint, layout = self._fingerprint(query.adapter), self._passes.store.layout
-        prefix_file.save(path, Prefix(tuple(query.context), codes), fingerprint, layout)
+        passes = self._passes
+        states = (
+            passes.states.read(passes.tree.nodes.state[[node]]) if passes.states.num_states else []
+        )
+        kept = [state.cpu() for state in states]
+        prefix = Prefix(tuple(query.context), passes.codes_of(node), kept)
+        prefix_file.save(path, prefix, self._fingerprint(query.adapter), passes.store.layout)
 
     def load(self, path: Path, adapter: Adapter | None) -> Prefix:
         """Return what is in a file of this model.

@@ -273,7 +273,9 @@ def _observe_layout(
         cache = Cache(layers=[_fresh(layer) for layer in cache_layers])
     ids = torch.tensor([token_ids], dtype=torch.int64, device=runner.device)
     logits = runner.twin.module(input_ids=ids, **{name: cache}, use_cache=True).logits
-    states = StateLayout(_state_tensors(cache.layers), cache_layers) if cache_layers else StateLayout()
+    states = (
+        StateLayout(_state_tensors(cache.layers), cache_layers) if cache_layers else StateLayout()
+    )
     layers = []
     for number, layer in enumerate(cache.layers):
         if cache_layers and not cache_layers[number].attends:
@@ -304,7 +306,5 @@ def _state_tensors(layers: Sequence[Any]) -> tuple[StateTensor, ...]:
             for index, state in getattr(layer, name, {}).items():
                 if state is not None:
                     shape = tuple(state.shape[1:])
-                    found.append(
-                        StateTensor(number, name, index, shape, state.dtype, state.device)
-                    )
+                    found.append(StateTensor(number, name, index, shape, state.dtype, state.device))
     return tuple(found)

@@ -140,7 +140,7 @@ def by_token(
     states = [keys.transpose(1, 2), values.transpose(1, 2)]  # [B, Q, heads, dim]
     if keys.shape[3] != values.shape[3]:
         states = [of_heads.flatten(2) for of_heads in states]
-    rows = torch.cat(states, 2).view(len(keys) * keys.shape[2], -1)
+    rows = torch.cat(states, 2).reshape(len(keys) * keys.shape[2], -1)
     return rows if columns is None else rows.index_select(0, columns)
 
 
