@@ -14,7 +14,6 @@ from genlm_backend.cache.codecs import Codec, KVCacheDtype, codec_for
 from genlm_backend.cache.slots import PADDING_SLOT
 from genlm_backend.cache.states import StateLayout
 
-
 _FREE_SLOTS: Final = 1 << 20
 """Number of slots that take no bytes; a node of a tree takes some 70."""
 
