@@ -222,7 +222,7 @@ class States:
         return numbers
 
     def _taken(self, count: int, num_needed: int) -> Ints:
-        """Return up to ``count`` free states; others go for them, new ones for needed ones alone."""
+        """Return up to ``count`` states that are free now: old ones go, and for needed ones new ones."""
         is_used = self._is_used()
         (free,) = np.nonzero(~is_used[1:])
         free = free[:count] + 1
@@ -241,7 +241,7 @@ class States:
         return np.concatenate([free, gone])
 
     def _cheapest(self, numbers: Ints, count: int) -> Ints:
-        """Return the ``count`` oldest of some states, the cheapest to compute again before others."""
+        """Return the ``count`` oldest of some states, the cheapest to compute again first."""
         if len(numbers) <= count:
             return numbers
         nodes, depths = self._node[numbers], self._nodes.depth
@@ -251,7 +251,7 @@ class States:
     # ---------------------------------------------------------------- beside batches
 
     def pin(self, node: int) -> bool:
-        """Keep a node's state until ``clear()``; return whether it has one, and others have room."""
+        """Keep a node's state until ``clear()``, if it has one and others have room."""
         number = self._nodes.state[node]
         others = self._is_pinned.copy()
         others[number] = True

@@ -81,7 +81,7 @@ class KVLayout:
     """
 
     layers: tuple[LayerLayout, ...] = ()
-    states: StateLayout = StateLayout()
+    states: StateLayout = field(default_factory=StateLayout)
 
     @property
     def bytes_per_slot(self) -> int:

@@ -216,8 +216,8 @@ class HFEvaluator(Evaluator):
         num_bytes = share if wanted is None else wanted
         if num_bytes > budget:
             raise OptionError(
-                f"state_cache_bytes={num_bytes} is more than the kv_cache_bytes={budget} that it is "
-                "a part of"
+                f"state_cache_bytes={num_bytes} is a part of kv_cache_bytes, which is {budget} and "
+                "no more"
             )
         if num_bytes < size:
             raise OptionError(

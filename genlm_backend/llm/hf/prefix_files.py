@@ -36,11 +36,8 @@ class PrefixFiles:
             OSError: If the file cannot be written; nothing of it stays then.
         """
         passes = self._passes
-        states = (
-            passes.states.read(passes.tree.nodes.state[[node]]) if passes.states.num_states else []
-        )
-        kept = [state.cpu() for state in states]
-        prefix = Prefix(tuple(query.context), passes.codes_of(node), kept)
+        states = [state.cpu() for state in passes.states.read(passes.tree.nodes.state[[node]])]
+        prefix = Prefix(tuple(query.context), passes.codes_of(node), states)
         prefix_file.save(path, prefix, self._fingerprint(query.adapter), passes.store.layout)
 
     def load(self, path: Path, adapter: Adapter | None) -> Prefix:

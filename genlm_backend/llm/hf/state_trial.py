@@ -1,4 +1,4 @@
-"""Rows of two short contexts from running states: several tokens at once, one by one, and forked."""
+"""Passes of a trial that go on from running states, whatever slots there are."""
 
 from __future__ import annotations
 

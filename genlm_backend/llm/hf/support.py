@@ -68,7 +68,7 @@ class KVSupport:
     reason: str = ""
     pads: bool = True
     aligns: bool = False
-    going_on: GoingOn = GoingOn()
+    going_on: GoingOn = field(default_factory=GoingOn)
     spread_alone: float = 0.0
 
 
@@ -239,7 +239,7 @@ def tried(runner: Runner) -> AbstractContextManager[None]:
 
 
 def _is_known(layer: Any) -> bool:
-    """Whether a layer of transformers' cache keeps keys and values by token, running states, or both."""
+    """Whether a layer of a cache keeps keys and values by token, running states, or both."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return True
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)

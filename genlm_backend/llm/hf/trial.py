@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
 import torch
@@ -116,7 +116,7 @@ class Trial:
     rows: torch.Tensor
     difference: float
     states: list[torch.Tensor] | None = None
-    going_on: GoingOn = GoingOn()
+    going_on: GoingOn = field(default_factory=GoingOn)
 
     @classmethod
     def begun(cls, runner: Runner, layout: KVLayout, way: Way, expected: Expected) -> Self:
