@@ -222,7 +222,7 @@ class States:
         return numbers
 
     def _taken(self, count: int, num_needed: int) -> Ints:
-        """Return up to ``count`` states that are free now: old ones go, and for needed ones new ones."""
+        """Return up to ``count`` free states: old ones go for them, new ones if they are needed."""
         is_used = self._is_used()
         (free,) = np.nonzero(~is_used[1:])
         free = free[:count] + 1
