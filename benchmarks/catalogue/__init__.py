@@ -30,6 +30,7 @@ _WORKLOADS: tuple[Workload, ...] = (
     models.AwaitedQueries(),
     models.Trace(),
     models.Dressing(),
+    models.RunningStates(),
     models.PrefillMix(),
     models.LoopStall(),
     models.PythonMeanwhile(),

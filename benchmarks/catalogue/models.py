@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import dressing, growth, host, sharing, trace, workloads
+from benchmarks import dressing, growth, host, running_states, sharing, trace, workloads
 from benchmarks.workload import SHARE, Found, Numbers, Row, Workload, median
 
 
@@ -173,6 +173,33 @@ class Dressing(Workload):
         few, many = (median(found[""][f"{size}_ms"]) for size in dressing.NUM_LAYERS)
         what = f"a batch of {dressing.NUM_LAYERS[1]} layers over one, packed, the model left out"
         return [(what, f"{many - few:+.2f} ms", "0.3 ms")]
+
+
+class RunningStates(Workload):
+    """A step of a model with running states, against the model with its own cache."""
+
+    name = "running_states"
+    variants = tuple(running_states.SIZES)
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return running_states.steps(repeats, variant)
+
+    def rows(self, found: Found) -> list[Row]:
+        table: list[Row] = []
+        for size, numbers in found.items():
+            who = f"Qwen3.5 of {size}, {running_states.NUM_PARTICLES} particles"
+            for num_shared in running_states.BEHIND:
+                ms = median(numbers[f"{num_shared} ours_ms"])
+                what = (
+                    f"{who} behind {num_shared:,}: a step ({ms:.0f} ms) over the model's own cache"
+                )
+                table.append((what, f"{running_states.ratio(numbers, num_shared):.2f}×", "1.3×"))
+            times = median(numbers["own_sis_s"]) / median(numbers["ours_sis_s"])
+            what = (
+                f"{who} behind 512, {running_states.NUM_DRAWN} tokens each, over `model.generate`"
+            )
+            table.append((what, f"{times:.1f}×", "1.0×"))
+        return table
 
 
 class PrefillMix(Workload):

@@ -1,0 +1,152 @@
+"""What a step of a model with running states costs, beside the model with its own cache."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.workload import Numbers
+
+NUM_DRAWN = 16
+"""Tokens that each particle draws, one after the other."""
+
+BEHIND = (51, 512, 2048)
+"""Tokens that all particles share."""
+
+NUM_PARTICLES = 20
+NUM_STEPS = 8
+VOCAB = 4096
+
+SIZES: dict[str, dict[str, Any]] = {
+    "8 layers of 256": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    "24 layers of 1,024": {
+        "hidden_size": 1024,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "linear_num_key_heads": 8,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+}
+"""Random Qwen3.5 models: three layers of a gated delta rule for each that attends."""
+
+
+def steps(repeats: int, size: str) -> Numbers:
+    """Milliseconds of a step by our library and by the model alone, behind so many tokens."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    torch.manual_seed(0)
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(vocab_size=VOCAB, **SIZES[size])).eval()
+    numbers: dict[str, list[float]] = {}
+    lm = _wrapped(model)
+    for num_shared in BEHIND:
+        ways: dict[str, Callable[[list[int]], list[float]]] = {
+            "ours": lambda prompt: _ours(lm, prompt),
+            "own": lambda prompt: _own(model, prompt),
+        }
+        for i in range(repeats):
+            generator = random.Random(f"{num_shared} {i}")
+            prompt = [generator.randrange(VOCAB) for _ in range(num_shared)]
+            for name, way in ways.items():  # in turns, so that both meet the same machine
+                numbers.setdefault(f"{num_shared} {name}_ms", []).extend(way(prompt))
+    prompt = [random.Random(2).randrange(VOCAB) for _ in range(512)]
+    for _ in range(repeats):
+        numbers.setdefault("ours_sis_s", []).append(_seconds(lambda: _draw(lm, prompt)))
+        numbers.setdefault("own_sis_s", []).append(_seconds(lambda: _generate(model, prompt)))
+    lm.close()
+    return numbers
+
+
+def ratio(numbers: Numbers, num_shared: int) -> float:
+    """Return the step of ours over the model's own, of medians."""
+    ours, own = (statistics.median(numbers[f"{num_shared} {name}_ms"]) for name in ("ours", "own"))
+    return ours / own
+
+
+def _wrapped(model: Any) -> Any:
+    from tokenizers import Tokenizer, models
+
+    from genlm_backend import AsyncTransformer
+
+    tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(VOCAB)}, unk_token="<0>"))
+    return AsyncTransformer(model, tokenizer, row_cache_bytes=0, kv_cache_bytes=4 << 30)
+
+
+def _ours(lm: Any, prompt: list[int]) -> list[float]:
+    generator = random.Random(1)
+    lm.clear_cache()
+    lm.next_token_logprobs_sync(prompt)
+    contexts = [lm.context(prompt)] * NUM_PARTICLES
+    found = []
+    for _ in range(NUM_STEPS):
+        contexts = [context.extend(generator.randrange(VOCAB)) for context in contexts]
+        start = time.perf_counter()
+        lm.batch_next_token_logprobs_sync(contexts)
+        found.append(1000 * (time.perf_counter() - start))
+    return found
+
+
+@torch.inference_mode()
+def _own(model: Any, prompt: list[int]) -> list[float]:
+    from transformers import DynamicCache
+
+    generator = random.Random(1)
+    cache = DynamicCache(config=model.config)
+    model(torch.tensor([prompt] * NUM_PARTICLES), past_key_values=cache, logits_to_keep=1)
+    found = []
+    for _ in range(NUM_STEPS):
+        tokens = torch.tensor([[generator.randrange(VOCAB)] for _ in range(NUM_PARTICLES)])
+        start = time.perf_counter()
+        logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        logits.float().log_softmax(-1)
+        found.append(1000 * (time.perf_counter() - start))
+    return found
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _draw(lm: Any, prompt: list[int]) -> None:
+    """Draw tokens of all particles behind a prompt that nothing is kept of."""
+    lm.clear_cache()
+    generator = torch.Generator().manual_seed(0)
+    contexts = [lm.context(prompt)] * NUM_PARTICLES
+    for _ in range(NUM_DRAWN):
+        rows = lm.batch_next_token_logprobs_sync(contexts)
+        drawn = [lm.draw(row, generator=generator) for row in rows]
+        contexts = [c.extend(token) for c, token in zip(contexts, drawn, strict=True)]
+
+
+def _generate(model: Any, prompt: list[int]) -> None:
+    """Let transformers do the same, by its own cache."""
+    ids = torch.tensor([prompt] * NUM_PARTICLES)
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        max_new_tokens=NUM_DRAWN,
+        min_new_tokens=NUM_DRAWN,
+    )
