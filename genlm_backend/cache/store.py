@@ -75,9 +75,9 @@ class KVLayout:
     """The shapes of what a model keeps of a context.
 
     Attributes:
-        layers: Those of the layers that attend, first to last; none where it keeps no keys and
+        layers: Shapes of the layers that attend, first to last; none where it keeps no keys and
             values.
-        states: Those of the running states behind a token; none for most models.
+        states: Shapes of the running states behind a token; none for most models.
     """
 
     layers: tuple[LayerLayout, ...] = ()

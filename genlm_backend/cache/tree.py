@@ -44,7 +44,7 @@ class PrefixTree:
         slots: As given.
         host_slots: As given; without any where there is no host tier.
         nodes: The nodes.
-        states: Which of them have a running state; none of them where the model has none.
+        states: The running states that nodes have; none of a model that has no such state.
         num_evicted: Number of tokens that were dropped to make room so far.
         num_to_host: Number of tokens moved to the host so far.
         num_to_device: Number of tokens moved back so far.

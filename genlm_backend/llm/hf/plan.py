@@ -143,8 +143,8 @@ def plan_segments(
     Args:
         jobs: The jobs, of one adapter.
         cost: What a pass costs.
-        going_on: Of a model with running states, where a segment can begin only where another one
-            ends, how many tokens go on at once.
+        going_on: How many tokens go on at once from a running state, of a model that has such. A
+            segment can begin only where another one ends then.
     """
     if going_on is not None and not going_on.shares:
         return _chunk(_apart(jobs), cost, going_on)

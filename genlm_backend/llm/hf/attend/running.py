@@ -77,6 +77,7 @@ class RunningStates:
         return [getattr(self._layers[t.layer], t.name)[t.index] for t in tensors]
 
 
+@final
 class _AttendingStateLayer(LinearAttentionAndFullAttentionLayer):
     """One layer of a cache that holds keys and values in slots, and running states beside them.
 
