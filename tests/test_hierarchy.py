@@ -36,7 +36,7 @@ DEFAULTS = {
         "statistics",
     },
     "SamplingLM": {"_drawn", "batch_sample", "sample"},
-    "BatchedLM": {"_asking"},
+    "BatchedLM": {"_asking", "_evaluator_counts", "_number_of"},
     "Evaluator": {"load_prefix", "picture_rules", "save_prefix"},
     "VocabularyTrie": {"release"},
 }

@@ -22,7 +22,7 @@ from genlm_backend.llm.answering import Answering
 from genlm_backend.llm.base import AsyncLM
 from genlm_backend.llm.contexts import listed_contexts
 from genlm_backend.llm.drawing import Draw, Drawing
-from genlm_backend.llm.evaluator import Evaluator, EvaluatorInfo
+from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.llm.query import Adapter, Query, TokenIds
 from genlm_backend.llm.row import Row, table_of
 from genlm_backend.llm.row_scores import scores_of_rows, scores_of_rows_sync
@@ -254,9 +254,10 @@ class BatchedLM(OfOneProcess, AsyncLM):
         """Have the worker do something after the batches already sent; block for it."""
         return self._batcher.call(partial(self._answering.counted, verb))
 
-    async def _acall(self, verb: Callable[[], T]) -> T:
-        counted = partial(self._answering.counted, verb)
-        return await asyncio.wrap_future(self._batcher.call_soon(counted))
+    async def _number_of(self, verb: Callable[[Evaluator], int | None]) -> int:
+        """Return the number that a verb of the evaluator returns, 0 where it returns none."""
+        counted = partial(self._answering.counted, partial(verb, self._evaluator))
+        return await asyncio.wrap_future(self._batcher.call_soon(counted)) or 0
 
     @property
     def batch_size(self) -> int:
@@ -303,7 +304,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         The last one always goes through the model. See ``AsyncLM`` for ``tier``.
         """
         query, tier = self._query(token_ids, lora_name), check_tier("tier", tier)
-        return await self._acall(lambda: self._evaluator.num_cached(query, tier))
+        return await self._number_of(lambda e: e.num_cached(query, tier))
 
     @property
     def can_forget(self) -> bool:
@@ -322,7 +323,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
             query = Query(context, self._adapter(lora_name))
         except UnknownAdapterError:  # what was computed with it has gone with it
             return
-        await self._acall(lambda: self._evaluator.forget(query, keep))
+        await self._number_of(lambda e: e.forget(query, keep))
 
     # ---------------------------------------------------------------- adapters
 
@@ -383,7 +384,11 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     def statistics(self) -> LMStatistics:
         """Return what batching and caching have done so far."""
-        return LMStatistics.of(self._batcher.statistics(), self._answering.counts, self._rows)
+        counts = self._evaluator_counts()
+        return LMStatistics.of(self._batcher.statistics(), counts, self._rows)
+
+    def _evaluator_counts(self) -> EvaluatorCounts:
+        return self._answering.counts
 
     def close(self) -> None:
         """Settle every waiter with an error and free what the model holds.

@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from genlm_backend.cache import NOWHERE, PrefixTree, Slots
+from genlm_backend.cache.nodes import Nodes
 from genlm_backend.errors import CacheError
 
 
@@ -194,3 +197,32 @@ def test_a_large_tree_is_what_a_small_one_was():
         seen.append(context[:200])
     cache.check_integrity()
     assert all(cache.num_cached(context) == len(context) for context in seen)
+
+
+PIECES = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from([1, 2, 63, 64, 65, 130])), min_size=1, max_size=4
+)
+
+
+@given(st.lists(st.tuples(PIECES, st.integers(0, 300), st.integers(0, 150)), max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_long_contexts_are_found_however_their_nodes_are_numbered(history):
+    """Runs of tokens that are compared many at once, beside others, and parted anywhere."""
+    nodes, known = Nodes(), {()}
+    root = nodes.new_root()
+    for pieces, changed, num_free in history:
+        nodes.give_back(np.random.default_rng(num_free).permutation(nodes.take(num_free)))
+        token_ids = [token for token, count in pieces for token in [token] * count]
+        if changed < len(token_ids):
+            token_ids[changed] = 7
+        size = max(n for n in range(len(token_ids) + 1) if tuple(token_ids[:n]) in known)
+        wanted = np.array(token_ids, np.int32)
+        node = nodes.walk(root, wanted)
+        path = nodes.path(node)
+        assert nodes.token[path].tolist() == token_ids[:size]
+        assert (nodes.parent[path[1:]] == path[:-1]).all()
+        if size < len(token_ids):
+            nodes.link(nodes.grow_chain(node, wanted[size:], np.ones(len(wanted) - size), 1))
+        known.update(tuple(token_ids[:n]) for n in range(len(token_ids) + 1))
+        nodes.check(nodes.table[nodes.table > 0])
+    assert (nodes.table > 0).sum() == len(known) - 1

@@ -234,4 +234,5 @@ class Distributor:
 
 
 def _packed(query: Question) -> bytes:
-    return query.context.packed().tobytes()
+    blocks, rest = query.context.key
+    return b"".join((*blocks, rest))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self, final
 
 import torch
@@ -11,11 +11,10 @@ import torch
 from genlm_backend.batching import Asking, BatchPolicy
 from genlm_backend.cache import KVCacheDtype
 from genlm_backend.checks import Check, checked, instance, integer, listed, number
-from genlm_backend.errors import ModelStateError
 from genlm_backend.llm.batched import DEFAULT_ROW_CACHE_BYTES
 from genlm_backend.llm.elsewhere.on_ray import RayEvaluator, connect
 from genlm_backend.llm.elsewhere.process import ProcessEvaluator
-from genlm_backend.llm.evaluator import Evaluator, EvaluatorInfo, RestartableEvaluator
+from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.llm.hf.loader import OF_THE_EVALUATOR, HFLoader, Weights
 from genlm_backend.llm.hf.model import AsyncTransformer
 from genlm_backend.llm.hf.picturing import PicturingLM
@@ -98,12 +97,8 @@ class AsyncReplicas(PicturingLM):
 
     def _asking(self, policy: BatchPolicy) -> Asking[Question, Any]:
         """Make the replicas' threads; return what sends questions to them."""
-
-        def counted() -> None:
-            self._answering.counts = self._set.counts()
-
         self._set.replicas.extend(
-            Replica(index, evaluator, self._rows, self._adapters, policy, counted)
+            Replica(index, evaluator, self._rows, self._adapters, policy)
             for index, evaluator in enumerate(self._set.evaluators)
         )
         name = type(self).__name__
@@ -303,18 +298,17 @@ class AsyncReplicas(PicturingLM):
             ModelStateError: (``RuntimeError``) If one is dead that cannot be restarted.
             Exception: What loading raises; it may be tried again.
         """
-        self._call(lambda: self._set.num_cached(Query([0])))  # which finds those that have died
-        dead = [replica for replica in self._set.replicas if replica.is_dead]
-        asked = []
-        for replica in dead:
-            evaluator = replica.evaluator
-            if not isinstance(evaluator, RestartableEvaluator):
-                raise ModelStateError(
-                    f"replica {replica.number} is of a kind that cannot be restarted"
-                )
-            asked.append(replica.restart(evaluator))
-        for future in asked:
-            future.result()
+        self._call(self._set.find_dead)
+        self._set.restart()
+
+    # ---------------------------------------------------------------- what all have done
+
+    async def _number_of(self, verb: Callable[[Evaluator], int | None]) -> int:
+        self._batcher.check_open()
+        return await self._set.largest(verb)
+
+    def _evaluator_counts(self) -> EvaluatorCounts:
+        return self._set.counts()
 
     # ---------------------------------------------------------------- keys and values
 

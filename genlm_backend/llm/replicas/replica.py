@@ -41,7 +41,6 @@ class Replica:
         rows: Where all replicas keep rows.
         adapters: The adapters that are loaded.
         policy: When a batch goes.
-        counted: Called after each batch.
 
     Attributes:
         number: As given.
@@ -60,13 +59,12 @@ class Replica:
         rows: RowCache[Row],
         adapters: AdapterNames,
         policy: BatchPolicy,
-        counted: Callable[[], None],
     ) -> None:
         self.number, self.evaluator, self.is_dead = number, evaluator, False
         self.answering = Answering(evaluator, rows, adapters)
         self.has_died: Callable[[Replica, EngineDiedError], None] = lambda replica, error: None
         self.is_back: Callable[[int, EvaluatorInfo], None] = lambda number, info: None
-        self._counted, self._death = counted, ""
+        self._death = ""
         self._hurry = threading.Event()  # that it is to be restarted without a pause
         self._dying = threading.Lock()  # held while it becomes dead or alive
         name = f"replica {number}"
@@ -89,8 +87,6 @@ class Replica:
         except EngineDiedError as error:
             self._dies(error)
             raise
-        finally:
-            self._counted()
 
     def open(self) -> concurrent.futures.Future[Any]:
         """Have its thread open the evaluator, unless it is open."""

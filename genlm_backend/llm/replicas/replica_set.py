@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, TypeVar, final
 
 import torch
 
 from genlm_backend.cache import TierName
-from genlm_backend.errors import EngineDiedError, OptionError
-from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.errors import EngineDiedError, ModelStateError, OptionError
+from genlm_backend.llm.evaluator import (
+    Evaluator,
+    EvaluatorCounts,
+    EvaluatorInfo,
+    RestartableEvaluator,
+)
 from genlm_backend.llm.picture_rules import PictureRules
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.replicas.replica import Replica
+
+T = TypeVar("T")
 
 
 @final
@@ -83,9 +91,28 @@ class ReplicaSet(Evaluator):
 
     def _of_living(self, verb: Callable[[Evaluator], Any]) -> list[Any]:
         """Return what a verb returns on each replica that is alive; others are found dead by it."""
-        asked = [replica.ask(verb) for replica in self.replicas if not replica.is_dead]
+        asked = self._asked(verb)
         concurrent.futures.wait(asked)
         return _results([f for f in asked if not isinstance(f.exception(), EngineDiedError)])
+
+    def _asked(self, verb: Callable[[Evaluator], T]) -> list[concurrent.futures.Future[T]]:
+        return [replica.ask(verb) for replica in self.replicas if not replica.is_dead]
+
+    async def largest(self, verb: Callable[[Evaluator], int | None]) -> int:
+        """Return the largest number that a verb returns on a replica that is alive, 0 for none.
+
+        They are asked by the thread that calls this, and not by one that comes to it later, so
+        that what each is asked from then on comes after it.
+        """
+        asked = map(asyncio.wrap_future, self._asked(verb))
+        numbers = []
+        for number in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(number, EngineDiedError):  # and so it is found dead
+                continue
+            if isinstance(number, BaseException):
+                raise number
+            numbers.append(number or 0)
+        return max(numbers, default=0)
 
     def _of_one(self, what: str, verb: Callable[[Evaluator], Any]) -> Any:
         """Return what a verb returns on some replica that is alive."""
@@ -96,6 +123,31 @@ class ReplicaSet(Evaluator):
                 except EngineDiedError:  # and so it is found dead
                     continue
         raise EngineDiedError(f"no replica is alive that could {what}")
+
+    # ---------------------------------------------------------------- dying
+
+    def find_dead(self) -> None:
+        """Ask every replica something, by which those that have died are found dead."""
+        self.num_cached(Query([0]))
+
+    def restart(self) -> None:
+        """Restart the replicas that were found dead; blocks the thread.
+
+        Raises:
+            ModelStateError: If one of them cannot be restarted.
+            Exception: What loading raises.
+        """
+        asked = []
+        for replica in self.replicas:
+            if replica.is_dead:
+                evaluator = replica.evaluator
+                if not isinstance(evaluator, RestartableEvaluator):
+                    raise ModelStateError(
+                        f"replica {replica.number} is of a kind that cannot be restarted"
+                    )
+                asked.append(replica.restart(evaluator))
+        for future in asked:
+            future.result()
 
     # ---------------------------------------------------------------- verbs
 

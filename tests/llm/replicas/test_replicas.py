@@ -24,6 +24,7 @@ from genlm_backend.errors import (
     QueryDroppedError,
 )
 from genlm_backend.llm import AsyncReplicas, EvaluatorInfo, Query, RestartableEvaluator
+from genlm_backend.llm.evaluator import EvaluatorCounts
 from tests.llm.conftest import word_tokenizer
 from tests.llm.elsewhere.over_there import Told
 from tests.llm.elsewhere.test_process import close_to, nothing_is_left, until
@@ -357,6 +358,49 @@ async def test_a_death_that_nobody_waits_for_is_noticed():
         until(lambda: lm.num_alive == 1)
         asked.may_restart.set()
         until(lambda: lm.num_alive == 2)
+
+
+class Remembering(Mortal):
+    """One that keeps all contexts that it was asked."""
+
+
+def longest_kept(self, query, tier=None):
+    asked, wanted = {ids for batch in self.asked for ids in batch}, query.token_ids
+    sizes = range(len(wanted) + 1)
+    return max(n for n in sizes if n == 0 or any(ids[:n] == wanted[:n] for ids in asked))
+
+
+Remembering.num_cached = longest_kept
+Remembering.counts = lambda self: EvaluatorCounts(num_forwards=len(self.asked))
+Remembering.forget = lambda self, query, keep: self.asked.clear()
+
+
+async def test_cached_tokens_are_counted_before_what_is_asked_later():
+    evaluators = [Remembering(), Remembering()]
+    with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
+        release = threading.Event()
+        other = lm._batcher.call_soon(release.wait)  # something else that is done to all replicas
+        try:
+            counted = asyncio.ensure_future(lm.num_cached_tokens([1, 2, 3]))
+            await ask_all(lm, [[1, 2, 3]])
+            forgotten = asyncio.ensure_future(lm.forget([1, 2, 3]))
+            await ask_all(lm, [[1, 2]])
+        finally:
+            release.set()
+        assert await counted == 0
+        await forgotten
+        assert await lm.num_cached_tokens([1, 2, 3]) == 2
+        other.result()
+
+
+async def test_what_all_replicas_have_done_is_counted():
+    evaluators = [Remembering(), Remembering()]
+    with AsyncReplicas(word_tokenizer(), evaluators, row_cache_bytes=0) as lm:
+        for token in range(20):
+            await ask_all(lm, [[i, token] for i in range(6)])
+            total = sum(len(evaluator.asked) for evaluator in evaluators)
+            assert lm.statistics().num_forwards == total
+        assert all(evaluator.asked for evaluator in evaluators)
 
 
 def test_blocked_callers_are_told_at_close():
