@@ -113,8 +113,12 @@ class StateStore:
     def write(self, numbers: Ints, states: Sequence[torch.Tensor]) -> None:
         """Fill states with tensors as ``read`` returns them."""
         index = torch.as_tensor(numbers, dtype=torch.int64)
+        is_stretch = len(numbers) > 0 and bool((np.diff(numbers) == 1).all())
         for tensor, new in zip(self._tensors, states, strict=True):
-            tensor.index_copy_(0, index.to(tensor.device), new.to(tensor.device, tensor.dtype))
+            if is_stretch:  # as of most steps, in which a copy of blocks is twice as fast
+                tensor[int(numbers[0]) : int(numbers[-1]) + 1] = new
+            else:
+                tensor.index_copy_(0, index.to(tensor.device), new.to(tensor.device, tensor.dtype))
 
     def is_finite(self, numbers: Ints) -> bool:
         """Return whether nothing in these states is infinite or NaN."""

@@ -471,16 +471,14 @@ class Passes:
             num_needed: How often each is needed in this batch: ``[B]``.
             states: The states.
         """
-        own, rows = np.unique(nodes, return_index=True)
-        own, rows = own[own > 0], rows[own > 0]
+        _, rows = np.unique(nodes, return_index=True)
+        rows = np.sort(rows[nodes[rows] > 0])
+        own = nodes[rows]
         numbers = self.tree.states.give(own, num_needed[rows])
         if (numbers[num_needed[rows] > 0] == 0).any():
             raise _OutOfStates
         given = np.flatnonzero(numbers)
-        index = torch.from_numpy(rows[given])
-        self.states.write(
-            numbers[given], [state[index.to(state.device)] for state in states.behind()]
-        )
+        self.states.write(numbers[given], states.behind(rows[given]))
 
     def _keep_states(
         self, segments: Sequence[Segment], before: NDArray[np.int32], states: RunningStates

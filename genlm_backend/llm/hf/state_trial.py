@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 import torch
 
 from genlm_backend.cache import KVLayout
@@ -63,7 +64,7 @@ class StateTrial:
         spans = self.spans(before, tokens)
         states = RunningStates(self._layout.states, joined(before))
         logits = self._runner.forward(pack(spans, states=states), self._attend)
-        behind = states.behind()
+        behind = states.behind(np.arange(len(spans)))
         ends = [
             Begun(
                 (*span.past, Run(object(), span.slots, span.num_new)),
