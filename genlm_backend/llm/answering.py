@@ -42,10 +42,20 @@ class Answering:
         self._evaluator, self._rows, self._adapters = evaluator, rows, adapters
         self._vocab_size = 0
         self._undefined = torch.empty(0, dtype=torch.int64)
+        self._is_to_exclude = False
 
-    def set_vocabulary(self, vocab_size: int, undefined_ids: Collection[int]) -> None:
-        """Say how wide rows are and which ids no token has, before anything is asked."""
+    def set_vocabulary(
+        self, vocab_size: int, undefined_ids: Collection[int], *, are_omitted: bool = False
+    ) -> None:
+        """Say how wide rows are and which ids no token has, before anything is asked.
+
+        Args:
+            vocab_size: Width of the rows.
+            undefined_ids: Ids that no token has.
+            are_omitted: Whether the evaluator's rows are without them; see ``EvaluatorInfo``.
+        """
         self._evaluator.undefined_ids = tuple(sorted(undefined_ids))
+        self._is_to_exclude = bool(undefined_ids) and not are_omitted
         self._vocab_size = vocab_size
         self._undefined = torch.tensor(self._evaluator.undefined_ids, dtype=torch.int64)
 
@@ -91,7 +101,7 @@ class Answering:
 
     def _kept(self, queries: Sequence[Any], rows: Sequence[Any], generation: int) -> list[Any]:
         """Return rows without ids that no token has, and put them where rows are kept."""
-        if len(self._undefined):
+        if self._is_to_exclude:
             rows = rows_without(rows, self._undefined)
         if rows and self._rows.takes(rows[0].nbytes):
             for query, row in zip(queries, rows, strict=True):
