@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast, final
 from genlm_backend.batching.calling import Calling
 from genlm_backend.batching.evaluation import evaluated, has_errors, is_error, presentable
 from genlm_backend.batching.garbage import fewer_collections
-from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision
+from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision, Tickers
 from genlm_backend.batching.round import (
     Answers,
     Caller,
@@ -23,7 +23,6 @@ from genlm_backend.batching.round import (
     leave,
 )
 from genlm_backend.batching.statistics import BatcherStatistics, Counts
-from genlm_backend.batching.ticker import Tickers
 from genlm_backend.checks import function, instance, optional, text
 from genlm_backend.errors import QueryDroppedError
 

@@ -17,7 +17,7 @@ from genlm_backend.llm.draw import Draw
 from genlm_backend.llm.drawing import Drawing
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.llm.query import Query
-from genlm_backend.llm.row import Row, are_rows_of, rows_without
+from genlm_backend.llm.row import Row, alone, are_rows_of, rows_without
 from genlm_backend.llm.scoring import Answer, Question, weight
 
 T = TypeVar("T")
@@ -104,9 +104,8 @@ class Answering:
         if self._is_to_exclude:
             rows = rows_without(rows, self._undefined)
         if rows and self._rows.takes(rows[0].nbytes):
-            for query, row in zip(queries, rows, strict=True):
-                # As a plain tuple, which is equal and holds no pictures.
-                self._rows.put(tuple(query), row.alone(), generation)
+            # By plain tuples, which are equal and hold no pictures.
+            self._rows.put_all(zip(map(tuple, queries), alone(rows), strict=True), generation)
         return list(rows)
 
     def defined(self, row: Row) -> Row:

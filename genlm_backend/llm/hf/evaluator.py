@@ -21,7 +21,6 @@ from genlm_backend.llm.hf.attend import WholeAttend
 from genlm_backend.llm.hf.by_adapter import answers_by_adapter
 from genlm_backend.llm.hf.job import Asked, Found
 from genlm_backend.llm.hf.lora import Adapters
-from genlm_backend.llm.hf.mean_keys import mean_keys
 from genlm_backend.llm.hf.memory import (
     check_budgets,
     default_kv_budget,
@@ -31,13 +30,14 @@ from genlm_backend.llm.hf.memory import (
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.picture_rules import examine_pictures, image_token_id
 from genlm_backend.llm.hf.plan import CostModel
-from genlm_backend.llm.hf.prefix_files import PrefixFiles
+from genlm_backend.llm.hf.prefix_file import PrefixFiles
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.hf.support import (
     KVSupport,
     check_model,
     examine,
     longest_context,
+    mean_keys,
     rotary_limit,
     tried,
     vocab_width,
