@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -241,13 +242,20 @@ def _normalised(
     is_own = in_place or logits.dtype is not torch.float32
     table = logits.float()
     if undefined_ids:
-        ids = torch.tensor(undefined_ids, dtype=torch.int64, device=logits.device)
+        ids = _ids_on(logits.device, tuple(undefined_ids))
         fill = table.index_fill_ if is_own else table.index_fill
         table, is_own = fill(1, ids, -torch.inf), True
     largest = table.amax(-1, keepdim=True)
     # Sums of large ones would lose the logarithm.
     table = table.sub_(largest) if is_own else table - largest
     return table, largest, _scratch.exp(table).sum(-1, keepdim=True).log_()
+
+
+@functools.lru_cache(maxsize=32)
+def _ids_on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor:
+    """Return ids as a tensor, int64 ``[n]``, made once: of 256 it takes as long as many a row."""
+    with torch.inference_mode(False):  # or it could not be used in another mode
+        return torch.tensor(ids, dtype=torch.int64, device=device)
 
 
 @final

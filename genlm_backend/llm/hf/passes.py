@@ -284,7 +284,7 @@ class Passes:
     def _from_slots(self, questions: list[Asked]) -> list[Found]:
         if not self.keeps:
             return self.whole(questions)
-        answers = self.roots.begin(questions)
+        answers = self.roots.begin(questions) if any(map(_PICTURES, questions)) else {}
         if not answers:
             return self._together(questions)
         others = [question for question in questions if question not in answers]
@@ -307,7 +307,7 @@ class Passes:
             sizes,
             lambda i, start: contexts[i].packed(start, int(sizes[i])),
         )
-        if are_queries and self.is_step(contexts, nodes, sizes):
+        if are_queries and self.is_step(questions, nodes, sizes):
             answers: list[Found] | None = self._steps.answers(questions, contexts, nodes)
         else:
             answers = self._planned(questions, nodes)
@@ -318,16 +318,16 @@ class Passes:
         return _in_halves(questions, self._from_slots)
 
     def is_step(
-        self, contexts: Sequence[Context], nodes: NDArray[np.int32], sizes: NDArray[np.int32]
+        self, questions: Sequence[Asked], nodes: NDArray[np.int32], sizes: NDArray[np.int32]
     ) -> bool:
         """Return whether contexts are one token each behind what is kept, and fit one pass."""
         depths = self.tree.nodes.depth[nodes]
         fewest, most = int(depths.min()), int(depths.max())
         return (
-            len(contexts) <= self.cost.max_tokens
+            len(questions) <= self.cost.max_tokens
             and bool((depths == sizes).all())
             and (most == fewest if self.aligns else most <= 2 * fewest + 64)
-            and not any(map(_PICTURES, contexts))
+            and not any(map(_PICTURES, questions))
         )
 
     def _planned(self, questions: list[Asked], nodes: NDArray[np.int32]) -> list[Found] | None:
@@ -415,7 +415,7 @@ class Passes:
                         job.node = int(nodes[position - segment.start])
 
 
-_PICTURES: Final = attrgetter("pictures")
+_PICTURES: Final = attrgetter("context.pictures")
 
 
 def _has_root(job: Job) -> bool:
