@@ -113,6 +113,10 @@ def test_rows_of_any_tables_are_restricted_as_each_would_be_alone(order):
         wide = torch.stack([row.logprobs for row in rows], dim=1)
         rows = [Row(wide[:, i], row.normaliser) for i, row in enumerate(rows)]
     before = [row.logprobs.clone() for row in rows]
+    for row, own, copied in zip(rows, before, alone(rows), strict=True):
+        assert copied.logprobs.allclose(own, rtol=0, atol=0, equal_nan=True)
+        assert copied.logprobs.untyped_storage().nbytes() == 4 * 40
+        assert repr(copied.normaliser) == repr(row.normaliser)
     found = rows_without(rows, ids)
     for row, own, made in zip(rows, before, found, strict=True):
         assert made.logprobs[ids].isneginf().all() or own.isnan().all()
