@@ -70,7 +70,7 @@ class _Grown(NamedTuple):
 class _Table:
     """Integers ``[B, P]``, which are not written before they are read.
 
-    Of most decode steps they never are: a device that has the last step's makes its own of them.
+    Most decode steps read none: a device that has the last step's makes its own of them.
     """
 
     made: NDArray[np.int64] | _Grown
