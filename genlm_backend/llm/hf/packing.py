@@ -86,6 +86,7 @@ class PackedBatch:
         num_past: Number of tokens before them: int64 ``[B]``.
         past: These tokens.
         reading: How they are read; ``None`` where the way to attend is to find out.
+        is_step: Whether it is a decode step: all rows have one new token and the output behind it.
     """
 
     input_ids: torch.Tensor
@@ -98,6 +99,7 @@ class PackedBatch:
     num_past: NDArray[np.int64]
     past: Paths
     reading: Reading | None = None
+    is_step: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -171,6 +173,7 @@ def pack_step(
         num_past=num_past,
         past=past,
         reading=reading,
+        is_step=True,
     )
 
 
