@@ -103,7 +103,7 @@ class DecodeSteps:
             states = passes.states_behind(nodes)
             batch = pack_step(tokens.astype(np.int64), slots, past, reading, states)
             rows = passes.finish(passes.runner.forward(batch, passes.attend))
-            is_sound = np.array([not row.is_nan for row in rows])
+            is_sound = ~np.isnan(np.array([row.normaliser for row in rows], np.float64))
         except BaseException:
             tree.drop(new)
             raise

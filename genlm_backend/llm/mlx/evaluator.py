@@ -15,6 +15,7 @@ import torch
 from genlm_backend.cache import TierName
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.llm.hf.by_adapter import answers_by_adapter
+from genlm_backend.llm.hf.job import Asked, Found
 from genlm_backend.llm.hf.memory import cpu_budget
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.plan import CostModel
@@ -121,6 +122,7 @@ class MlxEvaluator(Evaluator):
             can_forget=True,
             takes_adapters=True,
             scores=support.pads or self.passes.keeps,
+            omits_undefined=True,
             eos_token_ids=self._ends,
         )
 
@@ -129,7 +131,12 @@ class MlxEvaluator(Evaluator):
     def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
         """Return one answer to each query or scoring, adapter by adapter."""
         with frequent_switches():
-            return answers_by_adapter(queries, self._in_place, self.passes.evaluate)
+            return answers_by_adapter(queries, self._answers)
+
+    def _answers(self, questions: list[Asked]) -> list[Found]:
+        """Return the answers to questions of one adapter."""
+        with self._in_place(questions[0].adapter):
+            return self.passes.evaluate(questions)
 
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None) -> Iterator[None]:
@@ -162,8 +169,7 @@ class MlxEvaluator(Evaluator):
 
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
-        with self._in_place(query.adapter):
-            self.passes.evaluate([query])
+        self._answers([query])
         node = self.passes.match(query.context, query.adapter, len(query.context))
         if self.passes.tree.nodes.depth[node] < len(query.context):
             return False
