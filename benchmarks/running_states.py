@@ -115,7 +115,8 @@ def _own(model: Any, prompt: list[int]) -> list[float]:
     generator = random.Random(1)
     cache = DynamicCache(config=model.config)
     model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1)
-    cache.reorder_cache(torch.zeros(NUM_PARTICLES, dtype=torch.int64))  # the prompt's, for each
+    rows: Any = torch.zeros(NUM_PARTICLES, dtype=torch.int64)  # of the prompt, for each
+    cache.reorder_cache(rows)
     found = []
     for _ in range(NUM_STEPS):
         tokens = torch.tensor([[generator.randrange(VOCAB)] for _ in range(NUM_PARTICLES)])
