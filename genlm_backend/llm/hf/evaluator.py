@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, Final, cast, final
 
 import torch
 
@@ -49,6 +50,9 @@ from genlm_backend.llm.scoring import Answer, Question, Scoring
 from genlm_backend.llm.threads import frequent_switches, use_num_threads
 
 logger = logging.getLogger(__name__)
+
+_FEWEST_ROWS: Final = 8
+"""Rows of a pass for which there is always memory for copies of their running states."""
 
 
 @final
@@ -230,9 +234,12 @@ class HFEvaluator(Evaluator):
                 f"the running state of {name} behind one token takes {size} bytes, and there are "
                 f"{num_bytes}: give more to {'kv' if wanted is None else 'state'}_cache_bytes"
             )
-        self._state_budget = num_bytes
+        self._state_budget, num_states = num_bytes, num_bytes // size
+        # A pass takes copies of the states of its rows.
+        max_rows = max(_FEWEST_ROWS, num_states // 2)
+        self.passes.cost = dataclasses.replace(self.passes.cost, max_rows=max_rows)
         with _fits("state_cache_bytes", num_bytes):
-            return StateStore(layout.states, num_bytes // size)
+            return StateStore(layout.states, num_states)
 
     # ---------------------------------------------------------------- rows and scores
 

@@ -356,7 +356,7 @@ class Passes:
         depths = self.tree.nodes.depth[nodes]
         fewest, most = int(depths.min()), int(depths.max())
         return (
-            len(questions) <= self.cost.max_tokens
+            len(questions) <= min(self.cost.max_tokens, self.cost.max_rows)
             and bool((depths == sizes).all())
             and (not self.states.num_states or fewest > 0 or most == 0)
             and (most == fewest if self.aligns else most <= 2 * fewest + 64)

@@ -38,6 +38,7 @@ class CostModel:
         max_tokens: Number of tokens of one pass, padding included, at most.
         max_outputs: Number of positions of one pass that are projected onto the vocabulary, at
             most, but for one of each row.
+        max_rows: Number of contexts of one pass, at most.
     """
 
     per_forward: float = 8.0
@@ -45,6 +46,7 @@ class CostModel:
     max_segment: int = 1024
     max_tokens: int = 4096
     max_outputs: int = 512
+    max_rows: int = 1 << 30
 
     @classmethod
     def on(cls, device: str) -> Self:
@@ -364,6 +366,7 @@ def plan_groups(
             num_passes = max(
                 -(-len(rows) * num_new // max(cost.max_tokens, num_new)),
                 -(-num_outputs // max(cost.max_outputs, len(rows))),
+                -(-len(rows) // cost.max_rows),
             )
             options.append(
                 (
@@ -386,6 +389,7 @@ def plan_groups(
 def _cut(run: Sequence[int], sizes: Sequence[Size], cost: CostModel) -> list[list[int]]:
     """Cut rows that would go together into passes that are not too large."""
     max_rows = max(1, cost.max_tokens // max(sizes[i].num_new for i in run))
+    max_rows = min(max_rows, cost.max_rows)
     groups: list[list[int]] = [[]]
     num_outputs = 0
     for i in run:
