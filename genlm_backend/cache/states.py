@@ -7,8 +7,9 @@ token. What goes on from a context needs the state behind its last token, and th
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
@@ -220,6 +221,15 @@ class States:
         self._is_pinned[free] = False
         self._num_held[free] = num_needed[asked]
         return numbers
+
+    @contextlib.contextmanager
+    def filling(self, nodes: Ints) -> Iterator[None]:
+        """Take states that were given to nodes from them again where filling them fails."""
+        try:
+            yield
+        except BaseException:  # there is no telling what is in them
+            self._nodes.state[nodes] = NO_STATE
+            raise
 
     def _taken(self, count: int, num_needed: int) -> Ints:
         """Return up to ``count`` states that are free now: old ones go, and for needed ones new ones."""

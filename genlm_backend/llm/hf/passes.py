@@ -293,7 +293,8 @@ class Passes:
             return True
         numbers = tree.states.give(end, np.zeros(1, np.int64))
         if numbers[0]:
-            self.states.write(numbers, states)
+            with tree.states.filling(end):
+                self.states.write(numbers, states)
         return bool(numbers[0])
 
     def _from_slots(self, questions: list[Asked]) -> list[Found]:
@@ -478,9 +479,10 @@ class Passes:
             raise _OutOfStates
         given = np.flatnonzero(numbers)
         index = torch.from_numpy(rows[given])
-        self.states.write(
-            numbers[given], [state[index.to(state.device)] for state in states.behind()]
-        )
+        with self.tree.states.filling(own[given]):
+            self.states.write(
+                numbers[given], [state[index.to(state.device)] for state in states.behind()]
+            )
 
     def _keep_states(
         self, segments: Sequence[Segment], before: NDArray[np.int32], states: RunningStates
