@@ -463,18 +463,23 @@ class Passes:
         return RunningStates(self.states.layout, before)
 
     def keep_states(
-        self, nodes: NDArray[np.int32], num_needed: NDArray[Any], states: RunningStates
+        self,
+        nodes: NDArray[np.int32],
+        num_needed: NDArray[Any],
+        before: NDArray[np.int32],
+        states: RunningStates,
     ) -> None:
         """Give the states that rows have come to to nodes, as far as there is room.
 
         Args:
             nodes: The node that each row has come to, or 0 for one that is not kept: ``[B]``.
             num_needed: How often each is needed in this batch: ``[B]``.
+            before: The node that each row went on from: ``[B]``.
             states: The states.
         """
         own, rows = np.unique(nodes, return_index=True)
         own, rows = own[own > 0], rows[own > 0]
-        numbers = self.tree.states.give(own, num_needed[rows])
+        numbers = self.tree.states.give(own, num_needed[rows], before[rows])
         if (numbers[num_needed[rows] > 0] == 0).any():
             raise _OutOfStates
         given = np.flatnonzero(numbers)
@@ -489,7 +494,8 @@ class Passes:
     ) -> None:
         self.tree.states.release(before)
         ends = np.array([segment.nodes[-1] for segment in segments], np.int32)
-        self.keep_states(ends, np.array([segment.num_behind for segment in segments]), states)
+        num_behind = np.array([segment.num_behind for segment in segments])
+        self.keep_states(ends, num_behind, before, states)
 
     def _has_room(self, segments: Sequence[Segment]) -> bool:
         """Return whether all states that others go on from could be kept at once."""

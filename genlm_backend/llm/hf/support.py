@@ -254,8 +254,16 @@ def _cache_layers(layers: Sequence[Any]) -> tuple[CacheLayer, ...]:
     return held if any(layer.num_states for layer in held) else ()
 
 
+def fresh_cache(cache_layers: Sequence[CacheLayer]) -> Cache:
+    """Return a cache of transformers' own that holds nothing yet, and grows where nothing is said.
+
+    Args:
+        cache_layers: What its layers hold; none where all hold keys and values alone.
+    """
+    return Cache(layers=[*map(_fresh, cache_layers)]) if cache_layers else DynamicCache()
+
+
 def _fresh(held: CacheLayer) -> Any:
-    """A layer of transformers' own that holds nothing yet."""
     if not held.num_states:
         return DynamicLayer()
     kind = LinearAttentionAndFullAttentionLayer if held.attends else LinearAttentionLayer
@@ -268,9 +276,7 @@ def _observe_layout(
 ) -> tuple[KVLayout, torch.Tensor]:
     """The shapes of what is kept, and the last row of the model that is told no positions."""
     name = "past_key_values" if "past_key_values" in runner.parameters else "cache_params"
-    cache = DynamicCache()
-    if cache_layers:
-        cache = Cache(layers=[_fresh(layer) for layer in cache_layers])
+    cache = fresh_cache(cache_layers)
     ids = torch.tensor([token_ids], dtype=torch.int64, device=runner.device)
     logits = runner.twin.module(input_ids=ids, **{name: cache}, use_cache=True).logits
     states = (
