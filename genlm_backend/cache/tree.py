@@ -206,6 +206,7 @@ class PrefixTree:
         real, spare = self.nodes.link(nodes)
         if states.any():
             self.states.move(np.where(real == nodes, NO_STATE, states), real)
+        self.states.use(real)
         own, of_host = spare[spare > 0], -spare[spare < 0]
         self._num_linked += len(nodes) - len(own)
         self.num_returned += len(of_host)

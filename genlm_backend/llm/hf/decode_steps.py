@@ -114,7 +114,7 @@ class DecodeSteps:
         else:
             kept = tree.link(new)
         if states is not None:
-            passes.keep_states(kept, np.zeros(len(kept), np.int64), states)
+            passes.keep_states(kept, np.zeros(len(kept), np.int64), nodes, states)
         if not is_sound.all():
             return rows, kept
         if reading is not None:

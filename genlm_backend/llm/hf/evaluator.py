@@ -93,7 +93,7 @@ class HFEvaluator(Evaluator):
         packs_weights: bool = False,
     ) -> None:
         check_model(model)
-        check_budgets(kv_cache_bytes, host_cache_bytes)
+        check_budgets(kv_cache_bytes, host_cache_bytes, state_cache_bytes)
         model.eval()
         runner = Runner(model)
         cost = CostModel.on(runner.device.type)
@@ -174,8 +174,8 @@ class HFEvaluator(Evaluator):
             )
         if not support.layout.layers:
             raise OptionError(
-                f"kv_cache_dtype={kept!r} is for keys and values, and "
-                f"{type(runner.model).__name__} keeps running states alone"
+                f"kv_cache_dtype={kept!r} is for models whose keys and values are kept, and "
+                f"{type(runner.model).__name__} has running states alone, which stay as they are"
             )
         longest = min(longest_context(runner.model) or math.inf, self._rotary_limit)
         means = mean_keys(runner, support.layout, vocab_size, longest) if kept == "uint4" else None
@@ -190,6 +190,11 @@ class HFEvaluator(Evaluator):
                     f"host_cache_bytes={self._wanted_host_bytes} is for models whose keys and "
                     f"values are kept, and {name} runs every context whole: {support.reason}"
                 )
+            if self._wanted_state_bytes is not None:
+                raise OptionError(
+                    f"state_cache_bytes={self._wanted_state_bytes} is for models with running "
+                    f"states that are kept, and {name} runs every context whole: {support.reason}"
+                )
             logger.info("%s runs every context whole: %s", name, support.reason)
             return
         budget = default_kv_budget(layout) if wanted is None else wanted
@@ -199,6 +204,11 @@ class HFEvaluator(Evaluator):
             store = KVStore(layout, num_slots)
         host_store, num_host_slots, host = None, 0, self._wanted_host_bytes
         if host:
+            if not layout.layers:
+                raise OptionError(
+                    f"host_cache_bytes={host} is for keys and values, and "
+                    f"{type(self.passes.runner.model).__name__} has running states alone"
+                )
             if layout.is_on_host:
                 warnings.warn(
                     "host_cache_bytes gains nothing here, since all keys and values are in the "

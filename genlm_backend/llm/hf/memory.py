@@ -42,12 +42,19 @@ def default_kv_budget(layout: KVLayout) -> int:
     return min(slots) * size
 
 
-def check_budgets(kv_cache_bytes: int | None, host_cache_bytes: int) -> None:
-    """Check that there are slots on the device where there are some on the host.
+def check_budgets(
+    kv_cache_bytes: int | None, host_cache_bytes: int, state_cache_bytes: int | None = None
+) -> None:
+    """Check that something is kept where there are bytes for a part of it, or for more of it.
 
     Raises:
-        OptionError: (``ValueError``) If there are none.
+        OptionError: (``ValueError``) If nothing is.
     """
+    if state_cache_bytes and kv_cache_bytes == 0:
+        raise OptionError(
+            "kv_cache_bytes=0 keeps nothing, and so no running states: "
+            f"state_cache_bytes={state_cache_bytes} is a part of it"
+        )
     if host_cache_bytes and kv_cache_bytes == 0:
         raise OptionError(
             "kv_cache_bytes=0 keeps no keys and values, so that none can go to the host: "

@@ -295,7 +295,8 @@ class Passes:
             return True
         numbers = tree.states.give(end, np.zeros(1, np.int64))
         if numbers[0]:
-            self.states.write(numbers, states)
+            with tree.states.filling(end):
+                self.states.write(numbers, states)
         return bool(numbers[0])
 
     def _from_slots(self, questions: list[Asked]) -> list[Found]:
@@ -456,30 +457,37 @@ class Passes:
         return RunningStates(self.states.layout, before)
 
     def keep_states(
-        self, nodes: NDArray[np.int32], num_needed: NDArray[Any], states: RunningStates
+        self,
+        nodes: NDArray[np.int32],
+        num_needed: NDArray[Any],
+        before: NDArray[np.int32],
+        states: RunningStates,
     ) -> None:
         """Give the states that rows have come to to nodes, as far as there is room.
 
         Args:
             nodes: The node that each row has come to, or 0 for one that is not kept: ``[B]``.
             num_needed: How often each is needed in this batch: ``[B]``.
+            before: The node that each row went on from: ``[B]``.
             states: The states.
         """
         _, rows = np.unique(nodes, return_index=True)
         rows = np.sort(rows[nodes[rows] > 0])
         own = nodes[rows]
-        numbers = self.tree.states.give(own, num_needed[rows])
+        numbers = self.tree.states.give(own, num_needed[rows], before[rows])
         if (numbers[num_needed[rows] > 0] == 0).any():
             raise _OutOfStates
         given = np.flatnonzero(numbers)
-        self.states.write(numbers[given], states.behind(rows[given]))
+        with self.tree.states.filling(own[given]):
+            self.states.write(numbers[given], states.behind(rows[given]))
 
     def _keep_states(
         self, segments: Sequence[Segment], before: NDArray[np.int32], states: RunningStates
     ) -> None:
         self.tree.states.release(before)
         ends = np.array([segment.nodes[-1] for segment in segments], np.int32)
-        self.keep_states(ends, np.array([segment.num_behind for segment in segments]), states)
+        num_behind = np.array([segment.num_behind for segment in segments])
+        self.keep_states(ends, num_behind, before, states)
 
     def _has_room(self, segments: Sequence[Segment]) -> bool:
         """Return whether all states that others go on from could be kept at once."""

@@ -258,10 +258,10 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -
     for segment in segments:
         if going_on is not None and segment.parent is not None:
             cuts[segment.parent].append(segment.start)
-    cut = (going_on or GoingOn()).cut
+    rule = going_on or GoingOn()
     for segment in segments:
         parent = segment.parent
-        size = cut(segment.num_tokens, segment.start == 0, cost.max_segment)
+        size = rule.cut(segment.num_tokens, segment.start == 0, cost.max_segment)
         is_whole = size == segment.num_tokens and len(segment.outputs) <= 1
         if parent is None and is_whole and segment not in cuts:
             by_origin[segment] = [segment]
@@ -272,12 +272,14 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -
         pieces = by_origin[segment] = []
         positions, start, first = sorted(segment.outputs), segment.start, 0
         while start < segment.stop:
-            stop = start + cut(segment.stop - start, start == 0, cost.max_segment)
+            left = segment.stop - start
+            stop = start + rule.cut(left, start == 0, cost.max_segment)
             stop = min([stop, *(place for place in cuts[segment] if place > start)])
             end = bisect_left(positions, stop)
             if end - first > cost.max_outputs:
-                end = first + cost.max_outputs
-                stop = positions[end]
+                most = positions[first + cost.max_outputs] - start
+                stop = start + rule.part(left, start == 0, most)
+                end = bisect_left(positions, stop)
             wave = 0 if parent is None else parent.wave + 1
             outputs = {position: segment.outputs[position] for position in positions[first:end]}
             if parent is not None and parent.stop == start:

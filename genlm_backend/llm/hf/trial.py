@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Self
 
@@ -137,7 +138,7 @@ class Trial:
         )
         rows = row_of(runner.forward(spans, way.probing(store, 0)))
         wanted = expected.long_row, expected.short_row, expected.long_row
-        return cls(runner, way, store, spans, rows, max(map(distance, rows, wanted)))
+        return cls(runner, way, store, spans, rows, _farthest(map(distance, rows, wanted)))
 
     @classmethod
     def _from_states(cls, runner: Runner, layout: KVLayout, way: Way, expected: Expected) -> Self:
@@ -159,11 +160,13 @@ class Trial:
         done = cls(runner, way, store, tuple(spans), torch.empty(0), 0.0, joined(ends))
         one_by_one = done.again(0)
         wanted = [expected.long_row, expected.short_row, expected.long_row]
-        at_once = max(
-            distance(row_of(many)[0], expected.short_row),
-            *map(distance, row_of(several), wanted),
+        at_once = _farthest(
+            [
+                distance(row_of(many)[0], expected.short_row),
+                *map(distance, row_of(several), wanted),
+            ]
         )
-        stepwise = max(map(distance, one_by_one, wanted))
+        stepwise = _farthest(map(distance, one_by_one, wanted))
         going_on = GoingOn.told_by(at_once, stepwise, rounding(dtype_of(layout)))
         found = {GoingOn(): max(at_once, stepwise), GoingOn(most=1): stepwise}
         difference = found.get(going_on, at_once)
@@ -260,6 +263,11 @@ def spread_alone(runner: Runner, layout: KVLayout, way: Way, expected: Expected)
 def row_of(logits: torch.Tensor) -> torch.Tensor:
     """Return log-probabilities in float32, on the processor."""
     return logits.float().log_softmax(-1).cpu()
+
+
+def _farthest(distances: Iterable[float]) -> float:
+    """Return the largest distance; that of NaN, which tells nothing, is infinite."""
+    return max(math.inf if math.isnan(one) else one for one in distances)
 
 
 def distance(first: torch.Tensor, second: torch.Tensor) -> float:
