@@ -85,7 +85,8 @@ class History(RuleBasedStateMachine):
         if left:  # of what earlier batches have used, the oldest and then the cheapest
             assert gone <= old
             assert max((costs[k] for k in gone), default=(0,)) <= min(costs[k] for k in left)
-            assert all(numbers)
+            pairs = zip(numbers, keys, strict=True)
+            assert all(number or key in others for number, key in pairs)
         for number, count, key in zip(numbers, num_needed, keys, strict=True):
             assert number or not count or can_go <= gone
             if number and count:

@@ -20,10 +20,11 @@ _FARTHEST: Final = 4096
 def mean_keys(
     runner: Runner, vocab_size: int, longest: float, states: StateLayout
 ) -> list[torch.Tensor]:
-    """Return the mean of the keys of each layer that attends over tokens drawn at random, always the same ones.
+    """Return the mean of the keys of each layer that attends, over tokens drawn at random.
 
-    Some channels of keys lie far from zero in every context, the more so where rotary positions
-    turn them slowly. The tokens are spread over positions, as those of a long context are.
+    The tokens are always the same ones. Some channels of keys lie far from zero in every context,
+    the more so where rotary positions turn them slowly. The tokens are spread over positions, as
+    those of a long context are.
 
     Args:
         runner: What calls the model.
