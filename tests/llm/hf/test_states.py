@@ -607,7 +607,7 @@ def test_steps_call_what_transformers_puts_kernels_in_the_place_of(name, kernels
                 return function(*args, **options)
 
             monkeypatch.setattr(module, kernel, counted)
-        lm.batch_next_token_logprobs_sync([context + [token] for token in (5, 6)])
+        lm.batch_next_token_logprobs_sync([context.extend(token) for token in (5, 6)])
         num_layers = model.config.get_text_config().layer_types.count("linear_attention")
         assert sorted(calls) == sorted(kernels * num_layers)
 
