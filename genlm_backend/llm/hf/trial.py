@@ -157,7 +157,8 @@ class Trial:
         _, several = trial.go_on(begun, [context[-2:] for context in contexts])
         ends, _ = trial.go_on(begun, [context[-2:-1] for context in contexts])
         spans = trial.spans(ends, [context[-1:] for context in contexts])
-        done = cls(runner, way, store, tuple(spans), torch.empty(0, dtype=torch.float32), 0.0, joined(ends))
+        none = torch.empty(0, dtype=torch.float32)
+        done = cls(runner, way, store, tuple(spans), none, 0.0, joined(ends))
         one_by_one = done.again(0)
         wanted = [expected.long_row, expected.short_row, expected.long_row]
         at_once = _farthest(
