@@ -110,10 +110,20 @@ class StateStore:
         index = torch.as_tensor(numbers, dtype=torch.int64)
         return [tensor.index_select(0, index.to(tensor.device)) for tensor in self._tensors]
 
-    def write(self, numbers: Ints, states: Sequence[torch.Tensor]) -> None:
-        """Fill states with tensors as ``read`` returns them."""
+    def write(
+        self, numbers: Ints, states: Sequence[torch.Tensor], rows: Ints | None = None
+    ) -> None:
+        """Fill states with rows of tensors as ``read`` returns them.
+
+        Args:
+            numbers: The states: ``[n]``.
+            states: The tensors, ``[B, *shape]`` each.
+            rows: Which of the ``B`` rows goes where: ``[n]``; ``None`` for all in order.
+        """
         index = torch.as_tensor(numbers, dtype=torch.int64)
-        for tensor, new in zip(self._tensors, states, strict=True):
+        picked = None if rows is None else torch.as_tensor(rows, dtype=torch.int64)
+        for tensor, given in zip(self._tensors, states, strict=True):
+            new = given if picked is None else given.index_select(0, picked.to(given.device))
             tensor.index_copy_(0, index.to(tensor.device), new.to(tensor.device, tensor.dtype))
 
     def is_finite(self, numbers: Ints) -> bool:

@@ -27,6 +27,7 @@ from genlm_backend.llm.hf.memory import (
     default_kv_budget,
     is_out_of_memory,
     release_cached_memory,
+    state_budget,
 )
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.picture_rules import examine_pictures, image_token_id
@@ -204,29 +205,14 @@ class HFEvaluator(Evaluator):
 
     def _state_store(self, layout: KVLayout, budget: int, name: str) -> StateStore | None:
         """Return room for running states, if the model has such, and note how much it takes."""
-        wanted, size = self._wanted_state_bytes, layout.states.bytes_per_state
+        size = layout.states.bytes_per_state
+        self._state_budget = state_budget(
+            self._wanted_state_bytes, budget, size, name, attends=bool(layout.layers)
+        )
         if not layout.states:
-            if wanted is not None:
-                raise OptionError(
-                    f"state_cache_bytes={wanted} is for models with running states, and {name} "
-                    "keeps keys and values alone: give the bytes to kv_cache_bytes"
-                )
             return None
-        share = budget if not layout.layers else budget // 2
-        num_bytes = share if wanted is None else wanted
-        if num_bytes > budget:
-            raise OptionError(
-                f"state_cache_bytes={num_bytes} is a part of kv_cache_bytes, which is {budget} and "
-                "no more"
-            )
-        if num_bytes < size:
-            raise OptionError(
-                f"the running state of {name} behind one token takes {size} bytes, and there are "
-                f"{num_bytes}: give more to {'kv' if wanted is None else 'state'}_cache_bytes"
-            )
-        self._state_budget = num_bytes
-        with _fits("state_cache_bytes", num_bytes):
-            return StateStore(layout.states, num_bytes // size)
+        with _fits("state_cache_bytes", self._state_budget):
+            return StateStore(layout.states, self._state_budget // size)
 
     # ---------------------------------------------------------------- rows and scores
 

@@ -55,6 +55,43 @@ def check_budgets(kv_cache_bytes: int | None, host_cache_bytes: int) -> None:
         )
 
 
+def state_budget(wanted: int | None, budget: int, size: int, name: str, *, attends: bool) -> int:
+    """Return the bytes that running states may take; 0 of a model that has none.
+
+    Args:
+        wanted: ``state_cache_bytes``; ``None`` for half of the budget, or all where no layer
+            attends.
+        budget: The bytes of keys, values and states together.
+        size: Bytes of the state behind one token; 0 of a model that has none.
+        name: The model's name.
+        attends: Whether some layers keep keys and values.
+
+    Raises:
+        OptionError: (``ValueError``) If they are for nothing, or too many, or too few for one
+            state.
+    """
+    if not size:
+        if wanted is not None:
+            raise OptionError(
+                f"state_cache_bytes={wanted} is for models with running states, and {name} "
+                "keeps keys and values alone: give the bytes to kv_cache_bytes"
+            )
+        return 0
+    share = budget // 2 if attends else budget
+    num_bytes = share if wanted is None else wanted
+    if num_bytes > budget:
+        raise OptionError(
+            f"state_cache_bytes={num_bytes} is a part of kv_cache_bytes, which is {budget} and "
+            "no more"
+        )
+    if num_bytes < size:
+        raise OptionError(
+            f"the running state of {name} behind one token takes {size} bytes, and there are "
+            f"{num_bytes}: give more to {'kv' if wanted is None else 'state'}_cache_bytes"
+        )
+    return num_bytes
+
+
 def cpu_budget() -> int:
     """Return the bytes that one use takes of a machine's memory where nobody says.
 

@@ -459,7 +459,7 @@ class Passes:
             return None
         begins = not self.tree.nodes.depth[nodes].any()
         before = None if begins else self.states.read(self.tree.nodes.state[nodes])
-        return RunningStates(self.states.layout, before)
+        return self.runner.running_states(self.states.layout, before)
 
     def keep_states(
         self, nodes: NDArray[np.int32], num_needed: NDArray[Any], states: RunningStates
@@ -477,10 +477,7 @@ class Passes:
         if (numbers[num_needed[rows] > 0] == 0).any():
             raise _OutOfStates
         given = np.flatnonzero(numbers)
-        index = torch.from_numpy(rows[given])
-        self.states.write(
-            numbers[given], [state[index.to(state.device)] for state in states.behind()]
-        )
+        self.states.write(numbers[given], states.behind(), rows[given])
 
     def _keep_states(
         self, segments: Sequence[Segment], before: NDArray[np.int32], states: RunningStates

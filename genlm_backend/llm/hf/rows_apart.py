@@ -1,0 +1,15 @@
+"""Rows of logits, and how far they are apart."""
+
+from __future__ import annotations
+
+import torch
+
+
+def row_of(logits: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities in float32, on the processor."""
+    return logits.float().log_softmax(-1).cpu()
+
+
+def distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Return the root mean square difference of two rows, or of all of two tables of them."""
+    return float((first - second).square().mean().sqrt())
