@@ -98,7 +98,10 @@ class MlxStateStore:
         if len(numbers) == 0:
             return
         self._make_room(int(np.max(numbers)) + 1)
-        index, picked = _index(numbers), None if rows is None else _index(rows)
+        picked = None if rows is None else _index(rows)
+        is_stretch = bool((np.diff(numbers) == 1).all())  # which is written at once
+        first, last = int(numbers[0]), int(numbers[-1])
+        places: Any = slice(first, last + 1) if is_stretch else _index(numbers)
         for i, (array, given) in enumerate(zip(self.layout.arrays, states, strict=True)):
             new = given if picked is None else given[picked]
             if new.shape != (len(numbers), *array.shape):  # or it would be made to fit
@@ -106,7 +109,7 @@ class MlxStateStore:
                     f"the running state of some layer has the shape {new.shape[1:]}, and had "
                     f"{array.shape} behind other tokens"
                 )
-            self._kept[i][index] = new.astype(array.dtype)
+            self._kept[i][places] = new.astype(array.dtype)
         mx.eval(self._kept)
 
     def is_finite(self, numbers: Ints) -> bool:

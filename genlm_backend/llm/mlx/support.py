@@ -159,17 +159,33 @@ def _length(model: Any) -> int:
 def _kept(model: Any) -> tuple[Kept | None, str]:
     """Return what can be kept of a model's contexts, or why nothing can."""
     kinds = {type(cache) for cache in leaves(make_prompt_cache(model))}
-    known = {KVCache, RotatingKVCache}
-    others = {kind for kind in kinds - known if not issubclass(kind, ArraysCache)}
-    if others:
-        names = sorted(kind.__name__ for kind in others)
+    others = {kind for kind in kinds if not issubclass(kind, ArraysCache)}
+    if names := sorted(kind.__name__ for kind in others - {KVCache, RotatingKVCache}):
         return None, f"some layers keep states of kinds that are unknown: {names}"
-    layers = [ShapeLayer() for c in leaves(make_prompt_cache(model)) if type(c) in known]
-    caches = caches_of(model, layers, None)
+    if any(_num_attending(cache) > 1 for cache in make_prompt_cache(model)):
+        # The second may be that of an indexer, which picks keys in long contexts only.
+        return None, "some layers keep more than one set of keys and values"
     try:
-        mx.eval(model(mx.array([[1, 2, 3]]), cache=caches))
+        kept, of_one = _seen(model, [1, 2, 3, 4, 5]), _seen(model, [1])
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         return None, f"it does not run on foreign caches: {error!r}"
+    if kept is None:
+        return None, "some caches are not given keys and values of one token each"
+    if kept != of_one:
+        return None, "some layers keep states whose shapes depend on the number of tokens"
+    return kept, ""
+
+
+def _num_attending(cache: Any) -> int:
+    """Return how many caches of keys and values are in that of one layer."""
+    return sum(not isinstance(part, ArraysCache) for part in leaves([cache]))
+
+
+def _seen(model: Any, token_ids: list[int]) -> Kept | None:
+    """Return what a model gives its caches behind some tokens; ``None`` where that is unknown."""
+    layers = [ShapeLayer() for _ in range(sum(map(_num_attending, make_prompt_cache(model))))]
+    caches = caches_of(model, layers, None)
+    mx.eval(model(mx.array([token_ids]), cache=caches))
     shapes = [layer.shape for layer in layers if layer.shape is not None]
     states = [
         StateArray(number, index, tuple(state.shape[1:]), state.dtype)
@@ -178,8 +194,8 @@ def _kept(model: Any) -> tuple[Kept | None, str]:
         if state is not None
     ]
     if len(shapes) < len(layers) or not (shapes or states):
-        return None, "some caches are not given keys and values of one token each"
-    return Kept(tuple(shapes), MlxStateLayout(tuple(states))), ""
+        return None
+    return Kept(tuple(shapes), MlxStateLayout(tuple(states)))
 
 
 def _difference(
