@@ -118,7 +118,7 @@ class StateStore:
         Args:
             numbers: The states: ``[n]``.
             states: The tensors, ``[B, *shape]`` each.
-            rows: Which of the ``B`` rows goes where: ``[n]``; ``None`` for all in order.
+            rows: Indices of the rows that go there: ``[n]``; ``None`` for all in order.
         """
         index = torch.as_tensor(numbers, dtype=torch.int64)
         picked = None if rows is None else torch.as_tensor(rows, dtype=torch.int64)

@@ -90,7 +90,7 @@ class MlxStateStore:
         Args:
             numbers: The states: ``[n]``.
             states: The arrays, ``[B, *shape]`` each.
-            rows: Which of the ``B`` rows goes where: ``[n]``; ``None`` for all in order.
+            rows: Indices of the rows that go there: ``[n]``; ``None`` for all in order.
 
         Raises:
             ModelStateError: If some state has another shape than it had.
