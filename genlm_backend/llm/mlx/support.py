@@ -143,10 +143,10 @@ def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
             return MlxSupport(vocab_size, kept, way, pads=pads, going_on=going_on)
         reason = reason or f"rows from what is kept differ by {difference:.2g} from whole ones"
         logger.debug("%s: %s", type(runner.model).__name__, reason)
-    # It has keys and values and cannot be told where each row's tokens stand, but counts them
+    # One that has keys and values cannot be told where each row's tokens stand, but counts them
     # itself: mlx-lm's "dynamic" rotary positions go by the columns of a pass once these are more
     # than a limit, which contexts of a few tokens do not show.
-    return MlxSupport(vocab_size, reason=reason, pads=False)
+    return MlxSupport(vocab_size, reason=reason, pads=pads and not kept.shapes)
 
 
 def _length(model: Any) -> int:
@@ -157,7 +157,7 @@ def _length(model: Any) -> int:
 
 
 def _kept(model: Any) -> tuple[Kept | None, str]:
-    """Return what can be kept of a model's contexts, or why nothing can."""
+    """Return the shapes of what can be kept of a model's contexts, or why nothing can."""
     kinds = {type(cache) for cache in leaves(make_prompt_cache(model))}
     others = {kind for kind in kinds if not issubclass(kind, ArraysCache)}
     if names := sorted(kind.__name__ for kind in others - {KVCache, RotatingKVCache}):
@@ -166,7 +166,7 @@ def _kept(model: Any) -> tuple[Kept | None, str]:
         # The second may be that of an indexer, which picks keys in long contexts only.
         return None, "some layers keep more than one set of keys and values"
     try:
-        kept, of_one = _seen(model, [1, 2, 3, 4, 5]), _seen(model, [1])
+        kept, of_one = _seen(model, [1, 2, 1, 2, 1]), _seen(model, [1])
     except (TypeError, ValueError, AttributeError, IndexError) as error:
         return None, f"it does not run on foreign caches: {error!r}"
     if kept is None:
@@ -182,7 +182,7 @@ def _num_attending(cache: Any) -> int:
 
 
 def _seen(model: Any, token_ids: list[int]) -> Kept | None:
-    """Return what a model gives its caches behind some tokens; ``None`` where that is unknown."""
+    """Return the shapes of what a model gives its caches; ``None`` where some are unknown."""
     layers = [ShapeLayer() for _ in range(sum(map(_num_attending, make_prompt_cache(model))))]
     caches = caches_of(model, layers, None)
     mx.eval(model(mx.array([token_ids]), cache=caches))
