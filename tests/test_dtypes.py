@@ -58,7 +58,7 @@ def default_dtype(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.WHOLE])
+@pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.RUNNING, *families.WHOLE])
 def test_rows_and_scores_do_not_depend_on_the_default_dtype(name, dtype):
     model = families.make(name)
     contexts = random_contexts(7, seed=3)

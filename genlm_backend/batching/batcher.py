@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast, final
 from genlm_backend.batching.calling import Calling
 from genlm_backend.batching.evaluation import evaluated, has_errors, is_error, presentable
 from genlm_backend.batching.garbage import fewer_collections
-from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision
+from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision, Tickers
 from genlm_backend.batching.round import (
     Answers,
     Caller,
@@ -23,7 +23,6 @@ from genlm_backend.batching.round import (
     leave,
 )
 from genlm_backend.batching.statistics import BatcherStatistics, Counts
-from genlm_backend.batching.ticker import Tickers
 from genlm_backend.checks import function, instance, optional, text
 from genlm_backend.errors import QueryDroppedError
 
@@ -213,8 +212,12 @@ class Batcher(Calling, Generic[Q, R]):
                 # Nothing to hurry where all of them joined what is under evaluation.
                 self._is_urgent = bool(self._waiting)
                 self._advance(None)
-            elif numbers and max(numbers) >= self._waiting.first and self._may_go(loop):
-                self._advance(loop)
+            elif numbers and max(numbers) >= self._waiting.first and not self._is_busy:
+                # While the loop's next pass is coming, that decides, but for a full batch.
+                ticker = self._tickers.get(loop)
+                is_full = len(self._waiting) >= self.policy.max_batch_size
+                if ticker is None or is_full or self._is_urgent or not ticker.is_coming:
+                    self._advance(loop)
         return numbers
 
     def _place(self, caller: Caller, loop: Loop, query: Q) -> int:
@@ -260,15 +263,6 @@ class Batcher(Calling, Generic[Q, R]):
             self._counts.num_skipped += 1
         if not self._waiting:
             self._waiting = Round(self._waiting.stop)
-
-    def _may_go(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Whether something is to be decided before the worker is free or the loop's next pass."""
-        if self._is_busy:
-            return False
-        ticker = self._tickers.get(loop)
-        is_coming = ticker is not None and ticker.is_coming
-        is_full = len(self._waiting) >= self.policy.max_batch_size
-        return is_full or self._is_urgent or not is_coming
 
     def _advance(self, loop: Loop) -> None:
         """Decide what becomes of the queue after a change that ``loop`` (or a thread) made."""

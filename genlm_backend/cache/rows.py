@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
@@ -87,25 +88,27 @@ class RowCache(Generic[R]):
         A row larger than the budget is not stored, nor one that was computed in another
         ``generation`` than the present one: before a ``clear()``.
         """
-        size = row.nbytes
-        if not self.takes(size):
-            return
+        self.put_all([(key, row)], generation)
+
+    def put_all(self, pairs: Iterable[tuple[Hashable, R]], generation: int | None = None) -> None:
+        """Store a row for each of many keys, one after another, as ``put`` does."""
+        kept = [(key, row, size) for key, row in pairs if self.takes(size := row.nbytes)]
         if self._device is not None:
-            row = row.to(self._device)
+            kept = [(key, row.to(self._device), size) for key, row, size in kept]
+        most = math.inf if self.max_rows is None else self.max_rows
         with self._lock.here:
             if generation is not None and generation != self.generation:
                 return
-            old = self._rows.pop(key, None)
-            if old is not None:
-                self._bytes -= old.nbytes
-            self._rows[key] = row
-            self._bytes += size
-            while self._bytes > self.budget or (
-                self.max_rows is not None and len(self._rows) > self.max_rows
-            ):
-                _, dropped = self._rows.popitem(last=False)
-                self._bytes -= dropped.nbytes
-                self._num_evicted += 1
+            for key, row, size in kept:
+                old = self._rows.pop(key, None)
+                if old is not None:
+                    self._bytes -= old.nbytes
+                self._rows[key] = row
+                self._bytes += size
+                while self._bytes > self.budget or len(self._rows) > most:
+                    _, dropped = self._rows.popitem(last=False)
+                    self._bytes -= dropped.nbytes
+                    self._num_evicted += 1
 
     def clear(self) -> None:
         """Forget every row, and refuse those that are being computed now."""

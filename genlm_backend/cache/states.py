@@ -7,8 +7,9 @@ token. What goes on from a context needs the state behind its last token, and th
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
@@ -110,21 +111,15 @@ class StateStore:
         index = torch.as_tensor(numbers, dtype=torch.int64)
         return [tensor.index_select(0, index.to(tensor.device)) for tensor in self._tensors]
 
-    def write(
-        self, numbers: Ints, states: Sequence[torch.Tensor], rows: Ints | None = None
-    ) -> None:
-        """Fill states with rows of tensors as ``read`` returns them.
-
-        Args:
-            numbers: The states: ``[n]``.
-            states: The tensors, ``[B, *shape]`` each.
-            rows: Indices of the rows that go there: ``[n]``; ``None`` for all in order.
-        """
+    def write(self, numbers: Ints, states: Sequence[torch.Tensor]) -> None:
+        """Fill states with tensors as ``read`` returns them."""
         index = torch.as_tensor(numbers, dtype=torch.int64)
-        picked = None if rows is None else torch.as_tensor(rows, dtype=torch.int64)
-        for tensor, given in zip(self._tensors, states, strict=True):
-            new = given if picked is None else given.index_select(0, picked.to(given.device))
-            tensor.index_copy_(0, index.to(tensor.device), new.to(tensor.device, tensor.dtype))
+        is_stretch = len(numbers) > 0 and bool((np.diff(numbers) == 1).all())
+        for tensor, new in zip(self._tensors, states, strict=True):
+            if is_stretch:  # as of most steps, in which a copy of blocks is twice as fast
+                tensor[int(numbers[0]) : int(numbers[-1]) + 1] = new
+            else:
+                tensor.index_copy_(0, index.to(tensor.device), new.to(tensor.device, tensor.dtype))
 
     def is_finite(self, numbers: Ints) -> bool:
         """Return whether nothing in these states is infinite or NaN."""
@@ -157,7 +152,7 @@ class States:
         size = self.num_states + 1
         self._node = np.zeros(size, np.int32)  # which has had it last
         self._stamp = np.zeros(size, np.int64)  # batch of its last use
-        self._given = np.zeros(size, np.int64)  # batch that it was given in
+        self._num_rows = np.zeros(size, np.int32)  # that went on from it in this batch
         self._num_held = np.zeros(size, np.int32)
         self._is_pinned = np.zeros(size, np.bool_)
         self._now = 1
@@ -187,7 +182,7 @@ class States:
     def begin(self) -> None:
         """Begin a batch: what earlier ones hold is held no more."""
         self._now += 1
-        self._num_held[:] = 0
+        self._num_held[:] = self._num_rows[:] = 0
 
     def use(self, nodes: Ints) -> None:
         """Note that nodes, and the states that they may have, are used in this batch."""
@@ -208,55 +203,86 @@ class States:
         is_kept[NO_STATE] = False
         return count <= self.num_states - int(is_kept.sum())
 
-    def give(self, nodes: Ints, num_needed: Ints) -> Ints:
+    def give(self, nodes: Ints, num_needed: Ints, before: Ints | None = None) -> Ints:
         """Return numbers of states for nodes that have none; 0 where there is no room.
 
-        What is held and what is pinned stays, and for a state that is not needed also what was
-        given in this batch.
+        What is held and what is pinned stays. For a state that is not needed, others go that were
+        used in earlier batches, the one that its row alone went on from, or one of this batch that
+        is fewer tokens to compute again.
 
         Args:
             nodes: The nodes, each once: int32 ``[n]``.
             num_needed: How often each is held from now on: ``[n]``. These are served first.
+            before: The nodes that rows went on from, by row; ``None`` for none.
         """
-        nodes_of, numbers = self._nodes, np.zeros(len(nodes), np.int64)
-        asked = np.flatnonzero(nodes_of.state[nodes] == NO_STATE)
-        asked = asked[np.argsort(-num_needed[asked], kind="stable")]
-        free = self._taken(len(asked), int((num_needed[asked] > 0).sum()))
-        asked = asked[: len(free)]
+        state, numbers = self._nodes.state, np.zeros(len(nodes), np.int64)
+        before = np.zeros(len(nodes), np.int32) if before is None else before
+        np.add.at(self._num_rows, state[before], 1)
+        asked = np.flatnonzero(state[nodes] == NO_STATE)
+        num_tokens = self._num_tokens(nodes[asked])
+        order = np.lexsort((-num_tokens, -num_needed[asked]))
+        asked = asked[order]
+        free = self._taken(num_tokens[order], num_needed[asked] > 0, state[before[asked]])
+        asked, free = asked[free > 0], free[free > 0]
         own = nodes[asked]
         numbers[asked] = free
-        nodes_of.state[own], self._node[free] = free, own
-        self._stamp[free] = self._given[free] = self._now
+        state[own], self._node[free] = free, own
+        self._stamp[free], self._num_rows[free] = self._now, 0
         self._is_pinned[free] = False
         self._num_held[free] = num_needed[asked]
         return numbers
 
-    def _taken(self, count: int, num_needed: int) -> Ints:
-        """Return up to ``count`` free states: old ones go for them, new ones if they are needed."""
-        is_used = self._is_used()
-        (free,) = np.nonzero(~is_used[1:])
-        free = free[:count] + 1
-        missing = count - len(free)
-        if missing <= 0:
-            return free
-        can_go = is_used & (self._num_held <= 0) & ~self._is_pinned
-        is_new = self._given == self._now
-        gone = self._cheapest(np.flatnonzero(can_go & ~is_new), missing)
-        missing = num_needed - len(free) - len(gone)
-        if missing > 0:
-            newer = self._cheapest(np.flatnonzero(can_go & is_new), missing)
-            gone = np.concatenate([gone, newer])
-        self._nodes.state[self._node[gone]] = NO_STATE
-        self.num_evicted += len(gone)
-        return np.concatenate([free, gone])
+    @contextlib.contextmanager
+    def filling(self, nodes: Ints) -> Iterator[None]:
+        """Take states that were given to nodes from them again where filling them fails."""
+        try:
+            yield
+        except BaseException:  # there is no telling what is in them
+            self._nodes.state[nodes] = NO_STATE
+            raise
 
-    def _cheapest(self, numbers: Ints, count: int) -> Ints:
-        """Return the ``count`` oldest of some states, the cheapest to compute again first."""
-        if len(numbers) <= count:
-            return numbers
-        nodes, depths = self._node[numbers], self._nodes.depth
-        num_tokens = depths[nodes] - depths[self.last(self._nodes.parent[nodes])]
-        return numbers[np.lexsort((num_tokens, self._stamp[numbers]))[:count]]
+    def _taken(self, num_tokens: Ints, is_needed: NDArray[np.bool_], starts: Ints) -> Ints:
+        """Return a free state for each row, for which another one may have gone, or 0.
+
+        Args:
+            num_tokens: How many tokens each would be to compute again: ``[n]``.
+            is_needed: Whether each is needed; those come first.
+            starts: The state that each row went on from.
+        """
+        is_used, found = self._is_used(), np.zeros(len(num_tokens), np.int64)
+        (free,) = np.nonzero(~is_used[1:])
+        count = min(len(free), len(found))
+        found[:count] = free[:count] + 1
+        if count == len(found):
+            return found
+        can_go = is_used & (self._num_held <= 0) & ~self._is_pinned
+        (others,) = np.nonzero(can_go)
+        costs = self._num_tokens(self._node[others]) * np.maximum(self._num_rows[others], 1)
+        is_new = self._stamp[others] == self._now
+        order = np.lexsort((costs, self._stamp[others]))
+        others, costs, is_new = others[order], costs[order], is_new[order]
+        gone = np.zeros(len(can_go), np.bool_)
+        num_old, k = int((~is_new).sum()), 0
+        for i in range(count, len(found)):
+            while k < len(others) and gone[others[k]]:
+                k += 1
+            start = starts[i]
+            if k < num_old or (is_needed[i] and k < len(others)):
+                found[i] = others[k]
+            elif can_go[start] and self._num_rows[start] == 1 and not gone[start]:
+                found[i] = start
+            elif k < len(others) and costs[k] < num_tokens[i]:
+                found[i] = others[k]
+            gone[found[i]] = True
+        gone[NO_STATE] = False
+        self._nodes.state[self._node[gone]] = NO_STATE
+        self.num_evicted += int(gone.sum())
+        return found
+
+    def _num_tokens(self, nodes: Ints) -> Ints:
+        """Return how many tokens the states of nodes are to compute again."""
+        depths = self._nodes.depth
+        return depths[nodes] - depths[self.last(self._nodes.parent[nodes])]
 
     # ---------------------------------------------------------------- beside batches
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -104,19 +104,36 @@ class PrefixTree:
             place: Place of a context that they begin with, or that begins with them.
         """
         tokens = np.asarray(token_ids, np.int32)
-        found = self.recall([place], namespace, np.array([len(tokens)], np.int32))
-        found[0] = self.nodes.walk(int(found[0]), tokens[self.nodes.depth[found[0]] :])
-        self.use(found)
-        return int(found[0])
+        sizes = np.array([len(tokens)], np.int32)
+        return int(self.match_all([place], namespace, sizes, lambda _, start: tokens[start:])[0])
 
-    def recall(self, places: Sequence[Place], namespace: Hashable, sizes: Ints) -> Ints:
-        """Return the nodes of contexts, as far as places tell them: int32 ``[n]``.
+    def match_all(
+        self,
+        places: Sequence[Place],
+        namespace: Hashable,
+        sizes: Ints,
+        tokens_of: Callable[[int, int], Any],
+    ) -> Ints:
+        """Return the nodes of the longest cached prefixes of contexts, as ``match``: int32 ``[n]``.
 
         Args:
             places: For each, the place of a context that it begins with, or that begins with it.
             namespace: Namespace of all.
             sizes: Number of tokens that are asked for, of each: int32 ``[n]``.
+            tokens_of: Returns the tokens of one of them, given its number, from a position on, up
+                to its size. It is called for contexts whose places do not tell all.
         """
+        nodes = self.recall(places, namespace, sizes)
+        depths = self.nodes.depth
+        for i in np.flatnonzero(depths[nodes] < sizes).tolist():
+            node = int(nodes[i])
+            tokens = np.asarray(tokens_of(i, int(depths[node])), np.int32)
+            nodes[i] = self.nodes.walk(node, tokens)
+        self.use(nodes)
+        return nodes
+
+    def recall(self, places: Sequence[Place], namespace: Hashable, sizes: Ints) -> Ints:
+        """Return the nodes of contexts, as far as places tell them; see ``match_all``."""
         root = self.root(namespace)
         nodes = self.nodes.at(places, root)
         nodes[nodes == 0] = root
@@ -189,6 +206,7 @@ class PrefixTree:
         real, spare = self.nodes.link(nodes)
         if states.any():
             self.states.move(np.where(real == nodes, NO_STATE, states), real)
+        self.states.use(real)
         own, of_host = spare[spare > 0], -spare[spare < 0]
         self._num_linked += len(nodes) - len(own)
         self.num_returned += len(of_host)

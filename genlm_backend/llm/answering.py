@@ -17,7 +17,7 @@ from genlm_backend.llm.draw import Draw
 from genlm_backend.llm.drawing import Drawing
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.llm.query import Query
-from genlm_backend.llm.row import Row, are_rows_of, rows_without
+from genlm_backend.llm.row import Row, alone, are_rows_of, rows_without
 from genlm_backend.llm.scoring import Answer, Question, weight
 
 T = TypeVar("T")
@@ -42,10 +42,20 @@ class Answering:
         self._evaluator, self._rows, self._adapters = evaluator, rows, adapters
         self._vocab_size = 0
         self._undefined = torch.empty(0, dtype=torch.int64)
+        self._is_to_exclude = False
 
-    def set_vocabulary(self, vocab_size: int, undefined_ids: Collection[int]) -> None:
-        """Say how wide rows are and which ids no token has, before anything is asked."""
+    def set_vocabulary(
+        self, vocab_size: int, undefined_ids: Collection[int], *, are_omitted: bool = False
+    ) -> None:
+        """Say how wide rows are and which ids no token has, before anything is asked.
+
+        Args:
+            vocab_size: Width of the rows.
+            undefined_ids: Ids that no token has.
+            are_omitted: Whether the evaluator's rows are without them; see ``EvaluatorInfo``.
+        """
         self._evaluator.undefined_ids = tuple(sorted(undefined_ids))
+        self._is_to_exclude = bool(undefined_ids) and not are_omitted
         self._vocab_size = vocab_size
         self._undefined = torch.tensor(self._evaluator.undefined_ids, dtype=torch.int64)
 
@@ -91,12 +101,11 @@ class Answering:
 
     def _kept(self, queries: Sequence[Any], rows: Sequence[Any], generation: int) -> list[Any]:
         """Return rows without ids that no token has, and put them where rows are kept."""
-        if len(self._undefined):
+        if self._is_to_exclude:
             rows = rows_without(rows, self._undefined)
         if rows and self._rows.takes(rows[0].nbytes):
-            for query, row in zip(queries, rows, strict=True):
-                # As a plain tuple, which is equal and holds no pictures.
-                self._rows.put(tuple(query), row.alone(), generation)
+            # By plain tuples, which are equal and hold no pictures.
+            self._rows.put_all(zip(map(tuple, queries), alone(rows), strict=True), generation)
         return list(rows)
 
     def defined(self, row: Row) -> Row:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -33,6 +33,10 @@ from genlm_backend.process_lock import OfOneProcess
 
 T = TypeVar("T")
 DEFAULT_ROW_CACHE_BYTES = 256 << 20
+
+
+def _do_nothing() -> None:
+    """Wait for a row without a word to anybody."""
 
 
 class BatchedLM(OfOneProcess, AsyncLM):
@@ -110,9 +114,12 @@ class BatchedLM(OfOneProcess, AsyncLM):
             raise
         self.max_length, self.kv_cache_dtype = self._info.max_length, self._info.kv_cache_dtype
         self._own_eos = self._info.eos_token_ids
+        self._before_wait = release_idle_threads if self._info.uses_openmp else _do_nothing
         self.has_host_tier = self._info.num_host_slots is not None
         self.device = None if self._info.device is None else torch.device(self._info.device)
-        self._answering.set_vocabulary(len(self.byte_vocab), self.undefined_ids)
+        self._answering.set_vocabulary(
+            len(self.byte_vocab), self.undefined_ids, are_omitted=self._info.omits_undefined
+        )
 
     def _asking(self, policy: BatchPolicy) -> Asking[Question, Any]:
         """Return what answers questions, on whatever threads; made once."""
@@ -126,7 +133,10 @@ class BatchedLM(OfOneProcess, AsyncLM):
     ) -> torch.Tensor:
         """Return the log-probabilities of the token after ``token_ids``: float32 ``[vocab]``."""
         query = self._query(token_ids, lora_name)
-        row = self._rows.get(query) or await self._asked(query)
+        row = self._rows.get(query)
+        if row is None:
+            self._before_wait()
+            row = await self._batcher.submit(query)
         return row.own_logprobs(self.output_device)
 
     async def next_token_logits(
@@ -134,12 +144,11 @@ class BatchedLM(OfOneProcess, AsyncLM):
     ) -> torch.Tensor:
         """Return what the model said before it was normalised: float32 ``[vocab]``."""
         query = self._query(token_ids, lora_name)
-        row = self._rows.get(query) or await self._asked(query)
+        row = self._rows.get(query)
+        if row is None:
+            self._before_wait()
+            row = await self._batcher.submit(query)
         return row.own_logits(self.output_device)
-
-    def _asked(self, query: Query) -> Awaitable[Row]:
-        self._before_wait()
-        return self._batcher.submit(query)
 
     def next_token_logprobs_sync(
         self, token_ids: TokenIds, lora_name: str | None = None
@@ -197,10 +206,6 @@ class BatchedLM(OfOneProcess, AsyncLM):
                 0, len(self.byte_vocab), dtype=torch.float32, device=self.output_device
             )
         return table_of(rows, self.output_device)
-
-    def _before_wait(self) -> None:
-        if self._info.uses_openmp:
-            release_idle_threads()
 
     async def batch_score(
         self,

@@ -37,8 +37,9 @@ class Context(Sequence[int]):
     a part of a picture wherever there is one. Two are equal if their pictures are too.
 
     Attributes:
-        blocks: Its ids as 32-bit integers, block by block; those after the last full one are left
-            out. Parts of pictures have negative ones (see ``Pictures``).
+        blocks: Its ids as 32-bit integers, block by block; parts of pictures have negative ones
+            (see ``Pictures``).
+        tail: Those after the last full block.
         contexts: What has checked its ids; contexts of one model have the same.
         place: Where the evaluator of the model has found it, or what it extends, for evaluators to
             write and read; ``NOWHERE`` where it has not. No part of its value.
@@ -47,12 +48,12 @@ class Context(Sequence[int]):
 
     # Full blocks of packed ids, and the ids after them. What extends a context shares its blocks;
     # the hash of each is Python's to keep, and two contexts that share one compare it at once.
-    __slots__ = ("_tail", "blocks", "contexts", "pictures", "place")
+    __slots__ = ("blocks", "contexts", "pictures", "place", "tail")
 
     __array_ufunc__ = None  # an array + a context is a longer context, and no sum
 
-    _tail: bytes
     blocks: tuple[bytes, ...]
+    tail: bytes
     contexts: Contexts
     place: Place
     pictures: Pictures | None
@@ -77,7 +78,7 @@ class Context(Sequence[int]):
             blocks += tuple([packed[start : start + _BLOCK] for start in starts])
             packed = packed[stop:]
         context = object.__new__(cls)
-        context.blocks, context._tail = blocks, packed
+        context.blocks, context.tail = blocks, packed
         context.contexts, context.place, context.pictures = contexts, place, pictures
         return context
 
@@ -91,7 +92,7 @@ class Context(Sequence[int]):
         contexts = self.contexts
         if type(token_id) is not int or not 0 <= token_id < contexts.vocab_size:
             token_id = contexts.check_id(token_id)
-        tail = self._tail + _ID.pack(token_id)
+        tail = self.tail + _ID.pack(token_id)
         return Context.of(contexts, tail, self.blocks, self.place, self.pictures)
 
     def __add__(self, token_ids: Any) -> Context:
@@ -112,13 +113,13 @@ class Context(Sequence[int]):
 
     def followed_by(self, packed: bytes) -> Context:
         """Return the context with more ids, as 32-bit integers that have been checked."""
-        tail = self._tail + packed
+        tail = self.tail + packed
         return Context.of(self.contexts, tail, self.blocks, self.place, self.pictures)
 
     # ---------------------------------------------------------------- a sequence
 
     def __len__(self) -> int:
-        return len(self.blocks) * TOKENS_PER_BLOCK + len(self._tail) // _ID.size
+        return len(self.blocks) * TOKENS_PER_BLOCK + len(self.tail) // _ID.size
 
     @overload
     def __getitem__(self, index: int) -> int: ...
@@ -143,7 +144,7 @@ class Context(Sequence[int]):
             message = f"a context's indices must be integers or slices, got {index!r}"
             raise TypeError(message) from None
         block, rest = divmod(position, TOKENS_PER_BLOCK)
-        packed = self.blocks[block] if block < len(self.blocks) else self._tail
+        packed = self.blocks[block] if block < len(self.blocks) else self.tail
         token_id: int = _ID.unpack_from(packed, rest * _ID.size)[0]
         return token_id if self.pictures is None or token_id >= 0 else self.pictures.image_token_id
 
@@ -167,7 +168,7 @@ class Context(Sequence[int]):
     @property
     def last_packed(self) -> bytes:
         """The last id as a 32-bit integer."""
-        return self._tail[-_ID.size :] or self.blocks[-1][-_ID.size :]
+        return self.tail[-_ID.size :] or self.blocks[-1][-_ID.size :]
 
     def packed(self, start: int = 0, stop: int | None = None) -> array[int]:
         """Return the ids from ``start`` to ``stop``, neither negative, as 32-bit integers.
@@ -176,7 +177,7 @@ class Context(Sequence[int]):
         """
         num_blocks = len(self.blocks)
         first = min(start // TOKENS_PER_BLOCK, num_blocks)
-        kept = self._tail if first == num_blocks else b"".join((*self.blocks[first:], self._tail))
+        kept = self.tail if first == num_blocks else b"".join((*self.blocks[first:], self.tail))
         skipped, found = first * TOKENS_PER_BLOCK, array("i")
         end = None if stop is None else (max(start, stop) - skipped) * _ID.size
         found.frombytes(kept[(start - skipped) * _ID.size : end])
@@ -186,19 +187,19 @@ class Context(Sequence[int]):
 
     @property
     def key(self) -> tuple[tuple[bytes, ...], bytes]:
-        """Its ids as a value that is hashed and compared without a look at each."""
-        return self.blocks, self._tail
+        """Its blocks and tail: a value that is hashed and compared without a look at each id."""
+        return self.blocks, self.tail
 
     def beginning(self, count: int) -> tuple[tuple[bytes, ...], bytes]:
         """Return the ``key`` of the first ``count`` tokens, not more than there are."""
         block, rest = divmod(count, TOKENS_PER_BLOCK)
-        packed = self.blocks[block] if block < len(self.blocks) else self._tail
+        packed = self.blocks[block] if block < len(self.blocks) else self.tail
         return self.blocks[:block], packed[: rest * _ID.size]
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Context):
             return NotImplemented
-        return self._tail == other._tail and self.blocks == other.blocks
+        return self.tail == other.tail and self.blocks == other.blocks
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -212,7 +213,7 @@ class Context(Sequence[int]):
     def __reduce__(self) -> tuple[Any, tuple[bytes, Pictures | None]]:
         from genlm_backend.llm.contexts import unpickled
 
-        return unpickled, (b"".join((*self.blocks, self._tail)), self.pictures)
+        return unpickled, (b"".join((*self.blocks, self.tail)), self.pictures)
 
     def __repr__(self) -> str:
         size = len(self)

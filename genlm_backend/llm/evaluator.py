@@ -52,6 +52,8 @@ class EvaluatorInfo:
             where it does not.
         eos_token_ids: The ids that end a text by the model's own generation config; ``None`` where
             it names none, and the tokenizer tells.
+        omits_undefined: Whether its rows say of themselves that none of its ``undefined_ids``
+            comes. Where not, each is looked at once it is there.
     """
 
     vocab_size: int | None = None
@@ -69,6 +71,7 @@ class EvaluatorInfo:
     draws: bool = False
     image_token_id: int | None = None
     eos_token_ids: Collection[int] | None = None
+    omits_undefined: bool = False
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -109,6 +112,7 @@ _CHECKS: Final = {
     "uses_openmp": switch,
     "scores": switch,
     "draws": switch,
+    "omits_undefined": switch,
     "image_token_id": optional(integer(0)),
     "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
 }
@@ -164,8 +168,9 @@ class Evaluator(abc.ABC):
     Attributes:
         info: What it is able to do, where that is known before ``open()``.
         undefined_ids: Ids that no token has. Whoever drives the evaluator puts them here. One that
-            knows its logits may hand them to ``rows_of_logits``; ``BatchedLM`` excludes them in any
-            case, to the precision of the row.
+            knows its logits may hand them to ``rows_of_logits``, and say so by
+            ``info.omits_undefined``; ``BatchedLM`` excludes them otherwise, to the precision of the
+            row.
         check_wanted: To be called between two steps of long work. It raises a
             ``QueryDroppedError`` where nobody waits any more for what is being done, which the
             evaluator lets through. Whoever drives the evaluator puts it here.
@@ -188,8 +193,8 @@ class Evaluator(abc.ABC):
 
         An exception in place of a row is for those who asked that query, and disturbs no other;
         one that is raised is for all of them. Rows may share memory, which nobody writes to
-        afterwards. They may give a probability to ids that no token has: ``BatchedLM`` excludes
-        them.
+        afterwards. They may give a probability to ids that no token has, unless
+        ``info.omits_undefined`` says otherwise: ``BatchedLM`` excludes them.
 
         Where ``info.scores`` says so, there may be a ``Scoring`` among the queries. Its answer is a
         float32 tensor ``[num_targets]``, on any device, of what rows without ``undefined_ids``

@@ -28,7 +28,8 @@ class KVCachingLM(BatchedLM):
         there are several replicas of a model, each of them keeps the prompt.
 
         Raises:
-            CacheError: If the prompt does not fit into ``kv_cache_bytes``.
+            CacheError: If the prompt does not fit into ``kv_cache_bytes``, or its running state, of
+                a model that has such, beside those that are pinned.
         """
         query = self._query(prompt_tokens, lora_name)
         self._before_wait()
@@ -41,8 +42,14 @@ class KVCachingLM(BatchedLM):
             raise CacheError(
                 f"a prompt of {len(query.context)} tokens does not fit into the "
                 f"{self.kv_capacity} tokens of kv_cache_bytes that are not pinned"
+                f"{self._of_states()}"
             )
         self._is_kept(query)
+
+    def _of_states(self) -> str:
+        """Return the part of an error about room that is for models with running states."""
+        budget = self._evaluator.counts().state_bytes_budget
+        return f", or its running state into the {budget} bytes of those" if budget else ""
 
     def clear_kv_cache(self) -> None:
         """Forget every cached key and value, pinned ones too. No answer changes by it.

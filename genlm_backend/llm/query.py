@@ -46,7 +46,7 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
     def __new__(cls, token_ids: Iterable[int], adapter: Adapter | None = None) -> Self:
         """Make a query; see the class."""
         context = token_ids if isinstance(token_ids, Context) else of_no_model(token_ids)
-        query = super().__new__(cls, (adapter, *context.key))
+        query = super().__new__(cls, (adapter, context.blocks, context.tail))
         fields = query.__dict__
         fields["context"], fields["adapter"] = context, adapter
         return query

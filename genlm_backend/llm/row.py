@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -51,10 +52,6 @@ class Row:
         moved = self.logprobs.to(device)
         return self if moved is self.logprobs else Row(moved, self.normaliser)
 
-    def alone(self) -> Row:
-        """Return the row with memory of its own, which keeps no table alive."""
-        return Row(self.own_logprobs(self.logprobs.device), self.normaliser)
-
     def own_logprobs(self, device: torch.device) -> torch.Tensor:
         """Return a copy of the log-probabilities on ``device``, for a caller to modify."""
         if not self.logprobs.is_cpu or device.type != "cpu":
@@ -72,6 +69,14 @@ class Row:
     def without(self, token_ids: torch.Tensor) -> Row:
         """Return the row given that none of some tokens comes: they are ``-inf``, int64 ``[n]``."""
         return rows_without([self], token_ids)[0]
+
+
+def alone(rows: Sequence[Row]) -> list[Row]:
+    """Return rows with memory of its own for each, of which none keeps a table alive."""
+    own: list[torch.Tensor] = []
+    for _, table in _tables(rows):
+        own += map(own_copy, table.numpy()) if table.is_cpu else map(torch.clone, table)
+    return [Row(logprobs, row.normaliser) for logprobs, row in zip(own, rows, strict=True)]
 
 
 def are_rows_of(rows: Sequence[Row], vocab_size: int) -> bool:
@@ -190,7 +195,7 @@ def rows_of_logits(
     of 49,152 they are 2e-5 off on some.
 
     The rows are views of one table. One that is to stay when the others have gone is copied by
-    ``Row.alone``.
+    ``alone``.
 
     Args:
         logits: Vectors of logits.
@@ -237,13 +242,20 @@ def _normalised(
     is_own = in_place or logits.dtype is not torch.float32
     table = logits.float()
     if undefined_ids:
-        ids = torch.tensor(undefined_ids, dtype=torch.int64, device=logits.device)
+        ids = _ids_on(logits.device, tuple(undefined_ids))
         fill = table.index_fill_ if is_own else table.index_fill
         table, is_own = fill(1, ids, -torch.inf), True
     largest = table.amax(-1, keepdim=True)
     # Sums of large ones would lose the logarithm.
     table = table.sub_(largest) if is_own else table - largest
     return table, largest, _scratch.exp(table).sum(-1, keepdim=True).log_()
+
+
+@functools.lru_cache(maxsize=32)
+def _ids_on(device: torch.device, ids: tuple[int, ...]) -> torch.Tensor:
+    """Return ids as a tensor, int64 ``[n]``, made once: of 256 it takes as long as many a row."""
+    with torch.inference_mode(False):  # or it could not be used in another mode
+        return torch.tensor(ids, dtype=torch.int64, device=device)
 
 
 @final

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from genlm_backend.batching import Batcher, BatchPolicy, round, ticker
+from genlm_backend.batching import Batcher, BatchPolicy, policy, round
 from genlm_backend.errors import EvaluationError, OptionError, QueryDroppedError
 from tests.batching.test_cancellation import PATIENT, passes, until_held
 
@@ -240,7 +240,7 @@ async def test_a_loop_whose_pass_an_interrupt_has_cost_makes_another(recorder, m
     assert await batcher.submit(1) == 2
     loop = asyncio.get_running_loop()
     batcher._tickers[loop].is_scheduled = True  # the note was made, and the pass never asked for
-    monkeypatch.setattr(ticker, "LOST_SECONDS", 0.0)
+    monkeypatch.setattr(policy, "LOST_SECONDS", 0.0)
     assert await asyncio.gather(*map(batcher.submit, range(5))) == [0, 2, 4, 6, 8]
     batcher.close()
 
@@ -259,7 +259,7 @@ def test_a_loop_that_is_interrupted_in_a_pass_and_goes_on_answers_all(number):
         return interrupting
 
     def of_passes(frame, event, argument):
-        is_pass = frame.f_code in (Batcher._pass.__code__, ticker.Ticker.tick.__code__)
+        is_pass = frame.f_code in (Batcher._pass.__code__, policy.Ticker.tick.__code__)
         return interrupting if is_pass else None
 
     before = sys.gettrace()

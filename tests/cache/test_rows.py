@@ -36,6 +36,27 @@ def test_it_is_an_lru_cache_of_bytes_or_of_rows(steps, capacity, is_counted):
         assert cache.num_bytes == 16 * len(model) <= cache.budget
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=40),
+    st.integers(0, 40),
+    st.sampled_from([None, 0, 3]),
+)
+def test_rows_stored_at_once_are_as_those_stored_one_after_another(sizes, budget, most):
+    pairs = [(key, row(i, size)) for i, (key, size) in enumerate(sizes)]
+    once, each = RowCache(4 * budget, most), RowCache(4 * budget, most)
+    once.put_all(pairs)
+    for key, own in pairs:
+        each.put(key, own)
+    assert (len(once), once.num_bytes, once.num_evicted) == (
+        len(each),
+        each.num_bytes,
+        each.num_evicted,
+    )
+    assert all(once.get(key) is each.get(key) for key in range(10))
+    once.put_all(pairs, once.generation + 1)  # computed before or after, and not now
+    assert len(once) == len(each)
+
+
 def test_a_row_that_is_asked_or_stored_again_is_young_again():
     cache = RowCache(16 * 3)
     for key in "abc":

@@ -180,7 +180,7 @@ class SmallVLLM(Backend):
         return real.exact_row(tuple(token_ids))
 
 
-_MODELS = {name: families.make(name) for name in ("llama", "gemma3", "mamba")}
+_MODELS = {name: families.make(name) for name in ("llama", "gemma3", "mamba", "lfm2", "cpm-ant")}
 _SLOT = (
     2 * 2 * 2 * 8 * 4
 )  # bytes of a token of the tiny Llama: layers, k and v, heads, dim, float32
@@ -195,7 +195,8 @@ BACKENDS = {
     "hf-no-cache": Backend(
         "hf-no-cache", {"kv_cache_bytes": 0, "row_cache_bytes": 0}, _MODELS["llama"], False
     ),
-    "hf-whole": Backend("hf-whole", {}, _MODELS["mamba"]),
+    "hf-states": Backend("hf-states", {"kv_cache_bytes": 1 << 20}, _MODELS["lfm2"]),
+    "hf-whole": Backend("hf-whole", {}, _MODELS["cpm-ant"]),
     "hf-process": InProcess("hf-process", {}, _MODELS["llama"]),
     "hf-replicas": Replicas("hf-replicas", {"kv_cache_bytes": 1 << 20}, _MODELS["llama"]),
     "hf-ray": OnRay("hf-ray", {}, _MODELS["llama"]),
@@ -203,7 +204,7 @@ BACKENDS = {
     "mlx-tight": Mlx(
         "mlx-tight", {"kv_cache_bytes": 40 * _SLOT, "row_cache_bytes": 1500}, _MODELS["llama"]
     ),
-    "mlx-whole": Mlx("mlx-whole", {}, _MODELS["mamba"]),
+    "mlx-states": Mlx("mlx-states", {"kv_cache_bytes": 1 << 20}, _MODELS["mamba"]),
     "toy": Toy("toy", {}),
     "toy-replicas": ToyReplicas("toy-replicas", {}),
     "vllm-fake": FakeVLLM("vllm-fake", {}),
@@ -223,7 +224,7 @@ _MLX_MARKS = [
 _MARKS = {
     "mlx": _MLX_MARKS,
     "mlx-tight": _MLX_MARKS,
-    "mlx-whole": _MLX_MARKS,
+    "mlx-states": _MLX_MARKS,
     "hf-ray": [
         pytest.mark.ray,
         pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray"),

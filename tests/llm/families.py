@@ -142,14 +142,7 @@ PER_TOKEN = {
 }
 """Families whose keys and values are kept token by token."""
 
-WHOLE = {
-    "cpm-ant": lambda: _config(  # takes no mask: what is padded is another context
-        "CpmAntConfig",
-        dim_head=16,
-        dim_ff=64,
-        prompt_length=4,
-        segment_types=4,
-    ),
+RUNNING = {
     "mamba": lambda: _bare(
         "MambaConfig", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8
     ),
@@ -177,6 +170,18 @@ WHOLE = {
         shared_expert_intermediate_size=16,
         layer_types=["linear_attention", "full_attention"],
     ),
+    "lfm2": lambda: _config("Lfm2Config", layer_types=["conv", "full_attention"]),
+}
+"""Some families with running states, which are kept; all are in `state_families`."""
+
+WHOLE = {
+    "cpm-ant": lambda: _config(  # takes no mask: what is padded is another context
+        "CpmAntConfig",
+        dim_head=16,
+        dim_ff=64,
+        prompt_length=4,
+        segment_types=4,
+    ),
     # Each token attends to the few that an indexer finds. It has so many heads that no two tokens
     # have the same score, between which the number of columns would decide.
     "deepseek-v32": lambda: _config(
@@ -201,7 +206,6 @@ WHOLE = {
         index_block_size=4,
         index_topk_blocks=2,
     ),
-    "lfm2": lambda: _config("Lfm2Config", layer_types=["conv", "full_attention"]),
     "recurrent-gemma": lambda: _config(
         "RecurrentGemmaConfig",
         num_hidden_layers=3,
@@ -210,12 +214,12 @@ WHOLE = {
         num_key_value_heads=1,
     ),
 }
-"""Families with a state that belongs to no single token."""
+"""Families that are run whole."""
 
 
 def make(name, seed=0):
     """A model in float32 whose next token hangs on every token of its context."""
-    return of({**PER_TOKEN, **WHOLE}[name](), seed)
+    return of({**PER_TOKEN, **RUNNING, **WHOLE}[name](), seed)
 
 
 def of(config, seed=0, dtype=torch.float32, kind=tf.AutoModelForCausalLM):

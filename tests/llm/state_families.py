@@ -6,7 +6,7 @@ import torch
 import transformers as tf
 
 from tests.llm import families
-from tests.llm.families import VOCAB, WHOLE, _bare, _config
+from tests.llm.families import RUNNING, VOCAB, _bare, _config
 
 _DELTA = {
     "head_dim": 8,
@@ -49,8 +49,8 @@ _LATENT = {
 }
 
 _CONFIGS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
-    "mamba": WHOLE["mamba"],
-    "mamba2": WHOLE["mamba2"],
+    "mamba": RUNNING["mamba"],
+    "mamba2": RUNNING["mamba2"],
     "falcon_mamba": lambda: _bare(
         "FalconMambaConfig", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8
     ),
@@ -71,7 +71,7 @@ _CONFIGS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
         attn_layer_offset=1,
         mamba_d_state=8,
     ),
-    "lfm2": WHOLE["lfm2"],
+    "lfm2": RUNNING["lfm2"],
     "lfm2_moe": lambda: _config(
         "Lfm2MoeConfig", **_EXPERTS, num_dense_layers=1, layer_types=["conv", "full_attention"]
     ),
@@ -108,7 +108,7 @@ _CONFIGS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
         moe_intermediate_size=16,
         logits_mup_width_multiplier=1.0,
     ),
-    "qwen3_next": WHOLE["qwen3-next"],
+    "qwen3_next": RUNNING["qwen3-next"],
     "qwen3_5": lambda: _config("Qwen3_5TextConfig", **_DELTA),
     "qwen3_5_moe": lambda: _config(
         "Qwen3_5MoeTextConfig", **_DELTA, **_EXPERTS, shared_expert_intermediate_size=16

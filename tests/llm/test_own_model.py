@@ -150,6 +150,28 @@ async def test_ids_that_no_token_has_are_excluded_whatever_the_evaluator_says():
         torch.testing.assert_close(logits[:96], torch.zeros(96), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("omits", [True, False])
+async def test_rows_of_an_evaluator_that_omits_such_ids_are_taken_as_they_are(omits):
+    class Wide(StatelessEvaluator):
+        def __init__(self):
+            self.info = EvaluatorInfo(100, can_forget=True, omits_undefined=omits)
+
+        def evaluate(self, queries):
+            logits = torch.arange(100.0).repeat(len(queries), 1)
+            seen.append(self.undefined_ids)
+            # The last of them is none that it would know of.
+            return rows_of_logits(logits, undefined_ids=self.undefined_ids[:-1])
+
+    seen = []
+    async with BatchedLM(word_tokenizer(), Wide()) as lm:
+        row = await lm.next_token_logprobs([1])
+    assert seen == [(96, 97, 98, 99)]
+    assert row[96:].isneginf().tolist() == [True, True, True, not omits]
+    wanted = torch.arange(100.0).double()
+    wanted[96 : 99 if omits else 100] = -torch.inf
+    torch.testing.assert_close(row.double(), wanted.log_softmax(-1), rtol=0, atol=2e-5)
+
+
 def test_an_evaluator_that_cannot_open_is_closed_and_leaves_no_thread():
     class Unready(toy.ToyEvaluator):
         info = property(lambda self: None, lambda self, info: None)

@@ -13,7 +13,7 @@ import torch
 from genlm_backend import AsyncTransformer, AsyncVirtualLM
 from genlm_backend.llm.batched import BatchedLM
 from genlm_backend.llm.evaluator import StatelessEvaluator
-from genlm_backend.llm.row import Row, rows_of_logits, rows_without, scores_of_logits
+from genlm_backend.llm.row import Row, alone, rows_of_logits, rows_without, scores_of_logits
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine
@@ -108,11 +108,15 @@ def test_rows_of_any_tables_are_restricted_as_each_would_be_alone(order):
     elif order == "mixed":
         rows = [row for pair in zip(first[:4], second, strict=True) for row in pair]
     elif order == "alone":
-        rows = [row.alone() for row in rows]
+        rows = alone(rows)
     elif order == "with gaps":
         wide = torch.stack([row.logprobs for row in rows], dim=1)
         rows = [Row(wide[:, i], row.normaliser) for i, row in enumerate(rows)]
     before = [row.logprobs.clone() for row in rows]
+    for row, own, copied in zip(rows, before, alone(rows), strict=True):
+        assert copied.logprobs.allclose(own, rtol=0, atol=0, equal_nan=True)
+        assert copied.logprobs.untyped_storage().nbytes() == 4 * 40
+        assert repr(copied.normaliser) == repr(row.normaliser)
     found = rows_without(rows, ids)
     for row, own, made in zip(rows, before, found, strict=True):
         assert made.logprobs[ids].isneginf().all() or own.isnan().all()
@@ -161,8 +165,8 @@ def test_rows_are_restricted_and_copied_wherever_they_lie(number, width):
     ids = torch.tensor([3, 38, width - 1])
     rows, before = [Row(own, 2.0) for own in tensors], [own.clone() for own in tensors]
     for row, own in zip(rows, before, strict=True):
-        assert row.alone().logprobs.equal(own)
-        assert row.alone().logprobs.data_ptr() != row.logprobs.data_ptr()
+        assert alone([row])[0].logprobs.equal(own)
+        assert alone([row])[0].logprobs.data_ptr() != row.logprobs.data_ptr()
     for row, own, made in zip(rows, before, rows_without(rows, ids), strict=True):
         assert row.logprobs.equal(own)  # which may be another's too
         exact = own.double().index_fill(0, ids, -torch.inf)
@@ -349,7 +353,7 @@ def test_rows_are_views_of_one_table_and_can_be_copied():
     first, second = rows_of_logits(torch.randn(2, 96, dtype=torch.float16))
     for row in (first, second):
         assert row.logprobs.untyped_storage().nbytes() == 2 * row.nbytes == 8 * 96
-        assert row.alone().logprobs.untyped_storage().nbytes() == 4 * 96
+        assert alone([row])[0].logprobs.untyped_storage().nbytes() == 4 * 96
     assert rows_of_logits(torch.empty(0, 5)) == []
     cpu = torch.device("cpu")
     kept = first.logprobs.clone()

@@ -103,7 +103,7 @@ class DecodeSteps:
             states = passes.states_behind(nodes)
             batch = pack_step(tokens.astype(np.int64), slots, past, reading, states)
             rows = passes.finish(passes.runner.forward(batch, passes.attend))
-            is_sound = np.array([not row.is_nan for row in rows])
+            is_sound = ~np.isnan(np.array([row.normaliser for row in rows], np.float64))
         except BaseException:
             tree.drop(new)
             raise
@@ -114,7 +114,7 @@ class DecodeSteps:
         else:
             kept = tree.link(new)
         if states is not None:
-            passes.keep_states(kept, np.zeros(len(kept), np.int64), states)
+            passes.keep_states(kept, np.zeros(len(kept), np.int64), nodes, states)
         if not is_sound.all():
             return rows, kept
         if reading is not None:

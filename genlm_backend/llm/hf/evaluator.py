@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import warnings
@@ -21,24 +22,25 @@ from genlm_backend.llm.hf.attend import WholeAttend
 from genlm_backend.llm.hf.by_adapter import answers_by_adapter
 from genlm_backend.llm.hf.job import Asked, Found
 from genlm_backend.llm.hf.lora import Adapters
-from genlm_backend.llm.hf.mean_keys import mean_keys
 from genlm_backend.llm.hf.memory import (
     check_budgets,
     default_kv_budget,
     is_out_of_memory,
+    most_rows,
     release_cached_memory,
     state_budget,
 )
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.picture_rules import examine_pictures, image_token_id
 from genlm_backend.llm.hf.plan import CostModel
-from genlm_backend.llm.hf.prefix_files import PrefixFiles
+from genlm_backend.llm.hf.prefix_file import PrefixFiles
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.hf.support import (
     KVSupport,
     check_model,
     examine,
     longest_context,
+    mean_keys,
     rotary_limit,
     tried,
     vocab_width,
@@ -90,7 +92,7 @@ class HFEvaluator(Evaluator):
         packs_weights: bool = False,
     ) -> None:
         check_model(model)
-        check_budgets(kv_cache_bytes, host_cache_bytes)
+        check_budgets(kv_cache_bytes, host_cache_bytes, state_cache_bytes)
         model.eval()
         runner = Runner(model)
         cost = CostModel.on(runner.device.type)
@@ -124,10 +126,10 @@ class HFEvaluator(Evaluator):
             tokens = [[i % width for i in (5, 6, 7)]]
             ids = torch.tensor(tokens, dtype=torch.int64, device=runner.device)
             self._adapters.try_twins(ids, **runner.caching(False))
-        with self._with(None):
-            check_predicts(runner, width)
-            support = examine(runner, width, self._max_length)
-            layout = self._layout(support, width)
+        self._use(None)
+        check_predicts(runner, width)
+        support = examine(runner, width, self._max_length)
+        layout = self._layout(support, width)
         if support.spread_alone:
             warnings.warn(
                 f"rows of this {type(runner.model).__name__} depend on what they are computed "
@@ -154,6 +156,7 @@ class HFEvaluator(Evaluator):
             takes_adapters=True,
             uses_openmp=runner.device.type == "cpu",
             scores=not support.reason,  # which tells that what follows a token is not seen
+            omits_undefined=True,
             image_token_id=image_token_id(runner.model),
             eos_token_ids=ends_of_model(runner.model),
         )
@@ -168,8 +171,13 @@ class HFEvaluator(Evaluator):
                 f"kv_cache_dtype={kept!r} is for models whose keys and values are kept, and "
                 f"{type(runner.model).__name__} runs every context whole: {support.reason}"
             )
+        if not support.layout.layers:
+            raise OptionError(
+                f"kv_cache_dtype={kept!r} is for models whose keys and values are kept, and "
+                f"{type(runner.model).__name__} has running states alone, which stay as they are"
+            )
         longest = min(longest_context(runner.model) or math.inf, self._rotary_limit)
-        means = mean_keys(runner, vocab_size, longest) if kept == "uint4" else None
+        means = mean_keys(runner, support.layout, vocab_size, longest) if kept == "uint4" else None
         return support.layout.kept_as(kept, means)
 
     def _make_room(self, support: KVSupport, layout: KVLayout) -> None:
@@ -181,6 +189,11 @@ class HFEvaluator(Evaluator):
                     f"host_cache_bytes={self._wanted_host_bytes} is for models whose keys and "
                     f"values are kept, and {name} runs every context whole: {support.reason}"
                 )
+            if self._wanted_state_bytes is not None:
+                raise OptionError(
+                    f"state_cache_bytes={self._wanted_state_bytes} is for models with running "
+                    f"states that are kept, and {name} runs every context whole: {support.reason}"
+                )
             logger.info("%s runs every context whole: %s", name, support.reason)
             return
         budget = default_kv_budget(layout) if wanted is None else wanted
@@ -190,6 +203,11 @@ class HFEvaluator(Evaluator):
             store = KVStore(layout, num_slots)
         host_store, num_host_slots, host = None, 0, self._wanted_host_bytes
         if host:
+            if not layout.layers:
+                raise OptionError(
+                    f"host_cache_bytes={host} is for keys and values, and "
+                    f"{type(self.passes.runner.model).__name__} has running states alone"
+                )
             if layout.is_on_host:
                 warnings.warn(
                     "host_cache_bytes gains nothing here, since all keys and values are in the "
@@ -211,28 +229,28 @@ class HFEvaluator(Evaluator):
         )
         if not layout.states:
             return None
+        num_states = self._state_budget // size
+        self.passes.cost = dataclasses.replace(self.passes.cost, max_rows=most_rows(num_states))
         with _fits("state_cache_bytes", self._state_budget):
-            return StateStore(layout.states, self._state_budget // size)
+            return StateStore(layout.states, num_states)
 
     # ---------------------------------------------------------------- rows and scores
 
     def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
         """Return one answer to each query or scoring, adapter by adapter."""
         with frequent_switches():
-            return answers_by_adapter(queries, self._with, self._answers)
+            return answers_by_adapter(queries, self._answers)
 
-    @contextlib.contextmanager
-    def _with(self, adapter: Adapter | None) -> Iterator[None]:
-        """Run what computes with an adapter, or as the model came."""
+    def _use(self, adapter: Adapter | None) -> None:
+        """Run what computes with an adapter, or as the model came, from now on."""
         self.passes.runner.twin = self._adapters.twin(adapter)
-        yield
 
     def evaluate_whole(self, query: Query) -> Row:
         """Return the row of a context run whole and alone, past whatever is kept."""
-        with self._with(query.adapter):
-            if len(query.token_ids) > self._rotary_limit:
-                return self._row_apart(query)
-            (row,) = self.passes.whole([query])
+        self._use(query.adapter)
+        if len(query.context) > self._rotary_limit:
+            return self._row_apart(query)
+        (row,) = self.passes.whole([query])
         return cast(Row, row)
 
     @torch.inference_mode()  # where its logits come from, which are overwritten
@@ -243,9 +261,12 @@ class HFEvaluator(Evaluator):
         return scores_of_logits(logits, places, targets, self.undefined_ids)
 
     def _answers(self, questions: list[Asked]) -> list[Found]:
+        """Return the answers to questions of one adapter."""
+        self._use(questions[0].adapter)
         # Where the model computes other rotary frequencies for long contexts, no key of a shorter
         # one is theirs: they share no keys, values or pass with others.
-        apart = [question for question in questions if len(question.context) > self._rotary_limit]
+        limit = self._rotary_limit
+        apart = [q for q in questions if len(q.context) > limit] if limit < math.inf else []
         if not apart:
             return self.passes.evaluate(questions)
         answers = {question: self._apart(question) for question in apart}
@@ -286,10 +307,10 @@ class HFEvaluator(Evaluator):
         if placeholder is None:
             return super().picture_rules(token_ids, inputs)
         before = passes.runner.num_forwards, passes.runner.tokens_computed
-        with self._with(None):
-            rules = examine_pictures(
-                passes.runner, passes.layout, self._attend, token_ids, inputs, placeholder
-            )
+        self._use(None)
+        rules = examine_pictures(
+            passes.runner, passes.layout, self._attend, token_ids, inputs, placeholder
+        )
         passes.runner.num_forwards, passes.runner.tokens_computed = before
         return rules
 
@@ -317,8 +338,7 @@ class HFEvaluator(Evaluator):
 
     def _computed(self, query: Query) -> int | None:
         """Compute a context and return its node on the device; ``None`` if there is no room."""
-        with self._with(query.adapter):
-            self._answers([query])
+        self._answers([query])
         size, nodes = len(query.context), self.passes.tree.nodes
         node = self.passes.match(query.context, query.adapter, size)
         is_kept = nodes.depth[node] == size and nodes.slot[node] > 0

@@ -54,5 +54,13 @@ class GoingOn(NamedTuple):
         """
         if self.most is not None:
             return num_tokens if begins else min(self.most, num_tokens)
-        left = num_tokens - most
-        return min(num_tokens, most) - (self.fewest - left if 0 < left < self.fewest else 0)
+        return self.part(num_tokens, begins, most)
+
+    def part(self, num_tokens: int, begins: bool, most: int) -> int:
+        """Return ``most`` of some tokens, or a number near it where either part had too few."""
+        fewest = 1 if begins else self.fewest
+        most = max(most, fewest)
+        if num_tokens - most >= self.fewest:
+            return most
+        shorter = num_tokens - self.fewest
+        return shorter if num_tokens > most and shorter >= fewest else num_tokens

@@ -164,11 +164,12 @@ def _row(model: Any) -> torch.Tensor:
 
 def _inconsistency(model: Any, is_cached: bool) -> float:
     """Return how far rows differ by what follows them in the pass, and by where they begin."""
-    past = _outputs(model, 1, 4, use_cache=True).past_key_values if is_cached else None
+    begun = _outputs(model, 1, 4, use_cache=True) if is_cached else None
     longer = _outputs(model, 1, 6).logits[0]  # in between, as other contexts are
     pairs = [(_row(model), longer[2])]
-    if is_cached:
-        rest = _outputs(model, 4, 6, use_cache=True, past_key_values=past)
+    if begun is not None:
+        name = next(name for name in ("past_key_values", "cache_params") if hasattr(begun, name))
+        rest = _outputs(model, 4, 6, use_cache=True, **{name: getattr(begun, name)})
         pairs.append((rest.logits[0, -1], longer[-1]))
     return max(float((a - b).float().abs().max()) for a, b in pairs)
 

@@ -158,7 +158,9 @@ class HFLoader:
             OptionError: (``ValueError``) If one is out of its bounds.
         """
         check_budgets(
-            evaluator_options.get("kv_cache_bytes"), evaluator_options.get("host_cache_bytes", 0)
+            evaluator_options.get("kv_cache_bytes"),
+            evaluator_options.get("host_cache_bytes", 0),
+            evaluator_options.get("state_cache_bytes"),
         )
         options = loading_options(bitsandbytes_opts, hf_opts)
         for name in options.keys() & own_names:

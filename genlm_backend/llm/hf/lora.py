@@ -69,7 +69,7 @@ class Adapters:
             self._check_as_it_came()
         else:
             self._check_unmerged()
-        if twin is None or twin.has_other_children(changed):
+        if twin is None or (changed and twin.has_other_children(changed)):
             twin = self._twins[adapter] = self._made(adapter)
         elif changed:
             twin.refill()

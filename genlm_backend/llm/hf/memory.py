@@ -17,6 +17,9 @@ CUDA_FRACTION: Final = 0.5
 CPU_FRACTION: Final = 0.25
 CPU_LIMIT: Final = 4 << 30
 
+_FEWEST_ROWS: Final = 8
+"""Rows of a pass for which there is always memory for copies of their running states."""
+
 
 def default_kv_budget(layout: KVLayout) -> int:
     """Return the bytes of keys and values to keep where nobody says.
@@ -42,12 +45,19 @@ def default_kv_budget(layout: KVLayout) -> int:
     return min(slots) * size
 
 
-def check_budgets(kv_cache_bytes: int | None, host_cache_bytes: int) -> None:
-    """Check that there are slots on the device where there are some on the host.
+def check_budgets(
+    kv_cache_bytes: int | None, host_cache_bytes: int, state_cache_bytes: int | None = None
+) -> None:
+    """Check that something is kept where there are bytes for a part of it, or for more of it.
 
     Raises:
-        OptionError: (``ValueError``) If there are none.
+        OptionError: (``ValueError``) If nothing is.
     """
+    if state_cache_bytes and kv_cache_bytes == 0:
+        raise OptionError(
+            "kv_cache_bytes=0 keeps nothing, and so no running states: "
+            f"state_cache_bytes={state_cache_bytes} is a part of it"
+        )
     if host_cache_bytes and kv_cache_bytes == 0:
         raise OptionError(
             "kv_cache_bytes=0 keeps no keys and values, so that none can go to the host: "
@@ -90,6 +100,11 @@ def state_budget(wanted: int | None, budget: int, size: int, name: str, *, atten
             f"{num_bytes}: give more to {'kv' if wanted is None else 'state'}_cache_bytes"
         )
     return num_bytes
+
+
+def most_rows(num_states: int) -> int:
+    """Return the most rows of a pass, which takes copies of their running states."""
+    return max(_FEWEST_ROWS, num_states // 2)
 
 
 def cpu_budget() -> int:

@@ -89,6 +89,7 @@ class PackedBatch:
         reading: How they are read; ``None`` where the way to attend is to find out.
         states: The running states of its rows, of a model that has such. All rows have as many new
             tokens then, and all begin or none does.
+        is_step: Whether it is a decode step: all rows have one new token and the output behind it.
     """
 
     input_ids: torch.Tensor
@@ -102,6 +103,7 @@ class PackedBatch:
     past: Paths
     reading: Reading | None = None
     states: RunningStates | None = None
+    is_step: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -182,6 +184,7 @@ def pack_step(
         past=past,
         reading=reading,
         states=states,
+        is_step=True,
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from operator import attrgetter
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -47,7 +48,8 @@ class Passes:
     Args:
         runner: What calls the model.
         cost: Cost of passes, by which a batch is divided.
-        finish: Makes one row of each vector of logits, ``[n, vocab]``, which it may overwrite.
+        finish: Makes one row of each vector of logits, ``[n, vocab]``, which it may overwrite, and
+            knows what it was normalised by.
         score: Makes scores of logits, as ``scores_of_logits`` does.
         check_wanted: Called before each pass; raises a ``QueryDroppedError`` where nobody waits.
 
@@ -293,13 +295,14 @@ class Passes:
             return True
         numbers = tree.states.give(end, np.zeros(1, np.int64))
         if numbers[0]:
-            self.states.write(numbers, states)
+            with tree.states.filling(end):
+                self.states.write(numbers, states)
         return bool(numbers[0])
 
     def _from_slots(self, questions: list[Asked]) -> list[Found]:
         if not self.keeps:
             return self.whole(questions)
-        answers = self.roots.begin(questions)
+        answers = self.roots.begin(questions) if any(map(_PICTURES, questions)) else {}
         if not answers:
             return self._together(questions)
         others = [question for question in questions if question not in answers]
@@ -316,8 +319,15 @@ class Passes:
         sizes = np.array([*map(len, contexts)], np.int32) - 1
         if not are_queries:
             sizes = np.array([*map(first_output, questions)], np.int32)
-        nodes = self._matched(contexts, sizes, questions[0].adapter)
-        if are_queries and self.is_step(contexts, nodes, sizes):
+        nodes = self.tree.match_all(
+            [context.place for context in contexts],
+            questions[0].adapter,
+            sizes,
+            lambda i, start: contexts[i].packed(start, int(sizes[i])),
+        )
+        if self.states.num_states:
+            nodes = self._at_states(nodes, sizes)
+        if are_queries and self.is_step(questions, nodes, sizes):
             answers: list[Found] | None = self._steps.answers(questions, contexts, nodes)
         else:
             answers = self._planned(questions, nodes)
@@ -326,22 +336,6 @@ class Passes:
         if len(questions) == 1:
             return self.whole(questions)
         return _in_halves(questions, self._from_slots)
-
-    def _matched(
-        self, contexts: Sequence[Context], sizes: NDArray[np.int32], adapter: Adapter | None
-    ) -> NDArray[np.int32]:
-        """Return the nodes of the cached prefixes of contexts, of up to ``sizes`` tokens each."""
-        tree = self.tree
-        nodes = tree.recall([context.place for context in contexts], adapter, sizes)
-        for i in np.flatnonzero(tree.nodes.depth[nodes] < sizes).tolist():
-            start = int(tree.nodes.depth[nodes[i]])
-            nodes[i] = tree.nodes.walk(
-                int(nodes[i]), np.asarray(contexts[i].packed(start, int(sizes[i])), np.int32)
-            )
-        if tree.states.num_states:
-            nodes = self._at_states(nodes, sizes)
-        tree.use(nodes)
-        return nodes
 
     def _at_states(self, nodes: NDArray[np.int32], sizes: NDArray[np.int32]) -> NDArray[np.int32]:
         """Return where contexts go on: the last node with a running state, or the root."""
@@ -353,20 +347,21 @@ class Passes:
             num_passes = -(-(sizes + 1 - tree.nodes.depth[nodes]) // most)
             is_far = (num_passes - 1) * self.cost.per_forward > sizes
             nodes[is_far] = tree.nodes.root[nodes[is_far]]
+        tree.use(nodes)
         return nodes
 
     def is_step(
-        self, contexts: Sequence[Context], nodes: NDArray[np.int32], sizes: NDArray[np.int32]
+        self, questions: Sequence[Asked], nodes: NDArray[np.int32], sizes: NDArray[np.int32]
     ) -> bool:
         """Return whether contexts are one token each behind what is kept, and fit one pass."""
         depths = self.tree.nodes.depth[nodes]
         fewest, most = int(depths.min()), int(depths.max())
         return (
-            len(contexts) <= self.cost.max_tokens
+            len(questions) <= min(self.cost.max_tokens, self.cost.max_rows)
             and bool((depths == sizes).all())
             and (not self.states.num_states or fewest > 0 or most == 0)
             and (most == fewest if self.aligns else most <= 2 * fewest + 64)
-            and not any(context.pictures for context in contexts)
+            and not any(map(_PICTURES, questions))
         )
 
     def _planned(self, questions: list[Asked], nodes: NDArray[np.int32]) -> list[Found] | None:
@@ -462,29 +457,37 @@ class Passes:
         return self.runner.running_states(self.states.layout, before)
 
     def keep_states(
-        self, nodes: NDArray[np.int32], num_needed: NDArray[Any], states: RunningStates
+        self,
+        nodes: NDArray[np.int32],
+        num_needed: NDArray[Any],
+        before: NDArray[np.int32],
+        states: RunningStates,
     ) -> None:
         """Give the states that rows have come to to nodes, as far as there is room.
 
         Args:
             nodes: The node that each row has come to, or 0 for one that is not kept: ``[B]``.
             num_needed: How often each is needed in this batch: ``[B]``.
+            before: The node that each row went on from: ``[B]``.
             states: The states.
         """
-        own, rows = np.unique(nodes, return_index=True)
-        own, rows = own[own > 0], rows[own > 0]
-        numbers = self.tree.states.give(own, num_needed[rows])
+        _, rows = np.unique(nodes, return_index=True)
+        rows = np.sort(rows[nodes[rows] > 0])
+        own = nodes[rows]
+        numbers = self.tree.states.give(own, num_needed[rows], before[rows])
         if (numbers[num_needed[rows] > 0] == 0).any():
             raise _OutOfStates
         given = np.flatnonzero(numbers)
-        self.states.write(numbers[given], states.behind(), rows[given])
+        with self.tree.states.filling(own[given]):
+            self.states.write(numbers[given], states.behind(rows[given]))
 
     def _keep_states(
         self, segments: Sequence[Segment], before: NDArray[np.int32], states: RunningStates
     ) -> None:
         self.tree.states.release(before)
         ends = np.array([segment.nodes[-1] for segment in segments], np.int32)
-        self.keep_states(ends, np.array([segment.num_behind for segment in segments]), states)
+        num_behind = np.array([segment.num_behind for segment in segments])
+        self.keep_states(ends, num_behind, before, states)
 
     def _has_room(self, segments: Sequence[Segment]) -> bool:
         """Return whether all states that others go on from could be kept at once."""
@@ -513,6 +516,9 @@ class Passes:
                 if position < segment.stop:
                     for job in jobs:
                         job.node = int(nodes[position - segment.start])
+
+
+_PICTURES: Final = attrgetter("context.pictures")
 
 
 @final

@@ -38,6 +38,7 @@ class CostModel:
         max_tokens: Number of tokens of one pass, padding included, at most.
         max_outputs: Number of positions of one pass that are projected onto the vocabulary, at
             most, but for one of each row.
+        max_rows: Number of contexts of one pass, at most.
     """
 
     per_forward: float = 8.0
@@ -45,6 +46,7 @@ class CostModel:
     max_segment: int = 1024
     max_tokens: int = 4096
     max_outputs: int = 512
+    max_rows: int = 1 << 30
 
     @classmethod
     def on(cls, device: str) -> Self:
@@ -256,10 +258,10 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -
     for segment in segments:
         if going_on is not None and segment.parent is not None:
             cuts[segment.parent].append(segment.start)
-    cut = (going_on or GoingOn()).cut
+    rule = going_on or GoingOn()
     for segment in segments:
         parent = segment.parent
-        size = cut(segment.num_tokens, segment.start == 0, cost.max_segment)
+        size = rule.cut(segment.num_tokens, segment.start == 0, cost.max_segment)
         is_whole = size == segment.num_tokens and len(segment.outputs) <= 1
         if parent is None and is_whole and segment not in cuts:
             by_origin[segment] = [segment]
@@ -270,12 +272,14 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -
         pieces = by_origin[segment] = []
         positions, start, first = sorted(segment.outputs), segment.start, 0
         while start < segment.stop:
-            stop = start + cut(segment.stop - start, start == 0, cost.max_segment)
+            left = segment.stop - start
+            stop = start + rule.cut(left, start == 0, cost.max_segment)
             stop = min([stop, *(place for place in cuts[segment] if place > start)])
             end = bisect_left(positions, stop)
             if end - first > cost.max_outputs:
-                end = first + cost.max_outputs
-                stop = positions[end]
+                most = positions[first + cost.max_outputs] - start
+                stop = start + rule.part(left, start == 0, most)
+                end = bisect_left(positions, stop)
             wave = 0 if parent is None else parent.wave + 1
             outputs = {position: segment.outputs[position] for position in positions[first:end]}
             if parent is not None and parent.stop == start:
@@ -364,6 +368,7 @@ def plan_groups(
             num_passes = max(
                 -(-len(rows) * num_new // max(cost.max_tokens, num_new)),
                 -(-num_outputs // max(cost.max_outputs, len(rows))),
+                -(-len(rows) // cost.max_rows),
             )
             options.append(
                 (
@@ -386,6 +391,7 @@ def plan_groups(
 def _cut(run: Sequence[int], sizes: Sequence[Size], cost: CostModel) -> list[list[int]]:
     """Cut rows that would go together into passes that are not too large."""
     max_rows = max(1, cost.max_tokens // max(sizes[i].num_new for i in run))
+    max_rows = min(max_rows, cost.max_rows)
     groups: list[list[int]] = [[]]
     num_outputs = 0
     for i in run:

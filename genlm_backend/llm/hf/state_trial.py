@@ -16,7 +16,7 @@ from genlm_backend.cache import StateStore
 from genlm_backend.llm.hf.attend import Attend, RunningStates
 from genlm_backend.llm.hf.going_on import GoingOn
 from genlm_backend.llm.hf.packing import Run, Span, pack
-from genlm_backend.llm.hf.rows_apart import distance, row_of
+from genlm_backend.llm.hf.rows_apart import distance, farthest, row_of
 from genlm_backend.llm.hf.runner import Runner
 
 NUM_STATES: Final = 16
@@ -101,8 +101,10 @@ class StateTrial:
         last = pack(spans, states=running_states(self._runner, self._states, ends))
         rows = row_of(self._runner.forward(last, self._attend))
         wanted = [long_row, short_row, long_row]
-        at_once = max(distance(row_of(many)[0], short_row), *map(distance, row_of(several), wanted))
-        one_by_one = max(map(distance, rows, wanted))
+        at_once = farthest(
+            [distance(row_of(many)[0], short_row), *map(distance, row_of(several), wanted)]
+        )
+        one_by_one = farthest(map(distance, rows, wanted))
         going_on = GoingOn.told_by(at_once, one_by_one, rounding)
         found = {GoingOn(): max(at_once, one_by_one), GoingOn(most=1): one_by_one}
         difference = found.get(going_on, at_once)
@@ -121,7 +123,7 @@ class StateTrial:
         logits = self._runner.forward(pack(spans, states=states), self._attend)
         numbers = np.arange(len(spans)) + self._num_states + 1
         self._num_states += len(spans)
-        self._states.write(numbers, states.behind())
+        self._states.write(numbers, states.behind(np.arange(len(spans))))
         pasts = [(*span.past, Run(object(), span.slots, span.num_new)) for span in spans]
         return [Begun(*one) for one in zip(pasts, numbers.tolist(), strict=True)], logits
 

@@ -253,12 +253,16 @@ def _cache_layers(layers: Sequence[Any]) -> tuple[CacheLayer, ...]:
     return held if any(layer.num_states for layer in held) else ()
 
 
-def _fresh(held: CacheLayer) -> Any:
-    """A layer of transformers' own that holds nothing yet."""
-    if not held.num_states:
-        return DynamicLayer()
-    kind = LinearAttentionAndFullAttentionLayer if held.attends else LinearAttentionLayer
-    return kind(number_of_states=held.num_states)
+def _fresh_cache(cache_layers: Sequence[CacheLayer]) -> Cache:
+    """A cache of transformers' own that holds nothing yet."""
+    layers: list[Any] = []
+    for held in cache_layers:
+        if held.num_states:
+            kind = LinearAttentionAndFullAttentionLayer if held.attends else LinearAttentionLayer
+            layers.append(kind(number_of_states=held.num_states))
+        else:
+            layers.append(DynamicLayer())
+    return Cache(layers=layers) if layers else DynamicCache()
 
 
 @torch.inference_mode()
@@ -267,9 +271,7 @@ def _observe_layout(
 ) -> tuple[KVLayout, torch.Tensor]:
     """The shapes of what is kept, and the last row of the model that is told no positions."""
     name = "past_key_values" if "past_key_values" in runner.parameters else "cache_params"
-    cache = DynamicCache()
-    if cache_layers:
-        cache = Cache(layers=[_fresh(layer) for layer in cache_layers])
+    cache = _fresh_cache(cache_layers)
     ids = torch.tensor([token_ids], dtype=torch.int64, device=runner.device)
     logits = runner.twin.module(input_ids=ids, **{name: cache}, use_cache=True).logits
     states = (
@@ -307,3 +309,48 @@ def _state_tensors(layers: Sequence[Any]) -> tuple[StateTensor, ...]:
                     shape = tuple(state.shape[1:])
                     found.append(StateTensor(number, name, index, shape, state.dtype, state.device))
     return tuple(found)
+
+
+_NUM_MEAN_TOKENS: Final = 256
+_FARTHEST_MEAN: Final = 4096
+
+
+@torch.inference_mode()
+def mean_keys(
+    runner: Runner, layout: KVLayout, vocab_size: int, longest: float
+) -> list[torch.Tensor]:
+    """Return the mean of the keys of each layer over tokens drawn at random, always the same ones.
+
+    Some channels of keys lie far from zero in every context, the more so where rotary positions
+    turn them slowly. The tokens are spread over positions, as those of a long context are.
+
+    Args:
+        runner: What calls the model.
+        layout: What is kept of a context of it.
+        vocab_size: Number of token ids.
+        longest: Longest context that the model takes.
+
+    Returns:
+        For each layer that attends, all heads in a row: float32 ``[num_key_heads * key_dim]``.
+    """
+    generator = random.Random(0)
+    farthest = int(min(longest, _FARTHEST_MEAN))
+    num_tokens = min(_NUM_MEAN_TOKENS, farthest)
+    ids = [generator.randrange(vocab_size) for _ in range(num_tokens)]
+    positions = torch.arange(num_tokens, dtype=torch.int64) * (farthest // num_tokens)
+    inputs = {
+        "input_ids": torch.tensor([ids], dtype=torch.int64),
+        "position_ids": positions.unsqueeze(0),
+    }
+    if "position_ids" not in runner.parameters:
+        del inputs["position_ids"]
+    cache = _fresh_cache(layout.states.layers)
+    on_device = {name: tensor.to(runner.device) for name, tensor in inputs.items()}
+    runner.twin.module(**on_device, past_key_values=cache, use_cache=True)
+    held = [getattr(layer, "keys", None) for layer in cache.layers]
+    keys = [own[0].float() for own in held if own is not None]
+    # A token that overflows spoils those behind it, and has no part in a mean.
+    return [
+        torch.where(of_layer.isfinite(), of_layer, torch.nan).nanmean(1).nan_to_num(0).reshape(-1)
+        for of_layer in keys
+    ]

@@ -14,7 +14,7 @@ from genlm_backend.cache import KVLayout, KVStore, StateStore
 from genlm_backend.llm.hf.attend import WAYS, RunningStates, Way, WholeAttend
 from genlm_backend.llm.hf.going_on import GoingOn
 from genlm_backend.llm.hf.packing import Run, Span, pack
-from genlm_backend.llm.hf.rows_apart import distance, row_of
+from genlm_backend.llm.hf.rows_apart import distance, farthest, row_of
 from genlm_backend.llm.hf.runner import Runner
 from genlm_backend.llm.hf.state_trial import NUM_STATES, StateTrial, running_states
 
@@ -139,7 +139,7 @@ class Trial:
         )
         rows = row_of(runner.forward(spans, way.probing(store, 0)))
         wanted = expected.long_row, expected.short_row, expected.long_row
-        return cls(runner, way, store, spans, rows, max(map(distance, rows, wanted)))
+        return cls(runner, way, store, spans, rows, farthest(map(distance, rows, wanted)))
 
     @classmethod
     def _from_states(cls, runner: Runner, layout: KVLayout, way: Way, expected: Expected) -> Self:

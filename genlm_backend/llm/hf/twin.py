@@ -191,7 +191,9 @@ class Twin:
         batch = self._batch
         if batch is not None and args and args[0].shape[:2] == batch.input_ids.shape:
             self._is_picked = True
-            args = _at_outputs(args[0], batch).unsqueeze(0), *args[1:]
+            states = args[0]
+            picked = states.transpose(0, 1) if batch.is_step else _at_outputs(states, batch)[None]
+            args = picked, *args[1:]
         return forward(*args, **options)
 
     # ---------------------------------------------------------------- other ones

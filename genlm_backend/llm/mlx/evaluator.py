@@ -7,6 +7,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final, cast, final
 
 import mlx.core as mx
@@ -17,7 +18,8 @@ from genlm_backend.cache.store import FREE_SLOTS
 from genlm_backend.errors import OptionError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.llm.hf.by_adapter import answers_by_adapter
-from genlm_backend.llm.hf.memory import cpu_budget, state_budget
+from genlm_backend.llm.hf.job import Asked, Found
+from genlm_backend.llm.hf.memory import cpu_budget, most_rows, state_budget
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.plan import CostModel
 from genlm_backend.llm.mlx.adapters import MlxAdapters
@@ -127,6 +129,7 @@ class MlxEvaluator(Evaluator):
             can_forget=True,
             takes_adapters=True,
             scores=support.pads or self.passes.keeps,
+            omits_undefined=True,
             eos_token_ids=self._ends,
         )
 
@@ -155,7 +158,9 @@ class MlxEvaluator(Evaluator):
         store: Any = MlxStore(kept.shapes, num_slots)
         states: Any = None
         if kept.states:
-            states = MlxStateStore(kept.states, self._state_budget // size)
+            num_states = self._state_budget // size
+            self.passes.cost = replace(self.passes.cost, max_rows=most_rows(num_states))
+            states = MlxStateStore(kept.states, num_states)
         attend: Any = support.way.over(store)
         self.passes.keep(store, num_slots, attend, states=states)
         self._budget = budget
@@ -165,7 +170,12 @@ class MlxEvaluator(Evaluator):
     def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
         """Return one answer to each query or scoring, adapter by adapter."""
         with frequent_switches():
-            return answers_by_adapter(queries, self._in_place, self.passes.evaluate)
+            return answers_by_adapter(queries, self._answers)
+
+    def _answers(self, questions: list[Asked]) -> list[Found]:
+        """Return the answers to questions of one adapter."""
+        with self._in_place(questions[0].adapter):
+            return self.passes.evaluate(questions)
 
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None) -> Iterator[None]:
@@ -198,8 +208,7 @@ class MlxEvaluator(Evaluator):
 
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
-        with self._in_place(query.adapter):
-            self.passes.evaluate([query])
+        self._answers([query])
         tree = self.passes.tree
         node = self.passes.match(query.context, query.adapter, len(query.context))
         if tree.nodes.depth[node] < len(query.context):

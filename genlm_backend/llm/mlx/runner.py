@@ -60,7 +60,8 @@ class MlxRunner:
             logits = self.model(mx.array(batch.input_ids.numpy()), cache=layers)
         logits = logits[0] if picked.is_done else picked.of(logits)
         logits = logits.astype(mx.float32)
-        mx.eval(logits, [] if batch.states is None else batch.states.behind())
+        states = batch.states
+        mx.eval(logits, [] if states is None else states.behind(np.arange(batch.num_rows)))
         attend.keep(batch, layers)
         self.num_forwards += 1
         self.tokens_computed += batch.num_new_tokens

@@ -84,13 +84,8 @@ class MlxStateStore:
         index = _index(numbers)
         return [kept[index] for kept in self._kept]
 
-    def write(self, numbers: Ints, states: Sequence[mx.array], rows: Ints | None = None) -> None:
-        """Fill states with rows of arrays as ``read`` returns them.
-
-        Args:
-            numbers: The states: ``[n]``.
-            states: The arrays, ``[B, *shape]`` each.
-            rows: Indices of the rows that go there: ``[n]``; ``None`` for all in order.
+    def write(self, numbers: Ints, states: Sequence[mx.array]) -> None:
+        """Fill states with arrays as ``read`` returns them.
 
         Raises:
             ModelStateError: If some state has another shape than it had.
@@ -98,12 +93,10 @@ class MlxStateStore:
         if len(numbers) == 0:
             return
         self._make_room(int(np.max(numbers)) + 1)
-        picked = None if rows is None else _index(rows)
         is_stretch = bool((np.diff(numbers) == 1).all())  # which is written at once
         first, last = int(numbers[0]), int(numbers[-1])
         places: Any = slice(first, last + 1) if is_stretch else _index(numbers)
-        for i, (array, given) in enumerate(zip(self.layout.arrays, states, strict=True)):
-            new = given if picked is None else given[picked]
+        for i, (array, new) in enumerate(zip(self.layout.arrays, states, strict=True)):
             if new.shape != (len(numbers), *array.shape):  # or it would be made to fit
                 raise ModelStateError(
                     f"the running state of some layer has the shape {new.shape[1:]}, and had "

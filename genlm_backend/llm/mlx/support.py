@@ -17,7 +17,7 @@ from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
 from genlm_backend.llm.hf.going_on import GoingOn
 from genlm_backend.llm.hf.packing import Run, Span
-from genlm_backend.llm.hf.rows_apart import distance, row_of
+from genlm_backend.llm.hf.rows_apart import distance, farthest, row_of
 from genlm_backend.llm.hf.state_trial import NUM_STATES, StateTrial
 from genlm_backend.llm.mlx.attend import (
     WAYS,
@@ -133,7 +133,7 @@ def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     whole = [_rows(runner, [ids], WholeAttend())[0] for ids in (long, short, wrong)]
     tolerance = max(_rounding(runner.model), _SHARE_OF_SPREAD * distance(whole[0], whole[2]))
     beside = _rows(runner, [long, short], WholeAttend())
-    pads = max(map(distance, beside, whole)) <= tolerance
+    pads = farthest(map(distance, beside, whole)) <= tolerance
     kept, reason = _kept(runner.model)
     if kept is None:
         return MlxSupport(vocab_size, reason=reason, pads=pads)
@@ -219,7 +219,7 @@ def _difference(
     except (TypeError, ValueError, AttributeError, IndexError, ModelStateError) as error:
         logger.debug("%s runs on nothing kept", type(runner.model).__name__, exc_info=error)
         return 0.0, f"it does not run on foreign caches: {error!r}", GoingOn()
-    return max(map(distance, rows, (whole[0], whole[1], whole[0]))), "", GoingOn()
+    return farthest(map(distance, rows, (whole[0], whole[1], whole[0]))), "", GoingOn()
 
 
 def _rows_from_slots(

@@ -119,4 +119,4 @@ def _rest(rests: Sequence[list[_Stretch]]) -> Rest:
         stretches = [*chain.from_iterable(rests)]
         slots[is_there] = np.concatenate([one.slots for one in stretches])
         positions[is_there] = np.concatenate([one.positions for one in stretches])
-    return Rest(slots, positions)
+    return Rest.of(slots, positions)

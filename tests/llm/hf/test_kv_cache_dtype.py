@@ -186,5 +186,5 @@ def test_unknown_formats(kept):
 @pytest.mark.parametrize("kept", KV_CACHE_DTYPES)
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_runs_whole_has_no_format(kept):
-    with pytest.raises(OptionError, match=r"MambaForCausalLM runs every context whole: .*state"):
-        AsyncTransformer(families.make("mamba"), word_tokenizer(), kv_cache_dtype=kept)
+    with pytest.raises(OptionError, match=r"RecurrentGemmaForCausalLM runs every context whole: ."):
+        AsyncTransformer(families.make("recurrent-gemma"), word_tokenizer(), kv_cache_dtype=kept)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm_backend.llm.hf.attend.sharing import Reading
+from genlm_backend.llm.hf.attend.sharing import Reading, Rest
 from tests.llm.hf.paths_of import Tree, parts_of, read_by_row, rows_in_trees
 from tests.llm.hf.plan_of_runs import plan_reading
 
@@ -106,6 +106,32 @@ def test_a_reading_that_is_stepped_reads_what_one_made_anew_does(rows, picks, fe
         origins = [origins[i] for i in before]
         repeated += (len(origins) - len({*origins})) * (reading.rest.slots.shape[1] - step - 1)
         assert reading.wear.num_repeated == repeated
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.integers(0, 3), st.integers(1, 4))
+def test_a_rest_is_the_same_whenever_it_is_read(data, num_columns, num_rows):
+    numbers = np.random.default_rng(data.draw(st.integers(0, 9)))
+    slots = numbers.integers(1, 99, (num_rows, num_columns))
+    positions = np.where(np.arange(num_columns) < 1, -1, slots) * np.ones_like(slots)
+    rests = [(Rest.of(slots, positions), slots, positions)]
+    for _ in range(data.draw(st.integers(1, 12))):
+        rest, slots, positions = data.draw(st.sampled_from(rests[-3:]))  # some go on from one
+        rows = np.array(data.draw(st.lists(st.integers(0, len(slots) - 1), min_size=1, max_size=5)))
+        new = numbers.integers(1, 99, (2, len(rows)))
+        slots = np.column_stack([slots[rows], new[0]])
+        positions = np.column_stack([positions[rows], new[1]])
+        rest = rest.stepped(rows, *new)
+        rests.append((rest, slots, positions))
+        if data.draw(st.booleans()):
+            assert (rest.positions == positions).all()
+    for rest, slots, positions in data.draw(st.permutations(rests)):
+        assert rest.num_columns == slots.shape[1]
+        assert rest.is_padded.tolist() == [(row < 0).any() for row in positions]
+        assert (rest.slots.tolist(), rest.positions.tolist()) == (
+            slots.tolist(),
+            positions.tolist(),
+        )
 
 
 def test_a_part_of_all_rows_stays_one_and_others_lose_theirs():

@@ -383,7 +383,7 @@ def test_rows_and_files_of_uint4_do_not_depend_on_the_longest_context(path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_keeps_nothing_says_so(saved):
-    for lm in (over(families.make("mamba")), over(model_of(), kv_cache_bytes=0)):
+    for lm in (over(families.make("recurrent-gemma")), over(model_of(), kv_cache_bytes=0)):
         with lm:
             with pytest.raises(CacheError, match="keeps no keys and values"):
                 lm.save_prefix(PROMPT, saved.with_name("other"))

@@ -19,7 +19,7 @@ from tests.llm.hf.test_families import ALIGNED, GATHERED
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about kernels
 
-FEW_WHOLE = ("mamba", "lfm2", "recurrent-gemma")
+FEW_WHOLE = ("cpm-ant", "recurrent-gemma")
 WINDOWED = ("gemma2", "gemma3", "gpt-oss", "llama4-tuned", "mistral-sliding")
 TIGHT = ("llama", *WINDOWED, "bloom", "deepseek-v3", "gpt-neo-local", "opt")
 
@@ -126,16 +126,17 @@ class History:
         return self.generator.choice(self.adapters)
 
 
-@pytest.mark.parametrize("name", [*families.PER_TOKEN, *FEW_WHOLE])
+@pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.RUNNING, *FEW_WHOLE])
 async def test_rows_of_every_family_are_the_bare_models(name, counts):
     generator = random.Random(name)
     with opened(name) as lm:
-        history = History(lm, generator, lambda context, _: expected(name, context))
+        atol = 2e-4 if name in families.RUNNING else 3e-5  # where scans add up otherwise
+        history = History(lm, generator, lambda context, _: expected(name, context), atol)
         await history.steps(8)
-    is_kept = name in families.PER_TOKEN and counts["wanted"]
+    is_kept = name not in families.WHOLE and counts["wanted"]
     if name not in ALIGNED:  # in which no round has contexts of several lengths
         assert (counts["rounds"] > 3) == is_kept
-        assert (counts["stepped"] > 1) == (is_kept and name not in GATHERED)
+        assert (counts["stepped"] > 1) == (is_kept and name not in {*GATHERED, "mamba", "mamba2"})
 
 
 @pytest.mark.parametrize("num_slots", [20, 45])
@@ -302,7 +303,7 @@ async def test_those_who_leave_take_nobodys_row_along(lm):
             if i not in leaving:
                 wanted = expected("llama", tuple(context))
                 torch.testing.assert_close(row, wanted, rtol=0, atol=3e-5)
-        assert await lm._acall(lm._evaluator.passes.tree.check_integrity) is None
+        lm._call(lm._evaluator.passes.tree.check_integrity)
 
 
 async def test_a_loop_that_has_gone_takes_nobodys_row_along(lm):

@@ -48,7 +48,7 @@ def projected(model):
     return sizes
 
 
-@pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.WHOLE])
+@pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.RUNNING, *families.WHOLE])
 @pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
 async def test_scores_are_the_bare_models(name):
     model, generator = families.make(name), random.Random(name)

@@ -18,7 +18,7 @@ from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.test_families import GATHERED
 
-FAMILIES = [*families.PER_TOKEN, *families.WHOLE]
+FAMILIES = [*families.PER_TOKEN, *families.RUNNING, *families.WHOLE]
 IDS = torch.tensor([[5, 6, 7, 8, 9, 3, 3]])
 
 

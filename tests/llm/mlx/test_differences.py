@@ -44,7 +44,7 @@ ALIKE = {
     "mistral": families.PER_TOKEN["mistral-sliding"],
     "mixtral": families.PER_TOKEN["mixtral"],
     "deepseek-v3": families.PER_TOKEN["deepseek-v3"],
-    "mamba": families.WHOLE["mamba"],
+    "mamba": families.RUNNING["mamba"],
     "glm": lambda: families._config("GlmConfig", head_dim=8),  # turns half of each head
     "smollm3": lambda: families._config(  # names a window that no layer has
         "SmolLM3Config", sliding_window=5, layer_types=["full_attention"] * 2

@@ -1,10 +1,9 @@
 """Ways for the new tokens of a forward pass to attend to those before them."""
 
-from genlm_backend.llm.hf.attend.base import Attend
+from genlm_backend.llm.hf.attend.base import Attend, Way
 from genlm_backend.llm.hf.attend.gathered import GatherAttend
 from genlm_backend.llm.hf.attend.running import RunningStates
 from genlm_backend.llm.hf.attend.shared import SharedAttend
-from genlm_backend.llm.hf.attend.way import Way
 from genlm_backend.llm.hf.attend.whole import WholeAttend
 
 WAYS = (

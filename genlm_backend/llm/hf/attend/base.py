@@ -1,14 +1,17 @@
-"""Attend: from a packed batch to what the model attends to."""
+"""Attend: from a packed batch to what the model attends to; and how one is made over a store."""
 
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from genlm_backend.cache import KVStore
 from genlm_backend.llm.hf.attend.sharing import Reading
 from genlm_backend.llm.hf.packing import PackedBatch
 from genlm_backend.llm.hf.paths import Paths
@@ -41,3 +44,22 @@ class Attend(abc.ABC):
         Returns:
             A context of what the model takes beside token ids and positions.
         """
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to attend to keys and values in slots.
+
+    Attributes:
+        over: Makes it over a store.
+        probing: Makes it so that contexts of a few tokens go through all of it, in passes with so
+            many columns more than their longest past has: as beside a context that is longer.
+        copies: Whether it copies the columns of every row.
+        is_called: Whether the model has to call it, as the attention that its configs name.
+    """
+
+    over: Callable[[KVStore], Attend]
+    probing: Callable[[KVStore, int], Attend]
+    copies: bool
+    is_called: bool

@@ -1,4 +1,4 @@
-"""Dispatch: lets the twin of a model attend in a way of ours.
+"""The way from the layers of a twin to the attention of a pass.
 
 Most models of transformers call the attention function, and the function that makes their masks,
 that are registered under the name in their config. Ours are registered once for each function that
@@ -88,31 +88,17 @@ class _Current(threading.local):
 _current = _Current()
 
 
-@final
-class Dispatch:
-    """The way from the layers of a twin to the attention of a pass.
+@contextlib.contextmanager
+def dispatched_to(attention: Attention) -> Iterator[None]:
+    """Have the layers of twins whose configs name our functions call an attention, on this thread.
 
-    Args:
-        model: The twin of a model of transformers.
-
-    Raises:
-        ModelStateError: (``RuntimeError``) If none of its configs names our functions.
+    A layer of another model does not, which the attention finds out.
     """
-
-    def __init__(self, model: Any) -> None:
-        configs = (getattr(module, "config", None) for module in model.modules())
-        names = (getattr(config, "_attn_implementation", None) for config in configs)
-        if not any(isinstance(name, str) and name.startswith(PREFIX) for name in names):
-            raise attends_otherwise("its configs name functions of their own")
-
-    @contextlib.contextmanager
-    def to(self, attention: Attention) -> Iterator[None]:
-        """Have the layers call an attention, on this thread."""
-        _current.attention = attention
-        try:
-            yield
-        finally:
-            _current.attention = None
+    _current.attention = attention
+    try:
+        yield
+    finally:
+        _current.attention = None
 
 
 def name_attention(config: Any, is_ours: bool) -> None:

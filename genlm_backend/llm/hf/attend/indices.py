@@ -228,7 +228,7 @@ class PassMasks:
                 for part in parts
             ),
             tuple(part is None or bool(part.any()) for part in parts),
-            is_causal and not reading.rest.slots.size,
+            is_causal and not reading.rest.num_columns,
         )
 
     def stepped(self, reading: Reading, step: Step) -> PassMasks:
@@ -239,7 +239,7 @@ class PassMasks:
             step: The way there from the decode step that these are for.
         """
         rest = self.rest
-        if rest is not None and (reading.rest.positions[:, 0] >= 0).all():
+        if rest is not None and not reading.rest.is_padded.any():
             rest = None  # the rows that had padding are gone
         if rest is not None:
             own = rest[torch.from_numpy(step.rows).to(rest.device)]

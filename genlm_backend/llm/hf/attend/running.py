@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import (
     Cache,
     LinearAttentionAndFullAttentionLayer,
@@ -71,10 +73,18 @@ class RunningStates:
                 layer.dtype, layer.device = state.dtype, state.device
         self._before = None
 
-    def behind(self) -> list[torch.Tensor]:
-        """Return the states behind the last tokens of the rows: ``[B, *shape]`` for each tensor."""
+    def behind(self, rows: NDArray[np.int64]) -> list[torch.Tensor]:
+        """Return the states behind the last tokens of rows, ``[len(rows), *shape]`` each.
+
+        Args:
+            rows: Indices of the rows, ascending.
+        """
         tensors = self._layout.tensors
-        return [getattr(self._layers[t.layer], t.name)[t.index] for t in tensors]
+        found = [getattr(self._layers[t.layer], t.name)[t.index] for t in tensors]
+        if all(len(state) == len(rows) for state in found):
+            return found
+        index = torch.from_numpy(rows)
+        return [state.index_select(0, index.to(state.device)) for state in found]
 
 
 @final

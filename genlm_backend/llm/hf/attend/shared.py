@@ -25,7 +25,7 @@ from genlm_backend.cache import KVStore
 from genlm_backend.llm.hf.attend import sharing
 from genlm_backend.llm.hf.attend.base import Attend
 from genlm_backend.llm.hf.attend.block import Attended, Block
-from genlm_backend.llm.hf.attend.dispatch import Attention, Dispatch, attends_otherwise
+from genlm_backend.llm.hf.attend.dispatch import Attention, attends_otherwise, dispatched_to
 from genlm_backend.llm.hf.attend.indices import (
     Indices,
     PartIndices,
@@ -74,7 +74,6 @@ class SharedAttend(Attend):
     def __init__(self, store: KVStore, few_tokens: int | None = None, wider: int = 0) -> None:
         self._store, self._wider = store, wider
         self._few_tokens = sharing.FEW_TOKENS if few_tokens is None else few_tokens
-        self._dispatch: tuple[Any, Dispatch] | None = None
         self._last: _Last | None = None
 
     def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading:
@@ -88,13 +87,11 @@ class SharedAttend(Attend):
         Raises:
             ModelStateError: (``RuntimeError``) If some layer has not called it.
         """
-        if self._dispatch is None or self._dispatch[0] is not model:
-            self._dispatch = model, Dispatch(model)
         reading = batch.reading or self.reading(batch.past, batch.num_new)
         tensors = _Tensors(batch, reading, self._last)
         self._last = None
         attention = _SharedAttention(self._store, batch, tensors, self._wider)
-        with self._dispatch[1].to(attention):
+        with dispatched_to(attention):
             yield {"past_key_values": attention.cache(), "use_cache": True}
         attention.check_complete()
         self._last = tensors.for_later()

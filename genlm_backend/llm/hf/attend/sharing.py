@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
-from typing import Final, Self, final
+from typing import Final, NamedTuple, Self, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.llm.hf.attend.sharing_loops import divide, extend_rest
+from genlm_backend.llm.hf.attend.sharing_loops import divide
 from genlm_backend.llm.hf.paths import Paths
 
 FEW_TOKENS = 384
@@ -51,6 +51,48 @@ class Part:
         return bool((np.diff(self.slots) == 1).all())
 
 
+class _Grown(NamedTuple):
+    """A table whose rows are some of another's, with a column more.
+
+    Attributes:
+        before: The other one.
+        rows: Row of it that each row is: int64 ``[B]``.
+        column: The last column: int64 ``[B]``.
+    """
+
+    before: _Table
+    rows: NDArray[np.int64]
+    column: NDArray[np.int64]
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Table:
+    """Integers ``[B, P]``, which are not written before they are read.
+
+    Most decode steps read none: a device that has the last step's makes its own of them.
+    """
+
+    made: NDArray[np.int64] | _Grown
+
+    def read(self) -> NDArray[np.int64]:
+        """Return the integers."""
+        made, later = self.made, list[_Grown]()
+        while isinstance(made, _Grown):
+            later.append(made)
+            made = made.before.made
+        if not later:
+            return made
+        rows = np.arange(len(later[0].rows))
+        found = np.empty((len(rows), made.shape[1] + len(later)), np.int64)
+        for number, grown in enumerate(later, 1):
+            found[:, -number] = grown.column[rows]
+            rows = grown.rows[rows]
+        found[:, : made.shape[1]] = made[rows]
+        self.made = found
+        return found
+
+
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Rest:
@@ -59,18 +101,41 @@ class Rest:
     Columns are padded on the left, new tokens on the right.
 
     Attributes:
-        slots: int64 ``[B, P]``: the slot behind each column; padding is slot 0.
-        positions: int64 ``[B, P]``: its position in the row's context; -1 for padding.
+        num_columns: ``P``.
+        is_padded: bool ``[B]``: whether each row has padding.
     """
 
-    slots: NDArray[np.int64]
-    positions: NDArray[np.int64]
+    num_columns: int
+    is_padded: NDArray[np.bool_]
+    _slots: _Table
+    _positions: _Table
+
+    @classmethod
+    def of(cls, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Self:
+        """Return the rest of some ``slots`` and ``positions``."""
+        is_padded = (positions[:, :1] < 0).sum(1) > 0
+        return cls(slots.shape[1], is_padded, _Table(slots), _Table(positions))
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """The slot behind each column, int64 ``[B, P]``; padding is slot 0."""
+        return self._slots.read()
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Its position in the row's context, int64 ``[B, P]``; -1 for padding."""
+        return self._positions.read()
 
     def stepped(
         self, rows: NDArray[np.int64], slots: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> Rest:
         """Return the rest of rows that go on from ``rows``, with a token more each."""
-        return Rest(*extend_rest(self.slots, self.positions, rows, slots, positions))
+        return Rest(
+            self.num_columns + 1,
+            self.is_padded[rows] if self.num_columns else np.zeros(len(rows), np.bool_),
+            _Table(_Grown(self._slots, rows, slots)),
+            _Table(_Grown(self._positions, rows, positions)),
+        )
 
 
 @final
@@ -165,7 +230,7 @@ class Reading:
             parts.append(Part(np.sort(order[first : first + size]), positions[own], slots[own]))
         num_columns = rest[0].shape[1]
         wear = Wear(num_columns, len(shared) + rest[0].size, np.arange(len(past.nodes)))
-        return cls(tuple(parts), Rest(*rest), past.num_tokens, wear)
+        return cls(tuple(parts), Rest.of(*rest), past.num_tokens, wear)
 
     @property
     def is_worn(self) -> bool:
@@ -176,7 +241,7 @@ class Reading:
         it takes to make one.
         """
         wear = self.wear
-        num_added = self.rest.slots.shape[1] - wear.num_columns
+        num_added = self.rest.num_columns - wear.num_columns
         most = max(MIN_ADDED, wear.num_columns)
         return num_added > most or wear.num_repeated > wear.num_tokens
 

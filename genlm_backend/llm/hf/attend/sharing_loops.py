@@ -181,28 +181,3 @@ def _rest(first: Any, above: Any, last: Any, is_rest: Any, slots: Any, positions
             rest_slots[row, column], rest_positions[row, column] = slots[k], positions[k]
             k = nearest[above[k]]
     return rest_slots, rest_positions
-
-
-@compiled
-def extend_rest(
-    slots: Any, positions: Any, rows: Any, new_slots: Any, new_positions: Any
-) -> tuple[Any, Any]:
-    """Return slots and positions of a rest whose rows are some of another's, with a column more.
-
-    Args:
-        slots: Slots of the other rest, ``[A, P]``.
-        positions: Its positions.
-        rows: Rows of the other one that the new ones go on from, ``[B]``.
-        new_slots: The last column of slots, ``[B]``.
-        new_positions: The last column of positions.
-    """
-    num_columns = slots.shape[1]
-    found_slots = np.empty((len(rows), num_columns + 1), np.int64)
-    found_positions = np.empty((len(rows), num_columns + 1), np.int64)
-    for i in range(len(rows)):
-        for column in range(num_columns):
-            found_slots[i, column] = slots[rows[i], column]
-            found_positions[i, column] = positions[rows[i], column]
-        found_slots[i, num_columns] = new_slots[i]
-        found_positions[i, num_columns] = new_positions[i]
-    return found_slots, found_positions

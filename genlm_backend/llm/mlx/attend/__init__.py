@@ -1,6 +1,6 @@
 """Ways for the new tokens of a forward pass of MLX to attend to those before them."""
 
-from genlm_backend.llm.mlx.attend.base import MlxAttend
+from genlm_backend.llm.mlx.attend.base import MlxAttend, Way
 from genlm_backend.llm.mlx.attend.gathered import GatherAttend
 from genlm_backend.llm.mlx.attend.running import (
     MlxRunningStates,
@@ -9,7 +9,6 @@ from genlm_backend.llm.mlx.attend.running import (
     state_caches,
 )
 from genlm_backend.llm.mlx.attend.shared import SharedAttend
-from genlm_backend.llm.mlx.attend.way import Way
 from genlm_backend.llm.mlx.attend.whole import ShapeLayer, WholeAttend
 
 WAYS = (

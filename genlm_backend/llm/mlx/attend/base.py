@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, final
 
 import mlx.core as mx
 import numpy as np
@@ -37,6 +38,20 @@ class MlxAttend(abc.ABC):
     @abc.abstractmethod
     def keep(self, batch: PackedBatch, layers: list[Any] | None) -> None:
         """Keep the new tokens' keys and values, once the pass has been evaluated."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to attend to keys and values in slots.
+
+    Attributes:
+        over: Makes it over a store.
+        probing: Makes it so that contexts of a few tokens go through all of it.
+    """
+
+    over: Callable[[MlxStore], MlxAttend]
+    probing: Callable[[MlxStore], MlxAttend]
 
 
 class SlotLayer(abc.ABC):

@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, final
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
+from genlm_backend.cache.nodes import Ints
 from genlm_backend.llm.mlx.states import MlxStateLayout
 
 
@@ -71,6 +73,14 @@ class MlxRunningStates:
             self._caches[array.cache][array.index] = state
         self._before = None
 
-    def behind(self) -> list[mx.array]:
-        """Return the states behind the last tokens of the rows: ``[B, *shape]`` for each array."""
-        return [self._caches[array.cache][array.index] for array in self._layout.arrays]
+    def behind(self, rows: Ints) -> list[mx.array]:
+        """Return the states behind the last tokens of rows, ``[len(rows), *shape]`` each.
+
+        Args:
+            rows: Indices of the rows, ascending.
+        """
+        found = [self._caches[array.cache][array.index] for array in self._layout.arrays]
+        if all(len(state) == len(rows) for state in found):
+            return found
+        index = mx.array(rows.astype(np.int32))
+        return [state[index] for state in found]

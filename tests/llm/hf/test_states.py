@@ -1,0 +1,617 @@
+"""Models whose running states are kept, against the bare model run whole and alone."""
+
+import asyncio
+import copy
+import dataclasses
+import itertools
+import json
+import random
+from functools import lru_cache
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from genlm_backend import AsyncTransformer
+from genlm_backend.errors import (
+    CacheError,
+    OptionError,
+    OptionTypeError,
+    PrefixFileError,
+    QueryDroppedError,
+)
+from genlm_backend.llm.hf.going_on import GoingOn
+from genlm_backend.llm.hf.passes import Passes
+from tests.llm import families, state_families
+from tests.llm.conftest import fresh_row, word_tokenizer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about kernels
+
+CLOSE = 2e-4
+WHOLE = ("qwen4_exp", "glm5_next")
+"""Families that have more to go on from than states and keys, and so are run whole."""
+
+KEPT = [name for name in state_families.NAMES if name not in WHOLE]
+ONE_BY_ONE = {"mamba", "falcon_mamba", "jamba", "zamba"}
+BY_TWO = {"nemotron_h", "zamba2"}
+FEW = ("qwen3_5", "mamba", "nemotron_h", "falcon_h1", "zaya")
+"""One that goes on anywhere, one by one, by two at least; and two with states in each layer."""
+
+
+@lru_cache
+def model_of(name):
+    return state_families.make(name)
+
+
+@lru_cache(20_000)
+def expected(name, context):
+    return fresh_row(model_of(name), context)
+
+
+@lru_cache
+def sizes_of(name):
+    """Bytes of one state and of one slot."""
+    with AsyncTransformer(model_of(name), word_tokenizer()) as lm:
+        passes = lm._evaluator.passes
+        return passes.states.layout.bytes_per_state, passes.store.bytes_per_slot
+
+
+def budgets(name, num_states, num_slots=400):
+    per_state, per_slot = sizes_of(name)
+    states = num_states * per_state
+    return {"kv_cache_bytes": states + (num_slots + 1) * per_slot, "state_cache_bytes": states}
+
+
+def over(model, **options):
+    return AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0, **options)
+
+
+def opened(name, **options):
+    return over(model_of(name), **options)
+
+
+def tokens(generator, count):
+    return generator.choices(range(3, families.VOCAB), k=count)
+
+
+def set_cost(lm, **changes):
+    passes = lm._evaluator.passes
+    passes.cost = dataclasses.replace(passes.cost, **changes)
+
+
+@pytest.fixture(params=["rounds", "no-rounds"])
+def rounds(request, monkeypatch):
+    if request.param == "no-rounds":
+        monkeypatch.setattr(Passes, "is_step", lambda *_: False)
+    return request.param == "rounds"
+
+
+class History:
+    """Contexts that grow, fork, part, come back and go, each row of which is compared.
+
+    ``row`` is the row that a context has, given it as a tuple and its adapter.
+    """
+
+    def __init__(self, lm, generator, row, atol=CLOSE, adapters=(None,)):
+        self.lm, self.generator, self.row = lm, generator, row
+        self.atol, self.adapters = atol, adapters
+        prompt = tokens(generator, 14)
+        self.contexts = [lm.context(prompt[:size]) for size in (14, 9, 1)]
+        self.old = list(self.contexts)
+
+    def changed(self, kind):
+        """The next contexts: one token on, resampled; or several; or parts; or parting; or new."""
+        generator, contexts = self.generator, self.contexts
+        picked = generator.choices(contexts, k=generator.randint(2, 6))
+        if kind < 0.5:
+            return [context + tokens(generator, 1) for context in picked]
+        if kind < 0.7:
+            return [c + tokens(generator, generator.choice([0, 1, 2, 20])) for c in picked]
+        if kind < 0.8:  # and themselves
+            return contexts + [c[: generator.randint(1, len(c))] for c in picked]
+        if kind < 0.9:  # in the midst of what has been computed at once
+            cuts = [[*c[: generator.randint(1, len(c))]] for c in picked]
+            return [self.lm.context([*c, *tokens(generator, 3)]) for c in cuts]
+        return [
+            *contexts,
+            *generator.choices(self.old, k=2),
+            self.lm.context(tokens(generator, 25)),
+        ]
+
+    async def steps(self, count):
+        for _ in range(count):
+            contexts = self.changed(self.generator.random())
+            self.contexts = [c if len(c) < 90 else c[:10] for c in contexts][:9]
+            await self.ask(self.contexts, self.generator.choices(self.old, k=1))
+            self.old += self.contexts[:1]
+
+    async def ask(self, contexts, texts=()):
+        """Rows, some of them twice and as lists; and scores from any token on."""
+        generator, lm = self.generator, self.lm
+        asked = [(c if generator.random() < 0.8 else list(c), self.any_adapter()) for c in contexts]
+        asked += asked[:1]
+        scored = [(c, generator.randint(1, len(c) - 1)) for c in texts if len(c) > 1]
+        waits = [lm.next_token_logprobs(*one) for one in asked]
+        scores = [lm.batch_score([c[:start]], [c[start:]]) for c, start in scored]
+        *rows, of_texts = await asyncio.gather(*waits, asyncio.gather(*scores))
+        for row, (context, adapter) in zip(rows, asked, strict=True):
+            self.check(row, self.row(tuple(context), adapter))
+        for (found,), (text, start) in zip(of_texts, scored, strict=True):
+            ends = range(start, len(text))
+            self.check(found, torch.stack([self.row(tuple(text[:e]), None)[text[e]] for e in ends]))
+        check_integrity(lm)
+
+    def check(self, found, wanted):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=self.atol)
+
+    def any_adapter(self):
+        return self.generator.choice(self.adapters)
+
+
+def check_integrity(lm):
+    tree = lm._evaluator.passes.tree
+    lm._batcher.call(tree.check_integrity)
+    assert tree.states.num_used <= tree.states.num_states
+
+
+def of_bare_model(name):
+    return lambda context, _: expected(name, context)
+
+
+async def check(lm, name, contexts):
+    rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
+    for row, context in zip(rows, contexts, strict=True):
+        torch.testing.assert_close(row, expected(name, tuple(context)), rtol=0, atol=CLOSE)
+    check_integrity(lm)
+
+
+# ---------------------------------------------------------------- rows
+
+
+@pytest.mark.parametrize("name", state_families.NAMES)
+async def test_rows_of_every_family_are_the_bare_models(name):
+    generator = random.Random(name)
+    with opened(name) as lm:
+        passes = lm._evaluator.passes
+        assert lm.kv_reuse == (name in KEPT)
+        if lm.kv_reuse:
+            wanted = GoingOn(most=1) if name in ONE_BY_ONE else GoingOn(1 + (name in BY_TWO))
+            assert passes.going_on == wanted
+        history = History(lm, generator, of_bare_model(name))
+        await history.steps(5)
+        set_cost(lm, max_segment=7, max_outputs=5)
+        await history.steps(4)
+        assert not lm.kv_reuse or lm.statistics().tokens_reused > 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KEPT)
+async def test_long_histories(name, rounds):
+    generator = random.Random(f"{name} {rounds}")
+    for options in ({}, budgets(name, 5), budgets(name, 2, 60)):
+        with opened(name, **options) as lm:
+            history = History(lm, generator, of_bare_model(name))
+            await history.steps(12)
+            set_cost(lm, max_segment=generator.choice([1, 3, 16]), max_outputs=3)
+            await history.steps(12)
+
+
+@pytest.mark.parametrize("num_states", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", FEW)
+async def test_rows_where_few_states_are_kept(name, num_states, rounds):
+    generator = random.Random(f"{name} {num_states}")
+    num_slots = generator.choice([20, 45, 400])
+    with opened(name, **budgets(name, num_states, num_slots)) as lm:
+        await History(lm, generator, of_bare_model(name)).steps(6)
+        statistics = lm.statistics()
+        assert statistics.state_bytes_used <= statistics.state_bytes_budget
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "zaya", "nemotron_h"])
+async def test_rows_where_tokens_go_to_the_host_and_come_back(name, rounds):
+    generator, (_, per_slot) = random.Random(name), sizes_of(name)
+    with opened(name, **budgets(name, 30, 30), host_cache_bytes=101 * per_slot) as lm:
+        await History(lm, generator, of_bare_model(name)).steps(10)
+        assert lm.statistics().num_tokens_to_host > 0
+
+
+@pytest.mark.parametrize("kept", ["bfloat16", "int8", "uint4"])
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "jamba"])
+async def test_rows_where_keys_and_values_are_rounded(name, kept):
+    with opened(name, kv_cache_dtype=kept) as lm:
+
+        def row(context, _):
+            return lm.next_token_logprobs_uncached(list(context))
+
+        await History(lm, random.Random(name), row, atol=5e-3).steps(6)
+
+
+@pytest.mark.parametrize("name", KEPT)
+async def test_what_is_whole_is_what_is_kept(name):
+    """A context asked alone, past everything, and as a model does that knows no other."""
+    context = tokens(random.Random(name), 30)
+    with opened(name) as lm:
+        await check(lm, name, [context[:20], context])
+        whole = lm.next_token_logprobs_uncached(context)
+    torch.testing.assert_close(whole, expected(name, tuple(context)), rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("max_outputs", [1, 4, 15, 16, 17, 18])
+def test_scores_of_texts_with_more_outputs_than_a_pass_may_have(name, max_outputs):
+    """No token is left alone where one alone is rounded otherwise."""
+    text = tokens(random.Random(0), 24)
+    with opened(name) as lm:
+        set_cost(lm, max_outputs=max_outputs)
+        for start in (1, 5, 7, 23):
+            found = lm.batch_score_sync([text[:start]], [text[start:]])[0]
+            wanted = [expected(name, tuple(text[:end]))[text[end]] for end in range(start, 24)]
+            torch.testing.assert_close(found, torch.stack(wanted), rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("fewest", [1, 2, 3])
+def test_no_part_of_some_tokens_has_too_few(fewest):
+    going_on = GoingOn(fewest)
+    for num_tokens, begins, most in itertools.product(range(1, 30), (True, False), range(1, 12)):
+        size, left = going_on.cut(num_tokens, begins, most), num_tokens
+        sizes = [size]
+        while left := left - size:
+            size = going_on.cut(left, False, most)
+            sizes.append(size)
+        assert sum(sizes) == num_tokens
+        assert all(size >= min(fewest, num_tokens) for size in sizes[begins:])
+        assert max(sizes) <= max(most, 2 * fewest - 1)
+
+
+@pytest.mark.parametrize("name", FEW)
+async def test_rows_of_a_model_in_bfloat16(name):
+    model = state_families.make(name, torch.bfloat16)
+    generator = random.Random(name)
+    with over(model) as lm:
+        assert lm.kv_reuse
+        kinds = {(t.name, t.dtype) for t in lm._evaluator.passes.states.layout.tensors}
+        assert name == "zaya" or ("recurrent_states", torch.float32) in kinds
+        contexts = [lm.context(tokens(generator, 12)) for _ in range(3)]
+        for _ in range(4):
+            rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
+            for row, context in zip(rows, contexts, strict=True):
+                assert row.dtype == torch.float32
+                assert float((row - fresh_row(model, context)).square().mean().sqrt()) < 0.25
+            contexts = [c + tokens(generator, 1) for c in generator.choices(contexts, k=3)]
+
+
+# ---------------------------------------------------------------- adapters
+
+
+def make_adapter(folder, name, seed):
+    """Write a random adapter of linear layers; return the model with it merged in."""
+    generator, merged = torch.Generator().manual_seed(seed), copy.deepcopy(model_of(name))
+    tensors, targets = {}, set()
+    for path, module in merged.named_modules():
+        is_one = path.endswith(("in_proj", "in_proj_qkv", "v_proj"))
+        if is_one and isinstance(module, torch.nn.Linear):
+            a = torch.randn(4, module.in_features, generator=generator) * 0.2
+            b = torch.randn(module.out_features, 4, generator=generator) * 0.2
+            tensors[f"base_model.model.{path}.lora_A.weight"] = a
+            tensors[f"base_model.model.{path}.lora_B.weight"] = b
+            module.weight.data += 2 * b @ a
+            targets.add(path.split(".")[-1])
+    assert tensors
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny"}
+    settings |= {"r": 4, "lora_alpha": 8, "target_modules": sorted(targets), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return merged
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h", "falcon_h1", "mamba2"])
+async def test_rows_of_several_adapters(name, tmp_path):
+    pytest.importorskip("peft")
+    models = {each: make_adapter(tmp_path / each, name, seed) for seed, each in enumerate("ab")}
+
+    @lru_cache(None)
+    def row(context, adapter):
+        return fresh_row(models.get(adapter, model_of(name)), context)
+
+    with opened(name) as lm:
+        for each in models:
+            lm.add_new_lora(str(tmp_path / each), each)
+        generator = random.Random(0)
+        await History(lm, generator, row, adapters=(None, *models)).steps(6)
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+@pytest.mark.parametrize("name", FEW)
+async def test_what_is_done_between_steps_changes_no_row(name, tmp_path):
+    generator, path = random.Random(0), str(tmp_path / "prefix")
+    with opened(name) as lm:
+        contexts = [lm.context(tokens(generator, 12)) + tokens(generator, 1) for _ in range(3)]
+        acts = [
+            lm.clear_cache,
+            lambda: lm.cache_kv(contexts[0]),
+            lambda: lm.save_prefix(contexts[1], path),
+            lambda: lm.load_prefix(path),
+            lm.clear_cache,
+            lambda: lm.load_prefix(path),
+        ]
+        for act in acts:
+            await check(lm, name, contexts)
+            act()
+            contexts = [c + tokens(generator, 1) for c in generator.choices(contexts, k=3)]
+            await check(lm, name, contexts)
+            for keep in (len(contexts[0]) - 1, 5, 0):
+                await lm.forget(contexts[0], keep=keep)
+                await check(lm, name, [c + tokens(generator, 1) for c in contexts])
+
+
+@pytest.mark.parametrize("name", FEW)
+async def test_a_pinned_prompt_is_never_computed_again(name):
+    generator = random.Random(0)
+    prompt = tokens(generator, 20)
+    with opened(name, **budgets(name, 3, 90)) as lm:
+        lm.cache_kv(prompt)
+        lm.cache_kv(prompt)
+        lm.cache_kv([7, 8])
+        with pytest.raises(CacheError, match="does not fit"):  # or no other had room for its own
+            lm.cache_kv([9, 9])
+        for _ in range(10):
+            await check(lm, name, [tokens(generator, 9) for _ in range(3)])
+            assert await lm.num_cached_tokens([*prompt, 5]) == 20
+        before = lm.statistics().tokens_computed
+        await check(lm, name, [[*prompt, 5, 6]])
+        assert lm.statistics().tokens_computed == before + 2
+        lm.clear_kv_cache()
+        assert lm.statistics().state_bytes_used == lm.statistics().kv_bytes_used == 0
+        lm.cache_kv([9, 9])
+        await check(lm, name, [[*prompt, 5], [9, 9, 9]])
+
+
+@pytest.mark.parametrize("name", FEW)
+async def test_files_of_prefixes(name, tmp_path):
+    path, prompt = str(tmp_path / "prefix"), tokens(random.Random(0), 20)
+    with opened(name) as lm:
+        lm.save_prefix(prompt, path)
+    with opened(name) as lm:
+        assert list(lm.load_prefix(path)) == prompt
+        assert lm.statistics().tokens_computed == 0
+        await check(lm, name, [[*prompt, 3, 4], [*prompt, 9, 5]])
+        assert lm.statistics().tokens_computed == 4
+        await check(lm, name, [prompt, prompt[:5]])
+        assert list(lm.load_prefix(path)) == prompt
+    other = copy.deepcopy(model_of(name))
+    with torch.no_grad():
+        next(other.parameters()).mul_(2)
+    with over(other) as lm, pytest.raises(PrefixFileError, match="another model"):
+        lm.load_prefix(path)
+
+
+def test_a_file_of_keys_and_values_alone_is_refused(tmp_path):
+    path = str(tmp_path / "prefix")
+    with over(families.make("llama")) as lm:
+        lm.save_prefix([5, 6, 7], path)
+    with opened("qwen3_5") as lm, pytest.raises(PrefixFileError, match="another model"):
+        lm.load_prefix(path)
+
+
+@pytest.mark.parametrize("name", FEW)
+async def test_nothing_is_kept_without_bytes(name):
+    generator = random.Random(0)
+    with opened(name, kv_cache_bytes=0) as lm:
+        await History(lm, generator, of_bare_model(name)).steps(3)
+        statistics = lm.statistics()
+        assert statistics.state_bytes_used == statistics.tokens_reused == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "mamba"])
+async def test_smc_with_resampling_computes_exactly_the_distinct_new_tokens(name):
+    assert await _times_computed(name) == 1.0
+
+
+async def test_few_states_cost_a_few_times_the_tokens():
+    assert await _times_computed("qwen3_5", **budgets("qwen3_5", 8, 2000)) < 6
+
+
+async def _times_computed(name, **options):
+    """Tokens computed over the distinct ones, of twenty particles that are resampled at times."""
+    generator, seen = random.Random(0), set()
+    with opened(name, **options) as lm:
+        particles = [lm.context(tokens(generator, 51))] * 20
+        for step in range(16):
+            await asyncio.gather(*map(lm.next_token_logprobs, particles))
+            seen.update(tuple(p[: n + 1]) for p in particles for n in range(len(p)))
+            particles = [[*p, generator.randrange(4)] for p in particles]
+            if step % 4 == 3:
+                particles = generator.choices(particles, k=20)
+        check_integrity(lm)
+        return lm.statistics().tokens_computed / len(seen)
+
+
+# ---------------------------------------------------------------- trouble
+
+
+@pytest.mark.parametrize("name", FEW)
+async def test_a_nan_stays_in_its_own_row(name):
+    model = copy.deepcopy(model_of(name))
+    head = model.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())  # where it is the embeddings too
+    with torch.no_grad():
+        model.get_input_embeddings().weight[90] = torch.nan
+    generator = random.Random(0)
+    sound = [generator.choices(range(3, 80), k=9) for _ in range(3)]
+    with over(model) as lm:
+        for _ in range(3):
+            spoilt = [[*sound[0], 90], [90], [*sound[1][:4], 90, 5, 6]]
+            rows = await asyncio.gather(*map(lm.next_token_logprobs, [*sound, *spoilt]))
+            for row, context in zip(rows, sound, strict=False):
+                wanted = fresh_row(model_of(name), context)
+                torch.testing.assert_close(row, wanted, rtol=0, atol=CLOSE)
+            assert all(row.isnan().any() for row in rows[3:])
+            assert await lm.num_cached_tokens([*sound[0], 90, 5]) <= len(sound[0])
+            assert await lm.num_cached_tokens([90, 5]) == 0
+            check_integrity(lm)
+            sound = [[*context, *generator.choices(range(3, 80), k=1)] for context in sound]
+        states = lm._evaluator.passes.states
+        numbers = lm._evaluator.passes.tree.nodes.state
+        assert states.is_finite(numbers[numbers > 0])
+
+
+@pytest.mark.parametrize("name", FEW)
+async def test_out_of_memory_halves_the_batch(name):
+    generator = random.Random(0)
+    with opened(name) as lm:
+        runner = lm._evaluator.passes.runner
+        forward = runner.forward
+
+        def limited(batch, attend):
+            if batch.num_rows > 2:
+                raise MemoryError
+            return forward(batch, attend)
+
+        runner.forward = limited
+        contexts = [lm.context(tokens(generator, 7)) for _ in range(6)]
+        for _ in range(3):
+            await check(lm, name, contexts)
+            contexts = [c + tokens(generator, 1) for c in contexts]
+
+
+@pytest.mark.parametrize("name", FEW)
+async def test_a_state_that_could_not_be_written_is_nobodys(name):
+    generator = random.Random(0)
+    with opened(name) as lm:
+        passes = lm._evaluator.passes
+        contexts = [lm.context(tokens(generator, 7)) for _ in range(4)]
+        write = passes.states.write
+        for number in range(4):
+            failing = [True]
+
+            def fails(numbers, states, failing=failing):
+                if failing:
+                    failing.pop()
+                    raise MemoryError
+                write(numbers, states)
+
+            passes.states.write = fails
+            await check(lm, name, contexts)
+            assert not failing
+            contexts = [c + tokens(generator, 1 + number % 2) for c in contexts]
+            await check(lm, name, contexts)
+            contexts = [c + tokens(generator, 1) for c in contexts]
+        passes.states.write = write
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "nemotron_h"])
+async def test_what_nobody_waits_for_any_more_is_kept_as_far_as_it_came(name):
+    context = tokens(random.Random(0), 40)
+    with opened(name) as lm:
+        set_cost(lm, max_segment=8)
+        passes, left = lm._evaluator.passes, [3]
+        wanted = passes.check_wanted
+
+        def drop():
+            left[0] -= 1
+            if left[0] < 0:
+                raise QueryDroppedError("by the test")
+
+        passes.check_wanted = drop
+        with pytest.raises(QueryDroppedError):
+            await lm.next_token_logprobs(context)
+        passes.check_wanted = wanted
+        assert await lm.num_cached_tokens(context) == 24
+        check_integrity(lm)
+        await check(lm, name, [context, context[:24], context[:25]])
+
+
+async def leaving(name, count, size):
+    """Of many callers, some of whom leave, all others get their rows."""
+    generator = random.Random(name)
+    with opened(name, **budgets(name, 12, 300)) as lm:
+        contexts = [lm.context(tokens(generator, 10)) for _ in range(3)]
+        for number in range(count // size):
+            grown = [c + tokens(generator, 1) for c in generator.choices(contexts, k=size)]
+            asked = [asyncio.ensure_future(lm.next_token_logprobs(c)) for c in grown]
+            for _ in range(number % 5):
+                await asyncio.sleep(0)
+            gone = {i for i in range(size) if generator.random() < 0.3}
+            for i in gone:
+                asked[i].cancel()
+            rows = await asyncio.gather(*asked, return_exceptions=True)
+            for i, (row, context) in enumerate(zip(rows, grown, strict=True)):
+                if i in gone and isinstance(row, asyncio.CancelledError):
+                    continue
+                wanted = expected(name, tuple(context))
+                torch.testing.assert_close(row, wanted, rtol=0, atol=CLOSE)
+            contexts = [c if len(c) < 40 else c[:10] for c in grown[:8]]
+            check_integrity(lm)
+
+
+@pytest.mark.parametrize("name", FEW)
+async def test_those_who_leave_take_nobodys_row_along(name):
+    await leaving(name, 60, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW)
+async def test_thousands_of_callers_of_whom_some_leave(name):
+    await leaving(name, 3000, 30)
+
+
+@pytest.mark.slow
+async def test_rows_of_a_model_in_another_process(tmp_path):
+    name = "qwen3_5"
+    model_of(name).save_pretrained(tmp_path)
+    word_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    options = {"row_cache_bytes": 0, **budgets(name, 20)}
+    with AsyncTransformer.from_name(str(tmp_path), process=True, **options) as lm:
+        assert lm.kv_reuse
+        generator = random.Random(0)
+        contexts = [lm.context(tokens(generator, 12)) for _ in range(4)]
+        for _ in range(5):
+            rows = await asyncio.gather(*map(lm.next_token_logprobs, contexts))
+            for row, context in zip(rows, contexts, strict=True):
+                wanted = expected(name, tuple(context))
+                torch.testing.assert_close(row, wanted, rtol=0, atol=CLOSE)
+            contexts = [c + tokens(generator, 1) for c in generator.choices(contexts, k=4)]
+        assert lm.statistics().state_bytes_used > 0
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_budget_for_no_state_says_how_large_one_is(name):
+    size, _ = sizes_of(name)
+    with pytest.raises(OptionError, match=f"takes {size} bytes.*state_cache_bytes"):
+        opened(name, kv_cache_bytes=1 << 20, state_cache_bytes=size - 1)
+    with pytest.raises(OptionError, match=f"takes {size} bytes.*kv_cache_bytes"):
+        opened(name, kv_cache_bytes=size - 1)
+    with pytest.raises(OptionError, match="a part of kv_cache_bytes"):
+        opened(name, kv_cache_bytes=1 << 20, state_cache_bytes=(1 << 20) + 1)
+
+
+@pytest.mark.parametrize("model", ["llama", "cpm-ant", "recurrent-gemma"])
+def test_a_model_without_running_states_has_no_bytes_for_them(model):
+    with pytest.raises(OptionError, match="state_cache_bytes=65536 is for models with running"):
+        over(families.make(model), state_cache_bytes=1 << 16)
+
+
+@pytest.mark.parametrize("option", [{"host_cache_bytes": 1 << 16}, {"kv_cache_dtype": "int8"}])
+def test_a_model_without_keys_and_values_has_no_options_for_them(option):
+    with pytest.raises(OptionError, match="MambaForCausalLM has running states alone"):
+        opened("mamba", **option)
+
+
+def test_states_are_not_kept_where_nothing_is():
+    with pytest.raises(OptionError, match="kv_cache_bytes"):
+        opened("qwen3_5", kv_cache_bytes=0, state_cache_bytes=1 << 16)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, "8", True, [8]])
+def test_bytes_of_a_wrong_type(wrong):
+    with pytest.raises((OptionTypeError, OptionError), match="state_cache_bytes"):
+        opened("qwen3_5", state_cache_bytes=wrong)
