@@ -64,6 +64,18 @@ class History(RuleBasedStateMachine):
         for key in [key for key in self.has if self.node_of(key) is None]:
             del self.has[key]
 
+    def is_on_device(self, key):
+        return self.tree.nodes.slot[self.node_of(key)] > 0
+
+    def allocate(self, count, ends):
+        """Slots, or `None`; what comes back from the host for them is used."""
+        on_host = [key for key in self.has if not self.is_on_device(key)]
+        slots = self.tree.allocate(count, ends)
+        self.forget_what_has_gone()
+        back = [key for key in on_host if key in self.has and self.is_on_device(key)]
+        self.used.update(dict.fromkeys(back, self.batch))
+        return slots
+
     # ---------------------------------------------------------------- giving
 
     def give(self, nodes, keys, num_needed, before):
@@ -85,7 +97,8 @@ class History(RuleBasedStateMachine):
         if left:  # of what earlier batches have used, the oldest and then the cheapest
             assert gone <= old
             assert max((costs[k] for k in gone), default=(0,)) <= min(costs[k] for k in left)
-            assert all(numbers)
+            pairs = zip(numbers, keys, strict=True)
+            assert all(number or key in others for number, key in pairs)
         for number, count, key in zip(numbers, num_needed, keys, strict=True):
             assert number or not count or can_go <= gone
             if number and count:
@@ -102,8 +115,7 @@ class History(RuleBasedStateMachine):
             self.used[namespace, context[:start]] = self.batch
         if start == len(context):
             return None
-        slots = self.tree.allocate(len(context) - start, [node])
-        self.forget_what_has_gone()
+        slots = self.allocate(len(context) - start, [node])
         if slots is None:
             return None
         return self.tree.grow_chain(node, ints(*context[start:]), slots), node
@@ -157,8 +169,7 @@ class History(RuleBasedStateMachine):
         self.tree.use(nodes)
         for key, _ in rows:
             self.used[key] = self.batch
-        slots = self.tree.allocate(len(rows), nodes)
-        self.forget_what_has_gone()
+        slots = self.allocate(len(rows), nodes)
         if slots is None:
             return
         new = self.tree.grow(nodes, ints(*(token for _, token in rows)), slots)
@@ -203,6 +214,8 @@ class History(RuleBasedStateMachine):
         known = sorted(self.has, key=repr)
         key = known[index % len(known)]
         node = self.node_of(key)
+        if not self.is_on_device(key):
+            return
         others = {*self.pinned, key}
         assert self.states.pin(node) == (len(others) < self.num_states)
         if len(others) < self.num_states:

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import random
+import sys
 from functools import lru_cache
 
 import pytest
@@ -578,6 +579,37 @@ async def test_rows_of_a_model_in_another_process(tmp_path):
                 torch.testing.assert_close(row, wanted, rtol=0, atol=CLOSE)
             contexts = [c + tokens(generator, 1) for c in generator.choices(contexts, k=4)]
         assert lm.statistics().state_bytes_used > 0
+
+
+# ---------------------------------------------------------------- transformers' kernels
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("qwen3_5", ["causal_conv1d_update", "torch_recurrent_gated_delta_rule"]),
+        ("olmo_hybrid", ["causal_conv1d_update", "torch_recurrent_gated_delta_rule"]),
+    ],
+)
+def test_steps_call_what_transformers_puts_kernels_in_the_place_of(name, kernels, monkeypatch):
+    """Where kernels are installed, they stand for functions that a step of one token calls."""
+    model = model_of(name)
+    module = sys.modules[type(model).__module__]
+    with opened(name) as lm:
+        generator, calls = random.Random(0), []
+        context = lm.context(tokens(generator, 5))
+        lm.next_token_logprobs_sync(context)
+        for kernel in kernels:
+            function = getattr(module, kernel)
+
+            def counted(*args, kernel=kernel, function=function, **options):
+                calls.append(kernel)
+                return function(*args, **options)
+
+            monkeypatch.setattr(module, kernel, counted)
+        lm.batch_next_token_logprobs_sync([context.extend(token) for token in (5, 6)])
+        num_layers = model.config.get_text_config().layer_types.count("linear_attention")
+        assert sorted(calls) == sorted(kernels * num_layers)
 
 
 # ---------------------------------------------------------------- options
