@@ -14,7 +14,7 @@ from genlm_backend.cache.codecs import Codec, KVCacheDtype, codec_for
 from genlm_backend.cache.slots import PADDING_SLOT
 from genlm_backend.cache.states import StateLayout
 
-_FREE_SLOTS: Final = 1 << 20
+FREE_SLOTS: Final = 1 << 20
 """Number of slots that take no bytes; a node of a tree takes some 70."""
 
 
@@ -130,7 +130,7 @@ class KVLayout:
         Where no layer attends, slots take no bytes, and are as many as a tree has nodes for.
         """
         if not self.layers:
-            return _FREE_SLOTS if self.states else 0
+            return FREE_SLOTS if self.states else 0
         return max(0, budget // self.bytes_per_slot - 1)
 
 

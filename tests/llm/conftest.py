@@ -204,7 +204,7 @@ BACKENDS = {
     "mlx-tight": Mlx(
         "mlx-tight", {"kv_cache_bytes": 40 * _SLOT, "row_cache_bytes": 1500}, _MODELS["llama"]
     ),
-    "mlx-whole": Mlx("mlx-whole", {}, _MODELS["mamba"]),
+    "mlx-states": Mlx("mlx-states", {"kv_cache_bytes": 1 << 20}, _MODELS["mamba"]),
     "toy": Toy("toy", {}),
     "toy-replicas": ToyReplicas("toy-replicas", {}),
     "vllm-fake": FakeVLLM("vllm-fake", {}),
@@ -224,7 +224,7 @@ _MLX_MARKS = [
 _MARKS = {
     "mlx": _MLX_MARKS,
     "mlx-tight": _MLX_MARKS,
-    "mlx-whole": _MLX_MARKS,
+    "mlx-states": _MLX_MARKS,
     "hf-ray": [
         pytest.mark.ray,
         pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray"),

@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, cast, final
+from typing import Any, cast, final
 
 import torch
 
@@ -26,7 +26,9 @@ from genlm_backend.llm.hf.memory import (
     check_budgets,
     default_kv_budget,
     is_out_of_memory,
+    most_rows,
     release_cached_memory,
+    state_budget,
 )
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.picture_rules import examine_pictures, image_token_id
@@ -50,9 +52,6 @@ from genlm_backend.llm.scoring import Answer, Question, Scoring
 from genlm_backend.llm.threads import frequent_switches, use_num_threads
 
 logger = logging.getLogger(__name__)
-
-_FEWEST_ROWS: Final = 8
-"""Rows of a pass for which there is always memory for copies of their running states."""
 
 
 @final
@@ -224,31 +223,15 @@ class HFEvaluator(Evaluator):
 
     def _state_store(self, layout: KVLayout, budget: int, name: str) -> StateStore | None:
         """Return room for running states, if the model has such, and note how much it takes."""
-        wanted, size = self._wanted_state_bytes, layout.states.bytes_per_state
+        size = layout.states.bytes_per_state
+        self._state_budget = state_budget(
+            self._wanted_state_bytes, budget, size, name, attends=bool(layout.layers)
+        )
         if not layout.states:
-            if wanted is not None:
-                raise OptionError(
-                    f"state_cache_bytes={wanted} is for models with running states, and {name} "
-                    "keeps keys and values alone: give the bytes to kv_cache_bytes"
-                )
             return None
-        share = budget if not layout.layers else budget // 2
-        num_bytes = share if wanted is None else wanted
-        if num_bytes > budget:
-            raise OptionError(
-                f"state_cache_bytes={num_bytes} is a part of kv_cache_bytes, which is {budget} and "
-                "no more"
-            )
-        if num_bytes < size:
-            raise OptionError(
-                f"the running state of {name} behind one token takes {size} bytes, and there are "
-                f"{num_bytes}: give more to {'kv' if wanted is None else 'state'}_cache_bytes"
-            )
-        self._state_budget, num_states = num_bytes, num_bytes // size
-        # A pass takes copies of the states of its rows.
-        max_rows = max(_FEWEST_ROWS, num_states // 2)
-        self.passes.cost = dataclasses.replace(self.passes.cost, max_rows=max_rows)
-        with _fits("state_cache_bytes", num_bytes):
+        num_states = self._state_budget // size
+        self.passes.cost = dataclasses.replace(self.passes.cost, max_rows=most_rows(num_states))
+        with _fits("state_cache_bytes", self._state_budget):
             return StateStore(layout.states, num_states)
 
     # ---------------------------------------------------------------- rows and scores

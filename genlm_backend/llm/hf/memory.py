@@ -17,6 +17,9 @@ CUDA_FRACTION: Final = 0.5
 CPU_FRACTION: Final = 0.25
 CPU_LIMIT: Final = 4 << 30
 
+_FEWEST_ROWS: Final = 8
+"""Rows of a pass for which there is always memory for copies of their running states."""
+
 
 def default_kv_budget(layout: KVLayout) -> int:
     """Return the bytes of keys and values to keep where nobody says.
@@ -60,6 +63,48 @@ def check_budgets(
             "kv_cache_bytes=0 keeps no keys and values, so that none can go to the host: "
             f"host_cache_bytes={host_cache_bytes} needs slots on the device too"
         )
+
+
+def state_budget(wanted: int | None, budget: int, size: int, name: str, *, attends: bool) -> int:
+    """Return the bytes that running states may take; 0 of a model that has none.
+
+    Args:
+        wanted: ``state_cache_bytes``; ``None`` for half of the budget, or all where no layer
+            attends.
+        budget: The bytes of keys, values and states together.
+        size: Bytes of the state behind one token; 0 of a model that has none.
+        name: The model's name.
+        attends: Whether some layers keep keys and values.
+
+    Raises:
+        OptionError: (``ValueError``) If they are for nothing, or too many, or too few for one
+            state.
+    """
+    if not size:
+        if wanted is not None:
+            raise OptionError(
+                f"state_cache_bytes={wanted} is for models with running states, and {name} "
+                "keeps keys and values alone: give the bytes to kv_cache_bytes"
+            )
+        return 0
+    share = budget // 2 if attends else budget
+    num_bytes = share if wanted is None else wanted
+    if num_bytes > budget:
+        raise OptionError(
+            f"state_cache_bytes={num_bytes} is a part of kv_cache_bytes, which is {budget} and "
+            "no more"
+        )
+    if num_bytes < size:
+        raise OptionError(
+            f"the running state of {name} behind one token takes {size} bytes, and there are "
+            f"{num_bytes}: give more to {'kv' if wanted is None else 'state'}_cache_bytes"
+        )
+    return num_bytes
+
+
+def most_rows(num_states: int) -> int:
+    """Return the most rows of a pass, which takes copies of their running states."""
+    return max(_FEWEST_ROWS, num_states // 2)
 
 
 def cpu_budget() -> int:

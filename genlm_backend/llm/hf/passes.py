@@ -454,7 +454,7 @@ class Passes:
             return None
         begins = not self.tree.nodes.depth[nodes].any()
         before = None if begins else self.states.read(self.tree.nodes.state[nodes])
-        return RunningStates(self.states.layout, before)
+        return self.runner.running_states(self.states.layout, before)
 
     def keep_states(
         self,

@@ -8,7 +8,8 @@ from typing import Any, final
 
 import torch
 
-from genlm_backend.llm.hf.attend import Attend
+from genlm_backend.cache import StateLayout
+from genlm_backend.llm.hf.attend import Attend, RunningStates
 from genlm_backend.llm.hf.packing import PackedBatch, Span, pack
 from genlm_backend.llm.hf.twin import Twin
 
@@ -63,6 +64,18 @@ class Runner:
         self.num_forwards += 1
         self.tokens_computed += batch.num_new_tokens
         return logits
+
+    def running_states(
+        self, layout: StateLayout, before: Sequence[torch.Tensor] | None
+    ) -> RunningStates:
+        """Return the running states of the rows of a pass.
+
+        Args:
+            layout: Their tensors.
+            before: States behind what the rows have, as a store reads them; ``None`` for rows that
+                begin.
+        """
+        return RunningStates(layout, before)
 
     def caching(self, is_wanted: bool) -> dict[str, bool]:
         """Return the argument that has a model keep what it reads, or not, if it takes one."""

@@ -28,14 +28,13 @@ from genlm_backend.llm.hf.attend import WAYS, Attend, GatherAttend, WholeAttend
 from genlm_backend.llm.hf.going_on import GoingOn
 from genlm_backend.llm.hf.model_state import Placement, check_output
 from genlm_backend.llm.hf.packing import Span
+from genlm_backend.llm.hf.rows_apart import distance, row_of
 from genlm_backend.llm.hf.runner import Runner, parameters_of
 from genlm_backend.llm.hf.trial import (
     bounds,
     counts_columns,
-    distance,
     expected_rows,
     first_trial,
-    row_of,
     spread_alone,
     tolerance_of,
 )

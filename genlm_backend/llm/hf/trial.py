@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 import torch
 
-from genlm_backend.cache import KVLayout, KVStore
+from genlm_backend.cache import KVLayout, KVStore, StateStore
 from genlm_backend.llm.hf.attend import WAYS, RunningStates, Way, WholeAttend
 from genlm_backend.llm.hf.going_on import GoingOn
 from genlm_backend.llm.hf.packing import Run, Span, pack
+from genlm_backend.llm.hf.rows_apart import distance, farthest, row_of
 from genlm_backend.llm.hf.runner import Runner
-from genlm_backend.llm.hf.state_trial import StateTrial, joined
+from genlm_backend.llm.hf.state_trial import NUM_STATES, StateTrial, running_states
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class Trial:
         spans: The rest, as far as it goes through the model at last.
         rows: Their rows.
         difference: How far rows are from what they should be, at most.
-        states: The running states before the rest, of a model that has such.
+        states: Returns the running states before the rest, of a model that has such.
         going_on: How many tokens go on from these at once.
     """
 
@@ -116,7 +117,7 @@ class Trial:
     spans: tuple[Span, ...]
     rows: torch.Tensor
     difference: float
-    states: list[torch.Tensor] | None = None
+    states: Callable[[], RunningStates | None] = lambda: None
     going_on: GoingOn = field(default_factory=GoingOn)
 
     @classmethod
@@ -138,48 +139,31 @@ class Trial:
         )
         rows = row_of(runner.forward(spans, way.probing(store, 0)))
         wanted = expected.long_row, expected.short_row, expected.long_row
-        return cls(runner, way, store, spans, rows, _farthest(map(distance, rows, wanted)))
+        return cls(runner, way, store, spans, rows, farthest(map(distance, rows, wanted)))
 
     @classmethod
     def _from_states(cls, runner: Runner, layout: KVLayout, way: Way, expected: Expected) -> Self:
-        """Compute them where passes go on from running states, of which each row has its own.
-
-        Two rows go on from one state, beside one of another context, by two tokens at once and by
-        one after the other; and many tokens go on from one.
-        """
+        """Compute them where passes go on from running states, of which each row has its own."""
         long, short = expected.long, expected.short
         store = KVStore(layout, 4 * (len(long) + len(short)))
-        trial = StateTrial(runner, layout, way.probing(store, 0))
-        ((before,), _), ((shorter,), _) = (trial.go_on([None], [c[:-2]]) for c in (long, short))
-        (first,), _ = trial.go_on([None], [short[:1]])
-        begun, contexts = (before, shorter, before), (long, short, long)
-        _, many = trial.go_on([first], [short[1:]])
-        _, several = trial.go_on(begun, [context[-2:] for context in contexts])
-        ends, _ = trial.go_on(begun, [context[-2:-1] for context in contexts])
-        spans = trial.spans(ends, [context[-1:] for context in contexts])
-        none = torch.empty(0, dtype=torch.float32)
-        done = cls(runner, way, store, tuple(spans), none, 0.0, joined(ends))
-        one_by_one = done.again(0)
-        wanted = [expected.long_row, expected.short_row, expected.long_row]
-        at_once = _farthest(
-            [
-                distance(row_of(many)[0], expected.short_row),
-                *map(distance, row_of(several), wanted),
-            ]
+        states = StateStore(layout.states, NUM_STATES)
+        trial = StateTrial(runner, states, way.probing(store, 0))
+        rows = expected.long_row, expected.short_row
+        found = trial.found(long, short, *rows, rounding(dtype_of(layout)))
+        return cls(
+            runner,
+            way,
+            store,
+            found.spans,
+            found.rows,
+            found.difference,
+            lambda: running_states(runner, states, found.before),
+            found.going_on,
         )
-        stepwise = _farthest(map(distance, one_by_one, wanted))
-        going_on = GoingOn.told_by(at_once, stepwise, rounding(dtype_of(layout)))
-        found = {GoingOn(): max(at_once, stepwise), GoingOn(most=1): stepwise}
-        difference = found.get(going_on, at_once)
-        return replace(done, rows=one_by_one, difference=difference, going_on=going_on)
 
     def again(self, wider: int) -> torch.Tensor:
         """Return the rows of the rest in a pass with so many columns more."""
-        states = None
-        if self.states is not None:
-            before = [state.clone() for state in self.states]
-            states = RunningStates(self.store.layout.states, before)
-        batch = pack(self.spans, states=states)
+        batch = pack(self.spans, states=self.states())
         return row_of(self.runner.forward(batch, self.way.probing(self.store, wider)))
 
     def change(self, wider: int) -> float:
@@ -259,18 +243,3 @@ def spread_alone(runner: Runner, layout: KVLayout, way: Way, expected: Expected)
     (row,) = row_of(runner.forward([Span([last], past, slots[-1:], (0,))], attend))
     spread = distance(row, expected.long_row)
     return spread if spread > rounding(layout.layers[0].dtype) else 0.0
-
-
-def row_of(logits: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities in float32, on the processor."""
-    return logits.float().log_softmax(-1).cpu()
-
-
-def _farthest(distances: Iterable[float]) -> float:
-    """Return the largest distance; that of NaN, which tells nothing, is infinite."""
-    return max(math.inf if math.isnan(one) else one for one in distances)
-
-
-def distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Return the root mean square difference of two rows, or of all of two tables of them."""
-    return float((first - second).square().mean().sqrt())

@@ -7,23 +7,33 @@ import logging
 import threading
 import warnings
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final, cast, final
 
 import mlx.core as mx
 import torch
 
 from genlm_backend.cache import TierName
+from genlm_backend.cache.store import FREE_SLOTS
+from genlm_backend.errors import OptionError
 from genlm_backend.llm.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.llm.hf.by_adapter import answers_by_adapter
 from genlm_backend.llm.hf.job import Asked, Found
-from genlm_backend.llm.hf.memory import cpu_budget
+from genlm_backend.llm.hf.memory import cpu_budget, most_rows, state_budget
 from genlm_backend.llm.hf.passes import Passes
 from genlm_backend.llm.hf.plan import CostModel
 from genlm_backend.llm.mlx.adapters import MlxAdapters
 from genlm_backend.llm.mlx.attend import WholeAttend
 from genlm_backend.llm.mlx.runner import MlxRunner
+from genlm_backend.llm.mlx.states import MlxStateStore
 from genlm_backend.llm.mlx.store import MlxStore
-from genlm_backend.llm.mlx.support import check_model, evaluate_all, examine, is_half
+from genlm_backend.llm.mlx.support import (
+    MlxSupport,
+    check_model,
+    evaluate_all,
+    examine,
+    is_half,
+)
 from genlm_backend.llm.query import Adapter, Query
 from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
 from genlm_backend.llm.scoring import Answer, Question
@@ -43,12 +53,14 @@ evaluators may be over one model."""
 class MlxEvaluator(Evaluator):
     """Answers queries by a language model of mlx-lm, on MLX's default device.
 
-    A model whose states cannot be kept token by token runs every context whole.
+    A model of which nothing can be kept runs every context whole.
 
     Args:
         model: The model.
         max_length: Longest context to accept; ``None`` for what its arguments say.
         kv_cache_bytes: Bytes of keys and values to keep; ``None`` for a part of what is free.
+        state_cache_bytes: Bytes of running states to keep, of those of ``kv_cache_bytes``; ``None``
+            for half of them, or all where no layer attends.
         eos_token_ids: The ids that end a text; ``None`` for the tokenizer's.
 
     Raises:
@@ -61,6 +73,7 @@ class MlxEvaluator(Evaluator):
         *,
         max_length: int | None = None,
         kv_cache_bytes: int | None = None,
+        state_cache_bytes: int | None = None,
         eos_token_ids: Collection[int] | None = None,
     ) -> None:
         check_model(model)
@@ -79,7 +92,8 @@ class MlxEvaluator(Evaluator):
         )
         self._max_length = _longest_context(model) if max_length is None else max_length
         self._wanted_bytes, self._ends = kv_cache_bytes, eos_token_ids
-        self._budget = 0
+        self._wanted_state_bytes = state_cache_bytes
+        self._budget = self._state_budget = 0
 
     @property
     def model(self) -> Any:
@@ -94,19 +108,12 @@ class MlxEvaluator(Evaluator):
         with _turn:
             support = examine(runner, self._max_length)
         whole: Any = WholeAttend()
-        self.passes.pads = support.pads
-        self.passes.attend_whole = whole
+        self.passes.pads, self.passes.going_on = support.pads, support.going_on
         if support.reason:
             logger.info("%s runs contexts whole: %s", type(runner.model).__name__, support.reason)
-        elif self._wanted_bytes != 0:
-            per_slot = sum(shape.bytes_per_slot for shape in support.shapes)
-            budget = _default_budget() if self._wanted_bytes is None else self._wanted_bytes
-            num_slots = max(0, budget // per_slot - 1)
-            store: Any = MlxStore(support.shapes, num_slots)
-            attend: Any = support.way.over(store)
-            self.passes.keep(store, num_slots, attend)
-            self.passes.attend_whole = whole
-            self._budget = budget
+        self._make_room(support)
+        whole: Any = WholeAttend()
+        self.passes.attend_whole = whole
         if not self._is_metal and is_half(runner.model):
             warnings.warn(
                 "MLX computes in half precision slowly on a CPU: wrap a model in float32 (what "
@@ -125,6 +132,38 @@ class MlxEvaluator(Evaluator):
             omits_undefined=True,
             eos_token_ids=self._ends,
         )
+
+    def _make_room(self, support: MlxSupport) -> None:
+        """Make room for keys, values and states, where any are kept."""
+        kept, name = support.kept, type(self._runner.model).__name__
+        wanted = self._wanted_state_bytes
+        if support.reason:
+            if wanted is not None:
+                raise OptionError(
+                    f"state_cache_bytes={wanted} is for models whose running states are kept, and "
+                    f"{name} runs every context whole: {support.reason}"
+                )
+            return
+        budget = _default_budget() if self._wanted_bytes is None else self._wanted_bytes
+        if budget == 0 and wanted is None:
+            return
+        size, per_slot = (
+            kept.states.bytes_per_state,
+            sum(shape.bytes_per_slot for shape in kept.shapes),
+        )
+        self._state_budget = state_budget(wanted, budget, size, name, attends=per_slot > 0)
+        num_slots = FREE_SLOTS
+        if per_slot:
+            num_slots = max(0, (budget - self._state_budget) // per_slot - 1)
+        store: Any = MlxStore(kept.shapes, num_slots)
+        states: Any = None
+        if kept.states:
+            num_states = self._state_budget // size
+            self.passes.cost = replace(self.passes.cost, max_rows=most_rows(num_states))
+            states = MlxStateStore(kept.states, num_states)
+        attend: Any = support.way.over(store)
+        self.passes.keep(store, num_slots, attend, states=states)
+        self._budget = budget
 
     # ---------------------------------------------------------------- rows and scores
 
@@ -170,10 +209,13 @@ class MlxEvaluator(Evaluator):
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
         self._answers([query])
+        tree = self.passes.tree
         node = self.passes.match(query.context, query.adapter, len(query.context))
-        if self.passes.tree.nodes.depth[node] < len(query.context):
+        if tree.nodes.depth[node] < len(query.context):
             return False
-        self.passes.tree.pin(node)
+        if self.passes.states.num_states and not tree.states.pin(node):
+            return False
+        tree.pin(node)
         return True
 
     def clear(self) -> None:
@@ -203,6 +245,9 @@ class MlxEvaluator(Evaluator):
             kv_bytes_used=used * getattr(passes.store, "bytes_per_slot", 0),
             kv_bytes_budget=self._budget,
             num_evicted_tokens=passes.tree.num_evicted,
+            state_bytes_used=passes.tree.states.num_used * passes.states.layout.bytes_per_state,
+            state_bytes_budget=self._state_budget,
+            num_evicted_states=passes.tree.states.num_evicted,
         )
 
     def close(self) -> None:
@@ -210,7 +255,7 @@ class MlxEvaluator(Evaluator):
         self.passes.keep_nothing()
         self._runner.model = None
         self._adapters.close()
-        self._budget = 0
+        self._budget = self._state_budget = 0
         mx.clear_cache()
 
 

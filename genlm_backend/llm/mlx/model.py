@@ -34,8 +34,9 @@ class AsyncMlxLM(KVCachingLM):
 
     All concurrent awaits become padded batched forward passes on one worker thread, which alone
     uses the model; the keys and values of every prefix seen are kept, within a budget, and reused
-    token by token. Families whose state cannot be kept token by token answer just as well, by
-    running every context whole; ``kv_reuse`` tells. ``add_new_lora`` takes adapters that
+    token by token, and so are running states of layers that have such, behind what has been asked.
+    Families of which neither can be kept answer just as well, by running every context whole;
+    ``kv_reuse`` tells. ``add_new_lora`` takes adapters that
     ``mlx_lm.lora`` makes. It needs the extra ``mlx``.
 
     Args:
@@ -46,6 +47,9 @@ class AsyncMlxLM(KVCachingLM):
         kv_cache_bytes: Bytes of keys and values to keep, taken as they are used; 0 keeps none.
             Default: a quarter of the machine's free memory up to 4 GiB on the CPU, half of what
             Metal recommends and does not use elsewhere.
+        state_cache_bytes: Bytes, of those of ``kv_cache_bytes``, to keep running states in, of a
+            model that has such layers (Mamba, Gated DeltaNet, …). Default: half of them, or all
+            where no layer attends.
         row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
         output_device: Where rows are returned: "cpu", "mps", …
         max_length: The longest context to accept. Default: what the model's arguments say.
@@ -64,6 +68,7 @@ class AsyncMlxLM(KVCachingLM):
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
         **KVCachingLM.option_checks,
         "kv_cache_bytes": optional(byte_count),
+        "state_cache_bytes": optional(byte_count),
         "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
     }
 
@@ -75,6 +80,7 @@ class AsyncMlxLM(KVCachingLM):
         timeout: float = 0.02,
         *,
         kv_cache_bytes: int | None = None,
+        state_cache_bytes: int | None = None,
         row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
         output_device: str | torch.device = "cpu",
         max_length: int | None = None,
@@ -85,7 +91,7 @@ class AsyncMlxLM(KVCachingLM):
         from genlm_backend.llm.mlx.evaluator import MlxEvaluator
 
         options: dict[str, Any] = {"kv_cache_bytes": kv_cache_bytes, "max_length": max_length}
-        options["eos_token_ids"] = eos_token_ids
+        options |= {"eos_token_ids": eos_token_ids, "state_cache_bytes": state_cache_bytes}
         given = checked(self.option_checks, options)
         if eos_token_ids is None and _is_wrapper(tokenizer):
             given["eos_token_ids"] = tokenizer.eos_token_ids

@@ -12,7 +12,8 @@ import torch
 
 from genlm_backend.errors import ModelStateError
 from genlm_backend.llm.hf.packing import PackedBatch, Span, pack
-from genlm_backend.llm.mlx.attend import MlxAttend
+from genlm_backend.llm.mlx.attend import MlxAttend, MlxRunningStates
+from genlm_backend.llm.mlx.states import MlxStateLayout
 
 
 @final
@@ -59,11 +60,24 @@ class MlxRunner:
             logits = self.model(mx.array(batch.input_ids.numpy()), cache=layers)
         logits = logits[0] if picked.is_done else picked.of(logits)
         logits = logits.astype(mx.float32)
-        mx.eval(logits)
+        states = batch.states
+        mx.eval(logits, [] if states is None else states.behind(np.arange(batch.num_rows)))
         attend.keep(batch, layers)
         self.num_forwards += 1
         self.tokens_computed += batch.num_new_tokens
         return torch.from_numpy(np.array(logits))[: len(batch.output_rows)]
+
+    def running_states(
+        self, layout: MlxStateLayout, before: Sequence[mx.array] | None
+    ) -> MlxRunningStates:
+        """Return the running states of the rows of a pass.
+
+        Args:
+            layout: Their arrays.
+            before: States behind what the rows have, as a store reads them; ``None`` for rows that
+                begin.
+        """
+        return MlxRunningStates(layout, before)
 
 
 @final

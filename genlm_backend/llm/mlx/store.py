@@ -94,6 +94,8 @@ class MlxStore:
             new: By layer, its keys and its values: ``[heads, n, dim]`` each, evaluated. Nothing
                 else may hold the arrays of the store meanwhile, or all of them would be copied.
         """
+        if not self.shapes:  # of a model with running states alone
+            return
         self._make_room(int(slots.max()) + 1)
         is_stretch = bool((np.diff(slots) == 1).all())
         places: Any = slice(int(slots[0]), int(slots[-1]) + 1) if is_stretch else mx.array(slots)

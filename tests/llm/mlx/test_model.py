@@ -70,7 +70,7 @@ def make(name):
 def test_rows_of_any_history_are_those_of_transformers(name):
     model, generator = make(name), random.Random(0)
     with over(model, kv_cache_bytes=1 << 20) as lm:
-        assert lm.kv_reuse is (name != "mamba")
+        assert lm.kv_reuse
         contexts = random_contexts(12, seed=1)
         for _ in range(3):
             rows = lm.batch_next_token_logprobs_sync(contexts)

@@ -2,6 +2,12 @@
 
 from genlm_backend.llm.mlx.attend.base import MlxAttend, Way
 from genlm_backend.llm.mlx.attend.gathered import GatherAttend
+from genlm_backend.llm.mlx.attend.running import (
+    MlxRunningStates,
+    caches_of,
+    leaves,
+    state_caches,
+)
 from genlm_backend.llm.mlx.attend.shared import SharedAttend
 from genlm_backend.llm.mlx.attend.whole import ShapeLayer, WholeAttend
 
@@ -12,4 +18,16 @@ WAYS = (
 )
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""
 
-__all__ = ["WAYS", "GatherAttend", "MlxAttend", "ShapeLayer", "SharedAttend", "Way", "WholeAttend"]
+__all__ = [
+    "WAYS",
+    "GatherAttend",
+    "MlxAttend",
+    "MlxRunningStates",
+    "ShapeLayer",
+    "SharedAttend",
+    "Way",
+    "WholeAttend",
+    "caches_of",
+    "leaves",
+    "state_caches",
+]

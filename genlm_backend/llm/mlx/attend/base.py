@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from genlm_backend.llm.hf.attend.sharing import Reading
 from genlm_backend.llm.hf.packing import PackedBatch
 from genlm_backend.llm.hf.paths import Paths
+from genlm_backend.llm.mlx.attend.running import leaves
 from genlm_backend.llm.mlx.store import MlxStore
 
 
@@ -98,7 +99,8 @@ class SlotLayer(abc.ABC):
 def keep_new(store: MlxStore, batch: PackedBatch, layers: list[Any] | None) -> None:
     """Write what layers have taken into the slots that the batch names."""
     columns = None if batch.new_columns is None else mx.array(batch.new_columns.numpy())
-    new = [layer.taken(columns) for layer in layers or ()]
+    own = [layer for layer in leaves(layers or ()) if isinstance(layer, SlotLayer)]
+    new = [layer.taken(columns) for layer in own]
     mx.eval(new)
     store.write(batch.new_slots.numpy(), new)
 

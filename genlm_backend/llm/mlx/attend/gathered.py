@@ -13,6 +13,7 @@ from genlm_backend.cache.slots import PADDING_SLOT
 from genlm_backend.llm.hf.packing import PackedBatch
 from genlm_backend.llm.hf.paths import Paths
 from genlm_backend.llm.mlx.attend.base import MlxAttend, SlotLayer, as_caches, keep_new
+from genlm_backend.llm.mlx.attend.running import caches_of
 from genlm_backend.llm.mlx.store import MlxStore
 
 
@@ -35,12 +36,13 @@ class GatherAttend(MlxAttend):
     def attending(
         self, batch: PackedBatch, model: Any
     ) -> contextlib.AbstractContextManager[list[Any] | None]:
-        """Yield a layer for each that the store has."""
-        past = _Past(batch, self._by_group)
-        layers: list[Any] = [
-            _GatheredLayer(self._store, i, past) for i in range(len(self._store.shapes))
-        ]
-        return as_caches(layers)
+        """Yield a layer for each that the store has, and running states as they are."""
+        own: list[_GatheredLayer] = []
+        if self._store.shapes:
+            past = _Past(batch, self._by_group)
+            own = [_GatheredLayer(self._store, i, past) for i in range(len(self._store.shapes))]
+        states: Any = batch.states
+        return as_caches(caches_of(model, own, states))
 
     def keep(self, batch: PackedBatch, layers: list[Any] | None) -> None:
         """Write keys and values of the new tokens into the slots that the batch names."""

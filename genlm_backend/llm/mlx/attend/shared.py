@@ -25,6 +25,7 @@ from genlm_backend.llm.mlx.attend.base import MlxAttend, SlotLayer, keep_new
 from genlm_backend.llm.mlx.attend.block import Attended, attend
 from genlm_backend.llm.mlx.attend.dispatch import Dispatch, attends_otherwise
 from genlm_backend.llm.mlx.attend.gathered import GatherAttend
+from genlm_backend.llm.mlx.attend.running import caches_of
 from genlm_backend.llm.mlx.store import MlxStore
 
 _CPU: Final = torch.device("cpu")
@@ -71,8 +72,9 @@ class SharedAttend(MlxAttend):
         shared = _SharedAttention(batch, reading, self._makes_arrays)
         num_layers = len(self._store.shapes)
         own: list[Any] = [_SharedLayer(self._store, i, shared) for i in range(num_layers)]
+        states: Any = batch.states
         with self._dispatch[1].in_place():
-            yield own
+            yield caches_of(model, own, states)
         if not all(layer.is_done for layer in own):
             raise attends_otherwise("not every layer has called mlx-lm's attention function")
 

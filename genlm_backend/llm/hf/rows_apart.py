@@ -1,0 +1,23 @@
+"""Rows of logits, and how far they are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+
+def row_of(logits: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities in float32, on the processor."""
+    return logits.float().log_softmax(-1).cpu()
+
+
+def distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Return the root mean square difference of two rows, or of all of two tables of them."""
+    return float((first - second).square().mean().sqrt())
+
+
+def farthest(distances: Iterable[float]) -> float:
+    """Return the largest distance; that of NaN, which tells nothing, is infinite."""
+    return max(math.inf if math.isnan(one) else one for one in distances)
