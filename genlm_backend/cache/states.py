@@ -88,11 +88,11 @@ class StateLayout:
 
 @final
 class StateStore:
-    """Preallocated running states, by number; the first stands for none.
+    """Preallocated running states, by number from 1 on.
 
     Args:
         layout: Their tensors.
-        num_states: Number of states, beside the one that stands for none.
+        num_states: Number of states.
 
     Attributes:
         layout: As given.
@@ -102,22 +102,22 @@ class StateStore:
     def __init__(self, layout: StateLayout, num_states: int) -> None:
         self.layout, self.num_states = layout, num_states
         self._tensors = [
-            torch.empty((num_states + 1, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+            torch.empty((num_states, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
             for tensor in layout.tensors
         ]
 
     def read(self, numbers: Ints) -> list[torch.Tensor]:
         """Return copies of states, ``[n, *shape]`` each, in the order of the layout."""
-        index = torch.as_tensor(numbers, dtype=torch.int64)
+        index = torch.as_tensor(numbers, dtype=torch.int64) - 1
         return [tensor.index_select(0, index.to(tensor.device)) for tensor in self._tensors]
 
     def write(self, numbers: Ints, states: Sequence[torch.Tensor]) -> None:
         """Fill states with tensors as ``read`` returns them."""
-        index = torch.as_tensor(numbers, dtype=torch.int64)
+        index = torch.as_tensor(numbers, dtype=torch.int64) - 1
         is_stretch = len(numbers) > 0 and bool((np.diff(numbers) == 1).all())
         for tensor, new in zip(self._tensors, states, strict=True):
             if is_stretch:  # as of most steps, in which a copy of blocks is twice as fast
-                tensor[int(numbers[0]) : int(numbers[-1]) + 1] = new
+                tensor[int(numbers[0]) - 1 : int(numbers[-1])] = new
             else:
                 tensor.index_copy_(0, index.to(tensor.device), new.to(tensor.device, tensor.dtype))
 
@@ -150,7 +150,7 @@ class States:
     def clear(self) -> None:
         """Forget all states, pinned ones too."""
         size = self.num_states + 1
-        self._node = np.zeros(size, np.int32)  # which has had it last
+        self._owner = np.zeros(size, np.int32)  # the node that has had it last
         self._stamp = np.zeros(size, np.int64)  # batch of its last use
         self._num_rows = np.zeros(size, np.int32)  # that went on from it in this batch
         self._num_held = np.zeros(size, np.int32)
@@ -165,7 +165,7 @@ class States:
         return int(self._is_used().sum())
 
     def _is_used(self) -> NDArray[np.bool_]:
-        is_used = self._nodes.state[self._node] == np.arange(self.num_states + 1)
+        is_used = self._nodes.state[self._owner] == np.arange(self.num_states + 1)
         is_used[NO_STATE] = False
         return is_used
 
@@ -206,9 +206,9 @@ class States:
     def give(self, nodes: Ints, num_needed: Ints, before: Ints | None = None) -> Ints:
         """Return numbers of states for nodes that have none; 0 where there is no room.
 
-        What is held and what is pinned stays. For a state that is not needed, others go that were
-        used in earlier batches, the one that its row alone went on from, or one of this batch that
-        is fewer tokens to compute again.
+        What is held and what is pinned stays. Where none is free, the one goes that its row alone
+        went on from, or one that was used in an earlier batch, the oldest first; or, for a state
+        that is not needed, one of this batch that is fewer tokens to compute again.
 
         Args:
             nodes: The nodes, each once: int32 ``[n]``.
@@ -226,7 +226,7 @@ class States:
         asked, free = asked[free > 0], free[free > 0]
         own = nodes[asked]
         numbers[asked] = free
-        state[own], self._node[free] = free, own
+        state[own], self._owner[free] = free, own
         self._stamp[free], self._num_rows[free] = self._now, 0
         self._is_pinned[free] = False
         self._num_held[free] = num_needed[asked]
@@ -249,33 +249,36 @@ class States:
             is_needed: Whether each is needed; those come first.
             starts: The state that each row went on from.
         """
-        is_used, found = self._is_used(), np.zeros(len(num_tokens), np.int64)
-        (free,) = np.nonzero(~is_used[1:])
-        count = min(len(free), len(found))
-        found[:count] = free[:count] + 1
-        if count == len(found):
-            return found
-        can_go = is_used & (self._num_held <= 0) & ~self._is_pinned
+        found, count = np.zeros(len(num_tokens), np.int64), len(num_tokens)
+        stamps = np.where(self._is_used(), self._stamp, -1)  # those that nobody has go first
+        can_go = (stamps < 0) | ((self._num_held == 0) & ~self._is_pinned)
+        can_go[NO_STATE] = False
         (others,) = np.nonzero(can_go)
-        costs = self._num_tokens(self._node[others]) * np.maximum(self._num_rows[others], 1)
-        is_new = self._stamp[others] == self._now
-        order = np.lexsort((costs, self._stamp[others]))
-        others, costs, is_new = others[order], costs[order], is_new[order]
-        gone = np.zeros(len(can_go), np.bool_)
-        num_old, k = int((~is_new).sum()), 0
-        for i in range(count, len(found)):
+        if len(others) > count:
+            last = np.partition(stamps[others], count - 1)[count - 1]
+            others = others[stamps[others] <= last]
+        costs = np.zeros(len(stamps), np.int64)
+        (equal,) = np.nonzero(stamps[others] == max(0, stamps[others].max(initial=0)))
+        own = others[equal]  # of all earlier ones none stays
+        costs[own] = self._num_tokens(self._owner[own]) * np.maximum(self._num_rows[own], 1)
+        others = others[np.lexsort((costs[others], stamps[others]))]
+        num_old = int((stamps[others] < self._now).sum())
+        gone, k = np.zeros(len(stamps), np.bool_), 0
+        for i in range(count):
             while k < len(others) and gone[others[k]]:
                 k += 1
             start = starts[i]
-            if k < num_old or (is_needed[i] and k < len(others)):
-                found[i] = others[k]
-            elif can_go[start] and self._num_rows[start] == 1 and not gone[start]:
+            is_passed = can_go[start] and self._num_rows[start] == 1 and not gone[start]
+            if is_passed and not (k < len(others) and stamps[others[k]] < 0):
                 found[i] = start
-            elif k < len(others) and costs[k] < num_tokens[i]:
+            elif k < num_old:
+                found[i] = others[k]
+            elif k < len(others) and (is_needed[i] or costs[others[k]] < num_tokens[i]):
                 found[i] = others[k]
             gone[found[i]] = True
         gone[NO_STATE] = False
-        self._nodes.state[self._node[gone]] = NO_STATE
+        gone &= stamps >= 0
+        self._nodes.state[self._owner[gone]] = NO_STATE
         self.num_evicted += int(gone.sum())
         return found
 
@@ -305,7 +308,7 @@ class States:
         """
         (wanted,) = np.nonzero((numbers != NO_STATE) & (self._nodes.state[nodes] == NO_STATE))
         for i in wanted.tolist():
-            self._nodes.state[nodes[i]], self._node[numbers[i]] = numbers[i], nodes[i]
+            self._nodes.state[nodes[i]], self._owner[numbers[i]] = numbers[i], nodes[i]
 
     def check(self, linked: Ints) -> None:
         """Compare what nodes and states say of each other.
@@ -320,7 +323,7 @@ class States:
         own = states[states != NO_STATE]
         if len(np.unique(own)) != len(own):
             raise CacheError("two nodes have one state")
-        if (self._node[states[states != NO_STATE]] != linked[states != NO_STATE]).any():
+        if (self._owner[states[states != NO_STATE]] != linked[states != NO_STATE]).any():
             raise CacheError("a state is another node's")
         if len(own) != self.num_used:
             raise CacheError(f"{self.num_used} states are used, and {len(own)} can be found")

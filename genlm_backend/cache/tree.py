@@ -77,7 +77,8 @@ class PrefixTree:
         """Begin a round: what earlier ones have used may be evicted from now on."""
         self._now += 1
         self._used.clear()
-        self.states.begin()
+        if self.states.num_states:
+            self.states.begin()
 
     def root(self, namespace: Hashable) -> int:
         """Return the root of a namespace, which is made where it is not there.
@@ -105,7 +106,9 @@ class PrefixTree:
         """
         tokens = np.asarray(token_ids, np.int32)
         sizes = np.array([len(tokens)], np.int32)
-        return int(self.match_all([place], namespace, sizes, lambda _, start: tokens[start:])[0])
+        found = self.match_all([place], namespace, sizes, lambda _, start: tokens[start:])
+        self.use(found)
+        return int(found[0])
 
     def match_all(
         self,
@@ -114,7 +117,9 @@ class PrefixTree:
         sizes: Ints,
         tokens_of: Callable[[int, int], Any],
     ) -> Ints:
-        """Return the nodes of the longest cached prefixes of contexts, as ``match``: int32 ``[n]``.
+        """Return the nodes of the longest cached prefixes of contexts: int32 ``[n]``.
+
+        They may be evicted until they are used.
 
         Args:
             places: For each, the place of a context that it begins with, or that begins with it.
@@ -129,7 +134,6 @@ class PrefixTree:
             node = int(nodes[i])
             tokens = np.asarray(tokens_of(i, int(depths[node])), np.int32)
             nodes[i] = self.nodes.walk(node, tokens)
-        self.use(nodes)
         return nodes
 
     def recall(self, places: Sequence[Place], namespace: Hashable, sizes: Ints) -> Ints:
@@ -146,7 +150,8 @@ class PrefixTree:
         stamps = self.nodes.stamp
         stamps[nodes] = np.maximum(stamps[nodes], self._now)
         self._used.append(nodes)
-        self.states.use(nodes)
+        if self.states.num_states:
+            self.states.use(nodes)
         if self.host_slots.num_used:
             for node in nodes[self.nodes.slot[nodes] < 0].tolist():
                 path = self.nodes.path(node)
@@ -202,11 +207,11 @@ class PrefixTree:
         Returns:
             The nodes that are found, of which some are others.
         """
-        states = self.nodes.state[nodes]
+        states = self.nodes.state[nodes] if self.states.num_states else None
         real, spare = self.nodes.link(nodes)
-        if states.any():
+        if states is not None:
             self.states.move(np.where(real == nodes, NO_STATE, states), real)
-        self.states.use(real)
+            self.states.use(real)
         own, of_host = spare[spare > 0], -spare[spare < 0]
         self._num_linked += len(nodes) - len(own)
         self.num_returned += len(of_host)
@@ -248,12 +253,12 @@ class PrefixTree:
     ) -> int:
         """Return how many of the first tokens are cached; changes no age.
 
+        Where nodes have running states, tokens behind the last one are not counted.
+
         Args:
             token_ids: The tokens.
             namespace: Their namespace.
             tier: The tokens that are counted: those on the device, on the host, or both.
-
-        Where nodes have running states, those behind the last one are not counted.
         """
         root = self._roots.get(namespace)
         if root is None:

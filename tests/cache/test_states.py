@@ -85,6 +85,7 @@ class History(RuleBasedStateMachine):
         old = {k for k in can_go if self.used[k] < self.batch}
         costs = {key: (self.used[key], self.num_tokens(key)) for key in can_go}
         num_evicted = self.states.num_evicted
+        starts = self.tree.nodes.state[before].tolist()
         numbers = self.states.give(nodes, np.array(num_needed), before)
         given = [n for n in numbers.tolist() if n]
         assert len(set(given)) == len(given)
@@ -93,10 +94,12 @@ class History(RuleBasedStateMachine):
         assert len(gone) <= self.states.num_evicted - num_evicted <= len(given)
         for key in gone:
             del self.has[key]
+        passed = {key for key, number in others.items() if starts.count(number) == 1}
         left = old - gone
         if left:  # of what earlier batches have used, the oldest and then the cheapest
-            assert gone <= old
-            assert max((costs[k] for k in gone), default=(0,)) <= min(costs[k] for k in left)
+            assert gone - passed <= old
+            longest_unused = max((costs[k] for k in gone - passed), default=(0,))
+            assert longest_unused <= min(costs[k] for k in left)
             pairs = zip(numbers, keys, strict=True)
             assert all(number or key in others for number, key in pairs)
         for number, count, key in zip(numbers, num_needed, keys, strict=True):

@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 class HFEvaluator(Evaluator):
     """Answers queries by a causal language model of transformers.
 
-    A model whose states cannot be kept token by token runs every context whole.
+    A model of which nothing can be kept runs every context whole.
 
     Args:
         model: The model, on whatever device; it is put into evaluation mode.
@@ -199,6 +199,11 @@ class HFEvaluator(Evaluator):
         budget = default_kv_budget(layout) if wanted is None else wanted
         states = self._state_store(layout, budget, type(self.passes.runner.model).__name__)
         num_slots = layout.num_slots(budget - self._state_budget)
+        if states is not None and not num_slots:
+            raise OptionError(
+                f"state_cache_bytes={self._state_budget} leaves no room for keys and values of "
+                f"kv_cache_bytes={budget}: a token takes {layout.bytes_per_slot} bytes"
+            )
         with _fits("kv_cache_bytes", wanted):
             store = KVStore(layout, num_slots)
         host_store, num_host_slots, host = None, 0, self._wanted_host_bytes
@@ -321,7 +326,9 @@ class HFEvaluator(Evaluator):
         if len(query.context) > self._rotary_limit:
             return 0
         # The last token always goes through the model: its logits are the answer.
-        return self.passes.tree.num_cached(query.context.packed()[:-1], query.adapter, tier)
+        passes, ids = self.passes, query.context.packed()
+        num_new = passes.going_on.fewest if passes.states.num_states else 1
+        return passes.tree.num_cached(ids[: max(0, len(ids) - num_new)], query.adapter, tier)
 
     def forget(self, query: Query, keep: int) -> None:
         """Free the slots of a context beyond its first ``keep`` tokens."""
@@ -372,6 +379,10 @@ class HFEvaluator(Evaluator):
         if not self.passes.fill(prefix.token_ids, prefix.codes, prefix.states, adapter):
             raise CacheError(
                 f"the {num_tokens} tokens of {path} do not fit into the "
+                f"{self.passes.tree.num_slots} of kv_cache_bytes, or their running state into "
+                f"state_cache_bytes={self._state_budget}, as far as none are pinned"
+                if self._state_budget
+                else f"the {num_tokens} tokens of {path} do not fit into the "
                 f"{self.passes.tree.num_slots} of kv_cache_bytes, as far as none are pinned"
             )
         return prefix.token_ids

@@ -7,6 +7,9 @@ from typing import Final, NamedTuple, Self, final
 _TIMES: Final = 20
 """Rows so many times farther off than others are computed in another way, beyond rounding."""
 
+_MANY: Final = 8
+"""Tokens that are more to compute again than a pass for the last ones of them takes."""
+
 
 @final
 class GoingOn(NamedTuple):
@@ -17,7 +20,7 @@ class GoingOn(NamedTuple):
     those of a whole context, and a single one's otherwise.
 
     Attributes:
-        fewest: Fewest tokens of a pass.
+        fewest: Fewest tokens of a pass that goes on.
         most: Most tokens of a pass; ``None`` for any number.
     """
 
@@ -50,11 +53,14 @@ class GoingOn(NamedTuple):
         Args:
             num_tokens: Number of tokens that are left.
             begins: Whether the first of them begins the context, so that any number will do.
-            most: Most tokens that one pass may have of a context.
+            most: Number of tokens of a context that one pass may have.
         """
-        if self.most is not None:
-            return num_tokens if begins else min(self.most, num_tokens)
-        return self.part(num_tokens, begins, most)
+        if self.most is None:
+            size = self.part(num_tokens, begins, most)
+        else:
+            size = num_tokens if begins else min(self.most, num_tokens)
+        # A context that is asked again, or scored on, goes on from before its last tokens.
+        return size - self.fewest if size == num_tokens >= _MANY else size
 
     def part(self, num_tokens: int, begins: bool, most: int) -> int:
         """Return ``most`` of some tokens, or a number near it where either part had too few."""

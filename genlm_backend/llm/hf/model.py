@@ -34,9 +34,9 @@ class AsyncTransformer(PicturingLM):
     """A causal language model of transformers, batched and cached.
 
     All concurrent awaits become padded batched forward passes on one worker thread; the keys and
-    values of every prefix seen are kept, within a budget, and reused token by token. Families
-    whose state cannot be kept token by token (state-space models, linear attention) answer just
-    as well, by running every context whole; ``kv_reuse`` tells.
+    values of every prefix seen are kept, within a budget, and reused token by token; of layers of
+    state-space models and linear attention, the states behind what was asked. A model of which
+    nothing can be kept answers as well, by running every context whole; ``kv_reuse`` tells.
 
     Several of these may use one model at the same time, and so may its owner: it is never touched,
     and what is computed runs in a private copy of its modules, which shares the weights. Adapters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any, Final, final
@@ -293,7 +293,7 @@ class Passes:
         end = tree.link(new)[-1:] if len(new) else np.array([node], np.int32)
         if not states or tree.nodes.state[end[0]]:
             return True
-        numbers = tree.states.give(end, np.zeros(1, np.int64))
+        numbers = tree.states.give(end, np.ones(1, np.int64))  # whatever goes for it
         if numbers[0]:
             with tree.states.filling(end):
                 self.states.write(numbers, states)
@@ -326,7 +326,8 @@ class Passes:
             lambda i, start: contexts[i].packed(start, int(sizes[i])),
         )
         if self.states.num_states:
-            nodes = self._at_states(nodes, sizes)
+            nodes = self._at_states(nodes, sizes, np.array([*map(len, contexts)], np.int32))
+        self.tree.use(nodes)
         if are_queries and self.is_step(questions, nodes, sizes):
             answers: list[Found] | None = self._steps.answers(questions, contexts, nodes)
         else:
@@ -337,17 +338,24 @@ class Passes:
             return self.whole(questions)
         return _in_halves(questions, self._from_slots)
 
-    def _at_states(self, nodes: NDArray[np.int32], sizes: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return where contexts go on: the last node with a running state, or the root."""
+    def _at_states(
+        self, nodes: NDArray[np.int32], sizes: NDArray[np.int32], lengths: NDArray[np.int32]
+    ) -> NDArray[np.int32]:
+        """Return where contexts go on: the last node with a running state, or the root.
+
+        Args:
+            nodes: The nodes of their cached prefixes: ``[n]``.
+            sizes: Number of tokens before the first output of each: ``[n]``.
+            lengths: Number of tokens of each: ``[n]``.
+        """
         tree, fewest, most = self.tree, self.going_on.fewest, self.going_on.most
         if fewest > 1:
             nodes = tree.nodes.ancestors(nodes, np.maximum(sizes + 1 - fewest, 0).astype(np.int32))
         nodes = tree.states.last(nodes)
         if most is not None:  # where whole contexts are faster than many passes
-            num_passes = -(-(sizes + 1 - tree.nodes.depth[nodes]) // most)
-            is_far = (num_passes - 1) * self.cost.per_forward > sizes
+            num_passes = -(-(lengths - tree.nodes.depth[nodes]) // most)
+            is_far = (num_passes - 1) * self.cost.per_forward > lengths
             nodes[is_far] = tree.nodes.root[nodes[is_far]]
-        tree.use(nodes)
         return nodes
 
     def is_step(
@@ -355,12 +363,12 @@ class Passes:
     ) -> bool:
         """Return whether contexts are one token each behind what is kept, and fit one pass."""
         depths = self.tree.nodes.depth[nodes]
-        fewest, most = int(depths.min()), int(depths.max())
+        least, deepest = int(depths.min()), int(depths.max())
         return (
             len(questions) <= min(self.cost.max_tokens, self.cost.max_rows)
             and bool((depths == sizes).all())
-            and (not self.states.num_states or fewest > 0 or most == 0)
-            and (most == fewest if self.aligns else most <= 2 * fewest + 64)
+            and (not self.states.num_states or least > 0 or deepest == 0)
+            and (deepest == least if self.aligns else deepest <= 2 * least + 64)
             and not any(map(_PICTURES, questions))
         )
 
@@ -485,15 +493,26 @@ class Passes:
         self, segments: Sequence[Segment], before: NDArray[np.int32], states: RunningStates
     ) -> None:
         self.tree.states.release(before)
-        ends = np.array([segment.nodes[-1] for segment in segments], np.int32)
+        ends = np.array([self._end(segment) for segment in segments], np.int32)
         num_behind = np.array([segment.num_behind for segment in segments])
         self.keep_states(ends, num_behind, before, states)
 
+    def _end(self, segment: Segment) -> int:
+        """Return the node at the end of a segment; 0 where another one has its state already."""
+        if not segment.num_behind:
+            tokens = np.asarray(segment.token_ids, np.int32)
+            known = self.tree.nodes.walk(segment.before, tokens)
+            if self.tree.nodes.depth[known] == segment.stop and self.tree.nodes.state[known]:
+                return 0
+        return int(segment.nodes[-1])
+
     def _has_room(self, segments: Sequence[Segment]) -> bool:
-        """Return whether all states that others go on from could be kept at once."""
+        """Return whether the states that others go on from could be kept while they have to."""
         starts = [segment.job.node for segment in segments if segment.parent is None]
-        num_inner = sum(segment.num_behind > 0 for segment in segments)
-        return self.tree.states.has_room(num_inner, np.array(starts, np.int32))
+        inner = Counter(segment.wave for segment in segments if segment.num_behind)
+        # What a wave has come to is needed by the next one, while that one comes to its own.
+        count = max((inner[wave] + inner[wave + 1] for wave in inner), default=0)
+        return self.tree.states.has_room(count, np.array(starts, np.int32))
 
     def _are_finite(self, nodes: NDArray[np.int32]) -> bool:
         """Return whether nothing that is kept of nodes is infinite or NaN."""

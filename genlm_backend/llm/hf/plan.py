@@ -259,9 +259,10 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -
         if going_on is not None and segment.parent is not None:
             cuts[segment.parent].append(segment.start)
     rule = going_on or GoingOn()
+    cut = rule.part if going_on is None else rule.cut
     for segment in segments:
         parent = segment.parent
-        size = rule.cut(segment.num_tokens, segment.start == 0, cost.max_segment)
+        size = cut(segment.num_tokens, segment.start == 0, cost.max_segment)
         is_whole = size == segment.num_tokens and len(segment.outputs) <= 1
         if parent is None and is_whole and segment not in cuts:
             by_origin[segment] = [segment]
@@ -273,7 +274,7 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -
         positions, start, first = sorted(segment.outputs), segment.start, 0
         while start < segment.stop:
             left = segment.stop - start
-            stop = start + rule.cut(left, start == 0, cost.max_segment)
+            stop = start + cut(left, start == 0, cost.max_segment)
             stop = min([stop, *(place for place in cuts[segment] if place > start)])
             end = bisect_left(positions, stop)
             if end - first > cost.max_outputs:
