@@ -267,14 +267,12 @@ class States:
         for i in range(count):
             while k < len(others) and gone[others[k]]:
                 k += 1
-            start = starts[i]
+            start, other = starts[i], others[k] if k < len(others) else NO_STATE
             is_passed = can_go[start] and self._num_rows[start] == 1 and not gone[start]
-            if is_passed and not (k < len(others) and stamps[others[k]] < 0):
+            if is_passed and (other == NO_STATE or stamps[other] >= 0):
                 found[i] = start
-            elif k < num_old:
-                found[i] = others[k]
-            elif k < len(others) and (is_needed[i] or costs[others[k]] < num_tokens[i]):
-                found[i] = others[k]
+            elif k < num_old or is_needed[i] or costs[other] < num_tokens[i]:
+                found[i] = other
             gone[found[i]] = True
         gone[NO_STATE] = False
         gone &= stamps >= 0

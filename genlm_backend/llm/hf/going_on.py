@@ -7,7 +7,7 @@ from typing import Final, NamedTuple, Self, final
 _TIMES: Final = 20
 """Rows so many times farther off than others are computed in another way, beyond rounding."""
 
-_MANY: Final = 8
+_MANY: Final = 32
 """Tokens that are more to compute again than a pass for the last ones of them takes."""
 
 
