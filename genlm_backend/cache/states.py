@@ -21,6 +21,9 @@ from genlm_backend.cache import node_loops
 from genlm_backend.cache.nodes import Ints, Nodes
 from genlm_backend.errors import CacheError
 
+_NUM_RECENT: Final = 4
+"""Batches in which particles may be asked one after the other, so that all their states stay."""
+
 NO_STATE: Final = 0
 """The number that stands for no state: of a context that begins, or that is not kept."""
 
@@ -206,9 +209,10 @@ class States:
     def give(self, nodes: Ints, num_needed: Ints, before: Ints | None = None) -> Ints:
         """Return numbers of states for nodes that have none; 0 where there is no room.
 
-        What is held and what is pinned stays. Where none is free, the one goes that its row alone
-        went on from, or one that was used in an earlier batch, the oldest first; or, for a state
-        that is not needed, one of this batch that is fewer tokens to compute again.
+        What is held and what is pinned stays. Where none is free, one goes that no recent batch has
+        used, the oldest first; or the one that its row alone went on from; or one of a recent
+        batch; or, for a state that is not needed, one of this batch that is fewer tokens to compute
+        again.
 
         Args:
             nodes: The nodes, each once: int32 ``[n]``.
@@ -269,7 +273,7 @@ class States:
                 k += 1
             start, other = starts[i], others[k] if k < len(others) else NO_STATE
             is_passed = can_go[start] and self._num_rows[start] == 1 and not gone[start]
-            if is_passed and (other == NO_STATE or stamps[other] >= 0):
+            if is_passed and (other == NO_STATE or stamps[other] >= self._now - _NUM_RECENT):
                 found[i] = start
             elif k < num_old or is_needed[i] or costs[other] < num_tokens[i]:
                 found[i] = other
