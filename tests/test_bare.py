@@ -27,6 +27,7 @@ NEEDS_AN_EXTRA = {
     "genlm_backend.llm.mlx.differences",
     "genlm_backend.llm.mlx.evaluator",
     "genlm_backend.llm.mlx.runner",
+    "genlm_backend.llm.mlx.states",
     "genlm_backend.llm.mlx.store",
     "genlm_backend.llm.mlx.support",
     "genlm_backend.llm.vllm.capture",

@@ -180,7 +180,9 @@ class SmallVLLM(Backend):
         return real.exact_row(tuple(token_ids))
 
 
-_MODELS = {name: families.make(name) for name in ("llama", "gemma3", "mamba", "lfm2", "cpm-ant")}
+_MODELS = {
+    name: families.make(name) for name in ("llama", "gemma3", "mamba", "lfm2", "deepseek-v32")
+}
 _SLOT = (
     2 * 2 * 2 * 8 * 4
 )  # bytes of a token of the tiny Llama: layers, k and v, heads, dim, float32
@@ -196,7 +198,7 @@ BACKENDS = {
         "hf-no-cache", {"kv_cache_bytes": 0, "row_cache_bytes": 0}, _MODELS["llama"], False
     ),
     "hf-states": Backend("hf-states", {"kv_cache_bytes": 1 << 20}, _MODELS["lfm2"]),
-    "hf-whole": Backend("hf-whole", {}, _MODELS["cpm-ant"]),
+    "hf-whole": Backend("hf-whole", {}, _MODELS["deepseek-v32"]),
     "hf-process": InProcess("hf-process", {}, _MODELS["llama"]),
     "hf-replicas": Replicas("hf-replicas", {"kv_cache_bytes": 1 << 20}, _MODELS["llama"]),
     "hf-ray": OnRay("hf-ray", {}, _MODELS["llama"]),
