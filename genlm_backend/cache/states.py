@@ -24,6 +24,8 @@ from genlm_backend.errors import CacheError
 _NUM_RECENT: Final = 4
 """Batches in which particles may be asked one after the other, so that all their states stay."""
 
+_UNUSED: Final = -(1 << 60)
+
 NO_STATE: Final = 0
 """The number that stands for no state: of a context that begins, or that is not kept."""
 
@@ -254,8 +256,8 @@ class States:
             starts: The state that each row went on from.
         """
         found, count = np.zeros(len(num_tokens), np.int64), len(num_tokens)
-        stamps = np.where(self._is_used(), self._stamp, -1)  # those that nobody has go first
-        can_go = (stamps < 0) | ((self._num_held == 0) & ~self._is_pinned)
+        stamps = np.where(self._is_used(), self._stamp, _UNUSED)  # those that nobody has go first
+        can_go = (stamps == _UNUSED) | ((self._num_held == 0) & ~self._is_pinned)
         can_go[NO_STATE] = False
         (others,) = np.nonzero(can_go)
         if len(others) > count:
@@ -279,7 +281,7 @@ class States:
                 found[i] = other
             gone[found[i]] = True
         gone[NO_STATE] = False
-        gone &= stamps >= 0
+        gone &= stamps != _UNUSED
         self._nodes.state[self._owner[gone]] = NO_STATE
         self.num_evicted += int(gone.sum())
         return found

@@ -337,11 +337,7 @@ class HFEvaluator(Evaluator):
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
         node = self._computed(query)
-        tree = self.passes.tree
-        if node is None or (self.passes.states.num_states and not tree.states.pin(node)):
-            return False
-        tree.pin(node)
-        return True
+        return node is not None and self.passes.pin(node)
 
     def _computed(self, query: Query) -> int | None:
         """Compute a context and return its node on the device; ``None`` if there is no room."""

@@ -10,6 +10,9 @@ _TIMES: Final = 20
 _MANY: Final = 32
 """Tokens that are more to compute again than a pass for the last ones of them takes."""
 
+_MANY_BY_TWO: Final = 8
+"""The same where all that goes on from a context computes them again."""
+
 
 @final
 class GoingOn(NamedTuple):
@@ -60,7 +63,8 @@ class GoingOn(NamedTuple):
         else:
             size = num_tokens if begins else min(self.most, num_tokens)
         # A context that is asked again, or scored on, goes on from before its last tokens.
-        return size - self.fewest if size == num_tokens >= _MANY else size
+        many = _MANY if self.fewest == 1 else _MANY_BY_TWO  # who go on from no later place at all
+        return size - self.fewest if size == num_tokens >= many else size
 
     def part(self, num_tokens: int, begins: bool, most: int) -> int:
         """Return ``most`` of some tokens, or a number near it where either part had too few."""

@@ -257,6 +257,22 @@ class Passes:
         """
         return self.tree.match(context.packed(0, most), adapter, context.place)
 
+    def pin(self, node: int) -> bool:
+        """Keep the path to a node until ``clear()``, and the state that contexts go on from.
+
+        Returns:
+            Whether there is such a state, and others have room; nothing is kept otherwise.
+        """
+        tree = self.tree
+        if tree.states.num_states:
+            depth = max(0, int(tree.nodes.depth[node]) + 1 - self.going_on.fewest)
+            before = tree.nodes.ancestors(np.array([node], np.int32), np.array([depth], np.int32))
+            start = int(tree.states.last(before)[0])
+            if not tree.states.pin(start if tree.nodes.depth[start] else node):
+                return False
+        tree.pin(node)
+        return True
+
     def codes_of(self, node: int) -> list[tuple[torch.Tensor, ...]]:
         """Return the keys and values up to a node as the store has them, by layer."""
         nodes = self.tree.nodes

@@ -209,14 +209,9 @@ class MlxEvaluator(Evaluator):
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
         self._answers([query])
-        tree = self.passes.tree
         node = self.passes.match(query.context, query.adapter, len(query.context))
-        if tree.nodes.depth[node] < len(query.context):
-            return False
-        if self.passes.states.num_states and not tree.states.pin(node):
-            return False
-        tree.pin(node)
-        return True
+        is_kept = self.passes.tree.nodes.depth[node] == len(query.context)
+        return bool(is_kept) and self.passes.pin(node)
 
     def clear(self) -> None:
         """Free all slots, pinned ones too."""
