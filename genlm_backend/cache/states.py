@@ -1,4 +1,4 @@
-"""Running states: what layers of state-space models keep behind a token in the place of all keys.
+"""Running states, which layers of state-space models keep behind a token in the place of keys.
 
 Such a layer has one state behind each token, made of the one before, and no part of it belongs to a
 token. So a node of a prefix tree may have a *state*: a snapshot of every such layer behind its
@@ -53,12 +53,12 @@ class StateTensor:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of it."""
+        """Number of bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class CacheLayer(NamedTuple):
-    """What one layer of a model's cache holds; nothing is possible too.
+    """Contents of one layer of a model's cache, which may be none.
 
     Attributes:
         attends: Whether it holds keys and values.
@@ -133,10 +133,10 @@ class StateStore:
 
 @final
 class States:
-    """Which nodes of a prefix tree have a running state; the oldest go first; a fixed budget.
+    """The running states of nodes of a prefix tree, by number, within a fixed budget.
 
-    A node's state goes with the node. Of states that were last used at one time, those go first
-    that are the fewest tokens behind another one.
+    A node's state goes with the node. Others go for new ones in the order that ``give`` tells; of
+    those that were last used at one time, the ones that are the fewest tokens behind another.
 
     Args:
         nodes: The nodes of the tree.

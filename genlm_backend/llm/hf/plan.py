@@ -342,15 +342,19 @@ def plan_groups(
         programming over the places where the size changes.
     """
     if aligns or has_states:
-        pads = pads and not has_states
-        by_past: dict[int, list[int]] = {}
+        kinds: defaultdict[int, list[int]] = defaultdict(list)
         for i, size in enumerate(sizes):
-            by_past.setdefault(size.num_past if aligns else min(size.num_past, 1), []).append(i)
+            kinds[size.num_past if aligns else min(size.num_past, 1)].append(i)
         return [
             [rows[i] for i in group]
-            for rows in by_past.values()
-            for group in plan_groups([sizes[i] for i in rows], cost, pads=pads)
+            for rows in kinds.values()
+            for group in _groups([sizes[i] for i in rows], cost, pads and not has_states)
         ]
+    return _groups(sizes, cost, pads)
+
+
+def _groups(sizes: Sequence[Size], cost: CostModel, pads: bool) -> list[list[int]]:
+    """Divide rows as ``plan_groups`` does, whatever their numbers of past tokens."""
     order = sorted(range(len(sizes)), key=lambda i: sizes[i])
     cuts = [0]  # candidate boundaries; rows of about one size are never parted
     for rank in range(1, len(order)):
