@@ -264,8 +264,7 @@ class States:
             last = np.partition(stamps[others], count - 1)[count - 1]
             others = others[stamps[others] <= last]
         costs = np.zeros(len(stamps), np.int64)
-        (equal,) = np.nonzero(stamps[others] == max(0, stamps[others].max(initial=0)))
-        own = others[equal]  # of all earlier ones none stays
+        own = others[stamps[others] != _UNUSED]
         costs[own] = self._num_tokens(self._owner[own]) * np.maximum(self._num_rows[own], 1)
         others = others[np.lexsort((costs[others], stamps[others]))]
         num_old = int((stamps[others] < self._now).sum())
