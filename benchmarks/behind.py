@@ -60,7 +60,7 @@ def theirs() -> dict[str, Any]:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
-    from genlm_backend.llm.bundled import bundled_directory
+    from genlm_backend.backends.bundled import bundled_directory
 
     options = {**ENGINE_OPTIONS, "max_model_len": SIZES[-1] + 2 * NUM_TOKENS}
     llm = LLM(str(bundled_directory("smollm2")), disable_log_stats=True, **options)

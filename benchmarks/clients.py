@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm_backend.llm.bundled import bundled_directory
+from genlm_backend.backends.bundled import bundled_directory
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NUM_PARTICLES, NUM_TOKENS = 20, 20

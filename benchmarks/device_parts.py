@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm_backend.llm.hf.attend import Attend
-from genlm_backend.llm.hf.attend.block import Block
-from genlm_backend.llm.hf.attend.fused import fused_operator
-from genlm_backend.llm.hf.packing import Span
+from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.packing import Span
+from genlm_backend.attention.torch.block import Block
+from genlm_backend.attention.torch.fused import fused_operator
 
 Line = dict[str, Any]
 

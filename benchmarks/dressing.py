@@ -16,7 +16,7 @@ VOCAB = 1000
 
 def dressing(repeats: int) -> Numbers:
     """Milliseconds of a batch of one row, the model itself left out, by number of layers."""
-    from genlm_backend.llm.hf import packed_weights
+    from genlm_backend.backends.hf import packed_weights
 
     packed_weights._is_faster = lambda *_: True  # whatever this processor finds
     return {f"{size}_ms": [_batch_ms(size) for _ in range(repeats)] for size in NUM_LAYERS}

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from benchmarks.workloads import free_forward, seconds, tokenizer_of
+from genlm_backend.attention.paths import Paths
+from genlm_backend.attention.reading import FEW_TOKENS, Reading
 from genlm_backend.batching import Batcher, BatchPolicy
 from genlm_backend.llm import BatchedLM, Row, StatelessEvaluator
-from genlm_backend.llm.hf.attend.sharing import FEW_TOKENS, Reading
-from genlm_backend.llm.hf.paths import Paths
-from genlm_backend.llm.row import rows_of_logits
+from genlm_backend.model.row import rows_of_logits
 
 Numbers = dict[str, Any]
 

@@ -19,7 +19,7 @@ APART = (4, 4096)
 
 def model(way: str) -> Any:
     """Load SmolLM2, which reads what is shared once, or copies each row's past ("gathered")."""
-    from genlm_backend.llm.hf import trial
+    from genlm_backend.backends.hf import trial
 
     if way == "gathered":
         trial.WAYS = trial.WAYS[-1:]

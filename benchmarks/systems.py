@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from genlm_backend.llm.bundled import bundled_directory
+from genlm_backend.backends.bundled import bundled_directory
 
 TEXT = (
     "Sequential Monte Carlo methods are a set of algorithms that estimate the state of a system "

@@ -49,7 +49,7 @@ def smollm2() -> list[bytes]:
     from transformers import AutoTokenizer
 
     from genlm_backend import decode_vocab
-    from genlm_backend.llm.bundled import bundled_directory
+    from genlm_backend.backends.bundled import bundled_directory
 
     tokenizer = AutoTokenizer.from_pretrained(bundled_directory("smollm2"))
     return [bytes(token) for token in decode_vocab(tokenizer).byte_vocab]

@@ -106,7 +106,7 @@ def vllm_plain(repeats: int) -> dict[str, Any]:
 
     from transformers import AutoTokenizer
 
-    from genlm_backend.llm.bundled import bundled_directory
+    from genlm_backend.backends.bundled import bundled_directory
 
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     from vllm import LLM  # pyright: ignore[reportMissingImports]

@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.formats import NUM_PARTICLES, text_ids
 from benchmarks.systems import PROMPT_TOKENS, TEXT, RowSystem, load_hf
 from benchmarks.workload import Found, Numbers, median
-from genlm_backend.llm.hf.int8_weights import Int8Linear, quantize
+from genlm_backend.backends.hf.int8_weights import Int8Linear, quantize
 
 NUM_ROWS = (1, 20, 100)
 NUM_SCORED = 2048
@@ -32,7 +32,7 @@ def _bitsandbytes(**options: Any) -> Callable[[], Any]:
     def load() -> Any:
         from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-        from genlm_backend.llm.bundled import bundled_directory
+        from genlm_backend.backends.bundled import bundled_directory
 
         return AutoModelForCausalLM.from_pretrained(
             bundled_directory("smollm2"),

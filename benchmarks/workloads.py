@@ -335,7 +335,7 @@ def free_forward(vocab_size: int = 1000, num_layers: int = 1, **options: Any) ->
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from genlm_backend import AsyncTransformer
-    from genlm_backend.llm.hf.packing import PackedBatch, pack
+    from genlm_backend.attention.packing import PackedBatch, pack
 
     config = LlamaConfig(
         vocab_size=vocab_size,

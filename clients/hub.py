@@ -57,7 +57,7 @@ def _save_cut_model(folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from genlm_backend.llm.bundled import bundled_directory
+    from genlm_backend.llm import bundled_directory
 
     bundled = bundled_directory("smollm2")
     logging.set_verbosity_error()  # the layers that are left out are known

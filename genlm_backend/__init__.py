@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from genlm_backend.backends.hf.async_transformer import AsyncTransformer
+    from genlm_backend.backends.mlx.async_mlx_lm import AsyncMlxLM
+    from genlm_backend.backends.mock import MockAsyncLM
+    from genlm_backend.backends.registry import load_model_by_name
+    from genlm_backend.backends.vllm.async_virtual_lm import AsyncVirtualLM
     from genlm_backend.generation.async_glm import AsyncGLM
     from genlm_backend.generation.config import GenerationConfig
     from genlm_backend.generation.constraint import Constraint
-    from genlm_backend.generation.engine import Engine
+    from genlm_backend.generation.engine.engine import Engine
     from genlm_backend.generation.generation import generate, stream
     from genlm_backend.generation.multi_media import MultiMediaInfo
-    from genlm_backend.llm.base import AsyncLM
-    from genlm_backend.llm.context import Context
-    from genlm_backend.llm.hf.model import AsyncTransformer
-    from genlm_backend.llm.mlx.model import AsyncMlxLM
-    from genlm_backend.llm.mock import MockAsyncLM
-    from genlm_backend.llm.registry import load_model_by_name
-    from genlm_backend.llm.replicas.model import AsyncReplicas
-    from genlm_backend.llm.statistics import LMStatistics
-    from genlm_backend.llm.vllm.model import AsyncVirtualLM
+    from genlm_backend.model.async_lm import AsyncLM
+    from genlm_backend.model.context import Context
+    from genlm_backend.model.lm_statistics import LMStatistics
+    from genlm_backend.remote.replicas.async_replicas import AsyncReplicas
     from genlm_backend.tokenization.token import Token
     from genlm_backend.tokenization.vocab import decode_vocab
     from genlm_backend.trie.async_trie import AsyncTokenCharacterTrie
@@ -68,27 +68,27 @@ __getattr__, __dir__ = lazy_names(
     globals(),
     {
         "AsyncGLM": "genlm_backend.generation.async_glm",
-        "AsyncLM": "genlm_backend.llm.base",
-        "AsyncMlxLM": "genlm_backend.llm.mlx.model",
+        "AsyncLM": "genlm_backend.model.async_lm",
+        "AsyncMlxLM": "genlm_backend.backends.mlx.async_mlx_lm",
         "AsyncTokenCharacterTrie": "genlm_backend.trie.async_trie",
-        "AsyncReplicas": "genlm_backend.llm.replicas.model",
-        "AsyncTransformer": "genlm_backend.llm.hf.model",
-        "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
+        "AsyncReplicas": "genlm_backend.remote.replicas.async_replicas",
+        "AsyncTransformer": "genlm_backend.backends.hf.async_transformer",
+        "AsyncVirtualLM": "genlm_backend.backends.vllm.async_virtual_lm",
         "Constraint": "genlm_backend.generation.constraint",
-        "Context": "genlm_backend.llm.context",
-        "Engine": "genlm_backend.generation.engine",
+        "Context": "genlm_backend.model.context",
+        "Engine": "genlm_backend.generation.engine.engine",
         "GenerationConfig": "genlm_backend.generation.config",
         "MultiMediaInfo": "genlm_backend.generation.multi_media",
-        "LMStatistics": "genlm_backend.llm.statistics",
-        "MockAsyncLM": "genlm_backend.llm.mock",
+        "LMStatistics": "genlm_backend.model.lm_statistics",
+        "MockAsyncLM": "genlm_backend.backends.mock",
         "ParallelTokenCharacterTrie": "genlm_backend.trie.parallel",
         "Token": "genlm_backend.tokenization.token",
         "TokenCharacterTrie": "genlm_backend.trie.sequential",
         "decode_vocab": "genlm_backend.tokenization.vocab",
         "generate": "genlm_backend.generation.generation",
         "lm_trie_weights": "genlm_backend.trie.lm_weights",
-        "load_model_by_name": "genlm_backend.llm.registry",
+        "load_model_by_name": "genlm_backend.backends.registry",
         "stream": "genlm_backend.generation.generation",
     },
-    submodules=("cache", "errors", "generation", "llm", "tokenization", "trie"),
+    submodules=("errors", "generation", "llm", "tokenization", "trie"),
 )

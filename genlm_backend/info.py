@@ -22,7 +22,7 @@ def info() -> str:
 def _rows() -> Iterator[tuple[str, str]]:
     import torch
 
-    from genlm_backend.llm.registry import default_backend
+    from genlm_backend.backends.registry import default_backend
 
     yield "genlm-backend", _version(_DISTRIBUTION) or "not installed: imported from a folder"
     yield "Python", f"{platform.python_version()} ({sys.executable})"

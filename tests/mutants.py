@@ -27,24 +27,24 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = Path("genlm_backend")
 TESTS = {
     "batching": ("tests/batching", "tests/llm/test_mock.py", "tests/trie/test_async_trie.py"),
-    "cache": ("tests/cache", "tests/llm/hf/test_evaluator.py", "tests/llm/hf/test_model.py"),
+    "prefix": ("tests/prefix", "tests/llm/hf/test_evaluator.py", "tests/llm/hf/test_model.py"),
     "trie": ("tests/trie",),
-    "llm/hf/plan.py": ("tests/llm/hf/test_plan.py", "tests/llm/hf/test_evaluator.py"),
-    "llm/hf/packing.py": (
+    "passes/prefill_plan.py": ("tests/llm/hf/test_plan.py", "tests/llm/hf/test_evaluator.py"),
+    "attention/packing.py": (
         "tests/llm/hf/test_packing.py",
         "tests/llm/hf/test_steps.py",
         "tests/llm/hf/test_evaluator.py",
     ),
-    "llm/hf/paths.py": ("tests/llm/hf/test_paths.py",),
-    "llm/hf/attend/sharing.py": ("tests/llm/hf/test_paths.py", "tests/llm/hf/test_sharing.py"),
-    "llm/hf/passes.py": ("tests/llm/hf/test_passes.py", "tests/llm/hf/test_evaluator.py"),
-    "generation/places.py": (
+    "attention/paths.py": ("tests/llm/hf/test_paths.py",),
+    "attention/reading.py": ("tests/llm/hf/test_paths.py", "tests/llm/hf/test_sharing.py"),
+    "passes/passes.py": ("tests/llm/hf/test_passes.py", "tests/llm/hf/test_evaluator.py"),
+    "generation/engine/places.py": (
         "tests/generation/test_places.py",
         "tests/generation/test_roster.py",
         "tests/generation",
     ),
-    "generation/roster.py": ("tests/generation/test_roster.py", "tests/generation"),
-    "llm/vllm/sessions.py": ("tests/llm/vllm/test_sessions.py", "tests/llm/vllm"),
+    "generation/engine/roster.py": ("tests/generation/test_roster.py", "tests/generation"),
+    "backends/vllm/sessions.py": ("tests/llm/vllm/test_sessions.py", "tests/llm/vllm"),
 }
 """Files without a model → the tests that are to notice a change, the likeliest first."""
 

@@ -22,17 +22,17 @@ OF_EXTRAS = (
 
 # The parts that import what belongs to an extra, which nobody imports who does not need them.
 NEEDS_AN_EXTRA = {
-    "genlm_backend.llm.mlx.adapters",
-    "genlm_backend.llm.mlx.attend",
-    "genlm_backend.llm.mlx.differences",
-    "genlm_backend.llm.mlx.evaluator",
-    "genlm_backend.llm.mlx.runner",
-    "genlm_backend.llm.mlx.states",
-    "genlm_backend.llm.mlx.store",
-    "genlm_backend.llm.mlx.support",
-    "genlm_backend.llm.vllm.capture",
-    "genlm_backend.llm.vllm.engine",
-    "genlm_backend.llm.vllm.fork",
+    "genlm_backend.backends.mlx.mlx_adapters",
+    "genlm_backend.attention.mlx",
+    "genlm_backend.backends.mlx.differences",
+    "genlm_backend.backends.mlx.mlx_evaluator",
+    "genlm_backend.backends.mlx.mlx_runner",
+    "genlm_backend.prefix.mlx_states",
+    "genlm_backend.prefix.mlx_store",
+    "genlm_backend.backends.mlx.mlx_support",
+    "genlm_backend.backends.vllm.capture",
+    "genlm_backend.backends.vllm.vllm_engine",
+    "genlm_backend.backends.vllm.fork",
     "genlm_backend.trie.visualize",
 }
 

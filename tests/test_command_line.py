@@ -7,7 +7,7 @@ import pytest
 
 import genlm_backend
 from genlm_backend import __main__ as command_line
-from genlm_backend.llm import bundled
+from genlm_backend.backends import bundled
 
 COMMAND = [sys.executable, "-m", "genlm_backend"]
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import genlm_backend
-from genlm_backend import errors, replaced
-from genlm_backend.cache.output import OutputCache
+from genlm_backend import errors
+from genlm_backend.compat import replaced
+from genlm_backend.prefix.output_cache import OutputCache
 
 # Every public name that each module of genlm-backend 0.3.1 defines or hands on as its own.
 NAMES = {

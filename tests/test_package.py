@@ -17,8 +17,8 @@ import genlm_backend
 import genlm_backend.generation
 import genlm_backend.llm
 import genlm_backend.trie
-from genlm_backend.llm.registry import default_backend
-from genlm_backend.llm.vllm import release
+from genlm_backend.backends.registry import default_backend
+from genlm_backend.backends.vllm import release
 
 ROOT = Path(genlm_backend.__file__).parent
 PROJECT = Path(__file__).parents[1]
@@ -65,7 +65,7 @@ assert not {k for k in changed if "GENLM" in k}, changed
 def test_the_log_is_silent_unless_somebody_listens():
     code = """
 import logging, genlm_backend
-logging.getLogger("genlm_backend.llm.hf.support").warning("something")
+logging.getLogger("genlm_backend.backends.hf.support").warning("something")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("", "")
@@ -183,101 +183,123 @@ def test_every_error_is_also_what_a_caller_expects():
     assert all(name in (errors.__doc__ or "") for name in named)
 
 
-# Which package may import what of this library, and what none of it may touch.
+# Which room may import what of this library, and what none of it may touch.
+PLAIN = {"torch", "numpy", "transformers", "vllm", "mlx"}
+BACKENDS = {"transformers", "vllm", "mlx"}
 ARROWS = {
-    "errors": (set(), {"torch", "numpy", "transformers"}),
-    "checks": ({"errors"}, {"numpy", "transformers"}),  # of torch, one function asks for devices
-    "compiled": (set(), {"torch", "numpy", "transformers"}),
-    "lazy": (set(), {"torch", "numpy", "transformers"}),
-    "closing": (set(), {"torch", "numpy", "transformers"}),
-    "common_prefix": (set(), {"torch", "numpy", "transformers"}),
-    "spare_memory": (set(), {"torch", "transformers"}),
-    "readable": (set(), {"torch", "numpy", "transformers"}),
-    "process_lock": ({"errors"}, {"torch", "numpy", "transformers"}),
-    "info": ({"llm", "errors"}, {"transformers"}),
-    "replaced": (
-        {"llm.mlx", "llm.vllm", "tokenization", "errors"},
-        {"torch", "numpy", "transformers"},
-    ),
-    "batching": (
-        {"checks", "readable", "process_lock", "errors"},
-        {"torch", "numpy", "transformers"},
-    ),
-    "cache": (
-        {"checks", "compiled", "process_lock", "errors"},
-        {"asyncio", "transformers"},
-    ),
-    "tokenization": ({"checks", "errors"}, {"torch"}),
+    "errors": (set(), PLAIN),
+    "lazy": (set(), PLAIN),
+    "common_prefix": (set(), PLAIN),
+    "readable": (set(), PLAIN),
+    "checks": ({"errors"}, PLAIN - {"torch"}),  # one function asks for devices
+    "info": ({"backends", "errors"}, BACKENDS),
+    "runtime": ({"errors"}, {"vllm", "mlx"}),
+    "batching": ({"checks", "readable", "runtime", "errors"}, PLAIN),
+    "prefix": ({"checks", "runtime", "errors"}, {"asyncio", "transformers", "vllm"}),
+    "tokenization": ({"checks", "errors"}, {"torch", "vllm", "mlx"}),
     "trie": (
+        {"checks", "readable", "runtime", "tokenization", "batching", "errors", "lazy"},
+        BACKENDS,
+    ),
+    "vision": ({"checks", "errors"}, BACKENDS),
+    "model": (
+        {"checks", "readable", "runtime", "tokenization", "batching", "prefix", "vision", "errors"},
+        BACKENDS,
+    ),
+    "attention": ({"prefix", "runtime"}, BACKENDS),
+    "attention.torch": ({"attention", "prefix", "vision", "errors"}, {"vllm", "mlx"}),
+    "attention.mlx": ({"attention", "prefix", "errors"}, {"transformers", "vllm"}),
+    "passes": (
+        {"attention", "attention.torch", "common_prefix", "model", "prefix", "vision", "errors"},
+        BACKENDS,
+    ),
+    "remote": ({"checks", "model", "prefix", "runtime", "vision", "errors"}, BACKENDS),
+    "backends": ({"checks", "model", "runtime", "tokenization", "errors"}, {"vllm", "mlx"}),
+    "backends.hf": (
         {
+            "attention",
+            "attention.torch",
+            "backends",
             "checks",
-            "compiled",
-            "readable",
-            "process_lock",
-            "tokenization",
-            "batching",
+            "model",
+            "passes",
+            "prefix",
+            "remote",
+            "runtime",
+            "vision",
             "errors",
-            "lazy",
-            "spare_memory",
         },
-        {"transformers"},
+        {"vllm", "mlx"},
+    ),
+    "backends.mlx": (
+        {
+            "attention",
+            "attention.mlx",
+            "backends",
+            "backends.hf",
+            "checks",
+            "model",
+            "passes",
+            "prefix",
+            "runtime",
+            "errors",
+        },
+        {"vllm"},
+    ),
+    "backends.vllm": (
+        {
+            "backends",
+            "checks",
+            "common_prefix",
+            "model",
+            "prefix",
+            "runtime",
+            "vision",
+            "errors",
+        },
+        {"transformers", "mlx"},
+    ),
+    "remote.replicas": (
+        {
+            "backends",
+            "backends.hf",
+            "batching",
+            "checks",
+            "common_prefix",
+            "model",
+            "prefix",
+            "remote",
+            "runtime",
+            "vision",
+            "errors",
+        },
+        BACKENDS,
     ),
     "llm": (
         {
-            "checks",
-            "readable",
-            "closing",
-            "process_lock",
-            "tokenization",
-            "batching",
-            "cache",
-            "errors",
+            "backends",
+            "backends.hf",
+            "backends.mlx",
+            "backends.vllm",
             "lazy",
-            "spare_memory",
+            "model",
+            "remote",
+            "remote.replicas",
         },
-        set(),
+        PLAIN,
     ),
     "generation": (
-        {"checks", "common_prefix", "readable", "closing", "process_lock", "llm", "errors", "lazy"},
-        {"vllm"},
+        {"checks", "common_prefix", "readable", "runtime", "model", "backends", "errors", "lazy"},
+        {"vllm", "mlx"},
     ),
-    "llm.elsewhere": ({"checks", "llm", "cache", "errors"}, {"transformers", "vllm"}),
-    "llm.replicas": (
-        {
-            "checks",
-            "common_prefix",
-            "process_lock",
-            "batching",
-            "cache",
-            "errors",
-            "llm",
-            "llm.elsewhere",
-            "llm.hf",
-        },
-        {"transformers", "vllm"},
-    ),
-    "llm.hf": (
-        {
-            "checks",
-            "compiled",
-            "common_prefix",
-            "llm",
-            "llm.elsewhere",
-            "cache",
-            "errors",
-            "lazy",
-        },
-        {"vllm"},
-    ),
-    "llm.mlx": ({"checks", "llm", "llm.hf", "cache", "errors"}, {"vllm"}),
-    "llm.vllm": (
-        {"checks", "common_prefix", "llm", "cache", "errors", "lazy"},
-        {"transformers"},
-    ),
+    "compat": ({"backends.mlx", "backends.vllm", "tokenization", "errors"}, PLAIN),
 }
-# The registry knows backends by name only; loading looks tokenizers up inside its functions, and
-# the bars of loading are transformers' own.
-MAY_NAME_TRANSFORMERS = {"llm/loading.py", "llm/bundled.py", "llm/watching.py"}
+# Loading looks tokenizers up inside its functions; the bars of loading are transformers' own.
+MAY_NAME_TRANSFORMERS = {
+    "backends/loading.py",
+    "backends/bundled.py",
+    "runtime/progress.py",
+}
 
 
 def imports_of(path):
@@ -301,8 +323,8 @@ def imports_of(path):
 
 def package_of(relative):
     parts = relative.with_suffix("").parts
-    is_backend = parts[0] == "llm" and ".".join(parts[:2]) in ARROWS
-    return ".".join(parts[:2]) if is_backend else parts[0]
+    room = ".".join(parts[:2])
+    return room if room in ARROWS else parts[0]
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
@@ -315,7 +337,7 @@ def test_arrows_point_one_way(path):
     for module in imports_of(path):
         top = module.split(".")[0]
         assert top not in forbidden, f"{relative} imports {module}"
-        if top == "transformers" and package == "llm":
+        if top == "transformers" and package in ("backends", "runtime"):
             assert str(relative) in MAY_NAME_TRANSFORMERS, f"{relative} imports {module}"
         if top == "genlm_backend":
             target = package_of(Path(*module.split(".")[1:], "x"))
@@ -326,8 +348,8 @@ def test_private_names_of_vllm_are_in_two_files():
     """What is under ``vllm.v1`` and ``vllm.distributed`` may be another in the next release."""
     private = ("vllm.v1", "vllm.distributed")
     users = {
-        path.relative_to(ROOT / "llm" / "vllm").as_posix()
-        for path in (ROOT / "llm" / "vllm").rglob("*.py")
+        path.relative_to(ROOT / "backends" / "vllm").as_posix()
+        for path in (ROOT / "backends" / "vllm").rglob("*.py")
         if any(module.startswith(private) for module in imports_of(path))
         or re.search(r"\.(llm_engine|engine_core|vllm_config)\b", path.read_text())
     }
@@ -350,7 +372,7 @@ def test_functions_fit_a_screen():
 def test_statistics_read_well_everywhere():
     from genlm_backend.batching import BatcherStatistics
     from genlm_backend.generation import RequestStatistics
-    from genlm_backend.llm.statistics import LMStatistics
+    from genlm_backend.model.lm_statistics import LMStatistics
     from genlm_backend.trie.async_trie import TrieStatistics
 
     lm = LMStatistics(num_awaits=12_345, num_batches=4, batch_sizes={1: 3, 20: 1}, kv_bytes_used=99)

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.llm.hf.model import AsyncTransformer
-    from genlm_backend.llm.registry import load_model_by_name
-    from genlm_backend.llm.vllm.model import AsyncVirtualLM
+    from genlm_backend.backends.hf.async_transformer import AsyncTransformer
+    from genlm_backend.backends.registry import load_model_by_name
+    from genlm_backend.backends.vllm.async_virtual_lm import AsyncVirtualLM
     from genlm_backend.tokenization.token import Token
     from genlm_backend.tokenization.vocab import decode_vocab
     from genlm_backend.trie.async_trie import AsyncTokenCharacterTrie
@@ -29,13 +29,13 @@ __getattr__, __dir__ = lazy_names(
     globals(),
     {
         "AsyncTokenCharacterTrie": "genlm_backend.trie.async_trie",
-        "AsyncTransformer": "genlm_backend.llm.hf.model",
-        "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
+        "AsyncTransformer": "genlm_backend.backends.hf.async_transformer",
+        "AsyncVirtualLM": "genlm_backend.backends.vllm.async_virtual_lm",
         "ParallelTokenCharacterTrie": "genlm_backend.trie.parallel",
         "Token": "genlm_backend.tokenization.token",
         "TokenCharacterTrie": "genlm_backend.trie.sequential",
         "decode_vocab": "genlm_backend.tokenization.vocab",
-        "load_model_by_name": "genlm_backend.llm.registry",
+        "load_model_by_name": "genlm_backend.backends.registry",
     },
     submodules=("cache", "llm", "tokenization", "trie"),
 )

@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.cache.output import OutputCache
-    from genlm_backend.replaced import TokenTrie
+    from genlm_backend.compat.replaced import TokenTrie
+    from genlm_backend.prefix.output_cache import OutputCache
 
 __all__ = ["OutputCache", "TokenTrie"]
 
 __getattr__, __dir__ = lazy_names(
     globals(),
-    {"OutputCache": "genlm_backend.cache.output", "TokenTrie": "genlm_backend.replaced"},
+    {
+        "OutputCache": "genlm_backend.prefix.output_cache",
+        "TokenTrie": "genlm_backend.compat.replaced",
+    },
 )

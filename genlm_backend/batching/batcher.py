@@ -9,7 +9,6 @@ from typing import Any, Generic, TypeVar, cast, final
 
 from genlm_backend.batching.calling import Calling
 from genlm_backend.batching.evaluation import evaluated, has_errors, is_error, presentable
-from genlm_backend.batching.garbage import fewer_collections
 from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision, Tickers
 from genlm_backend.batching.round import (
     Answers,
@@ -25,6 +24,7 @@ from genlm_backend.batching.round import (
 from genlm_backend.batching.statistics import BatcherStatistics, Counts
 from genlm_backend.checks import function, instance, optional, text
 from genlm_backend.errors import QueryDroppedError
+from genlm_backend.runtime.garbage import fewer_collections
 
 Q = TypeVar("Q")
 R = TypeVar("R")

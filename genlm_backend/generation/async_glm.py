@@ -20,15 +20,15 @@ from genlm_backend.errors import (
     UnknownTaskError,
 )
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.engine import Engine
+from genlm_backend.generation.engine.engine import Engine
+from genlm_backend.generation.engine.served_model import ServedModel
+from genlm_backend.generation.engine.task import Task
 from genlm_backend.generation.hf_config import own_config
 from genlm_backend.generation.hf_inputs import config_of_kwargs, pictures_of, rows_of
 from genlm_backend.generation.prompt import Prompt
-from genlm_backend.generation.served_model import ServedModel
-from genlm_backend.generation.task import Task
-from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.query import TokenIds
-from genlm_backend.process_lock import OfOneProcess, ProcessLock
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.query import TokenIds
+from genlm_backend.runtime.process_lock import OfOneProcess, ProcessLock
 
 _NAME = "model"
 
@@ -357,7 +357,7 @@ def _wrap(model: Any, tokenizer: Any) -> AsyncLM:
             "model must be a causal language model of transformers or an AsyncLM, "
             f"got {shown(model)}{hint}"
         )
-    from genlm_backend.llm import AsyncTransformer
+    from genlm_backend.backends.hf.async_transformer import AsyncTransformer
 
     if tokenizer is None:
         from tokenizers import Tokenizer, models

@@ -14,8 +14,8 @@ from genlm_backend.generation.generated import GeneratedToken
 from genlm_backend.generation.processors import make_processors
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.generation.text import Text
-from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.draw import check_possible
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.draw import check_possible
 
 _NEVER = -1.0e9
 """transformers' score of what must not be chosen."""

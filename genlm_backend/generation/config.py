@@ -22,7 +22,7 @@ from genlm_backend.errors import GenerationConfigError, OptionError
 from genlm_backend.generation.fields import check_fields, replaced
 from genlm_backend.generation.hf_config import ELSEWHERE, fields_of_hf, own_config
 from genlm_backend.generation.multi_media import MultiMediaInfo
-from genlm_backend.llm.base import AsyncLM
+from genlm_backend.model.async_lm import AsyncLM
 
 
 @dataclass(frozen=True, kw_only=True)

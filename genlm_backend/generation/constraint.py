@@ -30,13 +30,13 @@ from genlm_backend.generation.constraint_arguments import (
     check_token_id,
     eos_of,
 )
-from genlm_backend.generation.grammar_fault import fault_of_generated, fault_of_own
-from genlm_backend.generation.grammar_vocabulary import GrammarVocabularies, load_library
-from genlm_backend.generation.json_schema import check_schema, unwrapped
-from genlm_backend.generation.schema_grammar import fault_of_schema, schema_grammar
-from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.draw import as_scores
-from genlm_backend.llm.drawing import log_mass, log_sum
+from genlm_backend.generation.grammar.grammar_fault import fault_of_generated, fault_of_own
+from genlm_backend.generation.grammar.grammar_vocabulary import GrammarVocabularies, load_library
+from genlm_backend.generation.grammar.json_schema import check_schema, unwrapped
+from genlm_backend.generation.grammar.schema_grammar import fault_of_schema, schema_grammar
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.draw import as_scores
+from genlm_backend.model.drawing import log_mass, log_sum
 
 _MOST_OF_A_ROW: Final = 0.1
 """Logarithm up to which the sum of a row may be above one by rounding, in 8 bits of precision."""

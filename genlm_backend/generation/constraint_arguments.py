@@ -9,8 +9,8 @@ import torch
 
 from genlm_backend.checks import Check, checked, instance, integer, sequence, shown, text
 from genlm_backend.errors import ConstraintError, OptionError, OptionTypeError
-from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.query import check_known_ids
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.query import check_known_ids
 
 check_token_id: Check[int] = integer()
 """Check of a token id."""

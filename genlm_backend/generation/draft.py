@@ -10,8 +10,8 @@ import torch
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.generated import GeneratedToken
 from genlm_backend.generation.prompt import Prompt
-from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.query import TokenIds
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.query import TokenIds
 
 
 class Draft(abc.ABC):

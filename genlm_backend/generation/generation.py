@@ -14,9 +14,9 @@ from genlm_backend.generation.draft import Draft
 from genlm_backend.generation.generated import GeneratedToken, Generation
 from genlm_backend.generation.prompt import Chat, Prompt
 from genlm_backend.generation.sample import Sample
-from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.query import TokenIds
-from genlm_backend.llm.together import together
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.query import TokenIds
+from genlm_backend.runtime.together import together
 
 
 async def generate(

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from genlm_backend.errors import GenerationConfigError
-from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.ends import listed_ids
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.ends import listed_ids
 
 SHARED_FIELDS = (
     "do_sample",

@@ -16,10 +16,10 @@ from genlm_backend.errors import (
 )
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.constraint import Constraint
-from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.context import Context
-from genlm_backend.llm.ends import listed_ids
-from genlm_backend.llm.query import TokenIds, check_known_ids
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.context import Context
+from genlm_backend.model.ends import listed_ids
+from genlm_backend.model.query import TokenIds, check_known_ids
 
 Chat = Sequence[Mapping[str, Any]]
 """A chat's messages, each with its ``role`` and ``content``."""

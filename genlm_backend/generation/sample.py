@@ -14,8 +14,8 @@ from genlm_backend.generation.generated import GeneratedToken
 from genlm_backend.generation.processors import make_processors, make_warpers
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.generation.text import Text
-from genlm_backend.llm.base import AsyncLM
-from genlm_backend.llm.sampling import Sampler
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.sampling import Sampler
 
 
 @final

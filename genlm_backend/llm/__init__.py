@@ -5,31 +5,34 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.llm.absent import AsyncSGLTransformer
-    from genlm_backend.llm.base import AsyncLM
-    from genlm_backend.llm.batched import BatchedLM
-    from genlm_backend.llm.context import Context
-    from genlm_backend.llm.draw import Draw
-    from genlm_backend.llm.drawing import Drawing
-    from genlm_backend.llm.elsewhere.process import ProcessEvaluator
-    from genlm_backend.llm.evaluator import (
+    from genlm_backend.backends.absent import AsyncSGLTransformer
+    from genlm_backend.backends.bundled import bundled_directory
+    from genlm_backend.backends.hf.async_transformer import AsyncTransformer
+    from genlm_backend.backends.mlx.async_mlx_lm import AsyncMlxLM
+    from genlm_backend.backends.mock import MockAsyncLM, MockEvaluator
+    from genlm_backend.backends.registry import load_model_by_name
+    from genlm_backend.backends.vllm.async_virtual_lm import AsyncVirtualLM
+    from genlm_backend.backends.vllm.vllm_loader import VLLMLoader
+    from genlm_backend.model.async_lm import AsyncLM
+    from genlm_backend.model.batched_lm import BatchedLM
+    from genlm_backend.model.context import Context
+    from genlm_backend.model.draw import Draw
+    from genlm_backend.model.drawing import Drawing
+    from genlm_backend.model.evaluator import (
         Evaluator,
         EvaluatorCounts,
         EvaluatorInfo,
         RestartableEvaluator,
         StatelessEvaluator,
     )
-    from genlm_backend.llm.hf.model import AsyncTransformer
-    from genlm_backend.llm.mlx.model import AsyncMlxLM
-    from genlm_backend.llm.mock import MockAsyncLM
-    from genlm_backend.llm.query import Adapter, Query
-    from genlm_backend.llm.registry import load_model_by_name
-    from genlm_backend.llm.replicas.model import AsyncReplicas
-    from genlm_backend.llm.row import Row, rows_of_logits, scores_of_logits
-    from genlm_backend.llm.sampling import Sampled
-    from genlm_backend.llm.scoring import Scoring
-    from genlm_backend.llm.statistics import LMStatistics
-    from genlm_backend.llm.vllm.model import AsyncVirtualLM
+    from genlm_backend.model.lm_statistics import LMStatistics
+    from genlm_backend.model.query import Adapter, Query
+    from genlm_backend.model.row import Row, rows_of_logits, scores_of_logits
+    from genlm_backend.model.sampling import Sampled
+    from genlm_backend.model.scoring import Scoring
+    from genlm_backend.remote.process_evaluator import ProcessEvaluator
+    from genlm_backend.remote.ray_evaluator import RayEvaluator
+    from genlm_backend.remote.replicas.async_replicas import AsyncReplicas
 
 __all__ = [
     "Adapter",
@@ -48,13 +51,17 @@ __all__ = [
     "EvaluatorInfo",
     "LMStatistics",
     "MockAsyncLM",
+    "MockEvaluator",
     "ProcessEvaluator",
     "Query",
+    "RayEvaluator",
     "RestartableEvaluator",
     "Row",
     "Sampled",
     "Scoring",
     "StatelessEvaluator",
+    "VLLMLoader",
+    "bundled_directory",
     "load_model_by_name",
     "rows_of_logits",
     "scores_of_logits",
@@ -63,31 +70,35 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     globals(),
     {
-        "Adapter": "genlm_backend.llm.query",
-        "AsyncLM": "genlm_backend.llm.base",
-        "AsyncMlxLM": "genlm_backend.llm.mlx.model",
-        "AsyncReplicas": "genlm_backend.llm.replicas.model",
-        "AsyncSGLTransformer": "genlm_backend.llm.absent",
-        "AsyncTransformer": "genlm_backend.llm.hf.model",
-        "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
-        "BatchedLM": "genlm_backend.llm.batched",
-        "Context": "genlm_backend.llm.context",
-        "Draw": "genlm_backend.llm.draw",
-        "Drawing": "genlm_backend.llm.drawing",
-        "Evaluator": "genlm_backend.llm.evaluator",
-        "EvaluatorCounts": "genlm_backend.llm.evaluator",
-        "EvaluatorInfo": "genlm_backend.llm.evaluator",
-        "LMStatistics": "genlm_backend.llm.statistics",
-        "MockAsyncLM": "genlm_backend.llm.mock",
-        "ProcessEvaluator": "genlm_backend.llm.elsewhere.process",
-        "Query": "genlm_backend.llm.query",
-        "RestartableEvaluator": "genlm_backend.llm.evaluator",
-        "Row": "genlm_backend.llm.row",
-        "Sampled": "genlm_backend.llm.sampling",
-        "Scoring": "genlm_backend.llm.scoring",
-        "StatelessEvaluator": "genlm_backend.llm.evaluator",
-        "load_model_by_name": "genlm_backend.llm.registry",
-        "rows_of_logits": "genlm_backend.llm.row",
-        "scores_of_logits": "genlm_backend.llm.row",
+        "Adapter": "genlm_backend.model.query",
+        "AsyncLM": "genlm_backend.model.async_lm",
+        "AsyncMlxLM": "genlm_backend.backends.mlx.async_mlx_lm",
+        "AsyncReplicas": "genlm_backend.remote.replicas.async_replicas",
+        "AsyncSGLTransformer": "genlm_backend.backends.absent",
+        "AsyncTransformer": "genlm_backend.backends.hf.async_transformer",
+        "AsyncVirtualLM": "genlm_backend.backends.vllm.async_virtual_lm",
+        "BatchedLM": "genlm_backend.model.batched_lm",
+        "Context": "genlm_backend.model.context",
+        "Draw": "genlm_backend.model.draw",
+        "Drawing": "genlm_backend.model.drawing",
+        "Evaluator": "genlm_backend.model.evaluator",
+        "EvaluatorCounts": "genlm_backend.model.evaluator",
+        "EvaluatorInfo": "genlm_backend.model.evaluator",
+        "LMStatistics": "genlm_backend.model.lm_statistics",
+        "MockAsyncLM": "genlm_backend.backends.mock",
+        "MockEvaluator": "genlm_backend.backends.mock",
+        "ProcessEvaluator": "genlm_backend.remote.process_evaluator",
+        "Query": "genlm_backend.model.query",
+        "RayEvaluator": "genlm_backend.remote.ray_evaluator",
+        "RestartableEvaluator": "genlm_backend.model.evaluator",
+        "Row": "genlm_backend.model.row",
+        "Sampled": "genlm_backend.model.sampling",
+        "Scoring": "genlm_backend.model.scoring",
+        "StatelessEvaluator": "genlm_backend.model.evaluator",
+        "VLLMLoader": "genlm_backend.backends.vllm.vllm_loader",
+        "bundled_directory": "genlm_backend.backends.bundled",
+        "load_model_by_name": "genlm_backend.backends.registry",
+        "rows_of_logits": "genlm_backend.model.row",
+        "scores_of_logits": "genlm_backend.model.row",
     },
 )

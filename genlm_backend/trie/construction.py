@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.compiled import compiled
 from genlm_backend.errors import VocabularyError
+from genlm_backend.runtime.compiled import compiled
 from genlm_backend.trie.entries import spell
 from genlm_backend.trie.layout import Int32, TrieLayout
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.checks import byte_count, integer, optional
-from genlm_backend.spare_memory import SpareMemory
+from genlm_backend.runtime.spare_memory import SpareMemory
 from genlm_backend.trie.base import VocabularyTrie
 from genlm_backend.trie.operation import Operation, Weights, rows_of, widest
 from genlm_backend.trie.sweep import SWEEPS

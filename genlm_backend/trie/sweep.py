@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from genlm_backend.compiled import compiled
+from genlm_backend.runtime.compiled import compiled
 
 
 @compiled

@@ -13,7 +13,7 @@ import torch
 
 import genlm_backend
 from genlm_backend.batching import Batcher
-from genlm_backend.batching.garbage import MANY_QUERIES, OBJECTS_PER_QUERY, fewer_collections
+from genlm_backend.runtime.garbage import MANY_QUERIES, OBJECTS_PER_QUERY, fewer_collections
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 
@@ -155,6 +155,6 @@ def test_nothing_turns_collection_off():
         for call in re.findall(r"\bgc\.(?!get_)(\w+)\(|from gc import", path.read_text("utf-8"))
     }
     assert {(path, call) for path, call in calls if call != "collect"} == {
-        ("batching/garbage.py", "set_threshold"),
-        ("llm/elsewhere/child.py", "freeze"),  # in the process of a model alone
+        ("runtime/garbage.py", "set_threshold"),
+        ("remote/child.py", "freeze"),  # in the process of a model alone
     }

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
 from genlm_backend import AsyncGLM, AsyncMlxLM, AsyncTransformer, MockAsyncLM
+from genlm_backend.backends.hf.hf_loader import HFLoader
+from genlm_backend.backends.mlx import present
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation import Constraint, Engine, GenerationConfig, generate, stream
 from genlm_backend.llm import AsyncReplicas, AsyncVirtualLM, EvaluatorInfo, ProcessEvaluator
-from genlm_backend.llm.hf.loader import HFLoader
-from genlm_backend.llm.mlx import present
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine

@@ -3,11 +3,11 @@
 import pytest
 
 from genlm_backend import AsyncTransformer
+from genlm_backend.backends.wishes import Wishes, wished_options
 from genlm_backend.errors import OptionError
 from genlm_backend.generation import (
     RuntimeConfig,
 )
-from genlm_backend.llm.wishes import Wishes, wished_options
 from tests.generation.serving import COLD
 from tests.llm.conftest import word_tokenizer
 

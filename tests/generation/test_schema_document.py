@@ -7,7 +7,7 @@ import pytest
 
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation import Constraint
-from genlm_backend.generation.schema_keywords import ANNOTATIONS, HONOURED, draft_of
+from genlm_backend.generation.grammar.schema_keywords import ANNOTATIONS, HONOURED, draft_of
 from tests.generation import byte_model
 
 WRONG = {"typ": "integer"}

@@ -14,7 +14,7 @@ from pydantic import UUID4, Base64Str, BaseModel, FilePath, Json, SecretStr
 
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation import Constraint
-from genlm_backend.generation.schema_formats import FORMATS
+from genlm_backend.generation.grammar.schema_formats import FORMATS
 from tests.generation import byte_model
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation import Constraint
-from genlm_backend.generation.schema_numbers import (
+from genlm_backend.generation.grammar.schema_numbers import (
     factor_of,
     have_common_multiple,
     integers_within,

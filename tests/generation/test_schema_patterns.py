@@ -8,7 +8,7 @@ import pytest
 
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation import Constraint
-from genlm_backend.generation.schema_patterns import portable
+from genlm_backend.generation.grammar.schema_patterns import portable
 from tests.generation import byte_model
 
 LETTERS = 'a Z0_-.[]&~^\\"\u0663\xe9\u0301\u3000\ufeff\x85\t\u2028'

@@ -11,7 +11,7 @@ import pytest
 
 from genlm_backend import TokenCharacterTrie
 from genlm_backend.errors import ForkedError
-from genlm_backend.llm import threads
+from genlm_backend.runtime import threads
 from tests.histories import say
 from tests.histories.holders import MAKE, OfTrie
 

@@ -12,8 +12,8 @@ from genlm_backend import (
     MockAsyncLM,
 )
 from genlm_backend.llm import ProcessEvaluator
-from genlm_backend.llm.batched import BatchedLM
-from genlm_backend.llm.evaluator import StatelessEvaluator
+from genlm_backend.model.batched_lm import BatchedLM
+from genlm_backend.model.evaluator import StatelessEvaluator
 from tests.histories import late, say
 from tests.histories.holders import tiny
 from tests.llm.conftest import word_tokenizer

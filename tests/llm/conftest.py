@@ -12,9 +12,9 @@ import torch
 from tokenizers import Tokenizer, models
 
 from genlm_backend import AsyncMlxLM, AsyncTransformer, AsyncVirtualLM, MockAsyncLM
+from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
+from genlm_backend.backends.mlx.present import is_present
 from genlm_backend.llm import AsyncReplicas, BatchedLM
-from genlm_backend.llm.hf.evaluator import HFEvaluator
-from genlm_backend.llm.mlx.present import is_present
 from tests.llm import families, toy
 from tests.llm.vllm import real
 

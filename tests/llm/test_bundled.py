@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer, load_model_by_name
+from genlm_backend.backends import bundled
 from genlm_backend.errors import MissingExtraError
-from genlm_backend.llm import bundled
-from genlm_backend.llm.watching import bars_where_seen
+from genlm_backend.runtime.progress import bars_where_seen
 
 pytestmark = pytest.mark.real
 
@@ -145,7 +145,7 @@ def test_loading_is_quiet_where_nobody_watches_and_leaves_the_setting(capfd):
 def test_bars_are_drawn_where_somebody_sees_and_wants_them(capsys, monkeypatch, is_seen, is_wanted):
     from transformers.utils import logging
 
-    monkeypatch.setattr("genlm_backend.llm.watching.is_watched", lambda: is_seen)
+    monkeypatch.setattr("genlm_backend.runtime.progress.is_watched", lambda: is_seen)
     before = logging.is_progress_bar_enabled()
     switch = {True: logging.enable_progress_bar, False: logging.disable_progress_bar}
     switch[is_wanted]()

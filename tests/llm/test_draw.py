@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as arrays
 
 from genlm_backend import MockAsyncLM
 from genlm_backend.errors import OptionError, OptionTypeError
-from genlm_backend.llm.draw import draw, draw_token, invert
+from genlm_backend.model.draw import draw, draw_token, invert
 from tests.llm.conftest import word_tokenizer
 
 SIZE = 49_152
@@ -288,7 +288,7 @@ def test_an_impossible_temperature_is_refused(lm):
 def test_a_draw_wakes_no_team_of_threads():
     code = f"""
 import os, numpy as np, torch
-from genlm_backend.llm.draw import draw
+from genlm_backend.model.draw import draw
 torch.set_num_threads(3)
 row = torch.from_numpy(np.zeros({SIZE}, np.float32))
 num_threads = lambda: len(os.listdir("/proc/self/task"))

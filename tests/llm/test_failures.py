@@ -6,7 +6,7 @@ import gc
 import pytest
 
 from genlm_backend import AsyncReplicas, AsyncTransformer, MockAsyncLM
-from genlm_backend.llm.evaluator import StatelessEvaluator
+from genlm_backend.model.evaluator import StatelessEvaluator
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 

@@ -22,6 +22,8 @@ from genlm_backend import (
     MockAsyncLM,
     load_model_by_name,
 )
+from genlm_backend.backends import loading
+from genlm_backend.backends.hf.options import loading_options
 from genlm_backend.errors import (
     DeviceError,
     GenlmBackendError,
@@ -29,8 +31,6 @@ from genlm_backend.errors import (
     OptionError,
     OptionTypeError,
 )
-from genlm_backend.llm import loading
-from genlm_backend.llm.hf.options import loading_options
 from tests.llm.conftest import word_tokenizer
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer, AsyncVirtualLM
-from genlm_backend.llm.batched import BatchedLM
-from genlm_backend.llm.evaluator import StatelessEvaluator
-from genlm_backend.llm.row import Row, alone, rows_of_logits, rows_without, scores_of_logits
+from genlm_backend.model.batched_lm import BatchedLM
+from genlm_backend.model.evaluator import StatelessEvaluator
+from genlm_backend.model.row import Row, alone, rows_of_logits, rows_without, scores_of_logits
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine

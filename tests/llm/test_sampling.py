@@ -12,7 +12,7 @@ import torch
 from genlm_backend import MockAsyncLM
 from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
 from genlm_backend.llm import Sampled
-from genlm_backend.llm.sampling import Sampler
+from genlm_backend.model.sampling import Sampler
 from tests.llm.conftest import word_tokenizer
 from tests.llm.families import VOCAB
 
@@ -116,7 +116,7 @@ async def test_progress_is_shown_on_request_where_somebody_sees_it(lm, capsys, m
         return capsys.readouterr().err
 
     assert await shown(False) == await shown(True) == ""
-    monkeypatch.setattr("genlm_backend.llm.watching.is_watched", lambda: True)
+    monkeypatch.setattr("genlm_backend.runtime.progress.is_watched", lambda: True)
     assert await shown(False) == ""
     assert "3/3" in await shown(True)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.llm.threads import frequent_switches, release_idle_threads
+from genlm_backend.runtime.threads import frequent_switches, release_idle_threads
 from tests.llm.conftest import fresh_row, word_tokenizer
 
 WIDE = torch.randn(4_000_000)

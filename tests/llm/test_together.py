@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from genlm_backend.llm.together import together
+from genlm_backend.runtime.together import together
 
 
 async def test_results_are_in_order():

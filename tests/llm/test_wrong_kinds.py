@@ -7,8 +7,8 @@ import torch
 import transformers as tf
 
 from genlm_backend import AsyncTransformer
+from genlm_backend.backends.hf.architecture import check_architecture
 from genlm_backend.errors import GenlmBackendError, ModelNotFoundError, UnsupportedModelError
-from genlm_backend.llm.hf.architecture import check_architecture
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 

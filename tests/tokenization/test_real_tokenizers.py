@@ -57,7 +57,7 @@ def gpt3():
 
 
 def smollm2():
-    from genlm_backend.llm.loading import load_tokenizer
+    from genlm_backend.backends.loading import load_tokenizer
 
     return load_tokenizer("smollm2")
 

@@ -41,6 +41,6 @@ def smollm2():
     """The bundled model's 49,152 ids."""
     from transformers import AutoTokenizer
 
-    from genlm_backend.llm.bundled import bundled_directory
+    from genlm_backend.backends.bundled import bundled_directory
 
     return decode_vocab(AutoTokenizer.from_pretrained(bundled_directory("smollm2"))).byte_vocab

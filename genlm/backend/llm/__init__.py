@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.llm.absent import AsyncSGLTransformer
-    from genlm_backend.llm.base import AsyncLM
-    from genlm_backend.llm.hf.model import AsyncTransformer
-    from genlm_backend.llm.mlx.model import AsyncMlxLM
-    from genlm_backend.llm.mock import MockAsyncLM
-    from genlm_backend.llm.registry import load_model_by_name
-    from genlm_backend.llm.vllm.model import AsyncVirtualLM
+    from genlm_backend.backends.absent import AsyncSGLTransformer
+    from genlm_backend.backends.hf.async_transformer import AsyncTransformer
+    from genlm_backend.backends.mlx.async_mlx_lm import AsyncMlxLM
+    from genlm_backend.backends.mock import MockAsyncLM
+    from genlm_backend.backends.registry import load_model_by_name
+    from genlm_backend.backends.vllm.async_virtual_lm import AsyncVirtualLM
+    from genlm_backend.model.async_lm import AsyncLM
 
 __all__ = [
     "AsyncLM",
@@ -26,13 +26,13 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     globals(),
     {
-        "AsyncLM": "genlm_backend.llm.base",
-        "AsyncMlxLM": "genlm_backend.llm.mlx.model",
-        "AsyncSGLTransformer": "genlm_backend.llm.absent",
-        "AsyncTransformer": "genlm_backend.llm.hf.model",
-        "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
-        "MockAsyncLM": "genlm_backend.llm.mock",
-        "load_model_by_name": "genlm_backend.llm.registry",
+        "AsyncLM": "genlm_backend.model.async_lm",
+        "AsyncMlxLM": "genlm_backend.backends.mlx.async_mlx_lm",
+        "AsyncSGLTransformer": "genlm_backend.backends.absent",
+        "AsyncTransformer": "genlm_backend.backends.hf.async_transformer",
+        "AsyncVirtualLM": "genlm_backend.backends.vllm.async_virtual_lm",
+        "MockAsyncLM": "genlm_backend.backends.mock",
+        "load_model_by_name": "genlm_backend.backends.registry",
     },
     submodules=("base", "hf", "mlx", "sgl", "vllm"),
 )

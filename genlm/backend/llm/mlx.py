@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.llm.mlx.model import AsyncMlxLM
-    from genlm_backend.replaced import HAS_MLX
+    from genlm_backend.backends.mlx.async_mlx_lm import AsyncMlxLM
+    from genlm_backend.compat.replaced import HAS_MLX
 
 __all__ = ["HAS_MLX", "AsyncMlxLM"]
 
 __getattr__, __dir__ = lazy_names(
     globals(),
-    {"AsyncMlxLM": "genlm_backend.llm.mlx.model", "HAS_MLX": "genlm_backend.replaced"},
+    {
+        "AsyncMlxLM": "genlm_backend.backends.mlx.async_mlx_lm",
+        "HAS_MLX": "genlm_backend.compat.replaced",
+    },
 )

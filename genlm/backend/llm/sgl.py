@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.llm.absent import AsyncSGLTransformer
-    from genlm_backend.replaced import HAS_SGL
+    from genlm_backend.backends.absent import AsyncSGLTransformer
+    from genlm_backend.compat.replaced import HAS_SGL
 
 __all__ = ["HAS_SGL", "AsyncSGLTransformer"]
 
 __getattr__, __dir__ = lazy_names(
     globals(),
-    {"AsyncSGLTransformer": "genlm_backend.llm.absent", "HAS_SGL": "genlm_backend.replaced"},
+    {
+        "AsyncSGLTransformer": "genlm_backend.backends.absent",
+        "HAS_SGL": "genlm_backend.compat.replaced",
+    },
 )

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.llm.vllm.model import AsyncVirtualLM
-    from genlm_backend.replaced import HAS_VLLM, BackendScheduler
+    from genlm_backend.backends.vllm.async_virtual_lm import AsyncVirtualLM
+    from genlm_backend.compat.replaced import HAS_VLLM, BackendScheduler
 
 __all__ = ["HAS_VLLM", "AsyncVirtualLM", "BackendScheduler"]
 
 __getattr__, __dir__ = lazy_names(
     globals(),
     {
-        "AsyncVirtualLM": "genlm_backend.llm.vllm.model",
-        "BackendScheduler": "genlm_backend.replaced",
-        "HAS_VLLM": "genlm_backend.replaced",
+        "AsyncVirtualLM": "genlm_backend.backends.vllm.async_virtual_lm",
+        "BackendScheduler": "genlm_backend.compat.replaced",
+        "HAS_VLLM": "genlm_backend.compat.replaced",
     },
 )

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.errors import TokenizerDecodeError as ByteDecoderError
-    from genlm_backend.errors import TokenizerDecodeError as ByteVocabError
-    from genlm_backend.replaced import (
+    from genlm_backend.compat.replaced import (
         check_byte_decoder,
         get_byte_tokens_from_byte_decoder,
         get_byte_tokens_from_sp,
         get_byte_vocab,
     )
+    from genlm_backend.errors import TokenizerDecodeError as ByteDecoderError
+    from genlm_backend.errors import TokenizerDecodeError as ByteVocabError
 
 __all__ = [
     "ByteDecoderError",
@@ -28,9 +28,9 @@ __getattr__, __dir__ = lazy_names(
     {
         "ByteDecoderError": "genlm_backend.errors:TokenizerDecodeError",
         "ByteVocabError": "genlm_backend.errors:TokenizerDecodeError",
-        "check_byte_decoder": "genlm_backend.replaced",
-        "get_byte_tokens_from_byte_decoder": "genlm_backend.replaced",
-        "get_byte_tokens_from_sp": "genlm_backend.replaced",
-        "get_byte_vocab": "genlm_backend.replaced",
+        "check_byte_decoder": "genlm_backend.compat.replaced",
+        "get_byte_tokens_from_byte_decoder": "genlm_backend.compat.replaced",
+        "get_byte_tokens_from_sp": "genlm_backend.compat.replaced",
+        "get_byte_vocab": "genlm_backend.compat.replaced",
     },
 )

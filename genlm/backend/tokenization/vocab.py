@@ -5,12 +5,15 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from genlm_backend.replaced import bytes_to_strs
+    from genlm_backend.compat.replaced import bytes_to_strs
     from genlm_backend.tokenization.vocab import decode_vocab
 
 __all__ = ["bytes_to_strs", "decode_vocab"]
 
 __getattr__, __dir__ = lazy_names(
     globals(),
-    {"bytes_to_strs": "genlm_backend.replaced", "decode_vocab": "genlm_backend.tokenization.vocab"},
+    {
+        "bytes_to_strs": "genlm_backend.compat.replaced",
+        "decode_vocab": "genlm_backend.tokenization.vocab",
+    },
 )

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 from functools import cache, partial
 
-from genlm_backend.llm.elsewhere.on_ray import RayEvaluator
+from genlm_backend.remote.ray_evaluator import RayEvaluator
 from tests.llm.elsewhere import over_there, shared
 
 

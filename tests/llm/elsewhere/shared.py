@@ -13,7 +13,7 @@ def make_fresh(folder, kv_cache_bytes):
     """Over there: an evaluator that can be made as if it were new."""
     from transformers import AutoModelForCausalLM
 
-    from genlm_backend.llm.hf.evaluator import HFEvaluator
+    from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 
     model = AutoModelForCausalLM.from_pretrained(folder)
     cpu = torch.device("cpu")

@@ -18,16 +18,16 @@ from hypothesis.stateful import (
 
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm import ProcessEvaluator, Query
-from genlm_backend.llm.context import Context
-from genlm_backend.llm.contexts import Contexts
-from genlm_backend.llm.drawing import Drawing
-from genlm_backend.llm.elsewhere import arguments
-from genlm_backend.llm.elsewhere.arguments import Receiver, Sender
-from genlm_backend.llm.elsewhere.channel import Channel
-from genlm_backend.llm.elsewhere.messages import NotKnown
-from genlm_backend.llm.pictures import Pictures
-from genlm_backend.llm.query import Adapter
-from genlm_backend.llm.scoring import Scoring
+from genlm_backend.model.context import Context
+from genlm_backend.model.contexts import Contexts
+from genlm_backend.model.drawing import Drawing
+from genlm_backend.model.query import Adapter
+from genlm_backend.model.scoring import Scoring
+from genlm_backend.remote import arguments
+from genlm_backend.remote.arguments import Receiver, Sender
+from genlm_backend.remote.channel import Channel
+from genlm_backend.remote.messages import NotKnown
+from genlm_backend.vision.pictures import Pictures
 from tests.llm import toy
 from tests.llm.elsewhere.over_there import Told
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from genlm_backend.llm.elsewhere.channel import Channel
+from genlm_backend.remote.channel import Channel
 
 
 class Enough(Exception):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from genlm_backend import MockAsyncLM
+from genlm_backend.backends.mock import MockEvaluator
 from genlm_backend.errors import EvaluationError
 from genlm_backend.llm import (
     BatchedLM,
@@ -18,11 +19,10 @@ from genlm_backend.llm import (
     Row,
     StatelessEvaluator,
 )
-from genlm_backend.llm.draw import Draw
-from genlm_backend.llm.drawing import Drawing
-from genlm_backend.llm.elsewhere.answers import drawn_there
-from genlm_backend.llm.mock import MockEvaluator
-from genlm_backend.llm.sampling import Sampler
+from genlm_backend.model.draw import Draw
+from genlm_backend.model.drawing import Drawing
+from genlm_backend.model.sampling import Sampler
+from genlm_backend.remote.answers import drawn_there
 from tests.llm.elsewhere.over_there import word_tokenizer
 from tests.llm.toy import VOCAB
 

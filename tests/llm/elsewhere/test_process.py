@@ -22,8 +22,8 @@ from genlm_backend.errors import (
     TokenizerDecodeError,
 )
 from genlm_backend.llm import BatchedLM, ProcessEvaluator
-from genlm_backend.llm.elsewhere import child_process
-from genlm_backend.llm.elsewhere.messages import PackedError
+from genlm_backend.remote import child_process
+from genlm_backend.remote.messages import PackedError
 from tests.llm.conftest import word_tokenizer
 from tests.llm.elsewhere import over_there
 from tests.llm.elsewhere.over_there import Told, expected_row
@@ -117,7 +117,7 @@ async def test_rows_and_scores_come_back_whole_and_in_order(lm):
 
 
 def test_rows_that_do_not_fit_into_the_table_come_in_parts():
-    from genlm_backend.llm.elsewhere.shared_rows import MAX_BYTES
+    from genlm_backend.remote.shared_rows import MAX_BYTES
 
     assert over_there.Wide.WIDTH * 4 * 4 > MAX_BYTES
     evaluator = ProcessEvaluator(over_there.Wide)

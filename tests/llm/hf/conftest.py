@@ -4,7 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from genlm_backend.llm.hf.attend import block, sharing
+from genlm_backend.attention import reading as sharing
+from genlm_backend.attention.torch import block
 
 collect_ignore = [] if find_spec("peft") else ["test_adapter_kinds.py", "test_lora.py"]
 

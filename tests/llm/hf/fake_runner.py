@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from genlm_backend.cache import KVLayout, KVStore
+from genlm_backend.attention.torch import WholeAttend
 from genlm_backend.errors import QueryDroppedError
-from genlm_backend.llm.contexts import of_no_model
-from genlm_backend.llm.hf.attend import WholeAttend
-from genlm_backend.llm.hf.passes import Passes
-from genlm_backend.llm.hf.plan import CostModel
-from genlm_backend.llm.query import Query
-from genlm_backend.llm.scoring import Scoring
+from genlm_backend.model.contexts import of_no_model
+from genlm_backend.model.query import Query
+from genlm_backend.model.scoring import Scoring
+from genlm_backend.passes.passes import Passes
+from genlm_backend.passes.prefill_plan import CostModel
+from genlm_backend.prefix import KVLayout, KVStore
 
 VOCAB = 5
 

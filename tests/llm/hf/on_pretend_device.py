@@ -8,11 +8,12 @@ import warnings
 import torch
 
 from genlm_backend import ParallelTokenCharacterTrie, TokenCharacterTrie
-from genlm_backend.llm.hf.attend import fused, sharing
-from genlm_backend.llm.hf.attend.block import Block
-from genlm_backend.llm.hf.evaluator import HFEvaluator
-from genlm_backend.llm.query import Query
-from genlm_backend.llm.scoring import Scoring
+from genlm_backend.attention import reading as sharing
+from genlm_backend.attention.torch import fused
+from genlm_backend.attention.torch.block import Block
+from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
+from genlm_backend.model.query import Query
+from genlm_backend.model.scoring import Scoring
 from tests.llm import families
 from tests.llm.conftest import fresh_row
 from tests.pretend_device import DEVICE, OnDevice, moved, pretending

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from genlm_backend.llm.hf.packing import Run, Span, pack, pack_step
-from genlm_backend.llm.hf.paths import Paths
+from genlm_backend.attention.packing import Run, Span, pack, pack_step
+from genlm_backend.attention.paths import Paths
 
 
 class Tree:

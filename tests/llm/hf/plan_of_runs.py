@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.cache import PADDING_SLOT
-from genlm_backend.llm.hf.attend.sharing import MANY_NEW_TOKENS, Part, Rest
-from genlm_backend.llm.hf.packing import Run, Span
+from genlm_backend.attention.packing import Run, Span
+from genlm_backend.attention.reading import MANY_NEW_TOKENS, Part, Rest
+from genlm_backend.prefix import PADDING_SLOT
 
 
 class Planned(NamedTuple):

@@ -16,9 +16,10 @@ from transformers import (
 )
 
 from genlm_backend import AsyncTransformer
+from genlm_backend.attention import reading as sharing
+from genlm_backend.attention.torch import SharedAttend
 from genlm_backend.errors import UnsupportedModelError
-from genlm_backend.llm.hf.attend import SharedAttend, sharing
-from genlm_backend.llm.hf.plan import CostModel
+from genlm_backend.passes.prefill_plan import CostModel
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 

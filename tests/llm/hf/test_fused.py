@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from genlm_backend.llm.hf.attend import fused
-from genlm_backend.llm.hf.attend.block import Block
-from genlm_backend.llm.hf.attend.fused import OPERATORS, FusedOperator, fused_operator
+from genlm_backend.attention.torch import fused
+from genlm_backend.attention.torch.block import Block
+from genlm_backend.attention.torch.fused import OPERATORS, FusedOperator, fused_operator
 
 RIGHT = OPERATORS["cpu"][0].attend
 DEVICE = torch.device("cpu")

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.llm.hf.attend import sharing
-from genlm_backend.llm.hf.attend.fused import fused_operator
+from genlm_backend.attention import reading as sharing
+from genlm_backend.attention.torch.fused import fused_operator
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 

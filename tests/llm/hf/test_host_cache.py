@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import AsyncTransformer, Engine
-from genlm_backend.cache import KVStore, Mover
 from genlm_backend.errors import CacheError, OptionError
+from genlm_backend.prefix import KVStore, Mover
 from tests.generation.serving import serve
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer

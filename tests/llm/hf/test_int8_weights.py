@@ -9,6 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
 from genlm_backend import AsyncReplicas, AsyncTransformer
+from genlm_backend.backends.hf import int8_weights
+from genlm_backend.backends.hf.int8_weights import Int8Linear, quantize
 from genlm_backend.errors import (
     AdapterError,
     DeviceError,
@@ -17,8 +19,6 @@ from genlm_backend.errors import (
     PrefixFileError,
     UnsupportedModelError,
 )
-from genlm_backend.llm.hf import int8_weights
-from genlm_backend.llm.hf.int8_weights import Int8Linear, quantize
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.processor import has_int8_products

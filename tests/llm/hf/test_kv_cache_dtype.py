@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from transformers.cache_utils import Cache, DynamicLayer
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.cache import KV_CACHE_DTYPES
-from genlm_backend.cache.codecs import codec_for
+from genlm_backend.attention.torch import SharedAttend
 from genlm_backend.errors import OptionError
-from genlm_backend.llm.hf.attend import SharedAttend
+from genlm_backend.prefix import KV_CACHE_DTYPES
+from genlm_backend.prefix.codecs import codec_for
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -148,7 +148,7 @@ def test_a_context_without_room_is_rounded_all_the_same():
 
 
 def test_long_shared_stretches_are_decoded_in_pieces(monkeypatch):
-    from genlm_backend.llm.hf.attend import shared
+    from genlm_backend.attention.torch import shared_attend as shared
 
     monkeypatch.setattr(shared, "LONG_COPY", 5)
     prompt = [i % families.VOCAB for i in range(3, 60)]

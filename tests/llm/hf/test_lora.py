@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from genlm_backend import AsyncTransformer
+from genlm_backend.backends import loading
 from genlm_backend.errors import AdapterError, MissingExtraError, UnknownAdapterError
 from genlm_backend.generation import Engine, generate
-from genlm_backend.llm import loading
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf import adapter_kinds

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer
+from genlm_backend.attention.torch import SharedAttend
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
-from genlm_backend.llm.hf.attend import SharedAttend
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.llm.hf import packed_weights
-from genlm_backend.llm.hf.packed_weights import PackedLinear, PackedWeights
-from genlm_backend.llm.hf.twin import Twin
+from genlm_backend.backends.hf import packed_weights
+from genlm_backend.backends.hf.packed_weights import PackedLinear, PackedWeights
+from genlm_backend.backends.hf.twin import Twin
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.cache import KVLayout, KVStore, LayerLayout
-from genlm_backend.llm.hf.attend import GatherAttend, WholeAttend
-from genlm_backend.llm.hf.attend.gathered import gather
-from genlm_backend.llm.hf.packing import Run, Span, pack
+from genlm_backend.attention.packing import Run, Span, pack
+from genlm_backend.attention.torch import GatherAttend, WholeAttend
+from genlm_backend.attention.torch.gathered_attend import gather
+from genlm_backend.prefix import KVLayout, KVStore, LayerLayout
 
 
 def span(token_ids, past_slots=(), slots=(), outputs=(), cut=None):

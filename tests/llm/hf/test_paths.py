@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm_backend.llm.hf.attend.sharing import Reading, Rest
+from genlm_backend.attention.reading import Reading, Rest
 from tests.llm.hf.paths_of import Tree, parts_of, read_by_row, rows_in_trees
 from tests.llm.hf.plan_of_runs import plan_reading
 

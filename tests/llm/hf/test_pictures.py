@@ -215,7 +215,7 @@ def test_tasks_and_contexts_of_what_a_processor_returns():
 @pytest.mark.timeout(240)
 def test_replicas_read_pictures():
     from genlm_backend import AsyncReplicas
-    from genlm_backend.llm.hf.evaluator import HFEvaluator
+    from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 
     model, processor = family("llava-next")
     evaluators = [HFEvaluator(copy.deepcopy(model), num_threads=1) for _ in range(2)]
@@ -267,7 +267,7 @@ def test_a_context_is_a_sequence_with_a_place_for_each_part():
 
 def test_a_process_is_given_pictures_once(tmp_path):
     from genlm_backend import load_model_by_name
-    from genlm_backend.llm.elsewhere import arguments
+    from genlm_backend.remote import arguments
 
     model, processor = family("smolvlm")
     model.save_pretrained(tmp_path)

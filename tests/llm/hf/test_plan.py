@@ -4,10 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.cache import PrefixTree, Slots
-from genlm_backend.llm.contexts import of_no_model
-from genlm_backend.llm.hf.job import Job
-from genlm_backend.llm.hf.plan import (
+from genlm_backend.model.contexts import of_no_model
+from genlm_backend.passes.job import Job
+from genlm_backend.passes.prefill_plan import (
     CostModel,
     Size,
     plan_groups,
@@ -15,6 +14,7 @@ from genlm_backend.llm.hf.plan import (
     plan_waves,
     plan_whole,
 )
+from genlm_backend.prefix import PrefixTree, Slots
 
 FREE_PASSES = CostModel(per_forward=0.0)  # sharing always pays
 contexts = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)

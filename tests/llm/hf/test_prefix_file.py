@@ -16,13 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from genlm_backend import AsyncTransformer
+from genlm_backend.backends.hf import prefix_file
+from genlm_backend.backends.hf.fingerprint import weights_digest
 from genlm_backend.errors import (
     CacheError,
     PrefixFileError,
     UnknownAdapterError,
 )
-from genlm_backend.llm.hf import prefix_file
-from genlm_backend.llm.hf.fingerprint import weights_digest
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 

@@ -5,8 +5,8 @@ import stat
 
 import pytest
 
+from genlm_backend.backends.hf import prefix_file
 from genlm_backend.errors import ContextError, OptionError, OptionTypeError, PrefixFileError
-from genlm_backend.llm.hf import prefix_file
 from tests.llm import families
 from tests.llm.hf.test_prefix_file import PROMPT, model_of, over
 

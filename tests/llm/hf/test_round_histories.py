@@ -10,15 +10,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from genlm_backend.cache import KVLayout, KVStore, PrefixTree, Slots
+from genlm_backend.attention.reading import Reading
+from genlm_backend.attention.torch.whole_attend import WholeAttend
 from genlm_backend.errors import QueryDroppedError
-from genlm_backend.llm.contexts import of_no_model
-from genlm_backend.llm.hf.attend.sharing import Reading
-from genlm_backend.llm.hf.attend.whole import WholeAttend
-from genlm_backend.llm.hf.passes import Passes
-from genlm_backend.llm.hf.plan import CostModel
-from genlm_backend.llm.query import Adapter, Query
-from genlm_backend.llm.scoring import Scoring
+from genlm_backend.model.contexts import of_no_model
+from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.scoring import Scoring
+from genlm_backend.passes.passes import Passes
+from genlm_backend.passes.prefill_plan import CostModel
+from genlm_backend.prefix import KVLayout, KVStore, PrefixTree, Slots
 from tests.llm.hf.fake_runner import VOCAB, FakeRunner, logprobs_after
 from tests.llm.hf.paths_of import read_by_row
 

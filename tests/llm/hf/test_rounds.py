@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.llm.hf.attend.sharing import Reading
-from genlm_backend.llm.hf.decode_steps import DecodeSteps
-from genlm_backend.llm.hf.passes import Passes
+from genlm_backend.attention.reading import Reading
+from genlm_backend.passes.decode_steps import DecodeSteps
+from genlm_backend.passes.passes import Passes
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.test_families import ALIGNED, GATHERED

@@ -11,8 +11,8 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from genlm_backend import AsyncTransformer
+from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.llm import BatchedLM
-from genlm_backend.llm.hf.evaluator import HFEvaluator
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 

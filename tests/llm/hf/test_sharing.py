@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.cache import KVLayout, KVStore, LayerLayout
+from genlm_backend.attention import reading as sharing
+from genlm_backend.attention.packing import Run, Span, paths_of
+from genlm_backend.attention.reading import Reading
+from genlm_backend.attention.torch import SharedAttend, block, dispatch
+from genlm_backend.attention.torch.block import Block
 from genlm_backend.errors import ModelStateError
-from genlm_backend.llm.hf.attend import SharedAttend, block, dispatch, sharing
-from genlm_backend.llm.hf.attend.block import Block
-from genlm_backend.llm.hf.attend.sharing import Reading
-from genlm_backend.llm.hf.packing import Run, Span, paths_of
+from genlm_backend.prefix import KVLayout, KVStore, LayerLayout
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 

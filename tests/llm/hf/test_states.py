@@ -21,8 +21,8 @@ from genlm_backend.errors import (
     PrefixFileError,
     QueryDroppedError,
 )
-from genlm_backend.llm.hf.going_on import GoingOn
-from genlm_backend.llm.hf.passes import Passes
+from genlm_backend.passes.going_on import GoingOn
+from genlm_backend.passes.passes import Passes
 from tests.llm import families, state_families
 from tests.llm.conftest import fresh_row, word_tokenizer
 

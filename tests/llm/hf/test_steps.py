@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.cache import KVStore
-from genlm_backend.llm.hf.attend import GatherAttend, SharedAttend
-from genlm_backend.llm.hf.attend.indices import Indices, PassMasks
-from genlm_backend.llm.hf.attend.sharing import Reading
-from genlm_backend.llm.hf.packing import Span, pack, pack_step, paths_of
-from genlm_backend.llm.hf.twin import Twin
+from genlm_backend.attention.indices import Indices, PassMasks
+from genlm_backend.attention.packing import Span, pack, pack_step, paths_of
+from genlm_backend.attention.reading import Reading
+from genlm_backend.attention.torch import GatherAttend, SharedAttend
+from genlm_backend.backends.hf.twin import Twin
+from genlm_backend.prefix import KVStore
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.paths_of import Particles, rows_in_trees

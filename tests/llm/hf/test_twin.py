@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from genlm_backend import AsyncTransformer
+from genlm_backend.backends.hf.twin import Twin, twin_of
 from genlm_backend.errors import AdapterError
-from genlm_backend.llm.hf.twin import Twin, twin_of
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.test_families import GATHERED
@@ -298,7 +298,7 @@ CHANGES = [
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_its_owner_changes_is_in_the_next_batch(seed, monkeypatch):
     """Rows after a change are those of the model as it is now, wherever it has been changed."""
-    from genlm_backend.llm.hf import packed_weights
+    from genlm_backend.backends.hf import packed_weights
 
     monkeypatch.setattr(packed_weights, "_found", {})
     monkeypatch.setattr(packed_weights, "_is_faster", lambda packed, layers: True)

@@ -10,7 +10,7 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 @functools.cache
 def _converted(model):
-    from genlm_backend.llm.mlx.loader import MlxLoader
+    from genlm_backend.backends.mlx.mlx_loader import MlxLoader
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

@@ -19,8 +19,8 @@ from mlx_lm.utils import _get_classes
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from genlm_backend.llm.mlx import differences
-from genlm_backend.llm.mlx.loader import load_directory
+from genlm_backend.backends.mlx import differences
+from genlm_backend.backends.mlx.mlx_loader import load_directory
 
 _ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 2.0},

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from genlm_backend import AsyncMlxLM
+from genlm_backend.backends.mlx import present
 from genlm_backend.errors import AdapterError, UnknownAdapterError
-from genlm_backend.llm.mlx import present
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 from tests.llm.mlx import converted, over

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import AsyncMlxLM
+from genlm_backend.backends.mlx import present
 from genlm_backend.errors import ModelStateError
-from genlm_backend.llm.mlx import present
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 from tests.llm.hf.paths_of import Particles
@@ -23,13 +23,13 @@ pytestmark = [
 ]
 
 WAYS = {
-    "llama": "SharedAttend",
-    "mistral-sliding": "SharedAttend",
-    "gemma3": "SharedAttend",
-    "mixtral": "SharedAttend",
-    "gemma2": "GatherAttend",  # has no function for attention
-    "stablelm": "GatherAttend",
-    "deepseek-v3": "GatherAttend",  # expands what is cached
+    "llama": "MlxSharedAttend",
+    "mistral-sliding": "MlxSharedAttend",
+    "gemma3": "MlxSharedAttend",
+    "mixtral": "MlxSharedAttend",
+    "gemma2": "MlxGatherAttend",  # has no function for attention
+    "stablelm": "MlxGatherAttend",
+    "deepseek-v3": "MlxGatherAttend",  # expands what is cached
 }
 
 
@@ -99,7 +99,7 @@ def test_rows_of_forks_are_those_of_contexts_run_whole(name, few_tokens):
 
 
 def test_what_is_shared_is_read_once(monkeypatch):
-    from genlm_backend.llm.mlx.store import MlxStore
+    from genlm_backend.prefix.mlx_store import MlxStore
 
     read, copied = [], []
     own_read, own_rows = MlxStore.read, MlxStore.read_rows
@@ -131,13 +131,13 @@ def test_what_is_shared_is_read_once(monkeypatch):
 def test_steps_that_go_on_from_one_another_give_the_models_rows(name, few_tokens):
     import mlx.core as mx
 
-    from genlm_backend.llm.mlx.attend import GatherAttend, SharedAttend
-    from genlm_backend.llm.mlx.store import MlxStore
+    from genlm_backend.attention.mlx import MlxGatherAttend, MlxSharedAttend
+    from genlm_backend.prefix.mlx_store import MlxStore
 
     model, generator = converted(families.make(name)), random.Random(name)
     with over(model, kv_cache_bytes=1 << 20) as lm:
         store = MlxStore(lm._mlx.passes.store.shapes, 300)
-    attend = GatherAttend(store) if name == "stablelm" else SharedAttend(store, few_tokens)
+    attend = MlxGatherAttend(store) if name == "stablelm" else MlxSharedAttend(store, few_tokens)
 
     def run(batch):
         with attend.attending(batch, model) as layers:
@@ -175,7 +175,7 @@ def test_blocks_that_are_merged_are_attention_to_all_of_them(
 ):
     import mlx.core as mx
 
-    from genlm_backend.llm.mlx.attend import block
+    from genlm_backend.attention.mlx import mlx_block as block
 
     generator = np.random.default_rng(seed)
     size = sum(sizes)
@@ -217,11 +217,11 @@ def test_blocks_that_are_merged_are_attention_to_all_of_them(
 def test_some_rows_are_merged_and_others_stay():
     import mlx.core as mx
 
-    from genlm_backend.llm.mlx.attend.block import Attended
+    from genlm_backend.attention.mlx.mlx_block import MlxAttended
 
     zeros = mx.zeros((3, 2, 2))
-    total = Attended(mx.zeros((3, 2, 2, 4)), zeros)
-    total.merge(Attended(mx.ones((2, 2, 2, 4)), zeros[:2] + 50), mx.array([2, 0]))
+    total = MlxAttended(mx.zeros((3, 2, 2, 4)), zeros)
+    total.merge(MlxAttended(mx.ones((2, 2, 2, 4)), zeros[:2] + 50), mx.array([2, 0]))
     np.testing.assert_allclose(np.array(total.values)[:, 0, 0, 0], [1, 0, 1])
     np.testing.assert_allclose(np.array(total.logsumexp)[:, 0, 0], [50, 0, 50])
 
@@ -234,7 +234,7 @@ def test_others_who_use_the_model_meanwhile_get_its_own_attention():
     from mlx_lm.models import llama
     from mlx_lm.models.cache import make_prompt_cache
 
-    from genlm_backend.llm.mlx.attend.dispatch import Dispatch
+    from genlm_backend.attention.mlx.mlx_dispatch import Dispatch
 
     model, ids = converted(families.make("llama")), mx.array([[1, 2, 3]])
     theirs, expected = llama.scaled_dot_product_attention, np.array(model(ids))

@@ -10,7 +10,7 @@ import torch
 from transformers.utils import logging
 
 from genlm_backend import AsyncMlxLM
-from genlm_backend.llm.mlx import present
+from genlm_backend.backends.mlx import present
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 
@@ -55,7 +55,7 @@ ALIKE = {
 
 def loaded(model):
     """Return what mlx-lm makes of a model of transformers, and what was said of it."""
-    from genlm_backend.llm.mlx.loader import MlxLoader
+    from genlm_backend.backends.mlx.mlx_loader import MlxLoader
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -93,8 +93,8 @@ def test_nothing_is_said_of_rows_that_are_the_same(name):
 
 
 def test_a_large_model_is_asked_by_a_small_one():
-    from genlm_backend.llm.mlx.differences import _small, distances
-    from genlm_backend.llm.mlx.loader import load_directory
+    from genlm_backend.backends.mlx.differences import _small, distances
+    from genlm_backend.backends.mlx.mlx_loader import load_directory
 
     config = {
         "model_type": "llama",
@@ -125,8 +125,8 @@ def test_a_large_model_is_asked_by_a_small_one():
 
 
 def test_nothing_is_said_of_what_cannot_be_asked(tmp_path):
-    from genlm_backend.llm.mlx.differences import distances
-    from genlm_backend.llm.mlx.loader import load_directory
+    from genlm_backend.backends.mlx.differences import distances
+    from genlm_backend.backends.mlx.mlx_loader import load_directory
 
     for config in (
         {"model_type": "strange"},
@@ -139,8 +139,8 @@ def test_nothing_is_said_of_what_cannot_be_asked(tmp_path):
 
 
 def test_asking_leaves_no_trace(capfd, tmp_path, monkeypatch):
-    from genlm_backend.llm.mlx.differences import _distances, distances
-    from genlm_backend.llm.mlx.loader import load_directory
+    from genlm_backend.backends.mlx.differences import _distances, distances
+    from genlm_backend.backends.mlx.mlx_loader import load_directory
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     _distances.cache_clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from genlm_backend import AsyncMlxLM, load_model_by_name
-from genlm_backend.llm.mlx import present
+from genlm_backend.backends.mlx import present
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 from tests.llm.mlx import converted

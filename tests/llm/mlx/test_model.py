@@ -11,6 +11,8 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from genlm_backend import AsyncMlxLM, load_model_by_name
+from genlm_backend.backends.mlx import present
+from genlm_backend.backends.registry import default_backend
 from genlm_backend.errors import (
     CacheError,
     MissingExtraError,
@@ -20,8 +22,6 @@ from genlm_backend.errors import (
     OptionTypeError,
     UnsupportedModelError,
 )
-from genlm_backend.llm.mlx import present
-from genlm_backend.llm.registry import default_backend
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 from tests.llm.mlx import converted, over, sharpened

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import AsyncMlxLM
+from genlm_backend.backends.mlx import present
 from genlm_backend.errors import CacheError, ModelStateError, OptionError
-from genlm_backend.llm.mlx import present
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.mlx import converted, state_models
@@ -378,7 +378,7 @@ def test_states_take_half_or_all_of_the_budget(name):
 def test_a_store_has_what_was_written_last(num_states, writes, seed):
     import mlx.core as mx
 
-    from genlm_backend.llm.mlx.states import MlxStateLayout, MlxStateStore, StateArray
+    from genlm_backend.prefix.mlx_states import MlxStateLayout, MlxStateStore, StateArray
 
     layout = MlxStateLayout(
         (StateArray(0, 0, (2, 3), mx.float32), StateArray(1, 1, (2,), mx.bfloat16))
@@ -403,7 +403,7 @@ def test_a_store_has_what_was_written_last(num_states, writes, seed):
 def test_a_store_tells_what_is_not_finite_and_refuses_other_shapes():
     import mlx.core as mx
 
-    from genlm_backend.llm.mlx.states import MlxStateLayout, MlxStateStore, StateArray
+    from genlm_backend.prefix.mlx_states import MlxStateLayout, MlxStateStore, StateArray
 
     store = MlxStateStore(MlxStateLayout((StateArray(0, 0, (3,), mx.float32),)), 4)
     store.write(np.array([1, 2]), [mx.array([[1.0, 2.0, 3.0], [1.0, float("nan"), 3.0]])])

@@ -23,10 +23,11 @@ from genlm_backend.errors import (
     TokenizerDecodeError,
 )
 from genlm_backend.llm import AsyncReplicas, Query
-from genlm_backend.llm.elsewhere import actor, on_ray
-from genlm_backend.llm.elsewhere.arguments import Receiver, Sender
-from genlm_backend.llm.elsewhere.on_ray import RayEvaluator
-from genlm_backend.llm.pictures import Pictures
+from genlm_backend.remote import ray_actor as actor
+from genlm_backend.remote import ray_evaluator as on_ray
+from genlm_backend.remote.arguments import Receiver, Sender
+from genlm_backend.remote.ray_evaluator import RayEvaluator
+from genlm_backend.vision.pictures import Pictures
 from tests.llm.elsewhere import over_there, ray_cluster
 from tests.llm.elsewhere.over_there import Told, word_tokenizer
 from tests.llm.elsewhere.test_process import close_to
@@ -135,7 +136,7 @@ def test_two_drivers_at_once(cluster):
     code = """
     import sys
     from genlm_backend.llm import AsyncReplicas
-    from genlm_backend.llm.elsewhere.on_ray import RayEvaluator, connect
+    from genlm_backend.remote.ray_evaluator import RayEvaluator, connect
     from tests.llm.elsewhere.over_there import Told, word_tokenizer
     connect()
     evaluators = [RayEvaluator(Told, num_cpus=0.1)]
@@ -221,7 +222,7 @@ def test_mistakes_are_told_at_once(monkeypatch):
 @needs_ray
 def test_an_address_where_nobody_answers_is_told_at_once():
     code = """
-    from genlm_backend.llm.elsewhere.on_ray import connect
+    from genlm_backend.remote.ray_evaluator import connect
     from genlm_backend.errors import OptionError
     import time
     start = time.monotonic()

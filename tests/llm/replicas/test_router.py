@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.routing import WAYS, simulate
-from genlm_backend.llm.replicas.router import Router
-from genlm_backend.llm.replicas.sent_tree import SentTree
+from genlm_backend.remote.replicas.router import Router
+from genlm_backend.remote.replicas.sent_tree import SentTree
 
 CONTEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
 

@@ -2,10 +2,10 @@
 
 import threading
 
+from genlm_backend.backends.mock import MockEvaluator
 from genlm_backend.errors import AdapterError
-from genlm_backend.llm.mock import MockEvaluator
-from genlm_backend.llm.query import Query
-from genlm_backend.llm.sampling import Sampler
+from genlm_backend.model.query import Query
+from genlm_backend.model.sampling import Sampler
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 

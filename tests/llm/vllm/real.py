@@ -44,7 +44,7 @@ TINY_OPTIONS = {
 
 def load_tiny(**options):
     """Load ``tiny_model`` into an engine of its own."""
-    from genlm_backend.llm.vllm.engine import VLLMEngine
+    from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
     from tests.llm.conftest import word_tokenizer
 
     return VLLMEngine.load(tiny_folder(), {**TINY_OPTIONS, **options}, word_tokenizer())
@@ -53,7 +53,7 @@ def load_tiny(**options):
 @cache
 def small_smollm2():
     """The bundled model with the first tokens of its vocabulary only."""
-    from genlm_backend.llm.bundled import bundled_directory
+    from genlm_backend.backends.bundled import bundled_directory
 
     model = tf.AutoModelForCausalLM.from_pretrained(
         bundled_directory("smollm2"), dtype=torch.float32
@@ -79,7 +79,7 @@ def exact_row(token_ids):
 @cache
 def small_smollm2_engine():
     """The engine of ``small_smollm2``."""
-    from genlm_backend.llm.vllm.engine import VLLMEngine
+    from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
     from tests.llm.conftest import word_tokenizer
 
     folder = tempfile.mkdtemp()

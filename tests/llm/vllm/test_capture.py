@@ -17,13 +17,13 @@ pytestmark = [
 
 
 def params(tag):
-    from genlm_backend.llm.vllm import capture
+    from genlm_backend.backends.vllm import capture
 
     return SimpleNamespace(extra_args=None if tag is None else {capture.TAG: tag})
 
 
 def taken(tags):
-    from genlm_backend.llm.vllm import capture
+    from genlm_backend.backends.vllm import capture
 
     logprobs, normalisers = capture.RowExtension.take_genlm_rows(None, tags)
     assert capture.RowCapture.logits == {}
@@ -39,7 +39,7 @@ def check(rows, logits):
 
 @pytest.fixture(autouse=True)
 def first_rank(monkeypatch):
-    from genlm_backend.llm.vllm import capture
+    from genlm_backend.backends.vllm import capture
 
     monkeypatch.setattr(capture, "get_tensor_model_parallel_rank", lambda: 0)
 
@@ -48,7 +48,7 @@ def first_rank(monkeypatch):
 def test_the_first_runner_moves_requests_about(seed):
     from vllm.v1.sample.logits_processor import BatchUpdate, MoveDirectionality
 
-    from genlm_backend.llm.vllm.capture import RowCapture
+    from genlm_backend.backends.vllm.capture import RowCapture
 
     randomness = random.Random(seed)
     processor, batch, count = RowCapture(None, "cpu", False), [], 0
@@ -95,7 +95,7 @@ def test_the_second_runner_gives_each_request_a_place_and_mixes_the_rows():
         build_custom_logits_processors_params_validator,
     )
 
-    from genlm_backend.llm.vllm.capture import RowCapture
+    from genlm_backend.backends.vllm.capture import RowCapture
 
     build_custom_logits_processors_params_validator([RowCapture])(params("x"))
     processor = RowCapture(None, None)
@@ -112,7 +112,7 @@ def test_the_second_runner_gives_each_request_a_place_and_mixes_the_rows():
 
 
 def test_rows_that_are_not_all_here_are_left_to_another_worker():
-    from genlm_backend.llm.vllm.capture import RowCapture, RowExtension
+    from genlm_backend.backends.vllm.capture import RowCapture, RowExtension
 
     processor = RowCapture(None, None)
     processor.add_request(0, params("a"))
@@ -121,7 +121,7 @@ def test_rows_that_are_not_all_here_are_left_to_another_worker():
 
 
 def test_rows_made_of_what_inference_mode_has_left_can_be_modified():
-    from genlm_backend.llm.vllm.capture import RowCapture
+    from genlm_backend.backends.vllm.capture import RowCapture
 
     processor, logits = RowCapture(None, None), torch.randn(1, 7)
     processor.add_request(0, params("a"))

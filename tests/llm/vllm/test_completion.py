@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from genlm_backend import AsyncVirtualLM
+from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.errors import BatcherClosedError, EvaluationError
-from genlm_backend.llm.query import Query
-from genlm_backend.llm.vllm.completion import Completion
+from genlm_backend.model.query import Query
 from tests.llm.vllm.fake import FakeEngine
 
 

@@ -7,9 +7,9 @@ import signal
 import pytest
 import torch
 
+from genlm_backend.backends.vllm.vllm_loader import VLLMLoader
 from genlm_backend.errors import ModelNotFoundError, OptionTypeError
 from genlm_backend.llm import AsyncReplicas, ProcessEvaluator
-from genlm_backend.llm.vllm.loader import VLLMLoader
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.vllm import real
 

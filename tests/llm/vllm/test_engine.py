@@ -24,7 +24,7 @@ pytestmark = [
 def smollm2():
     from transformers import AutoModelForCausalLM
 
-    from genlm_backend.llm.bundled import bundled_directory
+    from genlm_backend.backends.bundled import bundled_directory
 
     return AutoModelForCausalLM.from_pretrained(bundled_directory("smollm2"), dtype=torch.float32)
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from genlm_backend import AsyncVirtualLM
+from genlm_backend.backends.mock import MockEvaluator
+from genlm_backend.backends.vllm.completion import Completion
+from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
 from genlm_backend.errors import BatcherClosedError, QueryDroppedError, UnknownAdapterError
-from genlm_backend.llm.evaluator import EvaluatorCounts
-from genlm_backend.llm.mock import MockEvaluator
-from genlm_backend.llm.query import Adapter, Query
-from genlm_backend.llm.vllm.completion import Completion
-from genlm_backend.llm.vllm.evaluator import VLLMEvaluator
+from genlm_backend.model.evaluator import EvaluatorCounts
+from genlm_backend.model.query import Adapter, Query
 from tests.llm import families
 from tests.llm.vllm.fake import FakeEngine
 

@@ -28,7 +28,7 @@ def family():
 @pytest.fixture(scope="module", params=["0", "1"], ids=["here", "in a process of its own"])
 def lm(request):
     pytest.importorskip("vllm")
-    from genlm_backend.llm.vllm.engine import VLLMEngine
+    from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
 
     real.close_tiny_engine()
     folder = tempfile.mkdtemp()

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import AsyncVirtualLM, MockAsyncLM
-from genlm_backend.llm.query import Adapter, Query
-from genlm_backend.llm.vllm.sessions import SessionTable
+from genlm_backend.backends.vllm.sessions import SessionTable
+from genlm_backend.model.query import Adapter, Query
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine
 

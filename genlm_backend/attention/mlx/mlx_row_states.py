@@ -1,0 +1,87 @@
+"""Running states of the rows of a pass, and the caches of mlx-lm that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, final
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+
+from genlm_backend.attention.row_states import RowStates
+from genlm_backend.prefix.mlx_states import MlxStateLayout
+from genlm_backend.prefix.nodes import Ints
+
+
+def caches_of(model: Any, attending: Iterable[Any], states: MlxRowStates | None) -> list[Any]:
+    """Return what a model takes for its caches.
+
+    Args:
+        model: A model of mlx-lm.
+        attending: What stands for its caches of keys and values, in order.
+        states: The states that rows go on from, and those that they come to; ``None`` for rows
+            that begin, and whose states nobody wants.
+    """
+    slots = iter(attending)
+    caches = [_with(cache, slots) for cache in make_prompt_cache(model)]
+    if states is not None:
+        states.begin(caches)
+    return caches
+
+
+def _with(cache: Any, slots: Iterator[Any]) -> Any:
+    """Return a cache of a model with what stands for those of keys and values."""
+    if isinstance(cache, CacheList):
+        return CacheList(*(_with(part, slots) for part in cache.caches))
+    return cache if isinstance(cache, ArraysCache) else next(slots)
+
+
+def leaves(caches: Iterable[Any]) -> Iterator[Any]:
+    """Return the caches of a model one by one, those too that are in lists of one layer."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from leaves(cache.caches)
+        else:
+            yield cache
+
+
+def state_caches(caches: Iterable[Any]) -> list[ArraysCache]:
+    """Return the caches that hold running states."""
+    return [cache for cache in leaves(caches) if isinstance(cache, ArraysCache)]
+
+
+@final
+class MlxRowStates(RowStates):
+    """The running states of the rows of one pass: before it, and once it has been made, behind it.
+
+    Args:
+        layout: Their arrays.
+        before: States behind what the rows have, ``[B, *shape]`` for each array; ``None`` for rows
+            that begin.
+    """
+
+    def __init__(self, layout: MlxStateLayout, before: Sequence[mx.array] | None) -> None:
+        self._layout, self._before = layout, before
+        self._caches: list[ArraysCache] = []
+
+    def begin(self, caches: Iterable[Any]) -> None:
+        """Put the states that rows have into fresh caches of a model, which the pass changes."""
+        self._caches = state_caches(caches)
+        if self._before is None:
+            return
+        for array, state in zip(self._layout.arrays, self._before, strict=True):
+            self._caches[array.cache][array.index] = state
+        self._before = None
+
+    def behind(self, rows: Ints) -> list[mx.array]:
+        """Return the states behind the last tokens of rows, ``[len(rows), *shape]`` each.
+
+        Args:
+            rows: Indices of the rows, ascending.
+        """
+        found = [self._caches[array.cache][array.index] for array in self._layout.arrays]
+        if all(len(state) == len(rows) for state in found):
+            return found
+        index = mx.array(rows.astype(np.int32))
+        return [state[index] for state in found]

@@ -1,0 +1,226 @@
+"""From spans of token ids, or arrays of a step, to the rectangle of one forward pass; pure.
+
+New tokens are padded on the **right**, where causality hides the padding from every real token of
+its row. What a row's tokens attend to before them is up to an ``Attend``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genlm_backend.attention.paths import Paths
+
+if TYPE_CHECKING:
+    from genlm_backend.attention.reading import Reading
+    from genlm_backend.attention.row_states import RowStates
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Slots of consecutive tokens of a context that is in no tree.
+
+    Attributes:
+        owner: What the slots belong to. In one pass, two runs of one owner begin with the same
+            tokens in the same slots.
+        slots: The owner's slots, in order.
+        num_tokens: How many of them, from the first, the context has.
+    """
+
+    owner: object
+    slots: Sequence[int] | NDArray[Any]
+    num_tokens: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive tokens of one context that go through the model in one pass.
+
+    Attributes:
+        token_ids: The new tokens; at least one.
+        past: The slots of the tokens before them, as runs that other spans may share; none where a
+            tree has them.
+        slots: Slots that receive the new tokens' keys and values; empty to keep none.
+        outputs: Indices into ``token_ids`` after which the row of logits is wanted.
+        shift: Number that the positions of the new tokens are larger by than their places.
+        num_new: Number of new tokens.
+    """
+
+    token_ids: Sequence[int]
+    past: tuple[Run, ...] = ()
+    slots: Sequence[int] | NDArray[Any] = ()
+    outputs: Sequence[int] = ()
+    shift: int = 0
+    num_new: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_new", len(self.token_ids))
+
+    @property
+    def num_past(self) -> int:
+        """Number of tokens of its runs."""
+        return sum(run.num_tokens for run in self.past)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBatch:
+    """The arrays of one forward pass of ``B`` rows, padded to ``Q`` new tokens.
+
+    Attributes:
+        input_ids: int64 ``[B, Q]``; padding is 0.
+        position_ids: int64 ``[B, Q]``; padding repeats the row's last position.
+        new_slots: int64 ``[num_new]``: where the new tokens' keys and values go.
+        new_columns: int64 ``[num_new]``: which of the ``B * Q`` columns they are, or ``None``
+            for all of them.
+        output_rows: int64 ``[num_outputs]``: the row of each wanted output.
+        output_columns: int64 ``[num_outputs]``: its column.
+        num_new: Number of new tokens of each row: int64 ``[B]``.
+        num_past: Number of tokens before them: int64 ``[B]``.
+        past: These tokens.
+        reading: How they are read; ``None`` where the way to attend is to find out.
+        states: The running states of its rows, of a model that has such. All rows have as many new
+            tokens then, and all begin or none does.
+        is_step: Whether it is a decode step: all rows have one new token and the output behind it.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    new_slots: torch.Tensor
+    new_columns: torch.Tensor | None
+    output_rows: torch.Tensor
+    output_columns: torch.Tensor
+    num_new: NDArray[np.int64]
+    num_past: NDArray[np.int64]
+    past: Paths
+    reading: Reading | None = None
+    states: RowStates | None = None
+    is_step: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """``B``."""
+        return len(self.num_new)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Number of tokens to compute, padding not counted."""
+        return int(self.num_new.sum())
+
+
+def pack(
+    spans: Sequence[Span], past: Paths | None = None, states: RowStates | None = None
+) -> PackedBatch:
+    """Pad spans to one rectangle.
+
+    Args:
+        spans: The spans. All have slots for their new tokens, or none has.
+        past: What each has before them, in a tree; ``None`` where their runs say it.
+        states: Their running states, of a model that has such.
+    """
+    num_new = np.array([span.num_new for span in spans])
+    past = paths_of(spans) if past is None else past
+    num_past = past.num_tokens
+    num_columns = int(num_new.max())
+    columns = np.arange(num_columns)
+    is_new = columns < num_new[:, None]
+    input_ids = np.zeros(is_new.shape, np.int64)
+    input_ids[is_new] = _joined(span.token_ids for span in spans)
+    first = num_past + np.array([span.shift for span in spans])
+    position_ids = first[:, None] + np.minimum(columns, num_new[:, None] - 1)
+    new_slots = _joined(span.slots for span in spans)
+    new_columns = None if is_new.all() else torch.from_numpy(np.flatnonzero(is_new))
+    outputs = [(index, column) for index, span in enumerate(spans) for column in span.outputs]
+    output_rows, output_columns = np.array(outputs, np.int64).reshape(-1, 2).T
+    return PackedBatch(
+        input_ids=torch.from_numpy(input_ids),
+        position_ids=torch.from_numpy(position_ids),
+        new_slots=torch.from_numpy(new_slots),
+        new_columns=new_columns,
+        output_rows=torch.from_numpy(output_rows.copy()),
+        output_columns=torch.from_numpy(output_columns.copy()),
+        num_new=num_new,
+        num_past=num_past,
+        past=past,
+        states=states,
+    )
+
+
+def pack_step(
+    token_ids: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    past: Paths,
+    reading: Reading | None,
+    states: RowStates | None = None,
+) -> PackedBatch:
+    """Pack a decode step: one new token of each row, and the output behind it.
+
+    Args:
+        token_ids: The tokens: ``[B]``.
+        slots: Slots that receive their keys and values: ``[B]``.
+        past: The tokens before them.
+        reading: How these are read, as the way to attend would have it; ``None`` to leave it to
+            find out.
+        states: The running states of its rows, of a model that has such.
+    """
+    rows, num_past = torch.arange(len(token_ids), dtype=torch.int64), past.num_tokens
+    return PackedBatch(
+        input_ids=torch.from_numpy(token_ids)[:, None],
+        position_ids=torch.from_numpy(num_past)[:, None],
+        new_slots=torch.from_numpy(slots),
+        new_columns=None,
+        output_rows=rows,
+        output_columns=torch.zeros_like(rows),
+        num_new=np.ones(len(token_ids), np.int64),
+        num_past=num_past,
+        past=past,
+        reading=reading,
+        states=states,
+        is_step=True,
+    )
+
+
+def paths_of(spans: Sequence[Span]) -> Paths:
+    """Return what spans have before their new tokens, as a tree of their own."""
+    longest: dict[tuple[object, int], Run] = {}  # by the owner, and where it starts
+    above: dict[tuple[object, int], tuple[object, int] | None] = {}
+    ends: list[tuple[tuple[object, int] | None, int]] = []
+    for span in spans:
+        key, position = None, 0
+        for run in span.past:
+            if run.num_tokens:
+                before, key = key, (run.owner, position)
+                if key not in longest or longest[key].num_tokens < run.num_tokens:
+                    longest[key] = run
+                    above[key] = before
+                position += run.num_tokens
+        ends.append((key, position))
+    sizes = np.array([run.num_tokens for run in longest.values()], np.int64)
+    starts = np.array([start for _, start in longest], np.int64)
+    stops = 1 + np.cumsum(sizes)
+    # What is added to a number of tokens to have the node that they end in.
+    offsets = stops - sizes - starts - 1
+    offset = {None: 0, **dict(zip(longest, offsets.tolist(), strict=True))}
+    num_nodes = 1 + int(sizes.sum())
+    parent = np.arange(-1, num_nodes - 1, dtype=np.int32)
+    parent[stops - sizes] = [offset[above[key]] + key[1] for key in longest]
+    depth = np.arange(num_nodes, dtype=np.int32)
+    depth[1:] -= np.repeat(offsets, sizes).astype(np.int32)
+    slot = np.zeros(num_nodes, np.int32)
+    if longest:
+        own = [np.asarray(run.slots, np.int32)[: run.num_tokens] for run in longest.values()]
+        slot[1:] = np.concatenate(own)
+    nodes = np.array([offset[key] + num_tokens for key, num_tokens in ends], np.int64)
+    return Paths(parent, depth, slot, nodes)
+
+
+def _joined(sequences: Iterable[Sequence[int] | NDArray[Any]]) -> NDArray[np.int64]:
+    return np.fromiter(chain.from_iterable(sequences), np.int64)

@@ -1,0 +1,65 @@
+"""Paths: what the rows of a pass have cached, as nodes of a prefix tree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, final
+
+import numpy as np
+
+from genlm_backend.prefix import PADDING_SLOT, Nodes
+from genlm_backend.runtime.compiled import compiled
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Paths:
+    """The cached tokens of ``B`` rows, each a path from a node of a prefix tree up to its root.
+
+    A node is a token behind those above it. The arrays are those of the tree, or views of them,
+    indexed by node; they hold as long as the tree is not changed.
+
+    Attributes:
+        parent: int32: the node above each; anything for a root.
+        depth: int32: number of tokens up to and with each node; 0 for a root.
+        slot: int32: where the token's keys and values are; anything for a root.
+        nodes: int64 ``[B]``: the last cached token of each row, or a root for none.
+    """
+
+    parent: NDArray[np.int32]
+    depth: NDArray[np.int32]
+    slot: NDArray[np.int32]
+    nodes: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tree: Nodes, nodes: NDArray[np.int32]) -> Self:
+        """Return the paths to nodes of a tree: int32 ``[B]``."""
+        return cls(tree.parent, tree.depth, tree.slot, nodes.astype(np.int64))
+
+    @property
+    def num_tokens(self) -> NDArray[np.int64]:
+        """Number of cached tokens of each row: int64 ``[B]``."""
+        return self.depth[self.nodes].astype(np.int64)
+
+    def columns(self, num_columns: int) -> NDArray[np.int64]:
+        """Return the slots of every row, padded on the left: int64 ``[B, num_columns]``.
+
+        Args:
+            num_columns: Number of columns, as many as the longest row has tokens or more.
+        """
+        slots = np.full((len(self.nodes), num_columns), PADDING_SLOT, np.int64)
+        _write_columns(self.parent, self.depth, self.slot, self.nodes, slots)
+        return slots
+
+
+@compiled
+def _write_columns(parent: Any, depth: Any, slot: Any, nodes: Any, slots: Any) -> None:
+    for row in range(len(nodes)):
+        node, column = nodes[row], slots.shape[1]
+        while depth[node] > 0:
+            column -= 1
+            slots[row, column] = slot[node]
+            node = parent[node]

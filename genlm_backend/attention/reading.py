@@ -1,0 +1,276 @@
+"""Which stretches of cached tokens the rows of a pass read together; pure."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.attention.paths import Paths
+from genlm_backend.attention.reading_loops import divide
+
+FEW_TOKENS = 384
+"""Cached tokens, counted for each row that reads them, that cost as much as a product of their own.
+
+Below, the small operators of a product and of merging it take longer than copying the tokens out
+of their slots.
+"""
+
+MANY_NEW_TOKENS: Final = 16
+"""New tokens of a row from which on whatever it has cached is worth a product of its own.
+
+Copied beside the new ones, cached tokens would need a mask as high as there are new tokens.
+"""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Cached tokens, and the rows whose contexts all have them.
+
+    Attributes:
+        rows: int64 ``[G]``: rows of the pass, ascending.
+        positions: int64 ``[n]``: where the tokens stand in the contexts, ascending.
+        slots: int64 ``[n]``: their slots.
+    """
+
+    rows: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.slots)
+
+    @property
+    def is_consecutive(self) -> bool:
+        """Whether the slots follow one another, so that they can be read where they lie."""
+        return bool((np.diff(self.slots) == 1).all())
+
+
+class _Grown(NamedTuple):
+    """A table whose rows are some of another's, with a column more.
+
+    Attributes:
+        before: The other one.
+        rows: Row of it that each row is: int64 ``[B]``.
+        column: The last column: int64 ``[B]``.
+    """
+
+    before: _Table
+    rows: NDArray[np.int64]
+    column: NDArray[np.int64]
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _Table:
+    """Integers ``[B, P]``, which are not written before they are read.
+
+    Most decode steps read none: a device that has the last step's makes its own of them.
+    """
+
+    made: NDArray[np.int64] | _Grown
+
+    def read(self) -> NDArray[np.int64]:
+        """Return the integers."""
+        made, later = self.made, list[_Grown]()
+        while isinstance(made, _Grown):
+            later.append(made)
+            made = made.before.made
+        if not later:
+            return made
+        rows = np.arange(len(later[0].rows))
+        found = np.empty((len(rows), made.shape[1] + len(later)), np.int64)
+        for number, grown in enumerate(later, 1):
+            found[:, -number] = grown.column[rows]
+            rows = grown.rows[rows]
+        found[:, : made.shape[1]] = made[rows]
+        self.made = found
+        return found
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Rest:
+    """What the rows of a pass read each for itself, side by side: ``P`` columns, then the new ones.
+
+    Columns are padded on the left, new tokens on the right.
+
+    Attributes:
+        num_columns: ``P``.
+        is_padded: bool ``[B]``: whether each row has padding.
+    """
+
+    num_columns: int
+    is_padded: NDArray[np.bool_]
+    _slots: _Table
+    _positions: _Table
+
+    @classmethod
+    def of(cls, slots: NDArray[np.int64], positions: NDArray[np.int64]) -> Self:
+        """Return the rest of some ``slots`` and ``positions``."""
+        is_padded = (positions[:, :1] < 0).sum(1) > 0
+        return cls(slots.shape[1], is_padded, _Table(slots), _Table(positions))
+
+    @property
+    def slots(self) -> NDArray[np.int64]:
+        """The slot behind each column, int64 ``[B, P]``; padding is slot 0."""
+        return self._slots.read()
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Its position in the row's context, int64 ``[B, P]``; -1 for padding."""
+        return self._positions.read()
+
+    def stepped(
+        self, rows: NDArray[np.int64], slots: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> Rest:
+        """Return the rest of rows that go on from ``rows``, with a token more each."""
+        return Rest(
+            self.num_columns + 1,
+            self.is_padded[rows] if self.num_columns else np.zeros(len(rows), np.bool_),
+            _Table(_Grown(self._slots, rows, slots)),
+            _Table(_Grown(self._positions, rows, positions)),
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Wear:
+    """How far a reading is from one that would be made anew.
+
+    Attributes:
+        num_columns: Number of columns that the rest had when it was made.
+        num_tokens: Number of tokens that it has taken to make it, parts and columns.
+        origins: Row that each row had then: int64 ``[B]``.
+        num_repeated: Number of tokens that have been copied since for several rows that were one,
+            summed over the steps.
+    """
+
+    num_columns: int
+    num_tokens: int
+    origins: NDArray[np.int64]
+    num_repeated: int = 0
+
+    def stepped(self, rows: NDArray[np.int64]) -> Wear:
+        """Return that of a reading whose rows go on from ``rows``."""
+        origins = self.origins[rows]
+        num_others = len(rows) - int(np.count_nonzero(np.bincount(origins)))
+        num_repeated = self.num_repeated + num_others * self.num_columns
+        return Wear(self.num_columns, self.num_tokens, origins, num_repeated)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """The way from a reading to that of the next decode step.
+
+    Attributes:
+        before: The ``name`` of the former.
+        rows: Row of the former that each row goes on from: int64 ``[B]``.
+        slots: Slot of the token more that each row has: int64 ``[B]``.
+        parts: Numbers of the parts of the former that are still read.
+    """
+
+    before: object
+    rows: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    parts: tuple[int, ...]
+
+
+MIN_ADDED: Final = 64
+"""Columns that a rest may get at least before it is made anew."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """How a pass reads what is cached.
+
+    Attributes:
+        parts: Stretches that are read once for all of their rows.
+        rest: Everything else.
+        num_past: Number of cached tokens of each row: int64 ``[B]``.
+        wear: What has happened since it was made.
+        step: The step that has led to it; ``None`` where it was made anew.
+        name: What a later ``Step`` knows it by.
+    """
+
+    parts: tuple[Part, ...]
+    rest: Rest
+    num_past: NDArray[np.int64]
+    wear: Wear
+    step: Step | None = None
+    name: object = field(default_factory=object)
+
+    @classmethod
+    def of(cls, past: Paths, num_new: NDArray[np.int64], few_tokens: int) -> Self:
+        """Divide what the rows of a pass have cached, in time linear in what is distinct of it.
+
+        Args:
+            past: What they have cached.
+            num_new: Number of new tokens of each row: ``[B]``.
+            few_tokens: Such as ``FEW_TOKENS``.
+        """
+        # A tree may be large, and most of it is not touched: fresh zeros cost what is written.
+        numbers = np.zeros(len(past.parent), np.int32)
+        is_long = num_new >= MANY_NEW_TOKENS
+        tree = past.parent, past.depth, past.slot
+        slots, positions, shared, bounds, starts, num_rows, order, rest = divide(
+            *tree, past.nodes, is_long, few_tokens, numbers
+        )
+        parts: list[Part] = []
+        for start, stop in itertools.pairwise(bounds.tolist()):
+            own = shared[start:stop]
+            first, size = starts[own[0]], num_rows[own[0]]
+            parts.append(Part(np.sort(order[first : first + size]), positions[own], slots[own]))
+        num_columns = rest[0].shape[1]
+        wear = Wear(num_columns, len(shared) + rest[0].size, np.arange(len(past.nodes)))
+        return cls(tuple(parts), Rest.of(*rest), past.num_tokens, wear)
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether the next step should have one that is made anew.
+
+        What rows have come to share since it was made is copied for each of them. So it is made
+        anew once its rest is twice as wide, or once that has copied as many tokens needlessly as
+        it takes to make one.
+        """
+        wear = self.wear
+        num_added = self.rest.num_columns - wear.num_columns
+        most = max(MIN_ADDED, wear.num_columns)
+        return num_added > most or wear.num_repeated > wear.num_tokens
+
+    def stepped(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> Reading:
+        """Return the reading of the next decode step, each of whose rows has a token more.
+
+        Args:
+            rows: Row that each row of the step goes on from: int64 ``[B]``, in any order, some
+                several times, some not at all.
+            slots: Slot of the token that it has cached beside: int64 ``[B]``. What was cached is
+                where it was.
+        """
+        parts: list[Part] = []
+        numbers: list[int] = []
+        everybody = np.arange(len(rows))
+        for number, part in enumerate(self.parts):
+            own = everybody
+            if len(part.rows) < len(self.num_past):
+                is_reader = np.zeros(len(self.num_past), bool)
+                is_reader[part.rows] = True
+                own = np.flatnonzero(is_reader[rows])
+            if len(own):
+                parts.append(Part(own, part.positions, part.slots))
+                numbers.append(number)
+        num_past = self.num_past[rows]
+        return Reading(
+            tuple(parts),
+            self.rest.stepped(rows, slots, num_past),
+            num_past + 1,
+            self.wear.stepped(rows),
+            Step(self.name, rows, slots, tuple(numbers)),
+        )

@@ -1,0 +1,26 @@
+"""Ways for the new tokens of a forward pass of torch to attend to those before them."""
+
+from genlm_backend.attention.attend import Way
+from genlm_backend.attention.torch.gathered_attend import GatherAttend
+from genlm_backend.attention.torch.shared_attend import SharedAttend
+from genlm_backend.attention.torch.torch_row_states import TorchRowStates
+from genlm_backend.attention.torch.whole_attend import WholeAttend
+
+WAYS = (
+    Way(
+        SharedAttend,
+        lambda store, wider: SharedAttend(store, 4, wider),
+        copies=False,
+        is_called=True,
+    ),
+    Way(GatherAttend, GatherAttend, copies=True, is_called=False),
+)
+"""Ways to attend to keys and values in slots; the first is taken that suits a model."""
+
+__all__ = [
+    "WAYS",
+    "GatherAttend",
+    "SharedAttend",
+    "TorchRowStates",
+    "WholeAttend",
+]

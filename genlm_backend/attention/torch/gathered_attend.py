@@ -1,0 +1,137 @@
+"""GatherAttend: every row's past copied out of its slots, side by side.
+
+The past is padded on the **left** and the new tokens on the **right**::
+
+    slots      0  0  7  8 | 9 10 11        a row with 2 past and 3 new tokens
+               1  2  3  4 | 5  0  0        a row with 4 past and 1 new token
+               └─ past ─┘   └ new ┘
+
+so that within a row the distance between two columns is the distance between two positions,
+which is what causal and sliding-window masks are made from. Only the left padding has to be
+masked: the right padding comes after every real token of its row, where causality hides it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.indices import by_token
+from genlm_backend.attention.packing import PackedBatch
+from genlm_backend.attention.paths import Paths
+from genlm_backend.attention.torch.layer import SlotLayer
+from genlm_backend.attention.torch.torch_row_states import cache_of
+from genlm_backend.prefix import PADDING_SLOT, KVStore
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The columns of one pass of ``B`` rows, ``P`` past and ``Q`` new ones.
+
+    Attributes:
+        slots: int64 ``[B * (P + Q)]``: the slot behind each column; padding is slot 0.
+        mask: int64 ``[B, P + Q]``; 0 on the left padding.
+        num_past: ``P``.
+    """
+
+    slots: torch.Tensor
+    mask: torch.Tensor
+    num_past: int
+
+
+def gather(batch: PackedBatch, wider: int = 0) -> Gathered:
+    """Return the columns of a batch whose new tokens have slots; pure.
+
+    Args:
+        batch: The batch.
+        wider: Number of columns more than the longest past has.
+    """
+    num_past = wider + int(batch.num_past.max())
+    new = np.full(batch.input_ids.numel(), PADDING_SLOT, np.int64)
+    new[slice(None) if batch.new_columns is None else batch.new_columns] = batch.new_slots
+    new = new.reshape(batch.input_ids.shape)
+    slots = np.concatenate([batch.past.columns(num_past), new], 1)
+    mask = np.arange(slots.shape[1]) >= num_past - batch.num_past[:, None]
+    mask = torch.from_numpy(mask.astype(np.int64))
+    return Gathered(torch.from_numpy(slots.reshape(-1)), mask, num_past)
+
+
+@final
+class GatherAttend(Attend):
+    """Attends to copies of the keys and values in the slots of a store.
+
+    Args:
+        store: Where they are.
+        wider: Number of columns more than the longest past of a pass has.
+    """
+
+    def __init__(self, store: KVStore, wider: int = 0) -> None:
+        self._store, self._wider = store, wider
+
+    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> None:
+        """Return ``None``: each row's past is copied."""
+
+    @contextlib.contextmanager
+    def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
+        """Yield the mask of the left padding, and a cache of transformers over the slots."""
+        layout = self._store.layout
+        if not layout.layers:  # but states
+            cache = cache_of((), layout.states, batch.states)
+            yield {"past_key_values": cache, "use_cache": True}
+            return
+        gathered = gather(batch, self._wider)
+        on: dict[torch.device, _Indices] = {}  # moved once to each device that has a layer
+        layers: list[SlotLayer] = []
+        for number, layer in enumerate(layout.layers):
+            if layer.device not in on:
+                columns = batch.new_columns
+                on[layer.device] = _Indices(
+                    gathered.slots.to(layer.device),
+                    batch.new_slots.to(layer.device),
+                    None if columns is None else columns.to(layer.device),
+                )
+            layers.append(_GatheredLayer(self._store, number, on[layer.device], gathered.num_past))
+        yield {
+            "attention_mask": gathered.mask,
+            "past_key_values": cache_of(layers, layout.states, batch.states),
+            "use_cache": True,
+        }
+
+
+class _Indices(NamedTuple):
+    """The index tensors of one batch, on one device; see ``Gathered`` and ``PackedBatch``."""
+
+    slots: torch.Tensor
+    new_slots: torch.Tensor
+    new_columns: torch.Tensor | None
+
+
+@final
+class _GatheredLayer(SlotLayer):
+    """One layer: new keys and values go into their slots, past and new ones come out gathered."""
+
+    def __init__(self, store: KVStore, layer: int, indices: _Indices, num_past: int) -> None:
+        super().__init__(num_past)
+        self._store, self._layer, self._indices = store, layer, indices
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store ``[B, heads, Q, dim]`` and return ``[B, heads, P + Q, dim]``, keys and values."""
+        indices, states = self._indices, (key_states, value_states)
+        new = by_token(key_states, value_states, indices.new_columns)
+        self._store.write(self._layer, indices.new_slots, new)
+        kept = self._store.read(self._layer, indices.slots)
+        keys, values = (
+            flat.view(len(of_heads), -1, of_heads.shape[1], of_heads.shape[3]).transpose(1, 2)
+            for flat, of_heads in zip(kept, states, strict=True)
+        )
+        return keys, values

@@ -1,0 +1,152 @@
+"""RootAttend: contexts that begin with pictures, run from their first token on."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers.cache_utils import DynamicCache
+
+from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.indices import by_head, by_token
+from genlm_backend.attention.packing import PackedBatch
+from genlm_backend.attention.paths import Paths
+from genlm_backend.attention.torch.layer import SlotLayer
+from genlm_backend.attention.torch.torch_row_states import cache_of
+from genlm_backend.prefix import KVLayout, KVStore, LayerLayout
+from genlm_backend.vision.pictures import Pictures
+
+
+@final
+class RootAttend(Attend):
+    """Attends to one context's own tokens, as the model does where it is given pictures.
+
+    A second pass goes on behind the root, as the model does by a cache of its own, and is given no
+    pictures.
+
+    Args:
+        pictures: The pictures.
+        layout: Shapes of the keys and values, and how they are kept; no layers where none are.
+        store: Where keys and values are written; ``None`` to keep none.
+        slots: Slots of the last tokens of the pass, or of those before ``stop``.
+        stop: Number of tokens of the context up to which keys and values are kept.
+        goes_on: Whether a second pass will go on behind the first, of a model of no known layers.
+    """
+
+    def __init__(
+        self,
+        pictures: Pictures,
+        layout: KVLayout,
+        store: KVStore | None = None,
+        slots: Sequence[int] = (),
+        stop: int = 0,
+        goes_on: bool = False,
+    ) -> None:
+        self._pictures, self._layout = pictures, layout
+        self._layers: list[Any] = [
+            _RootLayer(layer, store, i, slots, stop) for i, layer in enumerate(layout.layers)
+        ]
+        is_own = self._layers or layout.states or not goes_on
+        self._cache = cache_of(self._layers, layout.states, None) if is_own else DynamicCache()
+        self._is_used = bool(self._layers or goes_on)
+        self._is_first = True
+
+    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> None:
+        """Return ``None``: the model reads what it has cached by itself."""
+
+    @contextlib.contextmanager
+    def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
+        """Yield the pictures, the positions of all tokens, and a cache that keeps what it is to."""
+        if not self._is_first:
+            yield {"past_key_values": self._cache, "use_cache": True}
+            return
+        self._is_first = False
+        num_tokens = batch.input_ids.shape[1]
+        dtype = next(model.parameters()).dtype
+        taken = inspect.signature(model.forward).parameters
+        given: dict[str, Any] = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in self._pictures.inputs_for(num_tokens).items()
+            if name in taken
+        }
+        positions, _ = positions_of(model, batch.input_ids, self._pictures)
+        if positions is not None:
+            given["position_ids"] = positions
+        if not self._is_used:
+            yield {**given, "use_cache": False}
+            return
+        yield {**given, "past_key_values": self._cache, "use_cache": True}
+
+
+@final
+class _RootLayer(SlotLayer):
+    """One layer: new keys and values come out as they will be read, and some go into slots."""
+
+    def __init__(
+        self,
+        layout: LayerLayout,
+        store: KVStore | None,
+        number: int,
+        slots: Sequence[int],
+        stop: int,
+    ) -> None:
+        super().__init__(0)
+        self._layout, self._store, self._number = layout, store, number
+        self._slots, self._stop = slots, stop
+        self._past: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``[1, heads, num_past + Q, dim]``, keys and values."""
+        new = self._as_read(key_states, value_states)
+        if self._past is not None:
+            first, second = (torch.cat(pair, -2) for pair in zip(self._past, new, strict=True))
+            new = first, second
+        self._past, self.num_past = new, new[0].shape[-2]
+        return new
+
+    def _as_read(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return new keys and values as they will be read; those that have slots are written."""
+        rows = by_token(key_states, value_states, None)
+        if self._store is not None and self._slots and self._past is None:
+            slots = torch.tensor(self._slots, dtype=torch.int64, device=rows.device)
+            self._store.write(self._number, slots, rows[self._stop - len(self._slots) : self._stop])
+        if self._layout.kept is None:
+            return key_states, value_states
+        codec = self._layout.codec()
+        return by_head(codec.decode(codec.encode(rows)), None, key_states, value_states)
+
+
+@torch.inference_mode()
+def positions_of(
+    model: Any, input_ids: torch.Tensor, pictures: Pictures
+) -> tuple[torch.Tensor | None, int]:
+    """Return the positions of a context's tokens, and how far those behind its root are shifted.
+
+    Models whose positions have several dimensions (Qwen's) compute them of the shapes of pictures.
+
+    Args:
+        model: A model of transformers.
+        input_ids: int64 ``[1, num_tokens]``.
+        pictures: What the context begins with.
+
+    Returns:
+        Positions as ``forward`` takes them, ``None`` where they are counted from 0; and the number
+        that the position of a token behind the root is larger by than its place.
+    """
+    count = next(filter(None, (getattr(m, "get_rope_index", None) for m in model.modules())), None)
+    if count is None:
+        return None, 0
+    taken = inspect.signature(count).parameters
+    inputs = pictures.inputs_for(input_ids.shape[1])
+    given = {name: value for name, value in inputs.items() if name in taken}
+    positions, shifts = count(input_ids=input_ids, **given)
+    return positions, int(shifts.reshape(-1)[0])

@@ -1,0 +1,117 @@
+"""Running states of the rows of a pass, and the cache of transformers that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers.cache_utils import (
+    Cache,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from genlm_backend.attention.row_states import RowStates
+from genlm_backend.attention.torch.layer import SlotLayer
+from genlm_backend.prefix import StateLayout
+
+
+def cache_of(
+    attending: Iterable[SlotLayer], layout: StateLayout, states: RowStates | None
+) -> Cache:
+    """Return a cache of layers that attend and, where a model has such, of layers with states.
+
+    Args:
+        attending: The layers that attend, in order.
+        layout: What each layer of the model's cache holds; of none, all attend.
+        states: The states that rows go on from, and those that they come to; ``None`` for rows
+            that begin, and whose states nobody wants.
+    """
+    if not layout.layers:
+        return Cache(layers=[*attending])
+    slots, layers = iter(attending), list[Any]()
+    for layer in layout.layers:
+        if not layer.num_states:
+            layers.append(next(slots))
+        elif layer.attends:
+            layers.append(_AttendingStateLayer(next(slots), layer.num_states))
+        else:
+            layers.append(LinearAttentionLayer(number_of_states=layer.num_states))
+    if states is not None:
+        states.begin(layers)
+    return Cache(layers=layers)
+
+
+@final
+class TorchRowStates(RowStates):
+    """The running states of the rows of one pass: before it, and once it has been made, behind it.
+
+    Args:
+        layout: Their tensors.
+        before: States behind what the rows have, ``[B, *shape]`` for each tensor, which the pass
+            may overwrite; ``None`` for rows that begin.
+    """
+
+    def __init__(self, layout: StateLayout, before: Sequence[torch.Tensor] | None) -> None:
+        self._layout, self._before = layout, before
+        self._layers: list[Any] = []
+
+    def begin(self, layers: list[Any]) -> None:
+        """Put the states that rows have into the layers of a cache, which the pass changes."""
+        self._layers = layers
+        if self._before is None:
+            return
+        for tensor, state in zip(self._layout.tensors, self._before, strict=True):
+            layer, index = layers[tensor.layer], tensor.index
+            getattr(layer, tensor.name)[index] = state
+            getattr(layer, f"is_{tensor.name}_initialized")[index] = True
+            layer.has_previous_state[index] = True
+            if tensor.name == "conv_states":
+                layer.conv_kernel_size[index] = state.shape[-1]
+                layer.dtype, layer.device = state.dtype, state.device
+        self._before = None
+
+    def behind(self, rows: NDArray[np.int64]) -> list[torch.Tensor]:
+        """Return the states behind the last tokens of rows, ``[len(rows), *shape]`` each.
+
+        Args:
+            rows: Indices of the rows, ascending.
+        """
+        tensors = self._layout.tensors
+        found = [getattr(self._layers[t.layer], t.name)[t.index] for t in tensors]
+        if all(len(state) == len(rows) for state in found):
+            return found
+        index = torch.from_numpy(rows)
+        return [state.index_select(0, index.to(state.device)) for state in found]
+
+
+@final
+class _AttendingStateLayer(LinearAttentionAndFullAttentionLayer):
+    """One layer of a cache that holds keys and values in slots, and running states beside them.
+
+    Args:
+        slots: The layer of the keys and values.
+        num_states: Number of states.
+    """
+
+    def __init__(self, slots: SlotLayer, num_states: int) -> None:
+        super().__init__(number_of_states=num_states)
+        self._slots = slots
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new keys and values; return what is to be attended to."""
+        return self._slots.update(key_states, value_states, *args, **kwargs)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length of past and new together, and the offset of the first column."""
+        return self._slots.get_mask_sizes(query_length)
+
+    def get_seq_length(self) -> int:
+        """Return the number of columns before the new tokens."""
+        return self._slots.get_seq_length()

@@ -1,0 +1,1 @@
+"""What evaluates models: transformers, vLLM, MLX, and one that needs no model."""

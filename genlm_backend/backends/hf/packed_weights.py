@@ -1,0 +1,252 @@
+"""Packed weights: a model's products, from weights laid out as the processor reads them fastest.
+
+oneDNN lays a matrix out in blocks once, instead of reading it as it is stored each time. Whether
+that is faster depends on the processor and on the shape, so it is tried.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from genlm_backend.prefix.device_memory import cpu_budget
+
+logger = logging.getLogger(__name__)
+
+DTYPES: Final = (torch.float32, torch.bfloat16)
+"""Types of the weights that are tried."""
+
+_NUM_ROWS: Final = 20  # of a step
+_NUM_LAYERS: Final = 4  # of one shape, one after another, so that none comes from the caches
+_NUM_ROUNDS: Final = 5
+_GAIN: Final = 0.95
+
+
+@final
+class PackedWeights:
+    """The weights of a model's linear layers a second time, packed, of those shapes where it pays.
+
+    Twins of the layers compute with them. One whose weight has been replaced, or modified as torch
+    counts it, computes without; other modifications (by way of ``.data``, or by fused optimizers)
+    are found by ``look_again``. Products are the same but for rounding.
+    """
+
+    def __init__(self) -> None:
+        self._packed: list[_Packed] = []
+        self._remember()
+
+    def pack(self, model: Any) -> None:
+        """Pack the weights of a model, for whose layers as much memory is needed again.
+
+        It takes a quarter of what is free, and 4 GiB, at most. To be called on the thread that
+        the model runs on, which tries each shape for a moment; what it finds holds for as many
+        threads in the whole process, so that equal models have equal rows.
+        """
+        by_shape: defaultdict[tuple[Any, ...], list[nn.Linear]] = defaultdict(list)
+        for layer in getattr(model, "modules", list)():
+            if type(layer) is nn.Linear and _can_be_packed(layer.weight):
+                by_shape[layer.weight.dtype, *layer.weight.shape].append(layer)
+        left = cpu_budget()
+        for shape, layers in by_shape.items():
+            num_bytes = sum(layer.weight.nbytes for layer in layers)
+            if num_bytes <= left and _is_worth_it(shape, layers[:_NUM_LAYERS]):
+                left -= num_bytes
+                self._packed += map(_Packed, layers)
+                logger.info("packed %d weights of %s", len(layers), shape)
+        self._remember()
+
+    def place(self, twins: Mapping[nn.Module, Any]) -> None:
+        """Have the twins of a model's layers compute with packed weights."""
+        for one in self._packed:
+            twin: Any = twins.get(one.layer)
+            if type(twin) in (nn.Linear, PackedLinear):
+                twin.__class__ = PackedLinear
+                vars(twin)["packed"] = one
+
+    def check(self) -> None:
+        """Have layers whose weight is another one now compute without, and the others with it.
+
+        It is asked before every batch, so that all are compared at once.
+        """
+        weights = [one.layer._parameters.get("weight") for one in self._packed]
+        is_known = all(map(operator.is_, weights, self._parameters))
+        is_there = is_known and [*map(_address, self._parameters)] == self._addresses
+        if is_there and self._are_used and [*map(_version, self._parameters)] == self._versions:
+            return
+        for one in self._packed:
+            one.is_used = one.is_current
+        self._are_used = all(one.is_used for one in self._packed)
+
+    def look_again(self) -> None:
+        """Pack the weights again that are others now; reads all of them once."""
+        kept = []
+        for one in self._packed:
+            if one.is_current and one.checksum == _checksum(one.layer.weight):
+                kept.append(one)
+            elif _can_be_packed(one.layer.weight):
+                one.pack()
+                kept.append(one)
+            else:
+                one.is_used = False
+        self._packed = kept
+        self._remember()
+
+    def clear(self) -> None:
+        """Let go of all."""
+        self._packed.clear()
+        self._remember()
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the packed weights."""
+        return sum(one.weight.nbytes for one in self._packed)
+
+    def _remember(self) -> None:
+        """Note which weights have been packed, where they are, and how often they were modified."""
+        self._parameters = [one.parameter for one in self._packed]
+        self._addresses = [one.weight.data_ptr() for one in self._packed]
+        self._versions = [one.version for one in self._packed]
+        self._are_used = all(one.is_used for one in self._packed)
+
+
+@final
+class PackedLinear(nn.Linear):
+    """The twin of a linear layer that computes with its packed weight."""
+
+    packed: _Packed
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the products of the weight and of ``[…, in_features]``, plus the bias."""
+        packed = self.packed
+        # An adapter of a bare parameter makes it a class of its own, for as long as it computes.
+        if not packed.is_used or type(self) is not PackedLinear:
+            return functional.linear(input, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(input, packed.packed, self.bias, "none", [], "")
+
+
+@final
+class _Packed:
+    """The packed weight of one layer, and the weight as it was then.
+
+    Args:
+        layer: The layer.
+
+    Attributes:
+        layer: As given.
+        parameter: Its weight, as the parameter that it is.
+        weight: Its memory, which nothing else can have as long as this is there.
+        version: How often it had been modified.
+        checksum: What ``_checksum`` made of it.
+        packed: The packed weight.
+        is_used: Whether it is the layer's.
+
+    Raises:
+        RuntimeError: If this processor, or this build of torch, cannot pack it.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer = layer
+        self.pack()
+
+    def pack(self) -> None:
+        """Pack the weight that the layer has now."""
+        self.parameter, self.weight = self.layer.weight, self.layer.weight.detach()
+        with torch.no_grad():
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _NUM_ROWS)
+        self.version, self.checksum = self.parameter._version, _checksum(self.weight)
+        self.is_used = True
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the layer's weight is the one that was packed, as far as torch tells."""
+        own = self.layer.weight
+        if own is not self.parameter or own.dtype is not self.weight.dtype or own.is_inference():
+            return False
+        return own.data_ptr() == self.weight.data_ptr() and own._version == self.version
+
+
+_address = torch.Tensor.data_ptr
+_version = operator.attrgetter("_version")
+
+
+def _checksum(weight: torch.Tensor) -> tuple[int, int]:
+    """Return sums of a weight's bits, which another weight hardly ever has too.
+
+    They are weighted by the row and by the column, so that a permuted one has others.
+    """
+    bits = weight.detach().view(torch.int32 if weight.dtype is torch.float32 else torch.int16)
+    of_rows, of_columns = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
+    return _weighted(of_rows), _weighted(of_columns)
+
+
+def _weighted(sums: torch.Tensor) -> int:
+    return int((sums * torch.arange(1, len(sums) + 1, dtype=torch.int64)).sum())
+
+
+def _can_be_packed(weight: torch.Tensor) -> bool:
+    is_plain = type(weight) is nn.Parameter and weight.layout is torch.strided
+    if not is_plain or weight.is_inference():  # which counts no modifications
+        return False
+    is_matrix = weight.ndim == 2 and weight.is_contiguous()
+    return is_matrix and weight.device.type == "cpu" and weight.dtype in DTYPES
+
+
+_found: dict[tuple[Any, ...], bool] = {}
+"""What has been found out of this processor: dtype, shape and number of threads, and whether."""
+
+
+def _is_worth_it(shape: tuple[Any, ...], layers: list[nn.Linear]) -> bool:
+    """Whether packed layers of one shape are faster, and compute the same but for rounding."""
+    key = (*shape, torch.get_num_threads())
+    if key not in _found:
+        _found[key] = _is_better(layers)
+    return _found[key]
+
+
+def _is_better(layers: list[nn.Linear]) -> bool:
+    packed = [PackedLinear(1, 1, device="meta") for _ in layers]
+    try:
+        for own, layer in zip(packed, layers, strict=True):
+            own.weight, own.bias = layer.weight, layer.bias
+            vars(own)["packed"] = _Packed(layer)
+        return _is_same(packed[0], layers[0]) and _is_faster(packed, layers)
+    except (RuntimeError, AttributeError) as error:  # a processor or a build that knows no packing
+        logger.debug("weights cannot be packed", exc_info=error)
+        return False
+
+
+@torch.inference_mode()
+def _is_same(packed: nn.Linear, layer: nn.Linear) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    weight = layer.weight
+    shape = _NUM_ROWS, weight.shape[1]
+    rows = torch.randn(shape, generator=generator, dtype=torch.float32).to(weight.dtype)
+    found, expected = packed(rows).float(), layer(rows).float()
+    tolerance = 8 * torch.finfo(weight.dtype).eps * expected.abs().max()
+    return bool(((found - expected).abs() <= tolerance).all())
+
+
+@torch.inference_mode()
+def _is_faster(packed: list[PackedLinear], layers: list[nn.Linear]) -> bool:
+    weight = layers[0].weight
+    rows = torch.ones(_NUM_ROWS, weight.shape[1], dtype=weight.dtype)
+    ratios = []
+    for _ in range(_NUM_ROUNDS):
+        plain = _seconds(lambda: [layer(rows) for layer in layers])
+        ratios.append(_seconds(lambda: [layer(rows) for layer in packed]) / plain)
+    return statistics.median(ratios[1:]) < _GAIN
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start

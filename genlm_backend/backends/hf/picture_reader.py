@@ -1,0 +1,311 @@
+"""PictureReader: from a prompt and pictures to the context that begins with them."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, Final, NamedTuple, final
+
+import numpy as np
+import torch
+
+from genlm_backend.checks import shown
+from genlm_backend.errors import PictureError
+from genlm_backend.model.context import Context
+from genlm_backend.model.contexts import Contexts
+from genlm_backend.vision.images import fingerprint, read_image, read_images
+from genlm_backend.vision.picture_prompt import check_fits, check_places
+from genlm_backend.vision.picture_rules import PictureRules
+from genlm_backend.vision.pictures import Pictures, bytes_of, codes
+
+_OF_TEXT: Final = frozenset({"input_ids", "attention_mask", "labels"})
+"""What processors return that the model is not given as it is."""
+
+
+class _Read(NamedTuple):
+    """What a processor has made of a prompt with pictures.
+
+    Attributes:
+        token_ids: Ids of the prompt, parts of pictures included.
+        inputs: What the model takes beside them.
+    """
+
+    token_ids: list[int]
+    inputs: dict[str, torch.Tensor]
+
+
+@final
+class PictureReader:
+    """Reads pictures by the processor of one model.
+
+    Args:
+        processor: The processor, as ``AutoProcessor`` loads it.
+        contexts: What checks token ids.
+        image_token_id: The id that stands for a part of a picture.
+        rules_of: Asks the model where text goes on behind pictures, given a prompt and what the
+            processor has made beside it; called once.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        contexts: Contexts,
+        image_token_id: int,
+        rules_of: Callable[[list[int], Mapping[str, torch.Tensor]], PictureRules],
+    ) -> None:
+        self._processor, self._contexts = processor, contexts
+        self._image_token_id, self._rules_of = image_token_id, rules_of
+        self._marker = getattr(processor, "image_token", None)
+        if not isinstance(self._marker, str) or not hasattr(processor, "image_processor"):
+            raise PictureError(
+                f"{type(processor).__name__} is no processor of text and pictures: AutoProcessor "
+                "loads the model's own"
+            )
+
+    @cached_property
+    def _probes(self) -> tuple[_Read, _Read]:
+        """What the processor makes of a picture before texts of two lengths."""
+        noise = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+        first, second = (
+            self._read(f"{self._marker} a b{rest}", [read_image(noise, 0)]) for rest in ("", " c d")
+        )
+        return first, second
+
+    @cached_property
+    def _of_tokens(self) -> frozenset[str]:
+        """Names of what has one element for each token."""
+        first, second = self._probes
+        return frozenset(
+            name
+            for name, value in first.inputs.items()
+            if value.shape == (1, len(first.token_ids))
+            and second.inputs[name].shape == (1, len(second.token_ids))
+        )
+
+    @cached_property
+    def _rules(self) -> PictureRules:
+        return self._rules_of(*self._probes[0])
+
+    def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
+        """Return the context of a prompt that begins with pictures.
+
+        Args:
+            prompt: A text, in which the model's own token for a picture stands for each; or token
+                ids, with one such token for each, or as the processor returns them.
+            images: The pictures, in order; or what the processor has made of them, by name.
+            max_length: Longest context that the model takes.
+
+        Raises:
+            PictureError: If there are more or fewer pictures than places, or one cannot be read.
+            ContextTypeError: If the prompt is neither.
+            ContextError: If it does not fit into the model.
+        """
+        if isinstance(images, Mapping):
+            if isinstance(prompt, str):
+                raise PictureError(
+                    "what a processor has made of pictures goes with the input_ids that it "
+                    "returned, and not with a text"
+                )
+            return self._of_inputs(self._ids(prompt), images, max_length)
+        pictures = read_images(images)
+        if isinstance(prompt, str):
+            check_places(str(self._marker), prompt.count(str(self._marker)), len(pictures))
+            part = str(self._processor.tokenizer.convert_ids_to_tokens(self._image_token_id))
+            if part != self._marker and part in prompt:
+                raise PictureError(
+                    f"the prompt holds {part!r}, which stands for a part of a picture: the place "
+                    f"of a whole one is marked by {self._marker!r}"
+                )
+            read = self._read(prompt, pictures) if pictures else None
+            ids = read.token_ids if read else self._tokenized(prompt)
+        else:
+            ids = self._ids(prompt)
+            read, ids = self._of_ids(ids, pictures)
+        if read is None:
+            return self._contexts.of(ids)
+        check_fits(ids, max_length)
+        prints = [fingerprint(picture) for picture in pictures]
+        return self._context(ids, read.inputs, prints, self._counts(pictures))
+
+    def _of_inputs(
+        self, ids: list[int], inputs: Mapping[str, Any], max_length: int | None
+    ) -> Context:
+        """Return the context of what the processor has made."""
+        given = {n: value for n, value in inputs.items() if n not in _OF_TEXT}
+        if not all(isinstance(value, torch.Tensor) for value in given.values()):
+            raise PictureError(
+                "what a processor has made of pictures must be tensors, such as 'pixel_values', "
+                f"got {shown(dict(inputs))}"
+            )
+        if self._image_token_id not in ids:
+            raise PictureError(
+                f"the token ids hold no part of a picture, which is {self._image_token_id}: pass "
+                "them as the processor returns them"
+            )
+        known = self._probes[0].inputs
+        if given.keys() != known.keys():
+            raise PictureError(
+                f"what {type(self._processor).__name__} makes of pictures is "
+                f"{', '.join(map(repr, sorted(known)))}, got "
+                f"{', '.join(map(repr, sorted(given))) or 'nothing'}"
+            )
+        for name in self._of_tokens:
+            if given[name].shape != (1, len(ids)):
+                raise PictureError(
+                    f"{name} must have one element for each of {len(ids)} token ids, shape "
+                    f"[1, {len(ids)}], got {list(given[name].shape)}"
+                )
+        given = {name: value.detach().clone() for name, value in given.items()}
+        check_fits(ids, max_length)
+        digest = hashlib.sha256()
+        for name in sorted(given):
+            digest.update(f"{name} {given[name].shape}".encode() + bytes_of(given[name]))
+        return self._context(ids, given, [digest.digest()], [ids.count(self._image_token_id)])
+
+    # ---------------------------------------------------------------- from prompts to token ids
+
+    def _ids(self, prompt: Any) -> list[int]:
+        packed = array("i")
+        packed.frombytes(self._contexts.packed(prompt))
+        return list(packed)
+
+    def _tokenized(self, text: str) -> list[int]:
+        return self._processor.tokenizer(text)["input_ids"]
+
+    def _of_ids(self, ids: list[int], pictures: list[Any]) -> tuple[_Read | None, list[int]]:
+        """Return what the processor makes of pictures, and ids with all parts of them."""
+        marker = self._processor.tokenizer.convert_tokens_to_ids(self._marker)
+        num_parts = ids.count(self._image_token_id)
+        if not pictures:
+            check_places(str(self._marker), num_parts or ids.count(marker), 0)
+            return None, ids
+        read = self._read(str(self._marker) * len(pictures), pictures)
+        if num_parts == read.token_ids.count(self._image_token_id) and num_parts != len(pictures):
+            return self._with_ids(read, ids), ids
+        check_places(str(self._marker), ids.count(marker), len(pictures))
+        if num_parts and marker != self._image_token_id:
+            raise PictureError(
+                f"the token ids hold {self._image_token_id}, which stands for a part of a picture, "
+                f"beside {marker}, which marks the place of a whole one"
+            )
+        self._check_expands_in_place(marker)
+        apart = iter([self._expanded(picture, marker) for picture in pictures])
+        whole = [part for i in ids for part in (next(apart) if i == marker else [i])]
+        return self._with_ids(read, whole), whole
+
+    def _check_expands_in_place(self, marker: int) -> None:
+        """Raise a ``PictureError`` if the processor does more than to expand each place."""
+        text = f"{self._marker} a b"
+        noise = np.zeros((48, 64, 3), np.uint8)
+        one = self._expanded(read_image(noise, 0), marker)
+        plain = self._tokenized(text)
+        wanted = [part for i in plain for part in (one if i == marker else [i])]
+        if self._read(text, [read_image(noise, 0)]).token_ids != wanted:
+            raise PictureError(
+                f"{type(self._processor).__name__} puts text around the pictures of a prompt: pass "
+                "it as a text, or the ids as the processor returns them"
+            )
+
+    def _expanded(self, picture: Any, marker: int) -> list[int]:
+        """Return the ids that one picture's place becomes, without what begins and ends texts."""
+        found, bare = (
+            self._read(str(self._marker), [picture]).token_ids,
+            self._tokenized(str(self._marker)),
+        )
+        before = bare.index(marker)
+        after = len(bare) - before - 1
+        return found[before : len(found) - after]
+
+    def _with_ids(self, read: _Read, ids: list[int]) -> _Read:
+        """Return what the processor has made, with an element for each of other token ids."""
+        size, inputs = len(read.token_ids), {}
+        is_part = [token_id == self._image_token_id for token_id in read.token_ids]
+        for name, value in read.inputs.items():
+            if name in self._of_tokens and value.shape == (1, size):
+                kinds = {part: int(of) for part, of in zip(is_part, value[0], strict=True)}
+                made = [kinds.get(token_id == self._image_token_id, 0) for token_id in ids]
+                value = torch.tensor([made], dtype=value.dtype)
+            inputs[name] = value
+        return _Read(ids, inputs)
+
+    def _read(self, text: str, pictures: list[Any]) -> _Read:
+        """Run the processor.
+
+        Raises:
+            PictureError: If it refuses the pictures.
+        """
+        try:
+            made = self._processor(text=[text], images=[pictures], return_tensors="pt")
+        except (ValueError, TypeError, IndexError, RuntimeError) as error:
+            raise PictureError(
+                f"{type(self._processor).__name__} does not read these pictures: {error}"
+            ) from error
+        inputs = {
+            name: value
+            for name, value in made.items()
+            if name not in _OF_TEXT and isinstance(value, torch.Tensor)
+        }
+        return _Read(made["input_ids"][0].tolist(), inputs)
+
+    # ---------------------------------------------------------------- from these to a context
+
+    def _counts(self, pictures: list[Any]) -> list[int]:
+        """Return how many parts each picture has where it is alone; none for a single one."""
+        if len(pictures) == 1:
+            return []
+        marker = str(self._marker)
+        alone = (self._read(marker, [picture]).token_ids for picture in pictures)
+        return [ids.count(self._image_token_id) for ids in alone]
+
+    def _context(
+        self,
+        ids: list[int],
+        inputs: Mapping[str, torch.Tensor],
+        prints: list[bytes],
+        counts: list[int],
+    ) -> Context:
+        """Return a context, its parts of pictures named by what they show.
+
+        Args:
+            ids: Ids of the prompt.
+            inputs: What the model takes beside them.
+            prints: What tells each picture from others.
+            counts: Number of parts of each.
+        """
+        rules, values = self._rules, np.array(ids, np.int32)
+        self._contexts.packed([i for i in ids if i != self._image_token_id])
+        (parts,) = np.nonzero(values == self._image_token_id)
+        if sum(counts) != len(parts):  # there is one, or what one becomes depends on the others
+            prints, counts = [b"".join(prints)], [len(parts)]
+        prints, counts = _joined(prints, counts, parts)
+        if rules.is_prompt_one:
+            prints = [one + values.tobytes() for one in prints]
+        packed = values.copy()
+        packed[parts] = np.concatenate([codes(*pair) for pair in zip(prints, counts, strict=True)])
+        num_tokens = len(ids) if rules.is_prompt_one else int(parts[-1]) + 1
+        made = Pictures.of(
+            ids,
+            inputs,
+            num_tokens,
+            self._image_token_id,
+            self._of_tokens,
+            rules.suffix,
+            rules.keeps,
+        )
+        return Context.of(self._contexts, packed.tobytes(), pictures=made)
+
+
+def _joined(
+    prints: list[bytes], counts: list[int], parts: np.ndarray[Any, np.dtype[np.int64]]
+) -> tuple[list[bytes], list[int]]:
+    """Return pictures as groups of those whose parts touch, which may see each other."""
+    groups, sizes, place = list[bytes](), list[int](), 0
+    for one, count in zip(prints, counts, strict=True):
+        if sizes and parts[place] == parts[place - 1] + 1:
+            groups[-1], sizes[-1] = groups[-1] + one, sizes[-1] + count
+        else:
+            groups, sizes = [*groups, one], [*sizes, count]
+        place += count
+    return groups, sizes

@@ -1,0 +1,225 @@
+"""Files with the keys and values of a prefix each."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from genlm_backend.backends.hf.fingerprint import Fingerprint, weights_digest, weights_state
+from genlm_backend.backends.hf.lora import Adapters
+from genlm_backend.backends.hf.support import vocab_width
+from genlm_backend.errors import PrefixFileError
+from genlm_backend.model.query import Adapter, Query
+from genlm_backend.passes.passes import Passes
+from genlm_backend.prefix import KVLayout
+
+FORMAT: Final = "genlm_backend prefix 1"
+
+_DIFFERENT: Final = {
+    "config": "of another model: its config differs",
+    "weights": "of another model: its weights differ",
+    "adapter": "of another adapter, or of none where this is asked with one",
+    "layout": "in another number format, or of keys and values of another shape",
+}
+_MEAN_TOLERANCE: Final = 1e-3
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """The tokens of a prefix, and their keys and values as they are coded.
+
+    Attributes:
+        token_ids: Its tokens.
+        codes: By layer, the tensors of codes, ``[len(token_ids), columns]`` each.
+        states: The tensors of the running state behind the last token, ``[1, *shape]`` each; none
+            of a model that has no such state.
+    """
+
+    token_ids: tuple[int, ...]
+    codes: list[tuple[torch.Tensor, ...]]
+    states: list[torch.Tensor]
+
+
+def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout) -> None:
+    """Write a file in the format of safetensors; whatever goes wrong, no half of it stays.
+
+    Raises:
+        OSError: If it cannot be written.
+    """
+    tensors = {"token_ids": torch.tensor(prefix.token_ids, dtype=torch.int32)}
+    for number, codes in enumerate(prefix.codes):
+        for i, of_tokens in enumerate(codes):
+            tensors[f"codes.{number}.{i}"] = of_tokens.contiguous()
+    for number, state in enumerate(prefix.states):
+        tensors[f"state.{number}"] = state.contiguous()
+    for number, layer in enumerate(layout.layers):
+        if layer.mean_key is not None:
+            tensors[f"mean_key.{number}"] = layer.mean_key.cpu().contiguous()
+    said = {"format": FORMAT, **fingerprint.fields()}
+    said["digest"] = _digest(said, tensors)
+    name = path.parent / f".{secrets.token_hex(8)}.tmp"
+    handle = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    mode = stat.S_IMODE(os.fstat(handle).st_mode)
+    os.close(handle)
+    try:
+        try:
+            save_file(tensors, name, said)
+        except SafetensorError as error:  # a full disk, among others
+            raise OSError(errno.EIO, f"could not be written: {error}", str(path)) from error
+        os.chmod(name, mode)  # that of any new file, which what safetensors writes has not
+        os.replace(name, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
+    """Return what a file holds, mapped into memory.
+
+    Args:
+        path: The file.
+        fingerprint: What the model has that is to go on from it.
+        layout: The shapes and the format of that model's keys and values.
+
+    Raises:
+        PrefixFileError: (``ValueError``) If it is no such file, of another model or format, cut
+            short or changed.
+        OSError: If it cannot be read.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):  # opening a pipe would wait
+        raise PrefixFileError(f"{path} is a device or a pipe, and no file of a prefix")
+    with path.open("rb"):  # whose errors say more than those of safetensors
+        pass
+    try:
+        with safe_open(path, "pt") as file:
+            said = dict(file.metadata() or {})
+            if said.get("format") != FORMAT:
+                raise PrefixFileError(f"{path} holds no prefix that this version knows")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise PrefixFileError(f"{path} is cut short, or no file of a prefix: {error}") from error
+    for name, expected in fingerprint.fields().items():
+        if said.get(name) != expected:
+            kinds = f": {said.get(name)}; this model has {expected}" if name == "layout" else ""
+            raise PrefixFileError(f"{path} is {_DIFFERENT[name]}{kinds}")
+    if said.pop("digest", None) != _digest(said, tensors):
+        raise PrefixFileError(f"{path} has been changed since it was written")
+    token_ids = tensors.get("token_ids", torch.empty(0, dtype=torch.int64))
+    found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    if found != _kinds(layout, token_ids.numel()):
+        raise PrefixFileError(f"{path} does not hold the tensors that it says")
+    for number, layer in enumerate(layout.layers):
+        mean = layer.mean_key
+        if mean is not None and not torch.allclose(
+            tensors[f"mean_key.{number}"], mean.cpu(), atol=_MEAN_TOLERANCE, rtol=_MEAN_TOLERANCE
+        ):
+            raise PrefixFileError(f"{path} is of another model: the mean of its keys differs")
+    if not all(bool(t.isfinite().all()) for t in tensors.values() if t.is_floating_point()):
+        raise PrefixFileError(f"{path} has keys or values that are infinite or no numbers")
+    codes = [
+        tuple(tensors[f"codes.{number}.{i}"] for i in range(len(layer.codec().columns())))
+        for number, layer in enumerate(layout.layers)
+    ]
+    states = [tensors[f"state.{number}"] for number in range(len(layout.states.tensors))]
+    return Prefix(tuple(token_ids.tolist()), codes, states)
+
+
+def _kinds(layout: KVLayout, num_tokens: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the type and shape of every tensor in a file of so many tokens."""
+    kinds: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "token_ids": (torch.int32, (num_tokens,))
+    }
+    for number, layer in enumerate(layout.layers):
+        for i, (width, dtype) in enumerate(layer.codec().columns()):
+            kinds[f"codes.{number}.{i}"] = (dtype, (num_tokens, width))
+        if layer.mean_key is not None:
+            kinds[f"mean_key.{number}"] = (layer.mean_key.dtype, tuple(layer.mean_key.shape))
+    for number, state in enumerate(layout.states.tensors):
+        kinds[f"state.{number}"] = (state.dtype, (1, *state.shape))
+    return kinds
+
+
+def _digest(said: Mapping[str, str], tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a digest of everything that a file says."""
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    """Return the memory of a tensor, without a copy where its elements lie side by side."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+@final
+class PrefixFiles:
+    """Files with the keys and values of a model, whose fingerprints it keeps.
+
+    Args:
+        passes: What has the model, its tree and its store.
+        adapters: Its adapters.
+    """
+
+    def __init__(self, passes: Passes, adapters: Adapters) -> None:
+        self._passes, self._adapters = passes, adapters
+        # What a digest was made of, and the digest.
+        self._digests: dict[Adapter | None, tuple[object, str]] = {}
+
+    def save(self, node: int, query: Query, path: Path) -> None:
+        """Write what is kept up to the node of a context.
+
+        Raises:
+            OSError: If the file cannot be written; nothing of it stays then.
+        """
+        passes = self._passes
+        states = [state.cpu() for state in passes.states.read(passes.tree.nodes.state[[node]])]
+        prefix = Prefix(tuple(query.context), passes.codes_of(node), states)
+        save(path, prefix, self._fingerprint(query.adapter), passes.store.layout)
+
+    def load(self, path: Path, adapter: Adapter | None) -> Prefix:
+        """Return what is in a file of this model.
+
+        Raises:
+            PrefixFileError: (``ValueError``) If it is of another model or none at all.
+            OSError: If it cannot be read.
+        """
+        layout = self._passes.store.layout
+        prefix = load(path, self._fingerprint(adapter), layout)
+        ids, width = prefix.token_ids, vocab_width(self._passes.runner.model)
+        if not ids or not 0 <= min(ids) <= max(ids) < width:
+            raise PrefixFileError(f"{path} has no tokens, or such as the model has not")
+        return prefix
+
+    def look_again(self) -> None:
+        """Read the weights again for the next file: they may have been changed past torch."""
+        self._digests.clear()
+
+    def _fingerprint(self, adapter: Adapter | None) -> Fingerprint:
+        """Return what keys and values depend on; weights are read again if they have changed."""
+        model = self._passes.runner.model
+
+        def digest(wanted: Adapter | None) -> str:
+            twin = self._adapters.twin(wanted).module
+            state, known = weights_state(twin), self._digests.get(wanted)
+            if known is None or known[0] != state:
+                known = self._digests[wanted] = state, weights_digest(twin)
+            return known[1]
+
+        return Fingerprint.of(model, digest(None), digest(adapter), self._passes.store.layout)

@@ -1,0 +1,148 @@
+"""Passes of a trial that go on from running states, whatever slots there are.
+
+They are those of any library: a runner makes the states of a pass, and a store keeps them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+import numpy as np
+import torch
+
+from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.packing import Run, Span, pack
+from genlm_backend.attention.torch import TorchRowStates
+from genlm_backend.backends.hf.hf_runner import HFRunner
+from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
+from genlm_backend.passes.going_on import GoingOn
+from genlm_backend.prefix import StateStore
+
+NUM_STATES: Final = 16
+"""States of a store that are enough for all passes of a trial."""
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """The first tokens of a context, which have gone through the model.
+
+    Attributes:
+        past: The slots of their keys and values.
+        state: The number of the running state behind them.
+    """
+
+    past: tuple[Run, ...]
+    state: int
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Findings:
+    """What passes that go on from running states tell of a model.
+
+    Attributes:
+        going_on: How many tokens go on from a state in one pass.
+        difference: How far rows of such passes are from what they should be, at most.
+        spans: The last token of each context.
+        before: What it goes on from.
+        rows: Their rows.
+    """
+
+    going_on: GoingOn
+    difference: float
+    spans: tuple[Span, ...]
+    before: tuple[Begun, ...]
+    rows: torch.Tensor
+
+
+@final
+class StateTrial:
+    """Passes of a model with running states, whose rows have as many new tokens each.
+
+    Args:
+        runner: What calls the model.
+        states: A store of ``NUM_STATES`` states.
+        attend: The way to attend to keys and values.
+    """
+
+    def __init__(self, runner: HFRunner, states: StateStore, attend: Attend) -> None:
+        self._runner, self._states, self._attend = runner, states, attend
+        self._num_slots = self._num_states = 0
+
+    def found(
+        self,
+        long: list[int],
+        short: list[int],
+        long_row: torch.Tensor,
+        short_row: torch.Tensor,
+        rounding: float,
+    ) -> Findings:
+        """Find out whether rows of contexts that go on from states are their own.
+
+        Two rows go on from one state, beside one of another context, by two tokens at once and by
+        one after the other; and many tokens go on from one.
+
+        Args:
+            long: A context of some twelve tokens at least.
+            short: Another one, half as long.
+            long_row: Row after the first.
+            short_row: Row after the second.
+            rounding: Distance that computing in another order makes.
+        """
+        ((before,), _), ((shorter,), _) = (self.go_on([None], [c[:-2]]) for c in (long, short))
+        (first,), _ = self.go_on([None], [short[:1]])
+        begun, contexts = (before, shorter, before), (long, short, long)
+        _, many = self.go_on([first], [short[1:]])
+        _, several = self.go_on(begun, [context[-2:] for context in contexts])
+        ends, _ = self.go_on(begun, [context[-2:-1] for context in contexts])
+        spans = self._spans(ends, [context[-1:] for context in contexts])
+        last = pack(spans, states=running_states(self._runner, self._states, ends))
+        rows = row_of(self._runner.forward(last, self._attend))
+        wanted = [long_row, short_row, long_row]
+        at_once = farthest(
+            [distance(row_of(many)[0], short_row), *map(distance, row_of(several), wanted)]
+        )
+        one_by_one = farthest(map(distance, rows, wanted))
+        going_on = GoingOn.told_by(at_once, one_by_one, rounding)
+        found = {GoingOn(): max(at_once, one_by_one), GoingOn(most=1): one_by_one}
+        difference = found.get(going_on, at_once)
+        return Findings(going_on, difference, tuple(spans), tuple(ends), rows)
+
+    def go_on(
+        self, before: Sequence[Begun | None], tokens: Sequence[list[int]]
+    ) -> tuple[list[Begun], torch.Tensor]:
+        """Run the next tokens of contexts, all of which begin or none.
+
+        Returns:
+            The contexts with these tokens, and the logits behind the last ones.
+        """
+        spans = self._spans(before, tokens)
+        states = running_states(self._runner, self._states, before)
+        logits = self._runner.forward(pack(spans, states=states), self._attend)
+        numbers = np.arange(len(spans)) + self._num_states + 1
+        self._num_states += len(spans)
+        self._states.write(numbers, states.behind(np.arange(len(spans))))
+        pasts = [(*span.past, Run(object(), span.slots, span.num_new)) for span in spans]
+        return [Begun(*one) for one in zip(pasts, numbers.tolist(), strict=True)], logits
+
+    def _spans(self, before: Sequence[Begun | None], tokens: Sequence[list[int]]) -> list[Span]:
+        """Return spans of the next tokens of contexts, with slots of their own."""
+        spans: list[Span] = []
+        for begun, ids in zip(before, tokens, strict=True):
+            first = self._num_slots + 1
+            self._num_slots += len(ids)
+            past = () if begun is None else begun.past
+            spans.append(Span(ids, past, range(first, first + len(ids)), (len(ids) - 1,)))
+        return spans
+
+
+def running_states(
+    runner: HFRunner, states: StateStore, before: Sequence[Begun | None]
+) -> TorchRowStates:
+    """Return the running states of rows that go on from contexts, all of which begin or none."""
+    numbers = [begun.state for begun in before if begun is not None]
+    own = states.read(np.array(numbers)) if numbers else None
+    return runner.running_states(states.layout, own)

@@ -1,0 +1,364 @@
+"""Can this model's keys and values be kept token by token? Asked of the model, not of its name."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.packing import Span
+from genlm_backend.attention.torch import WAYS, GatherAttend, WholeAttend
+from genlm_backend.backends.hf.hf_runner import HFRunner, parameters_of
+from genlm_backend.backends.hf.model_state import DtypeAndDevice, check_output
+from genlm_backend.backends.hf.rows_apart import distance, row_of
+from genlm_backend.backends.hf.trial import (
+    bounds,
+    counts_columns,
+    expected_rows,
+    first_trial,
+    spread_alone,
+    tolerance_of,
+)
+from genlm_backend.checks import shown
+from genlm_backend.errors import UnsupportedModelError
+from genlm_backend.passes.going_on import GoingOn
+from genlm_backend.prefix import (
+    CacheLayer,
+    KVLayout,
+    KVStore,
+    LayerLayout,
+    StateLayout,
+    StateTensor,
+)
+from genlm_backend.runtime.threads import one_thread
+
+logger = logging.getLogger(__name__)
+
+_PROBE_LENGTH: Final = 24
+_ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # some five seconds on one thread
+
+
+@dataclass(frozen=True, slots=True)
+class KVSupport:
+    """What can be kept of a model and how it is attended to, or why nothing can.
+
+    Attributes:
+        layout: Shape of one token's keys and values; without layers where the model keeps other
+            states and so runs every context whole.
+        attend: The way to attend to them that gives the model's own rows.
+        reason: Why there is no layer; empty where there are some.
+        pads: Whether a context run whole may be padded beside a longer one.
+        aligns: Whether contexts may share a pass only if as many tokens of each are in slots.
+        going_on: How many tokens go on from a running state in one pass.
+        spread_alone: Distance of the row of a token that goes through the model alone to the same
+            row computed among others; 0 where that is rounding.
+    """
+
+    layout: KVLayout = field(default_factory=KVLayout)
+    attend: Callable[[KVStore], Attend] = GatherAttend
+    reason: str = ""
+    pads: bool = True
+    aligns: bool = False
+    going_on: GoingOn = field(default_factory=GoingOn)
+    spread_alone: float = 0.0
+
+
+def check_model(model: Any) -> None:
+    """Raise an ``UnsupportedModelError`` if ``model`` is no causal language model."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config") or not callable(getattr(model, "forward", None)):
+        hint = "; from_name takes a name" if isinstance(model, str) else ""
+        raise UnsupportedModelError(
+            f"hf_model must be a causal language model of transformers, got {shown(model)}{hint}"
+        )
+    if hasattr(model, "_orig_mod"):
+        raise UnsupportedModelError(
+            "torch.compile has hidden what the model takes: wrap the model that was compiled, "
+            "model._orig_mod, or compile it in its place by model.compile(); queries compute with "
+            "its own code either way"
+        )
+    check_output(config)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder model; a next token is only defined "
+            "for decoder-only (causal) language models"
+        )
+    if not hasattr(model, "get_output_embeddings") or "input_ids" not in parameters_of(model):
+        raise UnsupportedModelError(f"{type(model).__name__} is not a language model over tokens")
+    is_split = getattr(model, "hf_device_map", None) is not None  # parts may wait elsewhere
+    if not is_split and (placement := DtypeAndDevice.of(model)) and placement.device.type == "meta":
+        raise UnsupportedModelError(f"{type(model).__name__} is on 'meta': it has no weights")
+
+
+def longest_context(model: Any) -> int | None:
+    """Return the longest context that a model's config speaks of; some say -1 for any."""
+    config = model.config.get_text_config(decoder=True)
+    length = getattr(config, "max_position_embeddings", None)
+    return length if length is None or length > 0 else None
+
+
+def vocab_width(model: Any) -> int:
+    """Return the width of a model's logits, which may be padded beyond its config's vocabulary."""
+    head = model.get_output_embeddings()
+    width = getattr(head, "out_features", None)
+    return int(width or model.config.get_text_config(decoder=True).vocab_size)
+
+
+def rotary_limit(model: Any) -> int | None:
+    """Return the longest context whose rotary positions are read as in shorter ones.
+
+    ``None`` if all are. Where transformers recomputes the frequencies for long contexts (the
+    types "longrope" and "dynamic"), all positions of a context depend on how long it is.
+    """
+    limits = [
+        limit
+        for module in getattr(model, "modules", list)()
+        if (rope_type := getattr(module, "rope_type", None)) is not None
+        for limit in _rotary_limits(module, rope_type)
+    ]
+    return min(limits, default=None)
+
+
+def _rotary_limits(module: Any, rope_type: Any) -> Iterator[int]:
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    by_layer = rope_type if isinstance(rope_type, dict) else {None: rope_type}
+    for layer_type, kind in by_layer.items():
+        own = parameters if layer_type is None else parameters.get(layer_type) or {}
+        if kind == "longrope":
+            yield own["original_max_position_embeddings"]
+        elif "dynamic" in str(kind):
+            yield module.original_max_seq_len - 1  # at the limit, it reads as in the one before
+
+
+def examine(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
+    """Find out by a few tiny forward passes whether slots give the right answers.
+
+    The rows of two short contexts are computed whole and then from slots, in two steps and padded
+    to one batch. The first way to attend is taken whose difference is rounding, compared with the
+    difference that one wrong token makes. That takes five passes, of a small model on one thread.
+    Where nothing can be kept, two more tell whether the model minds the padding of its rows.
+
+    Raises:
+        UnsupportedModelError: If the model gives other rows when it is told positions.
+    """
+    support = _examine_slots(runner, vocab_size, max_length)
+    is_run_whole = support.reason or support.layout.states  # where it has to begin anew
+    if not is_run_whole or _bears_padding(runner, vocab_size, max_length):
+        return support
+    return replace(support, pads=False)
+
+
+def _bears_padding(runner: HFRunner, vocab_size: int, max_length: int | None) -> bool:
+    """Whether a context beside a longer one has the row that it has alone."""
+    length = min(_PROBE_LENGTH, max_length or _PROBE_LENGTH)
+    generator = random.Random(1)
+    long = [generator.randrange(vocab_size) for _ in range(length)]
+    short = Span(long[: length // 2], outputs=(length // 2 - 1,))
+    if not short.num_new:
+        return True
+    try:
+        with tried(runner):
+            alone = row_of(runner.forward([short], WholeAttend()))
+            beside = row_of(
+                runner.forward([short, Span(long, outputs=(length - 1,))], WholeAttend())
+            )
+    except Exception as error:  # third-party model code may raise anything; alone it may do
+        logger.debug("%s takes no padding", type(runner.model).__name__, exc_info=error)
+        return False
+    tolerance, share = bounds(runner.model)
+    spread = distance(beside[0], beside[1])
+    return distance(alone[0], beside[0]) <= max(tolerance, share * spread)
+
+
+def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
+    config = runner.model.config.get_text_config(decoder=True)
+    if not {"past_key_values", "cache_params"} & runner.parameters:
+        return KVSupport(reason="its state is not one of keys and values")
+    layers = DynamicCache(config=config).layers
+    others = {type(layer).__name__ for layer in layers if not _is_known(layer)}
+    if others:
+        reason = f"some layers keep states that belong to no token: {sorted(others)}"
+        return KVSupport(reason=reason)
+    window = getattr(config, "sliding_window", None) or 0
+    length = _PROBE_LENGTH if window > 64 else max(_PROBE_LENGTH, 2 * window + 4)
+    length = min(length, max_length or length)
+    if length < 6 or vocab_size < 3:
+        return KVSupport(reason=f"a context of {length} tokens is too short to tell")
+    generator = random.Random(0)
+    long, other = ([generator.randrange(vocab_size) for _ in range(length)] for _ in range(2))
+    try:
+        with tried(runner):
+            layout, bare_row = _observe_layout(runner, long[:3], _cache_layers(layers))
+            expected = expected_rows(runner, long, other, vocab_size)
+            tolerance = tolerance_of(runner, layout, expected.spread)
+            trial, difference = first_trial(runner, layout, expected, tolerance)
+            aligns = trial is not None and counts_columns(trial, max_length)
+            alone = spread_alone(runner, layout, trial.way if trial else WAYS[-1], expected)
+    except UnsupportedModelError as error:
+        return KVSupport(reason=str(error))
+    except Exception as error:  # third-party model code may raise anything; it still runs whole
+        logger.warning(
+            "%s runs without key-value reuse", type(runner.model).__name__, exc_info=True
+        )
+        return KVSupport(reason=f"it does not run on a foreign cache: {error!r}")
+    if distance(expected.third, bare_row) > tolerance:  # its positions, or it looks ahead
+        (alone_row,) = row_of(runner.forward([Span(long[:3], outputs=(2,))], WholeAttend()))
+        if distance(alone_row, bare_row) > tolerance:
+            raise UnsupportedModelError(
+                f"{type(runner.model).__name__} counts positions in a way of its own: told that a "
+                "context begins at position 0, it gives other rows than when it is told nothing"
+            )
+    if trial is None:
+        return KVSupport(
+            reason=f"rows from cached keys and values differ by {difference:.2g} from whole ones, "
+            f"and by {expected.spread:.2g} between different contexts"
+        )
+    return KVSupport(
+        layout, trial.way.over, aligns=aligns, going_on=trial.going_on, spread_alone=alone
+    )
+
+
+def tried(runner: HFRunner) -> AbstractContextManager[None]:
+    """Return the context of a tiny pass that a model is tried by.
+
+    It is on one thread where others would gain less on an idle machine than they would lose on a
+    busy one.
+    """
+    num_parameters = sum(parameter.numel() for parameter in runner.model.parameters())
+    is_small = runner.device.type == "cpu" and num_parameters < _ONE_THREAD_PARAMETERS
+    return one_thread() if is_small else contextlib.nullcontext()
+
+
+def _is_known(layer: Any) -> bool:
+    """Whether a layer of a cache keeps keys and values by token, running states, or both."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return True
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def _cache_layers(layers: Sequence[Any]) -> tuple[CacheLayer, ...]:
+    """What the layers of a model's cache hold; nothing where all hold keys and values alone."""
+    held = tuple(
+        CacheLayer(isinstance(layer, DynamicLayer), getattr(layer, "number_of_states", 0))
+        for layer in layers
+    )
+    return held if any(layer.num_states for layer in held) else ()
+
+
+def _fresh_cache(cache_layers: Sequence[CacheLayer]) -> Cache:
+    """A cache of transformers' own that holds nothing yet."""
+    layers: list[Any] = []
+    for held in cache_layers:
+        if held.num_states:
+            kind = LinearAttentionAndFullAttentionLayer if held.attends else LinearAttentionLayer
+            layers.append(kind(number_of_states=held.num_states))
+        else:
+            layers.append(DynamicLayer())
+    return Cache(layers=layers) if layers else DynamicCache()
+
+
+@torch.inference_mode()
+def _observe_layout(
+    runner: HFRunner, token_ids: list[int], cache_layers: tuple[CacheLayer, ...]
+) -> tuple[KVLayout, torch.Tensor]:
+    """The shapes of what is kept, and the last row of the model that is told no positions."""
+    name = "past_key_values" if "past_key_values" in runner.parameters else "cache_params"
+    cache = _fresh_cache(cache_layers)
+    ids = torch.tensor([token_ids], dtype=torch.int64, device=runner.device)
+    logits = runner.twin.module(input_ids=ids, **{name: cache}, use_cache=True).logits
+    states = (
+        StateLayout(_state_tensors(cache.layers), cache_layers) if cache_layers else StateLayout()
+    )
+    layers = []
+    for number, layer in enumerate(cache.layers):
+        if cache_layers and not cache_layers[number].attends:
+            continue
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.shape[2] != len(token_ids):
+            raise UnsupportedModelError("a layer keeps no keys and values")
+        layers.append(
+            LayerLayout(
+                num_key_heads=keys.shape[1],
+                key_dim=keys.shape[3],
+                num_value_heads=values.shape[1],
+                value_dim=values.shape[3],
+                dtype=keys.dtype,
+                device=keys.device,
+            )
+        )
+    if not layers and not states:
+        raise UnsupportedModelError("no layer keeps keys and values")
+    return KVLayout(tuple(layers), states), row_of(logits[0, -1])
+
+
+def _state_tensors(layers: Sequence[Any]) -> tuple[StateTensor, ...]:
+    """The tensors of the running states of one row, as the layers of a cache have them."""
+    found: list[StateTensor] = []
+    for number, layer in enumerate(layers):
+        for name in ("conv_states", "recurrent_states"):
+            for index, state in getattr(layer, name, {}).items():
+                if state is not None:
+                    shape = tuple(state.shape[1:])
+                    found.append(StateTensor(number, name, index, shape, state.dtype, state.device))
+    return tuple(found)
+
+
+_NUM_MEAN_TOKENS: Final = 256
+_FARTHEST_MEAN: Final = 4096
+
+
+@torch.inference_mode()
+def mean_keys(
+    runner: HFRunner, layout: KVLayout, vocab_size: int, longest: float
+) -> list[torch.Tensor]:
+    """Return the mean of the keys of each layer over tokens drawn at random, always the same ones.
+
+    Some channels of keys lie far from zero in every context, the more so where rotary positions
+    turn them slowly. The tokens are spread over positions, as those of a long context are.
+
+    Args:
+        runner: What calls the model.
+        layout: What is kept of a context of it.
+        vocab_size: Number of token ids.
+        longest: Longest context that the model takes.
+
+    Returns:
+        For each layer that attends, all heads in a row: float32 ``[num_key_heads * key_dim]``.
+    """
+    generator = random.Random(0)
+    farthest = int(min(longest, _FARTHEST_MEAN))
+    num_tokens = min(_NUM_MEAN_TOKENS, farthest)
+    ids = [generator.randrange(vocab_size) for _ in range(num_tokens)]
+    positions = torch.arange(num_tokens, dtype=torch.int64) * (farthest // num_tokens)
+    inputs = {
+        "input_ids": torch.tensor([ids], dtype=torch.int64),
+        "position_ids": positions.unsqueeze(0),
+    }
+    if "position_ids" not in runner.parameters:
+        del inputs["position_ids"]
+    cache = _fresh_cache(layout.states.layers)
+    on_device = {name: tensor.to(runner.device) for name, tensor in inputs.items()}
+    runner.twin.module(**on_device, past_key_values=cache, use_cache=True)
+    held = [getattr(layer, "keys", None) for layer in cache.layers]
+    keys = [own[0].float() for own in held if own is not None]
+    # A token that overflows spoils those behind it, and has no part in a mean.
+    return [
+        torch.where(of_layer.isfinite(), of_layer, torch.nan).nanmean(1).nan_to_num(0).reshape(-1)
+        for of_layer in keys
+    ]

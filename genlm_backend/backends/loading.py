@@ -1,0 +1,166 @@
+"""Names of models: where they lead, and errors that say what was looked for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from genlm_backend.backends.bundled import BUNDLED, bundled_directory, is_bundled
+from genlm_backend.backends.hub import cached_models, hub_answers
+from genlm_backend.checks import near_names, shown, text
+from genlm_backend.errors import ModelNotFoundError
+from genlm_backend.model.ends import listed_ids
+from genlm_backend.runtime.progress import bars_where_seen
+
+
+def resolve_name(name: str) -> str:
+    """Return a local path or a hub's repository id for ``name``.
+
+    A local directory wins over a bundled model of the same name.
+
+    Raises:
+        MissingExtraError: If the name is a bundled model's and its package is not installed.
+        OptionTypeError: (``TypeError``) If ``name`` is no string or path.
+    """
+    name = check_name(name)
+    if Path(name).is_dir():
+        return name
+    return str(bundled_directory(name)) if is_bundled(name) else name
+
+
+def check_name(name: Any) -> str:
+    """Return a model's name as a string.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If the name is no string or path.
+        OptionError: (``ValueError``) If the name is empty.
+    """
+    return text("name", str(name) if isinstance(name, Path) else name)
+
+
+def hub_options(path: str) -> dict[str, Any]:
+    """Return options for a loader: ``local_files_only`` where the hub does not answer.
+
+    Without it, a loader asks the hub again for each file.
+
+    Args:
+        path: Local path or repository that ``resolve_name`` has returned.
+    """
+    return {} if Path(path).is_dir() or hub_answers() else {"local_files_only": True}
+
+
+def check_holds(path: str, *files: str) -> None:
+    """Raise an ``OSError`` if a local directory has none of some files.
+
+    Args:
+        path: Local path or repository that ``resolve_name`` has returned.
+        *files: Names of files, any of which will do.
+    """
+    directory = Path(path)
+    if directory.is_dir() and not any((directory / name).exists() for name in files):
+        there = shown(sorted(entry.name for entry in directory.iterdir()))
+        raise OSError(f"there is no {' or '.join(files)} among its files {there}")
+
+
+def check_has_tokenizer(path: str) -> None:
+    """Raise an ``OSError`` if a local directory has no file of a tokenizer.
+
+    Args:
+        path: Local path or repository that ``resolve_name`` has returned.
+    """
+    names = [entry.name for entry in Path(path).iterdir()] if Path(path).is_dir() else ["tokenizer"]
+    if not any(part in name for name in names for part in _PARTS_OF_TOKENIZER_FILES):
+        raise OSError(
+            f"there is no tokenizer among its files {shown(sorted(names))}: save it beside the "
+            "model, by tokenizer.save_pretrained"
+        )
+
+
+_PARTS_OF_TOKENIZER_FILES = ("token", "vocab", "merges", "spiece", "bpe", "tekken", "spm", ".py")
+"""What a name has in it of some file of every kind of tokenizer, or of code that makes one."""
+
+
+def check_reachable(path: str) -> None:
+    """Raise an ``OSError`` if a model is in no local cache and the hub does not answer.
+
+    It is for loaders that take no ``hub_options``.
+
+    Args:
+        path: Local path or repository that ``resolve_name`` has returned.
+    """
+    if hub_options(path) and path not in cached_models():
+        raise OSError("the hub does not answer, and its local cache has no such model")
+
+
+@contextlib.contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Turn the many errors of an absent model into one that says what was looked for.
+
+    Progress bars of loading appear where somebody sees them: on a terminal, or in a notebook.
+    """
+    try:
+        with bars_where_seen():
+            yield
+    except OSError as error:
+        first_line = str(error).strip().split("\n")[0]
+        if Path(name).is_dir():
+            raise ModelNotFoundError(
+                f"the directory {str(name)!r} holds no model that can be loaded: {first_line}"
+            ) from error
+        others = {*BUNDLED, *cached_models()} - {str(name)}
+        near = near_names(name, sorted(others), quoted=True)
+        raise ModelNotFoundError(
+            f"no model {name!r} could be loaded{near or '.'} Looked for a local directory of "
+            f"that name, a bundled model ({', '.join(BUNDLED)}), and a repository on the Hugging "
+            f"Face hub ({first_line}). A path to a local directory works as a name."
+        ) from error
+
+
+def named_ends(
+    name: str, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[int, ...] | None:
+    """Return the ids that end a text by the files of a model, without its weights.
+
+    Args:
+        name: Name that ``resolve_name`` takes.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Whether code that comes with the model may run.
+
+    Returns:
+        What the model's generation config would name, if transformers loaded it; ``None`` where
+        that is nothing, or there are no such files.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    path = resolve_name(name)
+    options = hub_options(path) if revision is None else {**hub_options(path), "revision": revision}
+    try:
+        return listed_ids(GenerationConfig.from_pretrained(path, **options).eos_token_id)
+    except OSError:  # there is no such file, but the config may tell
+        pass
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
+    except (OSError, ValueError):  # a tokenizer alone, or a model that transformers does not know
+        return None
+    return listed_ids(GenerationConfig.from_model_config(config).eos_token_id)
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "config.json",
+)
+"""Files that each tell transformers which tokenizer a directory has."""
+
+
+def load_tokenizer(name: str, **options: Any) -> Any:
+    """Return the tokenizer of the model of that name."""
+    from transformers import AutoTokenizer
+
+    path = resolve_name(name)
+    with explained(name):
+        check_holds(path, *_TOKENIZER_FILES)
+        return AutoTokenizer.from_pretrained(path, **{**hub_options(path), **options})

@@ -1,0 +1,180 @@
+"""AsyncMlxLM: awaited log-probabilities of a model of mlx-lm."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Self, final
+
+import torch
+
+from genlm_backend.backends.loading import explained
+from genlm_backend.backends.mlx.present import check_present
+from genlm_backend.checks import (
+    Check,
+    byte_count,
+    checked,
+    integer,
+    optional,
+    sequence,
+    switch,
+    text,
+)
+from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES
+from genlm_backend.model.kv_caching import KVCachingLM
+from genlm_backend.model.query import Query, TokenIds
+from genlm_backend.model.row import Row
+
+if TYPE_CHECKING:
+    from genlm_backend.backends.mlx.mlx_evaluator import MlxEvaluator
+
+
+@final
+class AsyncMlxLM(KVCachingLM):
+    """A language model of mlx-lm, batched and cached, on Apple silicon or on a CPU.
+
+    All concurrent awaits become padded batched forward passes on one worker thread, which alone
+    uses the model; the keys and values of every prefix seen are kept, within a budget, and reused
+    token by token, and so are running states of layers that have such, behind what has been asked.
+    Families of which neither can be kept answer just as well, by running every context whole;
+    ``kv_reuse`` tells. ``add_new_lora`` takes adapters that
+    ``mlx_lm.lora`` makes. It needs the extra ``mlx``.
+
+    Args:
+        mlx_lm_model: What ``mlx_lm.load`` returns first, quantised or not.
+        tokenizer: A tokenizer of transformers, or what ``mlx_lm.load`` returns second.
+        batch_size: Number of distinct contexts evaluated at once, at most.
+        timeout: Seconds that the first query of a batch may wait for others.
+        kv_cache_bytes: Bytes of keys and values to keep, taken as they are used; 0 keeps none.
+            Default: a quarter of the machine's free memory up to 4 GiB on the CPU, half of what
+            Metal recommends and does not use elsewhere.
+        state_cache_bytes: Bytes, of those of ``kv_cache_bytes``, to keep running states in, of a
+            model that has such layers (Mamba, Gated DeltaNet, …). Default: half of them, or all
+            where no layer attends.
+        row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
+        output_device: Where rows are returned: "cpu", "mps", …
+        max_length: The longest context to accept. Default: what the model's arguments say.
+        self_check: Compare a few probe texts with the bytes of their tokens.
+        eos_token_ids: The ids that end a text where a caller names none. Default: those that the
+            tokenizer says; what ``mlx_lm.load`` returns says the model's.
+
+    Raises:
+        MissingExtraError: (``ImportError``) Without MLX.
+        OptionTypeError: (``TypeError``) If an option is of a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds.
+        UnsupportedModelError: (``ValueError``) If it is no language model of mlx-lm.
+        TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be known.
+    """
+
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        **KVCachingLM.option_checks,
+        "kv_cache_bytes": optional(byte_count),
+        "state_cache_bytes": optional(byte_count),
+        "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
+    }
+
+    def __init__(
+        self,
+        mlx_lm_model: Any,
+        tokenizer: Any,
+        batch_size: int = 20,
+        timeout: float = 0.02,
+        *,
+        kv_cache_bytes: int | None = None,
+        state_cache_bytes: int | None = None,
+        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
+        output_device: str | torch.device = "cpu",
+        max_length: int | None = None,
+        self_check: bool = True,
+        eos_token_ids: Collection[int] | None = None,
+    ) -> None:
+        check_present()
+        from genlm_backend.backends.mlx.mlx_evaluator import MlxEvaluator
+
+        options: dict[str, Any] = {"kv_cache_bytes": kv_cache_bytes, "max_length": max_length}
+        options |= {"eos_token_ids": eos_token_ids, "state_cache_bytes": state_cache_bytes}
+        given = checked(self.option_checks, options)
+        if eos_token_ids is None and _is_wrapper(tokenizer):
+            given["eos_token_ids"] = tokenizer.eos_token_ids
+        self._mlx: MlxEvaluator = MlxEvaluator(mlx_lm_model, **given)
+        super().__init__(
+            _of_transformers(tokenizer),
+            self._mlx,
+            batch_size=batch_size,
+            timeout=timeout,
+            row_cache_bytes=row_cache_bytes,
+            output_device=output_device,
+            self_check=self_check,
+        )
+
+    @classmethod
+    def from_name(
+        cls,
+        model_id: str,
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a model and its tokenizer.
+
+        Args:
+            model_id: A repository on the hub or a local directory, in MLX's format or in that of
+                transformers with safetensors; or ``"smollm2"``.
+            revision: Branch, tag or commit on the hub.
+            trust_remote_code: Whether code that comes with the model may run.
+            **kwargs: For the constructor.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
+            OptionError: (``ValueError``) If one is out of its bounds.
+            ModelNotFoundError: (``OSError``) If there is no such model, or no weights that MLX
+                reads.
+            UnsupportedModelError: (``ValueError``) If mlx-lm does not know its architecture.
+            MissingExtraError: (``ImportError``) If an extra is needed and absent.
+        """
+        cls.check_options(kwargs)
+        is_trusted = switch("trust_remote_code", trust_remote_code)
+        named = optional(text)("revision", revision)
+        check_present()
+        from genlm_backend.backends.mlx.mlx_loader import MlxLoader
+
+        loader = MlxLoader(str(model_id), named, is_trusted)
+        tokenizer = loader.tokenizer()
+        with explained(model_id):
+            model = loader.model()
+        return cls(model, tokenizer, **{"eos_token_ids": loader.ends(), **kwargs})
+
+    # ---------------------------------------------------------------- keys and values
+
+    @property
+    def model(self) -> Any:
+        """The model as it was given; ``None`` after ``close()``."""
+        return self._mlx.model
+
+    def _is_kept(self, query: Query) -> None:
+        pass  # the evaluator knows
+
+    def next_token_logprobs_uncached(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the row of a context run whole and alone, past every cache: float32 ``[vocab]``.
+
+        For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
+        """
+        query = self._query(token_ids, lora_name)
+
+        def whole() -> Row:
+            self._adapters.check(query)
+            return self._mlx.evaluate_whole(query)
+
+        row = self._call(whole)
+        return self._answering.defined(row).own_logprobs(self.output_device)
+
+
+def _of_transformers(tokenizer: Any) -> Any:
+    """Return the tokenizer that mlx-lm has put a wrapper around, or what is given."""
+    return getattr(tokenizer, "_tokenizer", tokenizer) if _is_wrapper(tokenizer) else tokenizer
+
+
+def _is_wrapper(tokenizer: Any) -> bool:
+    return type(tokenizer).__name__ == "TokenizerWrapper"

@@ -1,0 +1,156 @@
+"""MlxAdapters: LoRA adapters in mlx-lm's format, one at a time in place."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from genlm_backend.errors import AdapterError
+from genlm_backend.model.query import Adapter
+
+_FILES: Final = ["adapter_config.json", "adapters.safetensors"]
+
+
+@final
+class MlxAdapters:
+    """Adapters of one model: the modules that each puts in the place of the model's own.
+
+    Args:
+        model: A model of mlx-lm, which is as it came whenever no adapter is in place.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model: Any = model
+        self._modules: dict[Adapter, Mapping[str, Any]] = {}
+
+    def load(self, adapter: Adapter, path: str) -> None:
+        """Load an adapter from a directory or a repository on the hub, and try it.
+
+        Raises:
+            AdapterError: If it cannot be loaded; everything is as it was then.
+        """
+        from mlx_lm.tuner.utils import load_adapters
+
+        own = dict(self._model.named_modules())
+        try:
+            folder = _folder(path)
+            before = _parameters(self._model)
+            load_adapters(self._model, str(folder))
+            self._model.eval()
+            found = dict(self._model.named_modules())
+            _check_whole(path, folder, _parameters(self._model) - before)
+            mx.eval(self._model.parameters(), self._model(mx.array([[0, 0]])))
+        except AdapterError:
+            raise
+        except (OSError, KeyError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+            raise AdapterError(f"no adapter could be loaded from {path!r}: {error}") from error
+        finally:
+            changed = _changed(own, dict(self._model.named_modules()))
+            self._put({name: own[name] for name in changed})
+        self._modules[adapter] = {name: found[name] for name in changed}
+
+    def remove(self, adapter: Adapter) -> None:
+        """Let go of an adapter."""
+        self._modules.pop(adapter, None)
+
+    @contextlib.contextmanager
+    def in_place(self, adapter: Adapter | None) -> Iterator[None]:
+        """Let the model compute with an adapter, or as it came."""
+        modules = {} if adapter is None else self._modules[adapter]
+        present = dict(self._model.named_modules()) if modules else {}
+        own = {name: present[name] for name in modules}
+        try:
+            self._put(modules)
+            yield
+        finally:
+            self._put(own)
+
+    def close(self) -> None:
+        """Let go of all of them, and of the model."""
+        self._modules.clear()
+        self._model = None
+
+    def _put(self, modules: Mapping[str, Any]) -> None:
+        for name, module in modules.items():
+            *path, last = name.split(".")
+            parent = self._model
+            for part in path:
+                parent = parent[int(part)] if isinstance(parent, list) else getattr(parent, part)
+            if isinstance(parent, list):
+                parent[int(last)] = module
+            else:
+                setattr(parent, last, module)
+
+
+def _changed(own: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Return the names of modules that others have taken the place of, the outermost of them."""
+    changed = {name for name, module in own.items() if found.get(name) is not module}
+    return [name for name in changed if not changed.intersection(_around(name))]
+
+
+def _parameters(model: Any) -> set[str]:
+    flat: Any = tree_flatten(model.parameters())
+    return {name for name, _ in flat}
+
+
+def _check_whole(path: str, folder: Path, added: set[str]) -> None:
+    """Check that an adapter's file has the weights of every layer that its settings add.
+
+    Raises:
+        AdapterError: If it lacks some; they would be as they are before they are trained.
+    """
+    weights: Any = mx.load(str(folder / _FILES[1]))
+    # A layer that is put around another one gives its weights a longer name.
+    moved = {name for name in added if name.rpartition(".")[0].endswith((".linear", ".embedding"))}
+    if lacking := sorted(added - moved - weights.keys()):
+        raise AdapterError(
+            f"the adapter in {path!r} lacks {len(lacking)} of the weights that its settings speak "
+            f"of: {', '.join(lacking[:3])}, …"
+        )
+
+
+def _around(name: str) -> Iterator[str]:
+    """Return the names of the modules that one is within."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _folder(path: str) -> Path:
+    """Return the directory of an adapter, fetched from the hub where it is no local one.
+
+    Raises:
+        AdapterError: If it is of another library, or a whole model.
+        OSError: If there is none.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(path, allow_patterns=_FILES))
+        except Exception as error:  # whatever a name that is none, or no network, raises
+            raise AdapterError(
+                f"there is no directory {path!r}, nor a repository of that name to be had: {error}"
+            ) from error
+    config = json.loads((folder / "adapter_config.json").read_text())
+    if "peft_type" in config:
+        raise AdapterError(
+            f"{path!r} is an adapter of PEFT, and AsyncMlxLM reads those of mlx-lm: mlx_lm.lora "
+            "makes one; AsyncTransformer reads this one"
+        )
+    if config.get("fine_tune_type") == "full":
+        raise AdapterError(f"{path!r} is a whole model's weights, and no adapter")
+    if config.get("fine_tune_type", "lora") not in ("lora", "dora"):
+        raise AdapterError(
+            f"{path!r} is of the kind {config['fine_tune_type']!r}: mlx-lm knows 'lora' and 'dora'"
+        )
+    if lacking := {"num_layers", "lora_parameters"} - config.keys():
+        raise AdapterError(f"the adapter_config.json in {path!r} has no {sorted(lacking)}")
+    return folder

@@ -1,0 +1,196 @@
+"""MlxLoader: what loads a model of mlx-lm by its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+from genlm_backend.backends.loading import check_holds, load_tokenizer, named_ends, resolve_name
+from genlm_backend.errors import ModelNotFoundError, UnsupportedModelError
+
+_LONG_MESSAGE: Final = 300
+_FILES = ["*.json", "model*.safetensors", "*.py", "*.model", "*.jinja", "*.txt", "*.tiktoken"]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MlxLoader:
+    """A name that makes a model of mlx-lm and its tokenizer.
+
+    Attributes:
+        name: A repository on the hub, a local directory, or ``"smollm2"``.
+        revision: Branch, tag or commit on the hub.
+        trust_remote_code: Whether code that comes with the model may run.
+    """
+
+    name: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+    def tokenizer(self) -> Any:
+        """Load the tokenizer, as transformers has it."""
+        options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code}
+        if self.revision is not None:
+            options["revision"] = self.revision
+        return load_tokenizer(self.name, **options)
+
+    def ends(self) -> tuple[int, ...] | None:
+        """Return the ids that end a text by the model's files; ``None`` where they name none."""
+        return named_ends(self.name, self.revision, self.trust_remote_code)
+
+    def model(self) -> Any:
+        """Load the model.
+
+        Raises:
+            ModelNotFoundError: (``OSError``) If there is no model of that name with weights in
+                MLX's or transformers' safetensors.
+            UnsupportedModelError: (``ValueError``) If mlx-lm does not know its architecture.
+        """
+        path = resolve_name(self.name)
+        if not Path(path).is_dir():
+            from huggingface_hub import snapshot_download
+
+            path = snapshot_download(path, revision=self.revision, allow_patterns=_FILES)
+        check_holds(path, "config.json")
+        return self._loaded(Path(path))
+
+    def _loaded(self, path: Path) -> Any:
+        if not [*path.glob("model*.safetensors")]:
+            raise ModelNotFoundError(
+                f"{self.name!r} has no weights in safetensors: save it with save_pretrained of "
+                f"transformers, or convert it: mlx_lm.convert --hf-path {self.name} --mlx-path …"
+            )
+        config = _config_in(path)
+        try:
+            model = load_directory(path, config, trust_remote_code=self.trust_remote_code)
+        # Olmo's module ends the interpreter where another package is absent; a damaged file is a
+        # RuntimeError.
+        except (
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            RuntimeError,
+            SystemExit,
+        ) as error:
+            kind, said = config.get("model_type"), str(error)
+            said = said if len(said) <= _LONG_MESSAGE else f"{said[:_LONG_MESSAGE]} …"
+            raise UnsupportedModelError(
+                f"mlx-lm does not load {self.name!r} (model_type {kind!r}): {said}"
+            ) from error
+        from genlm_backend.backends.mlx.differences import warn_of_differences
+
+        warn_of_differences(model, config, load_directory)
+        return model
+
+
+def load_directory(
+    path: Path, config: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+) -> Any:
+    """Load a model with mlx-lm, which is told what a config of transformers says.
+
+    Args:
+        path: The directory.
+        config: What its ``config.json`` says; ``None`` to read it.
+        trust_remote_code: Whether code that comes with the model may run.
+    """
+    from mlx_lm.utils import load_model
+
+    if config is None:
+        config = _config_in(path)
+    told = told_flat(config)
+    model, _ = load_model(path, model_config=told, trust_remote_code=trust_remote_code)
+    give_windows(model, config)
+    give_parts_of_heads(model, {**config, **told})
+    return model
+
+
+def _config_in(path: Path) -> dict[str, Any]:
+    return json.loads((path / "config.json").read_text())
+
+
+def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config says in other words than mlx-lm reads, in those that it does.
+
+    Since release 5, transformers writes all of rotary positions into ``rope_parameters``, which
+    mlx-lm leaves unread for many models: their positions would be turned at the default speed. And
+    it leaves out some entries that others imply.
+    """
+    implied = {n: value for n, value in _implied(config).items() if config.get(n) is None}
+    return {**implied, **_rotary(config)}  # which is what transformers goes by
+
+
+def _implied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what some models of mlx-lm need and others of their config's entries say."""
+    pairs = {"n_ctx": "n_positions", "num_experts": "num_local_experts"}
+    found = {name: config[other] for name, other in pairs.items() if other in config}
+    return {"rope_scaling": None, **found}
+
+
+def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``rope_parameters`` says, in the words of before."""
+    parameters = config.get("rope_parameters")
+    if not isinstance(parameters, Mapping):
+        return {}
+    flat = parameters.get("full_attention", parameters)
+    if not isinstance(flat, Mapping):
+        return {}
+    found: dict[str, Any] = {}
+    if "rope_theta" in flat:
+        found["rope_theta"] = found["rotary_emb_base"] = flat["rope_theta"]
+    if "partial_rotary_factor" in flat:
+        factor = flat["partial_rotary_factor"]
+        found["partial_rotary_factor"] = found["rotary_pct"] = factor
+    if flat.get("rope_type", "default") != "default":
+        found["rope_scaling"] = {k: v for k, v in flat.items() if k != "rope_theta"}
+        found["rope_scaling"]["type"] = flat["rope_type"]
+    kinds = config.get("layer_types")
+    if kinds and "full_attention" in kinds:  # Gemma 3: every so many layers see all
+        found["sliding_window_pattern"] = kinds.index("full_attention") + 1
+    local = parameters.get("sliding_attention")
+    if isinstance(local, Mapping) and "rope_theta" in local:
+        found["rope_local_base_freq"] = local["rope_theta"]
+    return found
+
+
+def give_windows(model: Any, config: Mapping[str, Any]) -> None:
+    """Let every layer of a Mistral have the window that its config names.
+
+    mlx-lm evaluates Mistral by its Llama, which has windows for some layers of a model, but reads
+    none from the config of a model in which all have one.
+
+    Args:
+        model: What mlx-lm has loaded.
+        config: Its config.
+    """
+    window = config.get("sliding_window")
+    inner: Any = getattr(model, "model", None)
+    if config.get("model_type") != "mistral" or window is None or "layer_types" in config:
+        return
+    if type(inner).__module__ != "mlx_lm.models.llama" or inner.swa_idx is not None:
+        return
+    inner.sliding_window, inner.swa_idx = window, 0
+    for layer in inner.layers:
+        layer.use_sliding = True
+
+
+def give_parts_of_heads(model: Any, told: Mapping[str, Any]) -> None:
+    """Let a model turn the part of each head that its config names.
+
+    mlx-lm's GLM turns whole heads.
+
+    Args:
+        model: What mlx-lm has loaded.
+        told: Its config, in the words of before.
+    """
+    import mlx.nn as nn
+
+    share, dim = told.get("partial_rotary_factor"), told.get("head_dim")
+    if not isinstance(share, float) or not isinstance(dim, int):
+        return
+    for module in model.modules():
+        if isinstance(module, nn.RoPE) and module.dims == dim:
+            module.dims = int(dim * share)

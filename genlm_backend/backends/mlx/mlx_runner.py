@@ -1,0 +1,144 @@
+"""The only place that calls a model of mlx-lm."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import mlx.core as mx
+import numpy as np
+import torch
+
+from genlm_backend.attention.mlx import MlxAttend, MlxRowStates
+from genlm_backend.attention.packing import PackedBatch, Span, pack
+from genlm_backend.errors import ModelStateError
+from genlm_backend.passes.runner import Runner
+from genlm_backend.prefix.mlx_states import MlxStateLayout
+
+
+@final
+class MlxRunner(Runner):
+    """Forward passes of one model: spans in, logits at the wanted positions out.
+
+    Args:
+        model: A model of mlx-lm.
+
+    Attributes:
+        model: As given.
+        num_forwards: Number of passes so far.
+        tokens_computed: Number of tokens in them, padding not counted.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.num_forwards = 0
+        self.tokens_computed = 0
+
+    def forward(self, spans: Sequence[Span] | PackedBatch, attend: MlxAttend) -> torch.Tensor:
+        """Return the logits at each span's outputs, span by span: float32 ``[num_outputs, vocab]``.
+
+        They are in the processor's memory.
+
+        Args:
+            spans: The spans, or what they have been packed to.
+            attend: The way to attend.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) If the model has been put into training mode.
+        """
+        batch = spans if isinstance(spans, PackedBatch) else pack(spans)
+        if self.model.training:
+            raise ModelStateError(
+                "the model is in training mode, where its rows are drawn at random: call eval() "
+                "on it before it is asked"
+            )
+        picked = _Picked(batch.input_ids.shape, batch.output_rows, batch.output_columns)
+        with (
+            attend.attending(batch, self.model) as layers,
+            picked.before_projection(self.model),
+        ):
+            logits = self.model(mx.array(batch.input_ids.numpy()), cache=layers)
+        logits = logits[0] if picked.is_done else picked.of(logits)
+        logits = logits.astype(mx.float32)
+        states = batch.states
+        mx.eval(logits, [] if states is None else states.behind(np.arange(batch.num_rows)))
+        attend.keep(batch, layers)
+        self.num_forwards += 1
+        self.tokens_computed += batch.num_new_tokens
+        return torch.from_numpy(np.array(logits))[: len(batch.output_rows)]
+
+    def running_states(
+        self, layout: MlxStateLayout, before: Sequence[mx.array] | None
+    ) -> MlxRowStates:
+        """Return the running states of the rows of a pass.
+
+        Args:
+            layout: Their arrays.
+            before: States behind what the rows have, as a store reads them; ``None`` for rows that
+                begin.
+        """
+        return MlxRowStates(layout, before)
+
+
+@final
+class _Picked:
+    """The positions of a pass behind which logits are wanted.
+
+    A vocabulary is wide and a prompt long, so the hidden states are picked on their way into the
+    projection onto the vocabulary, whatever the model does behind it.
+    """
+
+    def __init__(self, shape: Sequence[int], rows: torch.Tensor, columns: torch.Tensor) -> None:
+        self._shape = tuple(shape)
+        # One where none is wanted: not every product bears that there are no rows.
+        places = [part.numpy() if len(part) else np.zeros(1, np.int64) for part in (rows, columns)]
+        self._rows, self._columns = map(mx.array, places)
+        self.is_done = False
+
+    def of(self, states: mx.array) -> mx.array:
+        """From ``[B, Q, …]`` to ``[num_outputs, …]``."""
+        return states[self._rows, self._columns]
+
+    def _before(self, states: mx.array) -> mx.array:
+        if tuple(states.shape[:2]) != self._shape:
+            return states
+        self.is_done = True
+        return self.of(states)[None]
+
+    @contextlib.contextmanager
+    def before_projection(self, model: Any) -> Iterator[None]:
+        """Let the model's projection see the picked states only."""
+        head, name = _projection(model)
+        if head is None:
+            yield
+            return
+        kind, before = type(head), self._before
+
+        def project(module: Any, states: mx.array) -> mx.array:
+            return getattr(kind, name)(module, before(states))
+
+        head.__class__ = type(kind.__name__, (kind,), {name: project})
+        try:
+            yield
+        finally:
+            head.__class__ = kind
+
+
+def _projection(model: Any) -> tuple[Any, str]:
+    """Return the module that projects onto the vocabulary, and its method that does so."""
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if name.rpartition(".")[2] == "lm_head":
+            return module, "__call__"
+    tables = {name: module for name, module in modules.items() if hasattr(module, "as_linear")}
+    for name in list(tables):  # an adapter's table has the model's own within it
+        if any(name.startswith(f"{other}.") for other in tables):
+            del tables[name]
+    return max(tables.values(), key=_num_rows, default=None), "as_linear"
+
+
+def _num_rows(table: Any) -> int:
+    """Return how many tokens a table of embeddings has."""
+    own = table if hasattr(table, "weight") else table.embedding
+    return own.weight.shape[0]

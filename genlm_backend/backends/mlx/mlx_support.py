@@ -1,0 +1,260 @@
+"""What a model of mlx-lm can do: asked, not recognised."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, cast, final
+
+import mlx.core as mx
+import torch
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+
+from genlm_backend.attention.mlx import (
+    WAYS,
+    MlxAttend,
+    MlxGatherAttend,
+    MlxWay,
+    MlxWholeAttend,
+    ShapeLayer,
+    caches_of,
+    leaves,
+    state_caches,
+)
+from genlm_backend.attention.packing import Run, Span
+from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
+from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial
+from genlm_backend.backends.mlx.mlx_runner import MlxRunner
+from genlm_backend.checks import shown
+from genlm_backend.errors import ModelStateError, UnsupportedModelError
+from genlm_backend.passes.going_on import GoingOn
+from genlm_backend.prefix.mlx_states import MlxStateLayout, MlxStateStore, StateArray
+from genlm_backend.prefix.mlx_store import LayerShape, MlxStore
+
+logger = logging.getLogger(__name__)
+
+_PROBE_LENGTH: Final = 12
+_SHARE_OF_SPREAD: Final = 0.02
+_ROUNDING: Final = {mx.float32: 1e-4}
+_DEFAULT_ROUNDING: Final = 0.05
+_GATHERED: Final = MlxWay(MlxGatherAttend, MlxGatherAttend)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class KeptLayout:
+    """What is kept of a context; nothing of a model that runs contexts whole.
+
+    Attributes:
+        shapes: Shapes of the keys and values of the layers that have such, in order.
+        states: The running states behind a token.
+    """
+
+    shapes: tuple[LayerShape, ...] = ()
+    states: MlxStateLayout = field(default_factory=MlxStateLayout)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MlxSupport:
+    """What a model can do.
+
+    Attributes:
+        vocab_size: Width of its logits.
+        kept: What is kept of contexts; nothing where it runs them whole.
+        way: The way to attend to keys and values that gives the model's own rows.
+        reason: Why it runs contexts whole; empty where it does not.
+        pads: Whether contexts that are run whole may be padded beside longer ones.
+        going_on: How many tokens go on from a running state in one pass.
+    """
+
+    vocab_size: int
+    kept: KeptLayout = field(default_factory=KeptLayout)
+    way: MlxWay = _GATHERED
+    reason: str = ""
+    pads: bool = True
+    going_on: GoingOn = field(default_factory=GoingOn)
+
+
+def check_model(model: Any) -> None:
+    """Raise an ``UnsupportedModelError`` for what is no language model of mlx-lm."""
+    if not hasattr(model, "layers") or not hasattr(model, "named_modules"):
+        raise UnsupportedModelError(
+            f"{shown(model)} is no language model of mlx-lm: mlx_lm.load returns one, with its "
+            "tokenizer, and from_name takes a name"
+        )
+
+
+def evaluate_all(model: Any) -> None:
+    """Compute every array of a model, those too that are none of its parameters.
+
+    What is not computed yet belongs to the thread that has asked for it, and no other can compute
+    it: weights that are loaded lazily, or tables of rotary frequencies.
+    """
+    for module in model.modules():
+        mx.eval(list(_arrays_in([*vars(module).values(), *module.values()])))
+
+
+def _arrays_in(value: Any) -> Iterator[mx.array]:
+    if isinstance(value, mx.array):
+        yield value
+    elif isinstance(value, (list, tuple)) or type(value) is dict:
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _arrays_in(part)
+
+
+def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
+    """Find out by a few tiny passes what a model can do.
+
+    Rows of two short contexts are computed whole and then from slots, in two steps and padded to
+    one batch, or as a ``StateTrial`` goes on from running states. What is kept is used where the
+    difference is rounding, compared with the difference that one wrong token makes.
+
+    Raises:
+        UnsupportedModelError: (``ValueError``) If the model does not take token ids alone.
+    """
+    try:
+        logits = runner.forward([Span([1, 2], outputs=(1,))], MlxWholeAttend())
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        name = type(runner.model).__name__
+        raise UnsupportedModelError(f"{name} does not run on token ids alone: {error}") from error
+    vocab_size = logits.shape[1]
+    length = min(_length(runner.model), max_length or 1 << 30)
+    if length < 6 or vocab_size < 3:
+        reason = f"a context of {length} tokens is too short to tell"
+        return MlxSupport(vocab_size, reason=reason, pads=False)
+    generator = random.Random(0)
+    long, other = ([generator.randrange(vocab_size) for _ in range(length)] for _ in range(2))
+    short = other[: length // 2]
+    wrong = [*long[:-3], (long[-3] + 1) % vocab_size, *long[-2:]]
+    whole = [_rows(runner, [ids], MlxWholeAttend())[0] for ids in (long, short, wrong)]
+    tolerance = max(_rounding(runner.model), _SHARE_OF_SPREAD * distance(whole[0], whole[2]))
+    beside = _rows(runner, [long, short], MlxWholeAttend())
+    pads = farthest(map(distance, beside, whole)) <= tolerance
+    kept, reason = _kept(runner.model)
+    if kept is None:
+        return MlxSupport(vocab_size, reason=reason, pads=pads)
+    for way in WAYS if kept.shapes else [_GATHERED]:
+        difference, reason, going_on = _difference(runner, kept, way, long, short, whole)
+        if not reason and difference <= tolerance:
+            return MlxSupport(vocab_size, kept, way, pads=pads, going_on=going_on)
+        reason = reason or f"rows from what is kept differ by {difference:.2g} from whole ones"
+        logger.debug("%s: %s", type(runner.model).__name__, reason)
+    # One that has keys and values cannot be told where each row's tokens stand, but counts them
+    # itself: mlx-lm's "dynamic" rotary positions go by the columns of a pass once these are more
+    # than a limit, which contexts of a few tokens do not show.
+    return MlxSupport(vocab_size, reason=reason, pads=pads and not kept.shapes)
+
+
+def _length(model: Any) -> int:
+    """Return a number of tokens that no window of the model holds, if it is small."""
+    windows = [getattr(cache, "max_size", 0) for cache in leaves(make_prompt_cache(model))]
+    window = max(windows, default=0)
+    return _PROBE_LENGTH if window > 64 else max(_PROBE_LENGTH, 2 * window + 4)
+
+
+def _kept(model: Any) -> tuple[KeptLayout | None, str]:
+    """Return the shapes of what can be kept of a model's contexts, or why nothing can."""
+    kinds = {type(cache) for cache in leaves(make_prompt_cache(model))}
+    others = {kind for kind in kinds if not issubclass(kind, ArraysCache)}
+    if names := sorted(kind.__name__ for kind in others - {KVCache, RotatingKVCache}):
+        return None, f"some layers keep states of kinds that are unknown: {names}"
+    if any(_num_attending(cache) > 1 for cache in make_prompt_cache(model)):
+        # The second may be that of an indexer, which picks keys in long contexts only.
+        return None, "some layers keep more than one set of keys and values"
+    try:
+        kept, of_one = _seen(model, [1, 2, 1, 2, 1]), _seen(model, [1])
+    except (TypeError, ValueError, AttributeError, IndexError) as error:
+        return None, f"it does not run on foreign caches: {error!r}"
+    if kept is None:
+        return None, "some caches are not given keys and values of one token each"
+    if kept != of_one:
+        return None, "some layers keep states whose shapes depend on the number of tokens"
+    return kept, ""
+
+
+def _num_attending(cache: Any) -> int:
+    """Return how many caches of keys and values are in that of one layer."""
+    return sum(not isinstance(part, ArraysCache) for part in leaves([cache]))
+
+
+def _seen(model: Any, token_ids: list[int]) -> KeptLayout | None:
+    """Return the shapes of what a model gives its caches; ``None`` where some are unknown."""
+    layers = [ShapeLayer() for _ in range(sum(map(_num_attending, make_prompt_cache(model))))]
+    caches = caches_of(model, layers, None)
+    mx.eval(model(mx.array([token_ids]), cache=caches))
+    shapes = [layer.shape for layer in layers if layer.shape is not None]
+    states = [
+        StateArray(number, index, tuple(state.shape[1:]), state.dtype)
+        for number, cache in enumerate(state_caches(caches))
+        for index, state in enumerate(cache.cache)
+        if state is not None
+    ]
+    if len(shapes) < len(layers) or not (shapes or states):
+        return None
+    return KeptLayout(tuple(shapes), MlxStateLayout(tuple(states)))
+
+
+def _difference(
+    runner: MlxRunner,
+    kept: KeptLayout,
+    way: MlxWay,
+    long: list[int],
+    short: list[int],
+    whole: list[torch.Tensor],
+) -> tuple[float, str, GoingOn]:
+    """Return the largest distance of rows from what is kept, or why there are none."""
+    size = len(long) + len(short)
+    attend = way.probing(MlxStore(kept.shapes, 4 * size))
+    try:
+        if kept.states:
+            states: Any = MlxStateStore(kept.states, NUM_STATES)
+            trial = StateTrial(cast(Any, runner), states, cast(Any, attend))
+            found = trial.found(long, short, whole[0], whole[1], _rounding(runner.model))
+            return found.difference, "", found.going_on
+        rows = _rows_from_slots(runner, attend, long, short)
+    except (TypeError, ValueError, AttributeError, IndexError, ModelStateError) as error:
+        logger.debug("%s runs on nothing kept", type(runner.model).__name__, exc_info=error)
+        return 0.0, f"it does not run on foreign caches: {error!r}", GoingOn()
+    return farthest(map(distance, rows, (whole[0], whole[1], whole[0]))), "", GoingOn()
+
+
+def _rows_from_slots(
+    runner: MlxRunner, attend: MlxAttend, long: list[int], short: list[int]
+) -> torch.Tensor:
+    """Return rows of two contexts and the first again, in two steps and padded to one batch."""
+    size = len(long) + len(short)
+    long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
+    first = [Span(long[:-2], (), long_slots[:-2]), Span(short[:1], (), short_slots[:1])]
+    runner.forward([*first], attend)
+    pasts = [(Run(n, span.slots, span.num_new),) for n, span in enumerate(first)]
+    second = [
+        Span(long[-2:], pasts[0], long_slots[-2:], (1,)),
+        Span(short[1:], pasts[1], short_slots[1:], (len(short) - 2,)),
+        Span(long[-2:], pasts[0], range(size + 1, size + 3), (1,)),
+    ]
+    return row_of(runner.forward(second, attend))
+
+
+def _rows(runner: MlxRunner, contexts: list[list[int]], attend: MlxAttend) -> torch.Tensor:
+    spans = [Span(ids, outputs=(len(ids) - 1,)) for ids in contexts]
+    return row_of(runner.forward(spans, attend))
+
+
+def is_half(model: Any) -> bool:
+    """Return whether some weights of a model are in half precision."""
+    return bool(_kinds(model) & {mx.float16, mx.bfloat16})
+
+
+def _rounding(model: Any) -> float:
+    """Return how far rows may be apart by rounding alone."""
+    return max((_ROUNDING.get(kind, _DEFAULT_ROUNDING) for kind in _kinds(model)), default=1e-4)
+
+
+def _kinds(model: Any) -> set[Any]:
+    """Return the floating-point types of a model's weights."""
+    flat: Any = tree_flatten(model.parameters())
+    return {value.dtype for _, value in flat if mx.issubdtype(value.dtype, mx.floating)}

@@ -1,0 +1,118 @@
+"""MockAsyncLM: rows without a model, for testing one's own program."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Self, final
+
+import numpy as np
+import torch
+
+from genlm_backend.checks import Check, checked, integer, optional, sequence
+from genlm_backend.model.batched_lm import BatchedLM
+from genlm_backend.model.evaluator import StatelessEvaluator
+from genlm_backend.model.query import Query
+from genlm_backend.model.row import Row, rows_of_logits
+from genlm_backend.tokenization import decode_vocab
+
+
+class MockAsyncLM(BatchedLM):
+    """A pseudo-random language model: a row depends on its context and on nothing else.
+
+    Rows are the log-softmax of standard normal logits, seeded by a 384-bit digest of the
+    context, so that equal contexts have equal rows on every machine and no two contexts share
+    one by accident. Awaits take the same road as with a real model: batching, caching, errors.
+
+    Args:
+        tokenizer: Anything that ``decode_vocab`` takes.
+        vocab_size: Width of the rows, where it is to differ from the tokenizer's.
+        max_length: Longest context to accept, in tokens.
+        max_batch_size: Number of contexts that can be evaluated at once, where that is bounded.
+        eos_token_ids: The ids that end a text where a caller names none. Default: the tokenizer's.
+        **kwargs: Options of ``BatchedLM``: ``batch_size``, ``timeout``, ``row_cache_bytes``, …
+    """
+
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        **BatchedLM.option_checks,
+        "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
+    }
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        vocab_size: int | None = None,
+        max_length: int | None = None,
+        max_batch_size: int | None = None,
+        eos_token_ids: Collection[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given = checked(
+            self.option_checks,
+            {
+                "vocab_size": vocab_size,
+                "max_length": max_length,
+                "max_batch_size": max_batch_size,
+                "eos_token_ids": eos_token_ids,
+            },
+        )
+        size: int | None = given.pop("vocab_size")
+        if size is None:
+            size = len(decode_vocab(tokenizer, self_check=False).byte_vocab)
+        super().__init__(tokenizer, MockEvaluator(size, **given), **kwargs)
+
+    @classmethod
+    def from_name(cls, model_name: str, **kwargs: Any) -> Self:
+        """Mock the model of that name: its tokenizer and the ends of its texts, no weights.
+
+        Args:
+            model_name: Name that ``load_model_by_name`` takes.
+            **kwargs: Options of the constructor.
+        """
+        from genlm_backend.backends.loading import load_tokenizer, named_ends
+
+        cls.check_options(kwargs)
+        tokenizer = load_tokenizer(model_name)
+        return cls(tokenizer, **{"eos_token_ids": named_ends(model_name), **kwargs})
+
+
+@final
+class MockEvaluator(StatelessEvaluator):
+    """Pseudo-random rows.
+
+    Args:
+        vocab_size: Width of the rows.
+        max_length: Longest context to accept, in tokens.
+        max_batch_size: Number of queries at once, at most.
+        eos_token_ids: The ids that end a text; ``None`` for the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        max_length: int | None = None,
+        max_batch_size: int | None = None,
+        eos_token_ids: Collection[int] | None = None,
+    ) -> None:
+        super().__init__(vocab_size)
+        self._size = vocab_size
+        self.info = dataclasses.replace(
+            self.info,
+            max_length=max_length,
+            max_batch_size=max_batch_size,
+            eos_token_ids=eos_token_ids,
+        )
+
+    def evaluate(self, queries: Sequence[Query]) -> Sequence[Row]:
+        """Return one pseudo-random row for each query."""
+        logits = torch.stack([self._logits(query) for query in queries])
+        return rows_of_logits(logits, in_place=True)
+
+    def _logits(self, query: Query) -> torch.Tensor:
+        digest = hashlib.sha384(array("q", query.token_ids).tobytes()).digest()
+        words = np.frombuffer(digest, dtype=np.uint64)
+        random = np.random.Generator(np.random.Philox(key=words[:2], counter=words[2:]))
+        return torch.from_numpy(random.standard_normal(self._size, dtype=np.float32))

@@ -1,0 +1,109 @@
+"""Names of backends, and the one-liner that loads a model."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from genlm_backend.backends.loading import check_name
+from genlm_backend.checks import mapping, optional, text
+from genlm_backend.errors import OptionError, OptionTypeError, UnknownBackendError
+
+if TYPE_CHECKING:
+    from genlm_backend.model.async_lm import AsyncLM
+
+BACKENDS: Final = {
+    "hf": ("genlm_backend.backends.hf.async_transformer", "AsyncTransformer"),
+    "vllm": ("genlm_backend.backends.vllm.async_virtual_lm", "AsyncVirtualLM"),
+    "mlx": ("genlm_backend.backends.mlx.async_mlx_lm", "AsyncMlxLM"),
+    "mock": ("genlm_backend.backends.mock", "MockAsyncLM"),
+}
+"""Backend name → (module, class); imported when a model is loaded."""
+
+REPLICAS: Final = ("genlm_backend.remote.replicas.async_replicas", "AsyncReplicas")
+"""What is loaded in place of ``"hf"`` where ``replicas`` is among the options."""
+
+ABSENT: Final = {
+    "sgl": ("genlm_backend.backends.absent", "AsyncSGLTransformer"),
+}
+"""Names of backends that say that they cannot be had."""
+
+
+def load_model_by_name(
+    name: str, backend: str | None = None, llm_opts: dict[str, Any] | None = None
+) -> AsyncLM:
+    """Load a language model.
+
+    Args:
+        name: A model on the Hugging Face hub, a local directory, or ``"smollm2"``, the small
+            model that ships with the extra ``demo``.
+        backend: ``"hf"`` (transformers), ``"vllm"`` (vLLM), ``"mlx"`` (mlx-lm), or ``"mock"`` (the
+            tokenizer and pseudo-random rows); ``None`` means ``"vllm"`` where a CUDA device and a
+            release of vLLM that is supported are there, ``"mlx"`` on macOS where MLX is installed,
+            else ``"hf"``.
+        llm_opts: Keyword arguments for the backend's ``from_name``. With ``"replicas"``, a number,
+            the model is an ``AsyncReplicas``.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; options are
+            checked before anything is looked for or loaded.
+        OptionError: (``ValueError``) If one is out of its bounds.
+        UnknownBackendError: (``ValueError``) If there is no such backend.
+        ModelNotFoundError: (``OSError``) If there is no such model.
+        MissingExtraError: (``ImportError``) If the model or backend needs an extra.
+    """
+    backend_class, options = check_loading(name, backend, llm_opts)
+    return backend_class.from_name(check_name(name), **options)
+
+
+def check_loading(
+    name: Any, backend: str | None = None, llm_opts: Mapping[str, Any] | None = None
+) -> tuple[Any, Mapping[str, Any]]:
+    """Check what ``load_model_by_name`` takes; return the backend's class and its options.
+
+    Nothing is looked for or loaded.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds.
+        UnknownBackendError: (``ValueError``) If there is no such backend.
+    """
+    check_name(name)
+    options = optional(mapping)("llm_opts", llm_opts) or {}
+    optional(text)("backend", backend)
+    chosen = default_backend() if backend is None else backend
+    found = BACKENDS.get(chosen) or ABSENT.get(chosen)
+    if found is None:
+        raise UnknownBackendError(
+            f"unknown backend {backend!r}; known are {', '.join(map(repr, BACKENDS))}"
+        )
+    if "replicas" in options:
+        if "process" in options:
+            raise OptionError("replicas live in processes of their own: leave process out")
+        if backend not in (None, "hf"):
+            raise OptionError(f"replicas are of models of transformers, and not of {backend!r}")
+        chosen, found = "hf", REPLICAS
+    elif meant := [name for name in options if "replica" in str(name)]:
+        raise OptionTypeError(f"{meant[0]} is no option; did you mean replicas?")
+    module, class_name = found
+    backend_class = getattr(importlib.import_module(module), class_name)
+    if chosen in BACKENDS:
+        of_name, *own = inspect.signature(backend_class.from_name).parameters
+        if of_name in options:
+            raise OptionTypeError(f"llm_opts must not name the model again: it has {of_name!r}")
+        backend_class.check_options({n: v for n, v in options.items() if n not in own})
+    return backend_class, options
+
+
+def default_backend() -> str:
+    """Return the backend used where none is named."""
+    import torch
+
+    release = importlib.import_module("genlm_backend.backends.vllm.release")
+    is_there = release.is_supported(release.installed_release()) and torch.cuda.is_available()
+    if is_there:
+        return "vllm"
+    present = importlib.import_module("genlm_backend.backends.mlx.present")
+    return "mlx" if present.is_default() else "hf"

@@ -1,0 +1,241 @@
+"""AsyncVirtualLM: a model evaluated by vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, ClassVar, Final, Self, final
+
+import torch
+
+from genlm_backend.backends.loading import check_holds, check_reachable, explained, resolve_name
+from genlm_backend.backends.vllm.completion import Completion
+from genlm_backend.backends.vllm.release import check_release
+from genlm_backend.backends.vllm.sampler import VLLMSampler
+from genlm_backend.backends.vllm.session_engine import SessionEngine
+from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
+from genlm_backend.backends.vllm.vllm_picture_reader import VLLMPictureReader
+from genlm_backend.backends.vllm.vllm_row_cache import cache_opts as check_cache_opts
+from genlm_backend.backends.vllm.vllm_row_cache import row_cache
+from genlm_backend.checks import (
+    Check,
+    checked,
+    integer,
+    mapping,
+    optional,
+)
+from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.model.context import Context
+from genlm_backend.model.contexts import listed_contexts
+from genlm_backend.model.query import TokenIds
+from genlm_backend.model.sampling import Sampled, check_no_others
+from genlm_backend.runtime.progress import progress_bar
+
+ENGINE_OPTIONS: Final = (
+    "disable_custom_all_reduce", "dtype", "enable_lora", "enable_prefix_caching", "enforce_eager",
+    "gpu_memory_utilization", "hf_overrides", "kv_cache_dtype", "kv_cache_memory_bytes",
+    "load_format", "max_loras", "max_lora_rank", "max_model_len", "max_num_batched_tokens",
+    "max_num_seqs", "pipeline_parallel_size", "quantization", "revision", "tensor_parallel_size",
+    "tokenizer_mode", "trust_remote_code",
+)  # fmt: skip
+"""The frequent options of ``vllm.LLM``, for a message that says where they go."""
+
+
+@final
+class AsyncVirtualLM(BatchedLM):
+    """A model of vLLM whose next-token log-probabilities can be awaited.
+
+    Each context lives in vLLM as a session: a token more extends it, a fork of it copies one
+    block. Sessions are bounded by vLLM's own limits and ended oldest first. Everything that
+    waits runs on one thread, so that no event loop waits for a forward pass.
+
+    LoRA adapters need an engine with ``engine_opts={"enable_lora": True}``; ``max_loras`` of them
+    can be in one batch, ``max_lora_rank`` bounds their rank.
+
+    Args:
+        engine: What ``from_name`` makes.
+        cache_size: Rows to keep, at most; 0 bounds them by bytes only.
+        cache_opts: ``max_bytes`` of the rows kept, in place of ``row_cache_bytes``, and
+            ``move_to_cpu``: whether to keep them in main memory, wherever they are returned.
+        batch_size: Distinct contexts evaluated at once, at most.
+        timeout: Seconds that the first query of a batch may wait for others.
+        row_cache_bytes: Bytes of rows to keep; 0 keeps none.
+        output_device: Where rows are returned: "cpu", "cuda:0", …
+        max_length: The longest context to take, where it is less than vLLM's
+            ``max_model_len - 1`` (one place is for a token that vLLM samples).
+        self_check: Compare a few probe texts with the bytes of their tokens.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an option is of a wrong type, or ``cache_opts`` has
+            another name.
+        OptionError: (``ValueError``) If one is out of its bounds.
+        DeviceError: (``ValueError``) If ``output_device`` is not there.
+    """
+
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        **BatchedLM.option_checks,
+        "cache_size": integer(0),
+        "cache_opts": optional(check_cache_opts),
+    }
+
+    nested_options: ClassVar[Mapping[str, str]] = dict.fromkeys(ENGINE_OPTIONS, "engine_opts")
+
+    def __init__(
+        self,
+        engine: SessionEngine,
+        cache_size: int = 0,
+        cache_opts: Mapping[str, Any] | None = None,
+        *,
+        batch_size: int = 20,
+        timeout: float = 0.02,
+        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
+        output_device: str | torch.device = "cpu",
+        max_length: int | None = None,
+        self_check: bool = True,
+    ) -> None:
+        options = {
+            "cache_size": cache_size,
+            "cache_opts": cache_opts,
+            "row_cache_bytes": row_cache_bytes,
+            "max_length": max_length,
+            "output_device": output_device,
+        }
+        given = checked(self.option_checks, options)
+        self._vllm = VLLMEvaluator(engine, given["output_device"], given["max_length"])
+        super().__init__(
+            engine.tokenizer,
+            self._vllm,
+            batch_size=batch_size,
+            timeout=timeout,
+            row_cache=row_cache(
+                given["cache_size"], given["row_cache_bytes"], **(given["cache_opts"] or {})
+            ),
+            output_device=output_device,
+            self_check=self_check,
+        )
+        self._reader = VLLMPictureReader(engine, self.contexts)
+        self._sampler = VLLMSampler(
+            self._vllm.rounds, self.undefined_ids, self._call_soon, self._adapters.error_of
+        )
+
+    @classmethod
+    def from_name(
+        cls, model_name: str, engine_opts: dict[str, Any] | None = None, **kwargs: Any
+    ) -> Self:
+        """Load a model with vLLM.
+
+        The first engine of a process runs in it. A second one runs in a process of its own, and
+        so does one with several workers, or where ``VLLM_ENABLE_V1_MULTIPROCESSING=1`` is set.
+        A script that loads such a one guards its main part with ``if __name__ == "__main__":``.
+
+        Args:
+            model_name: A repository on the hub, a local directory, or ``"smollm2"``.
+            engine_opts: For ``vllm.LLM``, such as ``dtype``, ``max_model_len``,
+                ``tensor_parallel_size``, ``enable_lora``, ``gpu_memory_utilization`` (0.9),
+                ``max_num_seqs``.
+            **kwargs: For the constructor.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; as with
+                the next, nothing is loaded then.
+            OptionError: (``ValueError``) If one is out of its bounds.
+            MissingExtraError: (``ImportError``) If vLLM is absent, or a release not supported.
+            UnsupportedModelError: (``ValueError``) If an option or the model does not go with
+                sessions.
+            ModelNotFoundError: (``OSError``) If there is no such model.
+        """
+        check_release()
+        cls.check_options(kwargs)
+        optional(mapping)("engine_opts", engine_opts)
+        from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
+
+        path = resolve_name(model_name)
+        with explained(model_name):
+            check_holds(path, "config.json", "params.json")
+            check_reachable(path)
+            engine = VLLMEngine.load(path, dict(engine_opts or {}))
+        try:
+            return cls(engine, **kwargs)
+        except BaseException:
+            engine.close()
+            raise
+
+    @property
+    def processor(self) -> Any:
+        """The processor of transformers that vLLM reads pictures by.
+
+        Its ``image_token`` is what stands for a picture in a text. ``None`` for a model that reads
+        text alone.
+        """
+        return self._reader.processor
+
+    def _pictured(
+        self, prompt: TokenIds | str, images: Sequence[Any] | Mapping[str, Any]
+    ) -> Context:
+        self._batcher.check_open()
+        return self._reader.context(prompt, images, self.max_length)
+
+    # ---------------------------------------------------------------- samples
+
+    async def sample(
+        self,
+        prompt_token_ids: TokenIds,
+        max_tokens: int,
+        eos_token_ids: Collection[int] | None = None,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: str | None = None,
+        **others: Any,
+    ) -> Sampled:
+        """Sample a continuation with vLLM's own sampler; see ``AsyncLM.sample``.
+
+        No row leaves vLLM for it. A seed gives other draws than on other backends.
+        """
+        check_no_others("sample", others)
+        prompts = [self.contexts.of(prompt_token_ids)]
+        samples = await self.batch_sample(
+            prompts, max_tokens, eos_token_ids, temperature, seed, lora_name
+        )
+        return samples[0]
+
+    async def batch_sample(
+        self,
+        prompt_token_ids_list: Sequence[TokenIds],
+        max_tokens: int,
+        eos_token_ids: Collection[int] | None = None,
+        temperature: float = 1.0,
+        seed: int | None = None,
+        lora_name: str | None = None,
+        progress: bool = False,
+        **others: Any,
+    ) -> list[Sampled]:
+        """Sample a continuation of each prompt with vLLM's own sampler."""
+        check_no_others("batch_sample", others)
+        given = self._check_sampling(
+            max_tokens, eos_token_ids, temperature=temperature, seed=seed, progress=progress
+        )
+        del given["progress"]
+        contexts = listed_contexts("prompt_token_ids_list", prompt_token_ids_list)
+        prompts = [self._query(token_ids, lora_name) for token_ids in contexts]
+        if max_tokens == 0:
+            return [Sampled([], "length") for _ in prompts]
+        assert self.max_length is not None
+        completions = [
+            Completion(prompt, **given, stream=stream, max_length=self.max_length)
+            for stream, prompt in enumerate(prompts)
+        ]
+        for completion in completions:
+            completion.future.add_done_callback(self._count)  # before anybody else is told
+        with progress_bar(len(completions), progress) as bar:
+            return await self._sampler.sample(completions, lambda _: bar.update())
+
+    def _count(self, ended: Future[Sampled]) -> None:
+        if not ended.cancelled():  # which a caller does, on another thread than the engine's
+            self._answering.counts = self._vllm.counts()
+
+    def _call_soon(self, function: Callable[[], None]) -> None:
+        self._batcher.call_soon(lambda: self._answering.counted(function))
+
+    def cleanup(self) -> None:
+        """Do as ``close()``; its older name."""
+        self.close()

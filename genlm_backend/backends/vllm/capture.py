@@ -1,0 +1,392 @@
+"""The rows of vLLM's requests, and the engine core that computes them.
+
+This file and ``fork``, the KV connector, hold every name of vLLM that is not its public
+interface. ``RowCapture`` is loaded by vLLM, which passes it the logits of each step; it keeps those
+of the requests that are tagged, by request and not by position. Rows are made of them when they
+are taken. Where the workers are in other processes, ``RowExtension`` hands the rows out. ``Core``
+adds requests, makes steps and takes the rows.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import queue
+import time
+import uuid
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from typing import Any, ClassVar, Final, final
+
+import numpy as np
+import torch
+from vllm import SamplingParams, envs
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.utils import func_utils
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.engine.core_client import InprocClient
+from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
+
+from genlm_backend.errors import EvaluationError
+from genlm_backend.model.ends import listed_ids
+from genlm_backend.model.row import Row, rows_of_logits
+from genlm_backend.vision.pictures import image_token_id_of
+
+TAG = "genlm_row"
+"""Key of a request's tag among its extra arguments."""
+
+KV_CACHE_DTYPES_ON_CPU: Final = tuple(CPUAttentionBackend.supported_kv_cache_dtypes)
+"""Number formats of keys and values that vLLM's attention on the CPU knows."""
+
+_PULSE: Final = 0.5
+"""Seconds between two looks at whether a core that owes an answer is alive."""
+
+
+@final
+class RowCapture(LogitsProcessor, LogitsProcessorV2):
+    """A logits processor that keeps the logits of tagged requests; it changes none of them.
+
+    The class is what both of vLLM's model runners expect: the first tells of moves within the
+    batch (``update_state``), the second of a fixed slot for each request (``add_request``).
+    """
+
+    logits: ClassVar[dict[str, torch.Tensor]] = {}
+    """Logits of the latest steps by the tags of their requests, in the process of the worker.
+
+    They are the class's because vLLM makes the object and hands it to nobody.
+    """
+
+    def __init__(self, vllm_config: Any, *runner: Any) -> None:
+        self._tags: dict[int, str] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        """Return ``False``, so that it is asked for greedy requests too."""
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        """Follow the requests to their places in the batch."""
+        if batch_update is None:
+            return
+        tags = self._tags
+        for index in batch_update.removed:
+            tags.pop(index, None)
+        for index, params, _, _ in batch_update.added:
+            self.add_request(index, params)
+        for source, target, kind in batch_update.moved:
+            first, second = tags.pop(source, None), tags.pop(target, None)
+            if first is not None:
+                tags[target] = first
+            if kind is MoveDirectionality.SWAP and second is not None:
+                tags[source] = second
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """Remember the tag of the request in this place; return whether it has one."""
+        tag = (sampling_params.extra_args or {}).get(TAG)
+        self._tags.pop(req_idx, None)
+        if tag is not None:
+            self._tags[req_idx] = tag
+        return tag is not None
+
+    def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
+        """Keep the logits of tagged requests and return all as they came."""
+        if ctx is None:
+            tagged = self._tags
+        else:
+            slots = enumerate(ctx.idx_mapping_np.tolist())
+            tagged = {row: self._tags[slot] for row, slot in slots if slot in self._tags}
+        for row, tag in tagged.items():
+            self.logits[tag] = logits[row].clone()  # vLLM may change its own afterwards
+        return logits
+
+    @classmethod
+    def take_rows(cls, tags: list[str]) -> list[Row]:
+        """Return the rows of one or more requests, and let go of their logits.
+
+        Rows are made here and not when the logits are kept: vLLM's inference mode is over, whose
+        tensors cannot be modified outside of it, and a CUDA device has not been waited for.
+        """
+        logits = torch.stack([cls.logits.pop(tag) for tag in tags])
+        return rows_of_logits(logits, in_place=True)
+
+
+class RowExtension:
+    """Methods that vLLM adds to each of its workers, to be called by name from another process."""
+
+    def take_genlm_rows(self, tags: list[str]) -> tuple[bytes, list[float | None]] | None:
+        """Return the rows of one or more requests, as what vLLM sends between its processes.
+
+        Only the first worker of a group that has the same rows answers; the others give
+        ``None``. All let go of the logits.
+
+        Returns:
+            The log-probabilities, float32 ``[len(tags), vocab]``, and the normalisers.
+        """
+        kept = RowCapture.logits
+        is_asked = get_tensor_model_parallel_rank() == 0 and kept.keys() >= set(tags)
+        rows = RowCapture.take_rows(tags) if is_asked else None
+        kept.clear()  # nobody asks for what is left: a round's rows are asked for together
+        if rows is None:
+            return None
+        logprobs = torch.stack([row.logprobs for row in rows]).cpu()
+        return logprobs.numpy().tobytes(), [row.normaliser for row in rows]
+
+    def forget_genlm_logits(self, tags: list[str]) -> None:
+        """Let go of the logits of requests that have ended."""
+        for tag in tags:
+            RowCapture.logits.pop(tag, None)
+
+
+def core_request(
+    request_id: str,
+    token_ids: list[int],
+    params: Any,
+    lora_request: Any,
+    resumable: bool,
+    features: list[Any] | None = None,
+) -> Any:
+    """Return a request; a resumable one stays after its row, to be extended.
+
+    ``features`` are the pictures among its tokens.
+    """
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=token_ids,
+        mm_features=features,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=lora_request,
+        cache_salt=None,
+        data_parallel_rank=None,
+        resumable=resumable,
+    )
+
+
+@final
+class Core:
+    """The engine core of a ``vllm.LLM``, in this process or in one of its own.
+
+    Attributes:
+        is_local: Whether the core is in this process, and its one worker with it.
+        vocab_size: Number of elements of a row.
+        max_model_len: Largest number of tokens of a context with its next token.
+        max_num_seqs: Largest number of requests in a step.
+        block_size: Number of tokens in a block of keys and values.
+        num_blocks: Number of blocks of keys and values.
+        eos_token_ids: The ids that end a text by the generation config; ``None`` where there are
+            none.
+        kv_cache_dtype: Number format of these; ``None`` for the type that the model computes in.
+        num_free_blocks: Number of blocks that were free after the latest step.
+        num_requests: Number of requests after the latest step, idle ones included.
+        num_running: Number of requests that the latest step computed.
+        is_fresh: Whether the latest step has told these numbers.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._client = llm.llm_engine.engine_core
+        self._renderer = getattr(llm.llm_engine, "renderer", None)  # later releases have one
+        self.is_local = isinstance(self._client, InprocClient)
+        config = llm.llm_engine.vllm_config
+        self.vocab_size: int = config.model_config.get_vocab_size()
+        self.max_model_len: int = config.model_config.max_model_len
+        named = config.model_config.try_get_generation_config()
+        self.eos_token_ids = listed_ids(named.get("eos_token_id"))
+        self.max_num_seqs: int = config.scheduler_config.max_num_seqs
+        self.block_size: int = config.cache_config.block_size
+        self.num_blocks: int = config.cache_config.num_gpu_blocks
+        kept = config.cache_config.cache_dtype
+        self.kv_cache_dtype: str | None = None if kept == "auto" else kept
+        self.num_free_blocks = self.num_blocks - 1
+        self.num_requests = self.num_running = 0
+        self.is_fresh = False
+
+    def add(self, requests: list[Any]) -> None:
+        """Hand requests over, so that the next step computes all of them."""
+        # Another process would begin with the first before the last has come.
+        is_paused = not self.is_local and len(requests) > 1
+        if is_paused:
+            self._ask("pause_scheduler", "keep", False)
+        try:
+            for request in requests:
+                self._client.add_request(request)
+        finally:
+            if is_paused:
+                self._ask("resume_scheduler")
+
+    def abort(self, request_ids: list[str]) -> None:
+        """End requests; their blocks are free at once, or at the next step of another process."""
+        self._client.abort_requests(request_ids)
+        if self.is_local:
+            pool = self._client.engine_core.scheduler.kv_cache_manager.block_pool
+            self.num_free_blocks = pool.get_num_free_blocks()
+
+    def step(self, timeout: float) -> list[Any] | None:
+        """Make a step and return its outputs.
+
+        Another process steps by itself: its next outputs are waited for, ``timeout`` seconds at
+        most, and ``None`` returned where there are none.
+        """
+        if self.is_local:
+            outputs = self._client.get_output()
+        else:
+            outputs = _next_output(self._client, timeout)
+            if outputs is None:
+                return None
+        stats = outputs.scheduler_stats
+        self.is_fresh = stats is not None
+        if stats is not None:
+            # One block is vLLM's own. The share in use is exact up to rounding.
+            usable = self.num_blocks - 1
+            self.num_free_blocks = usable - round(stats.kv_cache_usage * usable)
+            self.num_running = stats.num_running_reqs
+            self.num_requests = (
+                self.num_running + stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+            )
+        return outputs.outputs
+
+    def take_rows(self, tags: list[str]) -> list[Row]:
+        """Return the latest rows of one or more requests, and let go of their logits.
+
+        They are on the device where they were computed, or on the CPU if that is elsewhere.
+        """
+        if self.is_local:
+            return RowCapture.take_rows(tags)
+        answers = self._ask("collective_rpc", "take_genlm_rows", None, (tags,), None)
+        found = [answer for answer in answers if answer is not None]
+        if len(found) != 1:
+            raise EvaluationError(f"{len(found)} of vLLM's workers have the rows, instead of one")
+        logprobs, normalisers = found[0]
+        table = np.frombuffer(logprobs, np.float32).reshape(len(tags), -1)
+        return [
+            Row(torch.from_numpy(own.copy()), normaliser)
+            for own, normaliser in zip(table, normalisers, strict=True)
+        ]
+
+    def forget_logits(self, tags: list[str]) -> None:
+        """Let go of the logits of requests that have ended."""
+        if self.is_local:
+            RowExtension.forget_genlm_logits(None, tags)  # pyright: ignore[reportArgumentType]
+        else:
+            self._ask("collective_rpc", "forget_genlm_logits", None, (tags,), None)
+
+    def add_lora(self, request: Any) -> None:
+        """Load an adapter, so that a wrong one is told of now."""
+        self._ask("add_lora", request)
+
+    def remove_lora(self, number: int) -> None:
+        """Remove an adapter by its number."""
+        self._ask("remove_lora", number)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of requests that have ended."""
+        self._ask("reset_prefix_cache", False, False)
+
+    def shutdown(self) -> None:
+        """End the core, and what holds its tokenizers: threads, and vLLM's cache of functions."""
+        try:
+            self._client.shutdown()
+        finally:
+            if self._renderer is not None:
+                self._renderer.shutdown()
+            remembered = getattr(func_utils, "_supports_kw", None)  # methods of each tokenizer
+            if remembered is not None:
+                remembered.cache_clear()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the core was in another process, which has ended."""
+        return not self.is_local and self._client.resources.engine_dead
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the core, wherever it is, and return its answer.
+
+        vLLM's client waits for the answer of another process without an end, so that one that
+        dies while it is asked would never be noticed.
+
+        Raises:
+            EngineDeadError: If the core's process has ended.
+        """
+        client = self._client
+        if self.is_local:
+            return getattr(client, method)(*args)
+        number = uuid.uuid4().int >> 64
+        answer: Future[Any] = Future()
+        client.utility_results[number] = answer
+        client._send_input(EngineCoreRequestType.UTILITY, (0, number, method, args))
+        while not wait([answer], _PULSE).done:
+            client.ensure_alive()
+        return answer.result()
+
+
+@final
+class PictureProcessing:
+    """What vLLM makes of pictures, before its core is asked.
+
+    Args:
+        llm: A ``vllm.LLM``.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._engine = llm.llm_engine
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The id that stands for a part of a picture; ``None`` for a model that sees none."""
+        return image_token_id_of(self._engine.model_config.hf_config)
+
+    @property
+    def processor(self) -> Any:
+        """The processor of transformers that it runs."""
+        return self._engine.renderer.get_mm_processor().info.get_hf_processor()
+
+    def read(self, prompt: str | list[int], images: list[Any]) -> tuple[list[int], list[Any]]:
+        """Return the token ids of a prompt with pictures, and the features of these."""
+        engine = self._engine
+        given = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+        parsed = parse_model_prompt(
+            engine.model_config, {**given, "multi_modal_data": {"image": images}}
+        )
+        renderer = engine.renderer
+        (rendered,) = renderer.render_cmpl([parsed], renderer.default_cmpl_tok_params)
+        request = engine.input_processor.process_inputs(
+            "", rendered, SamplingParams(max_tokens=1), supported_tasks=("generate",)
+        )
+        return list(request.prompt_token_ids), list(request.mm_features or ())
+
+    def between(self, features: list[Any], start: int, stop: int, lora_request: Any) -> list[Any]:
+        """Return those of the features that begin between two tokens, counted from the first."""
+        name = self._engine.input_processor._get_mm_identifier
+        return [
+            replace(
+                feature,
+                identifier=name(feature.mm_hash, lora_request),
+                mm_position=replace(feature.mm_position, offset=feature.mm_position.offset - start),
+            )
+            for feature in features
+            if start <= feature.mm_position.offset < stop
+        ]
+
+
+def forget_environment() -> None:
+    """Let vLLM read its environment variables anew, which it remembers while an engine is here."""
+    envs.disable_envs_cache()
+
+
+def remember_environment() -> None:
+    """Let vLLM go on with its environment variables as they are now."""
+    envs.enable_envs_cache()
+
+
+def _next_output(client: Any, timeout: float) -> Any:
+    """Return the next outputs of a core in another process, or ``None`` after ``timeout``."""
+    client.ensure_alive()
+    try:
+        outputs = client.outputs_queue.get(timeout=timeout)
+    except queue.Empty:
+        return None
+    if isinstance(outputs, Exception):
+        raise client._format_exception(outputs) from None
+    return outputs

@@ -1,0 +1,91 @@
+"""Completion: a continuation that the engine samples by itself, token by token."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+from collections.abc import Collection
+from typing import final
+
+import numpy as np
+
+from genlm_backend.errors import EvaluationError
+from genlm_backend.model.query import Query
+from genlm_backend.model.sampling import Sampled
+
+_numbers = itertools.count()
+
+
+@final
+class Completion:
+    """What is asked of the engine's own sampler, what came so far, and who waits for the end.
+
+    Args:
+        prompt: Where it begins.
+        max_tokens: Tokens to sample, at least 1.
+        eos_token_ids: Ids that end it; none of them is part of the result.
+        temperature: Divides the logits; 0 takes the largest.
+        seed: Seed of its random stream; ``None`` draws one afresh.
+        stream: Number of the stream among the independent ones of ``seed``.
+        max_length: The longest context that the model may be asked for.
+
+    Attributes:
+        id: Unlike any other's in this process.
+        future: Gets the sampled ids, or the error that ended it.
+        token_ids: Sampled so far.
+    """
+
+    def __init__(
+        self,
+        prompt: Query,
+        max_tokens: int,
+        eos_token_ids: Collection[int],
+        temperature: float,
+        seed: int | None,
+        stream: int,
+        max_length: int,
+    ) -> None:
+        self.id = f"completion-{next(_numbers)}"
+        self.prompt = prompt
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.temperature = temperature
+        entropy = np.random.SeedSequence(None if seed is None else [seed, stream])
+        self.seed = int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1))
+        self.max_tokens = max_tokens
+        self.max_length = max_length
+        self.token_ids: list[int] = []
+        self.future: concurrent.futures.Future[Sampled] = concurrent.futures.Future()
+
+    @property
+    def num_possible(self) -> int:
+        """Tokens that can be sampled before the context would be too long."""
+        return min(self.max_tokens, self.max_length + 1 - len(self.prompt.context))
+
+    def extend(self, token_ids: list[int], is_finished: bool) -> None:
+        """Add what a step has sampled; settle the future with the last of it."""
+        self.token_ids.extend(token_ids)
+        if not is_finished:
+            return
+        if self.token_ids and self.token_ids[-1] in self.eos_token_ids:
+            self._settle(result=Sampled(self.token_ids[:-1], "eos"))
+        elif len(self.token_ids) >= self.num_possible:
+            self._settle(result=Sampled(self.token_ids, "length"))
+        else:
+            self._settle(
+                error=EvaluationError(
+                    f"the engine ended a sample after {len(self.token_ids)} of the "
+                    f"{self.num_possible} tokens that it was to have"
+                )
+            )
+
+    def fail(self, error: BaseException) -> None:
+        """Settle the future with ``error``."""
+        self._settle(error=error)
+
+    def _settle(self, result: Sampled | None = None, error: BaseException | None = None) -> None:
+        if self.future.done() or not self.future.set_running_or_notify_cancel():
+            return
+        if result is not None:
+            self.future.set_result(result)
+        else:
+            self.future.set_exception(error)

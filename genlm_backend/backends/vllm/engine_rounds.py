@@ -1,0 +1,169 @@
+"""Rounds: what an engine of sessions is asked to do, one round after another.
+
+A round computes the rows of as many contexts as the engine has room for at once; completions go
+on in every round, and in rounds of their own where no row is wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
+
+from genlm_backend.backends.vllm.completion import Completion
+from genlm_backend.backends.vllm.session_engine import SessionEngine
+from genlm_backend.backends.vllm.sessions import Placement, SessionTable
+from genlm_backend.errors import EvaluationError
+from genlm_backend.model.query import Query
+from genlm_backend.model.row import Row
+
+
+@final
+class Rounds:
+    """Plans rounds over an engine, and ends the oldest sessions where there is no room.
+
+    Everything happens on the thread that calls.
+
+    Args:
+        engine: The engine, used by nobody else.
+
+    Attributes:
+        table: The sessions.
+        tokens_computed: Number of tokens of contexts that the engine has computed.
+        tokens_reused: Number of tokens whose keys and values were there.
+        tokens_evicted: Number of tokens of sessions that were ended for others.
+    """
+
+    def __init__(self, engine: SessionEngine) -> None:
+        self._engine = engine
+        # Rows are told apart by session, and several models may live in one process.
+        self.table = SessionTable(engine.max_sessions, prefix=uuid.uuid4().hex)
+        self.tokens_computed = self.tokens_reused = self.tokens_evicted = 0
+
+    # ---------------------------------------------------------------- rows
+
+    def evaluate(self, queries: Sequence[Query], check_wanted: Callable[[], None]) -> list[Row]:
+        """Return the engine's row of each query, in as few rounds as it has room for.
+
+        ``check_wanted`` is called before each round; it raises a ``QueryDroppedError`` where
+        nobody waits for the rows any more.
+        """
+        rows: list[Row] = []
+        while len(rows) < len(queries):
+            check_wanted()  # the engine is between two rounds, and nothing is amiss
+            with self._distrusting():
+                placements = self._plan_round(queries[len(rows) :])
+                for placement in placements:
+                    self._engine.add(placement)
+                sessions = [placement.session for placement in placements]
+                rows.extend(self._engine.run(sessions, self._end_oldest))
+                self.table.commit()
+                reused = sum(placement.num_shared for placement in placements)
+                self.tokens_reused += reused
+                self.tokens_computed += sum(len(p.query.context) for p in placements) - reused
+        return rows
+
+    def _plan_round(self, queries: Sequence[Query]) -> list[Placement]:
+        """Place as many of the queries, in order, as there is room for."""
+        placements: list[Placement] = []
+        reserved = 0
+        for query in queries:
+            placement = self.table.place(query)
+            needed = self._blocks_of(placement)
+            if not self._make_room(reserved + needed):
+                self.table.withdraw(placement)
+                if placements:
+                    break
+                self.end_sessions()  # what the placement itself holds is in its way
+                placement = self.table.place(query)
+                while not self._make_room(needed := self._blocks_of(placement)):
+                    if self._engine.completions:  # the room is theirs until they end
+                        self._engine.step(self._end_oldest)
+                        continue
+                    self.table.withdraw(placement)
+                    raise EvaluationError(
+                        f"a context of {len(query.context)} tokens does not fit into vLLM's "
+                        f"{self._engine.num_blocks} blocks of {self._engine.block_size} tokens"
+                    )
+            reserved += needed
+            placements.append(placement)
+        return placements
+
+    def _blocks_of(self, placement: Placement) -> int:
+        """Return how many more blocks a placement takes, at most.
+
+        A session that is extended has its last block already; a new one shares full blocks only.
+        """
+        size = self._engine.block_size
+        num_shared = placement.num_shared
+        there = num_shared // size if placement.is_new else -(-num_shared // size)
+        return -(-len(placement.query.context) // size) - there
+
+    def _make_room(self, num_blocks: int) -> bool:
+        """End the oldest sessions until the round fits; return whether it does."""
+        # Sessions leave half of the places to the completions, if those need as many.
+        limit = self._engine.max_sessions
+        self.table.max_sessions = limit - min(len(self._engine.completions), limit // 2)
+        while len(self.table) > self.table.max_sessions or (
+            self._engine.num_free_blocks() < num_blocks
+        ):
+            if not self._end_oldest():
+                return False
+        return True
+
+    def _end_oldest(self) -> bool:
+        """End the session unused for longest; return whether there was one."""
+        session = self.table.oldest()
+        if session is None:
+            return False
+        self._engine.end([session])
+        self.tokens_evicted += self.table.remove(session)
+        return True
+
+    def end_sessions(self) -> None:
+        """End every session."""
+        self._engine.end(self.table.clear())
+
+    @contextlib.contextmanager
+    def _distrusting(self) -> Iterator[None]:
+        """Trust nothing that was under way in the engine when an exception comes out of it."""
+        try:
+            yield
+        except BaseException as error:
+            completions = list(self._engine.completions.values())
+            try:
+                self._engine.stop(completions)
+                self.end_sessions()
+            finally:
+                self.table.clear()
+                for completion in completions:
+                    completion.fail(error)
+            raise
+
+    # ---------------------------------------------------------------- completions
+
+    def start(self, completions: list[Completion], forbidden: frozenset[int]) -> None:
+        """Hand completions to the engine; an error of it is theirs."""
+        try:
+            with self._distrusting():
+                for completion in completions:
+                    self._engine.start(completion, forbidden)
+        except Exception as error:
+            for completion in completions:  # those that were not started yet
+                completion.fail(error)
+
+    def go_on(self) -> bool:
+        """Make a step for the completions; return whether any are left.
+
+        Those that nobody waits for are stopped. An error of the engine is theirs.
+        """
+        with contextlib.suppress(Exception), self._distrusting():
+            completions = self._engine.completions
+            gone = [c for c in completions.values() if c.future.cancelled()]
+            if gone:
+                self._engine.stop(gone)
+            if completions:
+                self._make_room(0)
+                self._engine.step(self._end_oldest)
+        return bool(self._engine.completions)

@@ -1,0 +1,84 @@
+"""VLLMSampler: continuations that vLLM samples by itself, beside the rows that it is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from genlm_backend.backends.vllm.completion import Completion
+from genlm_backend.backends.vllm.engine_rounds import Rounds
+from genlm_backend.errors import BatcherClosedError
+from genlm_backend.model.query import Query
+from genlm_backend.model.sampling import Sampled
+
+
+@final
+class VLLMSampler:
+    """Starts completions, keeps the engine going while there are any, and stops the unwanted.
+
+    Args:
+        rounds: What asks the engine.
+        forbidden: Ids that are never sampled.
+        call_soon: Puts a function behind the batches already sent, on the thread that asks the
+            engine; raises a ``BatcherClosedError`` where that thread takes nothing any more.
+        error_of: Returns the error of a prompt whose adapter has gone since it was asked, or
+            ``None``.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        forbidden: frozenset[int],
+        call_soon: Callable[[Callable[[], None]], object],
+        error_of: Callable[[Query], Exception | None],
+    ) -> None:
+        self._rounds = rounds
+        self._forbidden = forbidden
+        self._call_soon = call_soon
+        self._error_of = error_of
+        self._is_pumping = False
+
+    async def sample(
+        self, completions: Sequence[Completion], when_ended: Callable[[Any], None]
+    ) -> list[Sampled]:
+        """Return the ids sampled for each completion; stop them all where one fails.
+
+        Args:
+            completions: What to sample.
+            when_ended: Called on the event loop whenever one of them has ended, with a future.
+        """
+        self._call_soon(lambda: self._start(completions))
+        futures = [asyncio.wrap_future(completion.future) for completion in completions]
+        for future in futures:
+            future.add_done_callback(when_ended)
+        try:
+            return await asyncio.gather(*futures)
+        finally:
+            for completion in completions:
+                completion.future.cancel()
+
+    # ---------------------------------------------------------------- on the thread of the engine
+
+    def _start(self, completions: Sequence[Completion]) -> None:
+        known: list[Completion] = []
+        for completion in completions:
+            error = self._error_of(completion.prompt)
+            if error is None:
+                known.append(completion)
+            else:
+                completion.fail(error)
+        self._rounds.start(known, self._forbidden)
+        if not self._is_pumping:
+            self._pump()
+
+    def _pump(self) -> None:
+        """Make one step for the completions and, if any are left, put the next into the queue.
+
+        Batches that wait go in between, and take the completions along.
+        """
+        self._is_pumping = self._rounds.go_on()
+        if self._is_pumping:
+            with contextlib.suppress(BatcherClosedError):  # whoever closes it settles what is left
+                self._call_soon(self._pump)

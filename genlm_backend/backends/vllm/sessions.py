@@ -1,0 +1,179 @@
+"""SessionTable: which live request of the engine holds the keys and values of which context.
+
+A *session* is a request that stays in the engine after its row has been computed. More tokens
+extend it in place; a new session may begin from the keys and values of another, at any token.
+Decides only, and knows no engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import final
+
+from genlm_backend.common_prefix import common_length
+from genlm_backend.model.query import Query
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The session that one query is computed in, and what is there of its context.
+
+    Attributes:
+        query: The query.
+        session: Id of the session that will hold its context.
+        is_new: Whether the session has to be started.
+        num_shared: Tokens of the context whose keys and values are there already.
+        source: The session that they are copied from, where a new one begins with any.
+    """
+
+    query: Query
+    session: str
+    is_new: bool
+    num_shared: int = 0
+    source: str | None = None
+
+    @property
+    def num_extended(self) -> int:
+        """Number of tokens that the session has, so that those behind them are sent."""
+        return 0 if self.is_new else self.num_shared
+
+
+@final
+class _Session:
+    __slots__ = ("context", "id", "token_ids", "used")
+
+    def __init__(self, session_id: str, context: Query, used: int) -> None:
+        self.id = session_id
+        self.used = used
+        self.hold(context)
+
+    def hold(self, context: Query) -> None:
+        self.context = context
+        self.token_ids = context.context.packed()  # compared without a loop in Python
+
+
+@final
+class SessionTable:
+    """Live sessions by their contexts, the ones unused for longest ended first.
+
+    ``place`` is called for each query of a round; what it hands out is not seen by the queries
+    after it until ``commit``, because the engine has not computed it yet.
+
+    Args:
+        max_sessions: Number of sessions that the engine can hold, at least 1.
+        prefix: What the ids of sessions begin with.
+    """
+
+    def __init__(self, max_sessions: int, prefix: str = "session") -> None:
+        if max_sessions < 1:
+            raise ValueError(f"max_sessions must be at least 1, got {max_sessions}")
+        self.max_sessions = max_sessions
+        self._ids = (f"{prefix}-{number}" for number in itertools.count())
+        self._clock = itertools.count()
+        self._sessions: dict[str, _Session] = {}
+        self._by_context: dict[Query, _Session] = {}
+        self._round: list[Placement] = []
+        self._held: set[str] = set()
+        self._extended: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._sessions) + sum(placement.is_new for placement in self._round)
+
+    def place(self, query: Query) -> Placement:
+        """Choose where the row of ``query`` is computed, from the most tokens already there.
+
+        The session it uses, or copies from, is held until ``commit``. A session is extended by
+        one query of a round; its siblings begin where it stood before.
+        """
+        best, num_shared = self._longest_prefix(query)
+        if best is None:
+            placement = Placement(query, next(self._ids), is_new=True)
+        elif num_shared == len(best.token_ids) and best.id not in self._extended:
+            placement = Placement(query, best.id, is_new=False, num_shared=num_shared)
+            self._extended.add(best.id)
+        else:
+            placement = Placement(query, next(self._ids), True, num_shared, best.id)
+        if best is not None:
+            self._held.add(best.id)
+        self._round.append(placement)
+        return placement
+
+    def num_shared(self, query: Query) -> int:
+        """Return how many of a context's tokens ``place`` would find."""
+        return self._longest_prefix(query)[1]
+
+    def withdraw(self, placement: Placement) -> None:
+        """Take back the latest placement; what it held stays held until ``commit``."""
+        assert self._round[-1] is placement
+        self._round.pop()
+        if not placement.is_new:
+            self._extended.discard(placement.session)
+
+    def oldest(self) -> str | None:
+        """Return the session unused for longest that no placement of the round needs, if any."""
+        idle = (s for s in self._sessions.values() if s.id not in self._held)
+        found = min(idle, key=lambda session: session.used, default=None)
+        return None if found is None else found.id
+
+    def remove(self, session_id: str) -> int:
+        """Remove a session that the engine has ended; return how many tokens it held."""
+        session = self._sessions.pop(session_id)
+        if self._by_context.get(session.context) is session:
+            del self._by_context[session.context]
+        return len(session.token_ids)
+
+    def commit(self) -> None:
+        """Record that the engine has computed every placement of the round; begin the next."""
+        for placement in self._round:
+            if placement.is_new:
+                session = _Session(placement.session, placement.query, next(self._clock))
+                self._sessions[placement.session] = session
+            else:
+                session = self._sessions[placement.session]
+                if self._by_context.get(session.context) is session:
+                    del self._by_context[session.context]
+                session.hold(placement.query)
+                session.used = next(self._clock)
+            self._by_context[placement.query] = session
+        for session_id in self._held & self._sessions.keys():
+            self._sessions[session_id].used = next(self._clock)
+        self._end_round()
+
+    def clear(self) -> list[str]:
+        """Remove every session, those of an uncommitted round too; return their ids."""
+        ids = [*self._sessions, *(p.session for p in self._round if p.is_new)]
+        self._sessions.clear()
+        self._by_context.clear()
+        self._end_round()
+        return ids
+
+    def _end_round(self) -> None:
+        self._round.clear()
+        self._held.clear()
+        self._extended.clear()
+
+    def _longest_prefix(self, query: Query) -> tuple[_Session | None, int]:
+        """Return the session that shares most with ``query``, but for its last token.
+
+        At equal length one that ends there and is free comes first, because it can be extended.
+        """
+        most = len(query.context) - 1
+        pictures = query.context.pictures
+        is_kept = most >= (1 if pictures is None else pictures.num_tokens)
+        parent = self._by_context.get(query.prefix(most)) if is_kept else None
+        if parent is not None:
+            return parent, most
+        wanted = query.context.packed(0, most)
+        best, best_key = None, (0, False)
+        for session in self._sessions.values():
+            if session.context.adapter != query.adapter:
+                continue
+            if min(len(wanted), len(session.token_ids)) < best_key[0]:
+                continue
+            shared = common_length(session.token_ids, wanted)
+            key = (shared, shared == len(session.token_ids) and session.id not in self._extended)
+            if key > best_key:
+                best, best_key = session, key
+        return best, best_key[0]

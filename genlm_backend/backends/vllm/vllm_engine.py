@@ -1,0 +1,396 @@
+"""VLLMEngine: vLLM as sessions whose rows can be asked for, and completions beside them."""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable
+from typing import Any, final
+from weakref import WeakKeyDictionary
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
+
+from genlm_backend.backends.vllm import capture, fork, scanning
+from genlm_backend.backends.vllm.completion import Completion
+from genlm_backend.backends.vllm.sessions import Placement
+from genlm_backend.backends.vllm.surroundings import environment, random_state_kept
+from genlm_backend.backends.vllm.vllm_picture_reader import features_of
+from genlm_backend.errors import (
+    AdapterError,
+    EngineDiedError,
+    EvaluationError,
+    UnsupportedModelError,
+)
+from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.row import Row
+from genlm_backend.vision.pictures import Pictures
+
+_WAIT = 0.1
+"""Seconds to wait for the outputs of a core in another process at each step."""
+
+_PATIENCE = 30.0
+"""Seconds that a core may take to notice that requests have ended."""
+
+
+@final
+class VLLMEngine:
+    """vLLM's engine: starts, extends and ends sessions, and steps until their rows are there.
+
+    Not to be used by two threads at once.
+
+    Args:
+        llm: A ``vllm.LLM`` that ``load`` has made.
+        tokenizer: Tokenizer to use in place of the model's own.
+        max_adapters: Number of LoRA adapters that may be loaded; ``None`` for any number.
+    """
+
+    _here: VLLMEngine | None = None
+    """The engine whose core is in this process; vLLM can have one."""
+
+    def __init__(self, llm: LLM, tokenizer: Any = None, max_adapters: int | None = None) -> None:
+        self._llm: LLM | None = llm
+        self._core = capture.Core(llm)
+        self._tokenizer = tokenizer
+        self._pictures = capture.PictureProcessing(llm)
+        self.image_token_id = self._pictures.image_token_id
+        self._features: WeakKeyDictionary[Pictures, list[Any]] = WeakKeyDictionary()
+        self.eos_token_ids = self._core.eos_token_ids
+        self.vocab_size: int = self._core.vocab_size
+        self.max_length: int = self._core.max_model_len - 1
+        self.max_sessions: int = self._core.max_num_seqs
+        self.block_size: int = self._core.block_size
+        self.num_blocks: int = self._core.num_blocks - 1  # one is vLLM's own
+        self.kv_cache_dtype: str | None = self._core.kv_cache_dtype
+        self.num_steps = 0
+        self.completions: dict[str, Completion] = {}
+        self._sessions: set[str] = set()
+        self._untaken: set[str] = set()
+        self._requests: list[Any] = []
+        self._num_empty_steps = 0
+        self._adapters: dict[Adapter, LoRARequest] = {}
+        self._max_adapters = max_adapters
+        if self._core.is_local:
+            VLLMEngine._here = self
+
+    @property
+    def tokenizer(self) -> Any:
+        """What decodes the model's token ids; vLLM's own unless another one was given."""
+        if self._tokenizer is None:
+            assert self._llm is not None, "the engine has been closed"
+            self._tokenizer = self._llm.get_tokenizer()
+        return self._tokenizer
+
+    @property
+    def processor(self) -> Any:
+        """The processor of transformers that reads pictures."""
+        return self._pictures.processor
+
+    def read(self, prompt: str | list[int], images: list[Any]) -> tuple[list[int], list[Any]]:
+        """Return the token ids of a prompt with pictures, and the features of these."""
+        return self._pictures.read(prompt, images)
+
+    @classmethod
+    def load(cls, path: str, options: dict[str, Any], tokenizer: Any = None) -> VLLMEngine:
+        """Load a model with vLLM.
+
+        The engine runs in this process, or in one of its own where it has several workers,
+        ``VLLM_ENABLE_V1_MULTIPROCESSING=1`` is set, or this process has an engine already. While
+        it loads, that variable is set accordingly, and where they are not set,
+        ``VLLM_LOGGING_LEVEL=ERROR`` and ``VLLM_USE_V2_MODEL_RUNNER=0`` (the runner that rows
+        have been compared on). The global random generators, which vLLM seeds, are put back.
+
+        Args:
+            path: Directory or repository of the model.
+            options: Arguments of ``vllm.LLM``.
+            tokenizer: Tokenizer to use in place of the model's own.
+
+        Raises:
+            UnsupportedModelError: If an option is one that forks or rows do not go with.
+        """
+        for name, why in _REFUSED.items():
+            if options.get(name) not in (None, 1):
+                raise UnsupportedModelError(f"{name}={options[name]!r}: {why}")
+        kept = options.get("kv_cache_dtype", "auto")
+        if current_platform.is_cpu() and kept not in capture.KV_CACHE_DTYPES_ON_CPU:
+            known = ", ".join(map(repr, capture.KV_CACHE_DTYPES_ON_CPU))
+            raise UnsupportedModelError(
+                f"kv_cache_dtype={kept!r}: on the CPU vLLM takes it and gives wrong rows; its "
+                f"attention there knows {known}"
+            )
+        made = {
+            "enable_prefix_caching": True,
+            "gpu_memory_utilization": 0.9,
+            "disable_hybrid_kv_cache_manager": True,  # as it is with any connector but a few
+            **options,
+            "disable_log_stats": False,  # the steps' statistics say how many blocks are free
+            "async_scheduling": False,
+            "mm_processor_cache_gb": 0,  # what it has would be left out of later requests
+            "logits_processors": [*options.get("logits_processors", ()), capture.RowCapture],
+            "worker_extension_cls": f"{capture.__name__}.{capture.RowExtension.__name__}",
+            "kv_transfer_config": KVTransferConfig(
+                kv_connector=fork.ForkConnector.__name__,
+                kv_role="kv_both",
+                kv_connector_module_path=fork.__name__,
+            ),
+        }
+        max_adapters = None
+        if made.get("enable_lora") and current_platform.is_cpu():
+            # On the CPU a request without an adapter gets whatever is in the last place for one
+            # (vLLM's issue 48421): there is one more, and it stays empty.
+            max_adapters = made.get("max_loras", 1)
+            made["max_loras"] = max_adapters + 1
+        is_taken = VLLMEngine._here is not None
+        is_apart = (
+            is_taken
+            or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "1"
+            or any(options.get(name, 1) != 1 for name in _PARALLEL)
+            or options.get("distributed_executor_backend") not in (None, "uni")
+        )
+        variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if is_apart else "0"}
+        variables |= {name: os.environ.get(name, own) for name, own in _DEFAULT_ENVIRONMENT.items()}
+        with environment(variables), random_state_kept():
+            capture.forget_environment()
+            scanning.let_modules_be_scanned()
+            llm = LLM(path, **made)
+            if is_taken:
+                os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+                capture.remember_environment()
+        return cls(llm, tokenizer, max_adapters)
+
+    # ---------------------------------------------------------------- sessions
+
+    def num_free_blocks(self) -> int:
+        """Return how many blocks of keys and values nobody holds."""
+        self._wait_for_ends()
+        return self._core.num_free_blocks
+
+    def add(self, placement: Placement) -> None:
+        """Start or extend the session of ``placement``, which the next ``run`` computes."""
+        session, query = placement.session, placement.query
+        extra: dict[str, Any] = {capture.TAG: session}
+        if placement.source is not None:
+            extra["kv_transfer_params"] = {
+                fork.SOURCE: placement.source,
+                fork.NUM_SHARED: placement.num_shared,
+            }
+        params = SamplingParams(
+            max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, extra_args=extra
+        )
+        self._sessions.add(session)
+        self._untaken.add(session)
+        self._requests.append(
+            self._request(session, query, placement.num_extended, params, resumable=True)
+        )
+
+    def run(self, session_ids: list[str], relieve: Callable[[], bool]) -> list[Row]:
+        """Step the engine until each of these sessions has a row; return them in order.
+
+        Completions go on meanwhile. ``relieve`` is called where the engine has no room for
+        anything: it ends a session and returns whether there was one to end.
+        """
+        requests, self._requests = self._requests, []
+        self._call(self._core.add, requests)
+        waiting = set(session_ids)
+        self._num_empty_steps = 0
+        while waiting:
+            for output in self._step():
+                if output.request_id not in waiting:
+                    continue
+                if _has_failed(output.finish_reason):
+                    raise EvaluationError(f"vLLM ended a session: {output.finish_reason}")
+                if output.new_token_ids:
+                    waiting.discard(output.request_id)
+            if waiting and self._is_stuck and not relieve():
+                raise EvaluationError(f"vLLM has no room for {len(waiting)} of its requests")
+        rows = self._call(self._core.take_rows, session_ids)
+        self._untaken.difference_update(session_ids)
+        return rows
+
+    def end(self, session_ids: list[str]) -> None:
+        """End sessions; their blocks are free at once."""
+        if session_ids:
+            self._requests = [r for r in self._requests if r.request_id not in session_ids]
+            self._sessions.difference_update(session_ids)
+            self._call(self._core.abort, session_ids)
+            if untaken := self._untaken.intersection(session_ids):
+                self._untaken -= untaken
+                self._call(self._core.forget_logits, list(untaken))
+
+    def reset(self) -> None:
+        """Forget the blocks of sessions that have ended, so that nothing is reused."""
+        self._wait_for_ends()
+        if self._core.is_local:
+            self._step()  # lets the scheduler see who has gone
+        self._call(self._core.reset_prefix_cache)
+
+    # ---------------------------------------------------------------- completions
+
+    def start(self, completion: Completion, forbidden: frozenset[int]) -> None:
+        """Begin a completion, which goes on at every step from now on.
+
+        Args:
+            completion: Prompt and settings of the sample.
+            forbidden: Token ids that are never sampled.
+        """
+        params = SamplingParams(
+            max_tokens=completion.num_possible,
+            temperature=min(completion.temperature, 1e30),  # an infinite one would give NaN
+            seed=completion.seed,
+            stop_token_ids=sorted(completion.eos_token_ids),
+            allowed_token_ids=[i for i in range(self.vocab_size) if i not in forbidden]
+            if forbidden
+            else None,
+            detokenize=False,
+            ignore_eos=True,
+        )
+        self.completions[completion.id] = completion
+        query = completion.prompt
+        request = self._request(completion.id, query, 0, params, resumable=False)
+        self._call(self._core.add, [request])
+
+    def step(self, relieve: Callable[[], bool]) -> None:
+        """Make a step for the completions; ``relieve`` as for ``run``."""
+        self._step()
+        if self.completions and self._is_stuck and not relieve():
+            raise EvaluationError(f"vLLM has no room for any of {len(self.completions)} samples")
+
+    def stop(self, completions: list[Completion]) -> None:
+        """End completions before they are finished; their blocks are free at once."""
+        for completion in completions:
+            del self.completions[completion.id]
+        self._call(self._core.abort, [completion.id for completion in completions])
+
+    # ---------------------------------------------------------------- adapters
+
+    def add_adapter(self, adapter: Adapter, path: str) -> None:
+        """Load a LoRA adapter.
+
+        Raises:
+            AdapterError: If vLLM does not load it, or has no place for it.
+        """
+        if self._max_adapters is not None and len(self._adapters) >= self._max_adapters:
+            raise AdapterError(
+                f"vLLM on the CPU holds max_loras={self._max_adapters} adapters; load the model "
+                f"with a larger max_loras to add {adapter.name!r}"
+            )
+        request = LoRARequest(adapter.name, adapter.number, path)
+        try:
+            self._call(self._core.add_lora, request)
+        except EngineDiedError:
+            raise
+        except Exception as error:
+            raise AdapterError(
+                f"vLLM does not load the adapter {adapter.name!r}: {error}"
+            ) from error
+        self._adapters[adapter] = request
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """Remove a LoRA adapter that no session and no completion uses."""
+        self._call(self._core.remove_lora, self._adapters.pop(adapter).lora_int_id)
+
+    # ---------------------------------------------------------------- closing
+
+    def close(self) -> None:
+        """Shut vLLM down and free what it holds; again has no effect."""
+        if self._llm is None:
+            return
+        try:
+            self._core.shutdown()
+        finally:
+            if VLLMEngine._here is self:
+                VLLMEngine._here = None
+            self._llm = None
+            del self._core
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    # ---------------------------------------------------------------- one step
+
+    @property
+    def _num_requests(self) -> int:
+        return len(self._sessions) + len(self.completions)
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether the latest steps computed nothing, so that the next ones will not either."""
+        return self._num_empty_steps >= 3
+
+    def _step(self) -> list[Any]:
+        """Make a step, or wait a little for one; pass on what it has sampled."""
+        outputs = self._call(self._core.step, _WAIT)
+        if outputs is None:
+            return []
+        is_empty = not outputs and self._core.is_fresh and self._core.num_running == 0
+        self.num_steps += not is_empty
+        self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
+        for output in outputs:
+            completion = self.completions.get(output.request_id)
+            if completion is not None:
+                reason = output.finish_reason
+                if reason is not None:
+                    del self.completions[output.request_id]
+                if _has_failed(reason):
+                    completion.fail(EvaluationError(f"vLLM ended a sample: {reason}"))
+                else:
+                    completion.extend(output.new_token_ids, is_finished=reason is not None)
+        return outputs
+
+    def _wait_for_ends(self) -> None:
+        """Wait until a core in another process has noticed which requests have ended."""
+        if self._core.is_local:
+            return
+        deadline = time.monotonic() + _PATIENCE
+        while self._core.num_requests > self._num_requests:
+            self._step()
+            if time.monotonic() > deadline:
+                raise EvaluationError(f"vLLM did not answer for {_PATIENCE:.0f} seconds")
+        self._num_empty_steps = 0
+
+    def _request(self, name: str, query: Query, start: int, params: Any, resumable: bool) -> Any:
+        """Return a request of a context's tokens from one of them on."""
+        lora = None if query.adapter is None else self._adapters[query.adapter]
+        pictures, ids, features = query.context.pictures, query.context.packed(start), None
+        if pictures is None or start >= pictures.num_tokens:
+            return capture.core_request(name, list(ids), params, lora, resumable)
+        kept = self._features.get(pictures)
+        if kept is None:
+            kept = self._features[pictures] = features_of(pictures)
+        features = self._pictures.between(kept, start, pictures.num_tokens, lora)
+        ids = pictures.shown(ids)
+        return capture.core_request(name, ids, params, lora, resumable, features)
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            if not (isinstance(error, capture.EngineDeadError) or self._core.is_dead):
+                raise
+            # A dead core's sockets are closed by another thread, while they may be written to.
+            raise EngineDiedError(
+                "vLLM's engine has ended, and what it printed says why; close this model and "
+                "load it again"
+            ) from error
+
+
+def _has_failed(finish_reason: Any) -> bool:
+    """Whether a request ended otherwise than by a token of its end, or by its length."""
+    return finish_reason is not None and str(finish_reason) not in ("stop", "length")
+
+
+_REFUSED = {
+    "data_parallel_size": "sessions live in one engine; load a model for each replica instead",
+    "speculative_config": "drafted tokens have no rows of their own",
+    "enable_prefix_caching": "sessions share their blocks by it",
+}
+
+
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size")
+
+_DEFAULT_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_USE_V2_MODEL_RUNNER": "0"}

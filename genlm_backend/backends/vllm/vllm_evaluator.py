@@ -1,0 +1,132 @@
+"""VLLMEvaluator: rows of a model that vLLM evaluates, from contexts that stay in it as sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from genlm_backend.backends.vllm.engine_rounds import Rounds
+from genlm_backend.backends.vllm.session_engine import SessionEngine
+from genlm_backend.errors import BatcherClosedError, UnknownAdapterError
+from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.row import Row
+from genlm_backend.prefix import TierName
+
+
+@final
+class VLLMEvaluator(Evaluator):
+    """Answers queries by an engine of sessions, in rounds.
+
+    Args:
+        engine: The engine, used by nobody else.
+        output_device: Device on which rows are returned.
+        max_length: Longest context to accept, where it is less than the engine's.
+
+    Attributes:
+        engine: The engine.
+        rounds: What asks the engine; completions go on in its rounds.
+    """
+
+    def __init__(
+        self,
+        engine: SessionEngine,
+        output_device: torch.device,
+        max_length: int | None = None,
+    ) -> None:
+        self.engine = engine
+        self.rounds = Rounds(engine)
+        self._output_device = output_device
+        self._max_length = max_length
+
+    def open(self) -> EvaluatorInfo:
+        """Return what the engine, which is ready, is able to do."""
+        engine = self.engine
+        num_slots = engine.num_blocks * engine.block_size
+        longest = min(engine.max_length, num_slots)
+        return EvaluatorInfo(
+            vocab_size=engine.vocab_size,
+            max_length=min(self._max_length or longest, longest),
+            max_batch_size=engine.max_sessions,
+            num_slots=num_slots,
+            slots_per_block=engine.block_size,
+            kv_cache_dtype=engine.kv_cache_dtype,
+            takes_adapters=True,
+            eos_token_ids=engine.eos_token_ids,
+        )
+
+    # ---------------------------------------------------------------- rows
+
+    def evaluate(self, queries: Sequence[Query]) -> Sequence[Row]:
+        """Return one row for each query, on the output device."""
+        return self._moved(self.rounds.evaluate(queries, self.check_wanted))
+
+    def _moved(self, rows: list[Row]) -> list[Row]:
+        """Return the rows of a batch on the output device, by one transfer."""
+        if rows[0].logprobs.device == self._output_device:
+            return rows
+        table = torch.stack([row.logprobs for row in rows]).to(self._output_device)
+        # A view would keep the rows of its whole batch alive.
+        return [
+            Row(logprobs.clone(), row.normaliser) for logprobs, row in zip(table, rows, strict=True)
+        ]
+
+    # ---------------------------------------------------------------- what is kept
+
+    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
+        """Return how many of a context's tokens a session has; vLLM does not tell of a host."""
+        return 0 if tier == "host" else self.rounds.table.num_shared(query)
+
+    def forget(self, query: Query, keep: int) -> None:
+        """Do nothing: vLLM frees a block when another context needs it, and cannot be told to."""
+
+    def pin(self, query: Query) -> bool:
+        """Return ``False``: the oldest sessions are ended, whichever they are."""
+        return False
+
+    def clear(self) -> None:
+        """End all sessions, and free the blocks that they had."""
+        self.rounds.end_sessions()
+        self.engine.reset()
+
+    # ---------------------------------------------------------------- adapters
+
+    def add_adapter(self, adapter: Adapter, path: str) -> None:
+        """Load a LoRA adapter; the engine needs to have been made with ``enable_lora=True``."""
+        self.engine.add_adapter(adapter, path)
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """Remove an adapter, and end all sessions.
+
+        Completions sampled with it end with an ``UnknownAdapterError``, and no others.
+        """
+        sampled = [c for c in self.engine.completions.values() if c.prompt.adapter == adapter]
+        self.engine.stop(sampled)
+        for completion in sampled:
+            completion.fail(
+                UnknownAdapterError(f"the LoRA adapter {adapter.name!r} has been removed")
+            )
+        self.clear()
+        self.engine.remove_adapter(adapter)
+
+    # ---------------------------------------------------------------- keeping house
+
+    def counts(self) -> EvaluatorCounts:
+        """Return what the engine and the rounds have counted; vLLM tells no bytes."""
+        return EvaluatorCounts(
+            num_forwards=self.engine.num_steps,
+            tokens_computed=self.rounds.tokens_computed,
+            tokens_reused=self.rounds.tokens_reused,
+            num_evicted_tokens=self.rounds.tokens_evicted,
+        )
+
+    def close(self) -> None:
+        """Close the engine; completions that have not ended get a ``BatcherClosedError``."""
+        completions = list(self.engine.completions.values())
+        try:
+            self.engine.close()
+        finally:
+            for completion in completions:
+                completion.fail(BatcherClosedError("closed before the sample was complete"))

@@ -1,0 +1,106 @@
+"""VLLMPictureReader: from a prompt and pictures to the context that begins with them."""
+
+from __future__ import annotations
+
+import pickle
+from array import array
+from collections.abc import Mapping
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+
+from genlm_backend.backends.vllm.session_engine import SessionEngine
+from genlm_backend.errors import PictureError
+from genlm_backend.model.context import Context
+from genlm_backend.model.contexts import Contexts
+from genlm_backend.vision.images import read_images
+from genlm_backend.vision.picture_prompt import check_fits, check_places
+from genlm_backend.vision.pictures import Pictures, codes
+
+_FEATURES: Final = "features"
+_READER: Final = "vLLM"
+
+
+@final
+class VLLMPictureReader:
+    """Reads pictures as vLLM does.
+
+    Args:
+        engine: The engine that they are for.
+        contexts: What checks token ids.
+    """
+
+    def __init__(self, engine: SessionEngine, contexts: Contexts) -> None:
+        self._engine, self._contexts = engine, contexts
+        contexts.image_token_id, contexts.image_reader = engine.image_token_id, _READER
+
+    @property
+    def processor(self) -> Any:
+        """The processor of transformers that vLLM runs; ``None`` where it reads text alone."""
+        return None if self._engine.image_token_id is None else self._engine.processor
+
+    def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
+        """Return the context of a prompt that begins with pictures.
+
+        Args:
+            prompt: A text or token ids, in which the model's own token for a picture stands for
+                each.
+            images: The pictures, in order.
+            max_length: Longest context that the model takes.
+
+        Raises:
+            PictureError: If there are more or fewer pictures than places, or one cannot be read.
+            ContextTypeError: If the prompt is neither.
+            ContextError: If it does not fit into the model.
+        """
+        processor = self.processor
+        if processor is None:
+            raise PictureError("the model reads text alone, and takes no pictures")
+        if isinstance(images, Mapping):
+            raise PictureError("vLLM runs its processor itself: images are a list of pictures")
+        pictures, marker = read_images(images), str(processor.image_token)
+        if isinstance(prompt, str):
+            num_places = prompt.count(marker)
+        else:
+            packed = array("i")
+            packed.frombytes(self._contexts.packed(prompt))
+            prompt = list(packed)
+            num_places = prompt.count(processor.tokenizer.convert_tokens_to_ids(marker))
+        check_places(marker, num_places, len(pictures))
+        if not pictures:
+            is_text = isinstance(prompt, str)
+            return self._contexts.of(
+                processor.tokenizer(prompt)["input_ids"] if is_text else prompt
+            )
+        try:
+            ids, features = self._engine.read(prompt, pictures)
+        except Exception as error:  # vLLM's own classes, and whatever a model's processor raises
+            raise PictureError(f"vLLM does not read these pictures: {error}") from error
+        check_fits(ids, max_length)
+        return self._context(ids, features)
+
+    def _context(self, ids: list[int], features: list[Any]) -> Context:
+        """Return a context, its parts of pictures named by what they show."""
+        image_token_id = self._engine.image_token_id
+        assert image_token_id is not None
+        self._contexts.packed([i for i in ids if i != image_token_id])
+        values = np.array(ids, np.int32)
+        parts = values == image_token_id
+        for feature in features:
+            start = feature.mm_position.offset
+            own = np.zeros_like(parts)
+            own[start : start + feature.mm_position.length] = True
+            (places,) = np.nonzero(own & parts)
+            values[places] = codes(feature.identifier.encode(), len(places))
+        if not features or (values == image_token_id).any() or not parts.any():
+            raise PictureError("vLLM has given its parts of these pictures no places of their own")
+        num_tokens = max(f.mm_position.offset + f.mm_position.length for f in features)
+        written = torch.frombuffer(bytearray(pickle.dumps(features)), dtype=torch.uint8)
+        made = Pictures.of(ids, {_FEATURES: written}, num_tokens, image_token_id, reader=_READER)
+        return Context.of(self._contexts, values.tobytes(), pictures=made)
+
+
+def features_of(pictures: Pictures) -> list[Any]:
+    """Return what vLLM's requests have of the pictures of a context."""
+    return pickle.loads(pictures.inputs[_FEATURES].numpy().tobytes())

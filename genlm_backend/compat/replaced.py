@@ -1,0 +1,97 @@
+"""Public names of genlm-backend 0.3.1 whose machinery is not needed here.
+
+The package ``genlm.backend`` hands these out, so that a program which imports one still starts
+and is told on use what takes its place.
+"""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, ClassVar, NoReturn, final
+
+from genlm_backend.backends.mlx.present import is_present
+from genlm_backend.backends.vllm.release import installed_release, is_supported
+from genlm_backend.errors import ReplacedNameError
+from genlm_backend.tokenization import decode_vocab
+
+HAS_VLLM = is_supported(installed_release())
+"""Whether a release of vLLM is installed that ``AsyncVirtualLM`` runs on."""
+
+HAS_MLX = is_present()
+"""Whether ``AsyncMlxLM`` can load a model."""
+
+HAS_SGL = False
+"""Whether ``AsyncSGLTransformer`` can load a model."""
+
+
+class _Replaced(abc.ABC):
+    instead: ClassVar[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _refuse(type(self).__name__, self.instead)
+
+
+@final
+class Query(_Replaced):
+    """An entry of the queue of genlm-backend 0.3.1. Using it raises a ``ReplacedNameError``."""
+
+    instead = "`await lm.next_token_logprobs(token_ids)` queues, batches and answers"
+
+
+@final
+class TokenTrie(_Replaced):
+    """The cache of genlm-backend 0.3.1. Using it raises a ``ReplacedNameError``."""
+
+    instead = (
+        "every model keeps the keys, values and rows of the prefixes it has seen; "
+        "lm.statistics() tells how many, lm.clear_cache() forgets them"
+    )
+
+
+@final
+class BackendScheduler(_Replaced):
+    """The scheduler of genlm-backend 0.3.1. Using it raises a ``ReplacedNameError``."""
+
+    instead = "AsyncVirtualLM.from_name(name, engine_opts) runs vLLM's own scheduler"
+
+
+def batch_abandoned(exc: BaseException) -> NoReturn:
+    """Raise a ``ReplacedNameError``: no caller leads a batch here."""
+    _refuse("batch_abandoned", "no caller leads a batch, so none can abandon it")
+
+
+def fail_futures(entries: Any, exc: BaseException) -> NoReturn:
+    """Raise a ``ReplacedNameError``: the batcher settles its own futures."""
+    _refuse("fail_futures", "the batcher settles every future itself")
+
+
+def get_byte_vocab(tokenizer: Any) -> list[bytes]:
+    """Return the bytes of every token id, without the ids: ``decode_vocab`` gives both."""
+    return [token.byte_string for token in decode_vocab(tokenizer).byte_vocab]
+
+
+def get_byte_tokens_from_byte_decoder(tokenizer: Any, byte_decoder: Any) -> NoReturn:
+    """Raise a ``ReplacedNameError``: ``decode_vocab`` finds the decoder."""
+    _refuse("get_byte_tokens_from_byte_decoder", _DECODE_VOCAB)
+
+
+def get_byte_tokens_from_sp(tokenizer: Any) -> NoReturn:
+    """Raise a ``ReplacedNameError``: ``decode_vocab`` reads SentencePiece models too."""
+    _refuse("get_byte_tokens_from_sp", _DECODE_VOCAB)
+
+
+def check_byte_decoder(tokenizer: Any, byte_decoder: Any) -> NoReturn:
+    """Raise a ``ReplacedNameError``: ``decode_vocab`` checks what it returns."""
+    _refuse("check_byte_decoder", _DECODE_VOCAB)
+
+
+def bytes_to_strs(tokenizer: Any, byte_vocab: Any, byte2str_fallback: str) -> NoReturn:
+    """Raise a ``ReplacedNameError``: ``decode_vocab`` returns the text of every token too."""
+    _refuse("bytes_to_strs", "decode_vocab(tokenizer, byte2str_fallback) returns bytes and texts")
+
+
+_DECODE_VOCAB = "decode_vocab(tokenizer) reads and checks the bytes of any tokenizer"
+
+
+def _refuse(name: str, instead: str) -> NoReturn:
+    raise ReplacedNameError(f"{name} is part of genlm-backend 0.3.1 and not needed here: {instead}")

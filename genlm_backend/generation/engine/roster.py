@@ -1,0 +1,271 @@
+"""Roster: which texts are worked at, and what is to be done when that changes. Decides only."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, final
+
+from genlm_backend.common_prefix import common_length
+from genlm_backend.generation.engine.places import D, Entry, Phase, Plan, R, make_plan
+from genlm_backend.generation.engine.status import GenerationStatus
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Settlement(Generic[R, D]):
+    """A request that is to be settled.
+
+    Attributes:
+        request: The request.
+        texts: Every text of the request.
+        status: The final status of the request.
+        error: The exception that the request failed with, if it did.
+    """
+
+    request: R
+    texts: tuple[Entry[R, D], ...]
+    status: GenerationStatus
+    error: Exception | None = None
+
+
+@final
+@dataclass(slots=True)
+class RosterChange(Generic[R, D]):
+    """What is to be done; a text is in one of the lists at most.
+
+    Attributes:
+        start: Texts whose tasks begin.
+        go_on: Texts that go on after a rest.
+        rest: Texts that rest from their next token on.
+        cancel: Texts whose tasks are cancelled, unless they notice their end themselves.
+        settle: Requests that have ended.
+    """
+
+    start: list[Entry[R, D]] = field(default_factory=list)
+    go_on: list[Entry[R, D]] = field(default_factory=list)
+    rest: list[Entry[R, D]] = field(default_factory=list)
+    cancel: list[Entry[R, D]] = field(default_factory=list)
+    settle: list[Settlement[R, D]] = field(default_factory=list)
+
+
+@final
+class Roster(Generic[R, D]):
+    """The texts that are wanted, each in one phase: the oldest run whose contexts fit.
+
+    Its methods change phases and return what is to be done about it, in a ``RosterChange``;
+    ``None`` is returned where everybody goes on as before. There is no event loop, no lock and no
+    model in it.
+
+    Args:
+        max_batch: Places of a batch.
+        max_waiting: Submissions that may wait to begin; ``None`` for no bound.
+        capacity: Tokens that fit into memory; ``None`` for no bound.
+        keeps_contexts: Whether what was asked for stays in memory for others.
+
+    Attributes:
+        max_batch: Places of a batch.
+        capacity: Tokens that fit into memory; it can be set, for the decisions to come.
+        is_open: Whether requests are let in.
+    """
+
+    def __init__(
+        self,
+        max_batch: int,
+        max_waiting: int | None,
+        capacity: int | None,
+        keeps_contexts: bool = True,
+    ) -> None:
+        self.max_batch, self.capacity = max_batch, capacity
+        self.is_open = False
+        self._max_waiting = max_waiting
+        self._keeps_contexts = keeps_contexts
+        self._requests: dict[R, tuple[Entry[R, D], ...]] = {}  # in the order of arrival
+        self._num_arrivals = 0
+        self._last_begun = -1
+        self._num_tokens = 0  # no fewer than the distinct ones of those that run
+
+    # ---------------------------------------------------------------- what there is
+
+    @property
+    def texts(self) -> list[Entry[R, D]]:
+        """Texts of the requests that are not settled, in the order of arrival."""
+        return list(itertools.chain.from_iterable(self._requests.values()))
+
+    @property
+    def num_running(self) -> int:
+        """Number of texts that have a place."""
+        return sum(text.phase is Phase.RUNNING for text in self.texts)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of submissions of which nothing has begun."""
+        # They begin in the order of arrival: whatever came after the last one to begin is waiting.
+        return len({text.arrival for text in self.texts if text.arrival > self._last_begun})
+
+    def _wanted(self) -> Iterator[Entry[R, D]]:
+        texts = itertools.chain.from_iterable(self._requests.values())
+        return (text for text in texts if text.is_wanted)
+
+    # ---------------------------------------------------------------- admission
+
+    def open(self) -> None:
+        """Let requests in."""
+        self.is_open = True
+
+    def shut(self) -> None:
+        """Let no more requests in."""
+        self.is_open = False
+
+    def submit(self, requests: Mapping[R, Sequence[D]]) -> RosterChange[R, D] | None:
+        """Take requests, all with one submission, unless as many wait as may.
+
+        A submission whose first text would have a place at once does not wait.
+
+        Args:
+            requests: What makes the texts of each request.
+
+        Returns:
+            The decision, or ``None`` where there is no room: nothing has changed then.
+        """
+        assert self.is_open
+        arrival = self._num_arrivals
+        taken = {
+            request: tuple(Entry(request, draft, arrival) for draft in drafts)
+            for request, drafts in requests.items()
+        }
+        limit = self._max_waiting
+        if limit is not None and self.num_waiting >= limit:
+            first = next(itertools.chain.from_iterable(taken.values()))
+            plan = make_plan([*self._wanted(), first], self.max_batch, self.capacity)
+            if first not in plan.running:
+                return None
+        self._num_arrivals += 1
+        self._requests.update(taken)
+        return self._replanned(RosterChange())
+
+    # ---------------------------------------------------------------- texts under way
+
+    def asks(self, text: Entry[R, D]) -> None:
+        """Note that the model is asked for the contexts of a text."""
+        text.asked = text.draft.contexts
+
+    def grew(self, text: Entry[R, D]) -> RosterChange[R, D] | None:
+        """Note that a text has been written one step further and goes on."""
+        self._num_tokens += text.draft.width
+        if self.capacity is None or self._num_tokens <= self.capacity:
+            return None
+        return self._replanned(RosterChange())
+
+    def finished(self, text: Entry[R, D]) -> None:
+        """Note that a text is complete, before it has left."""
+        text.phase = Phase.LEAVING
+
+    def noticed(self, text: Entry[R, D]) -> None:
+        """Note that a text's task asks for nothing more, so that nobody has to cancel it."""
+        if text.phase is Phase.CANCELLED:
+            text.phase = Phase.GONE
+
+    def left(self, text: Entry[R, D]) -> RosterChange[R, D] | None:
+        """Note that a text's task has nothing more to do; the last one finishes its request."""
+        if text.phase is not Phase.LEAVING:
+            return None
+        text.phase = Phase.GONE
+        decision, texts = RosterChange[R, D](), self._requests[text.request]
+        if all(other.phase is Phase.GONE for other in texts):
+            del self._requests[text.request]
+            decision.settle.append(Settlement(text.request, texts, GenerationStatus.FINISHED))
+        return self._replanned(decision)
+
+    # ---------------------------------------------------------------- ending
+
+    def ended(
+        self, request: R, status: GenerationStatus, error: Exception | None = None
+    ) -> RosterChange[R, D] | None:
+        """End a request; one whose texts are all complete, or that has ended, stays as it is."""
+        decision = RosterChange[R, D]()
+        self._take_off(decision, request, status, error)
+        return self._replanned(decision) if decision.settle else None
+
+    def close(self) -> RosterChange[R, D]:
+        """Let no more requests in and interrupt those that there are; nobody gets a place."""
+        self.shut()
+        decision = RosterChange[R, D]()
+        for request in list(self._requests):
+            self._take_off(decision, request, GenerationStatus.INTERRUPTED)
+        return decision
+
+    def _take_off(
+        self,
+        decision: RosterChange[R, D],
+        request: R,
+        status: GenerationStatus,
+        error: Exception | None = None,
+    ) -> None:
+        texts = self._requests.get(request, ())
+        if all(text.phase in (Phase.LEAVING, Phase.GONE) for text in texts):
+            return
+        del self._requests[request]
+        decision.settle.append(Settlement(request, texts, status, error))
+        for text in texts:
+            if text.phase in (Phase.RUNNING, Phase.RESTING):
+                text.phase = Phase.CANCELLED
+                decision.cancel.append(text)
+            else:  # without a task, or with one that is to forget what it asked for
+                text.phase = Phase.GONE
+
+    # ---------------------------------------------------------------- who runs
+
+    def _replanned(self, decision: RosterChange[R, D]) -> RosterChange[R, D]:
+        """Let whoever may run go on and the others rest, and end whoever never may."""
+        while (plan := self._plan()).hopeless:
+            for request in dict.fromkeys(text.request for text in plan.hopeless):
+                self._take_off(decision, request, GenerationStatus.INTERRUPTED)
+        self._num_tokens = plan.num_tokens
+        # Those that ran follow one another, from the oldest on: nobody has overtaken.
+        for text in itertools.islice(self._wanted(), len(plan.running), None):
+            if text.phase is not Phase.RUNNING:
+                break
+            text.phase = Phase.RESTING
+            decision.rest.append(text)
+        for text in plan.running:
+            if text.phase is Phase.WAITING:
+                decision.start.append(text)
+                self._last_begun = text.arrival
+            elif text.phase is Phase.RESTING:
+                decision.go_on.append(text)
+            text.phase = Phase.RUNNING
+        return decision
+
+    def _plan(self) -> Plan[R, D]:
+        return make_plan(self._wanted(), self.max_batch, self.capacity)
+
+    # ---------------------------------------------------------------- without a prefix cache
+
+    def left_behind(self, text: Entry[R, D]) -> list[list[int]]:
+        """Return the contexts of a text that are not to stay in memory for itself.
+
+        A text that goes on leaves behind what it asked for and has given up; another one leaves
+        all of its contexts.
+        """
+        if self._keeps_contexts:
+            return []
+        contexts = text.draft.contexts
+        if not text.is_wanted:
+            return [*text.asked, *contexts]
+        if text.draft.width == 1:  # what was asked for has only become longer
+            return []
+        return [context for context in text.asked if context not in contexts]
+
+    def num_needed(self, context: Sequence[int], lora_name: str | None) -> int:
+        """Return how many leading tokens of a context stay, as texts that go on need them."""
+        return max(
+            (
+                common_length(context, needed)
+                for text in self._wanted()
+                if text.asked and text.draft.lora_name == lora_name
+                for needed in text.draft.contexts
+            ),
+            default=0,
+        )

@@ -1,0 +1,180 @@
+"""RuntimeConfig: how an engine runs a model, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+import torch
+
+from genlm_backend.backends.wishes import VLLM_KV_CACHE_DTYPES, Wishes, wished_options
+from genlm_backend.checks import (
+    MAX_BYTES,
+    checked,
+    integer,
+    known_device,
+    mapping,
+    one_of,
+    optional,
+    switch,
+    text,
+    thread_count,
+)
+from genlm_backend.errors import DeviceError, OptionError, RuntimeConfigError
+from genlm_backend.generation.fields import replaced
+from genlm_backend.model.async_lm import AsyncLM
+
+_MODES: Final[Mapping[str | None, str]] = {
+    "int8": "int8",
+    "uint4": "uint4",
+    **{named: mode for mode, named in VLLM_KV_CACHE_DTYPES.items()},
+}
+"""Number format of a model's keys and values → ``kv_cache_mode``, where it is not the default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """How an engine runs a model. Every field is checked at construction; ``None`` is the model's.
+
+    Attributes:
+        device: Where the model runs: "cpu", "cuda:0", …
+        threads: Threads of a forward pass on the CPU.
+        max_batch: Texts under way at once, at most; the others wait in order.
+        max_length: Tokens of a prompt and its text together, at most.
+        max_queue_size: Requests that may wait to begin, at most; ``None`` for no bound.
+        kv_cache_mode: How keys and values are stored: ``"default"``, as the model does it,
+            ``"int8"`` or ``"uint4"``, in eight or four bits for each element.
+        prefix_cache: Whether the keys and values of a request stay for others when it has ended.
+            Without, only requests under way at the same time share those of a common beginning.
+        kv_cache_bytes: Bytes of keys and values, at most.
+        warm_up: Whether starting the model asks for a context of the maximum length and for a
+            batch of the maximum size, so that what does not fit fails then.
+        backend: Name of the backend for ``load_model_by_name``, where the model is given by name.
+        llm_opts: More options for loading it, which go before the fields.
+
+    Raises:
+        RuntimeConfigError: (``ValueError``) Naming the field.
+    """
+
+    device: str | None = None
+    threads: int | None = None
+    max_batch: int | None = None
+    max_length: int | None = None
+    max_queue_size: int | None = None
+    kv_cache_mode: str = "default"
+    prefix_cache: bool = True
+    kv_cache_bytes: int | None = None
+    warm_up: bool = True
+    backend: str | None = None
+    llm_opts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in _CHECKS}
+        try:
+            found = checked(_CHECKS, given, RuntimeConfigError)
+        except DeviceError as error:
+            raise RuntimeConfigError(str(error)) from error
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+
+    def replace(self, **fields: Any) -> Self:
+        """Return another configuration, with these fields changed.
+
+        Raises:
+            RuntimeConfigError: (``ValueError``) As at construction, and for a name that is no
+                field.
+        """
+        return replaced(self, fields, RuntimeConfigError)
+
+    @classmethod
+    def from_model(cls, lm: AsyncLM) -> Self:
+        """Make one of what a loaded model has."""
+        return cls(
+            device=None if lm.device is None else str(lm.device),
+            max_batch=lm.batch_size,
+            max_length=lm.max_length,
+            kv_cache_bytes=lm.statistics().kv_bytes_budget or None,
+            kv_cache_mode=_MODES.get(lm.kv_cache_dtype, "default"),
+        )
+
+    # ---------------------------------------------------------------- for a model
+
+    def loading_options(self, backend: str) -> dict[str, Any]:
+        """Return the ``llm_opts`` of ``load_model_by_name`` that this asks for.
+
+        Raises:
+            RuntimeConfigError: If the backend has no such option.
+        """
+        wishes = Wishes(
+            batch_size=self.max_batch,
+            row_cache_bytes=None if self.prefix_cache else 0,
+            device=self.device,
+            threads=self.threads,
+            kv_cache_bytes=self.kv_cache_bytes,
+            kv_cache_dtype=None if self.kv_cache_mode == "default" else self.kv_cache_mode,
+        )
+        try:
+            return wished_options(backend, wishes, self.llm_opts)
+        except OptionError as error:
+            raise RuntimeConfigError(str(error)) from error
+
+    def check_model(self, lm: AsyncLM) -> None:
+        """Check against a model that is loaded.
+
+        Raises:
+            RuntimeConfigError: If it asks for something else than the model has.
+        """
+        own = type(self).from_model(lm)
+        is_there = self.device is None or _is_on(lm.device, self.device)
+        is_budget = self.kv_cache_bytes in (None, own.kv_cache_bytes)
+        is_mode = self.kv_cache_mode in ("default", own.kv_cache_mode)
+        found = {"device": is_there, "kv_cache_bytes": is_budget, "kv_cache_mode": is_mode}
+        for name, is_right in found.items():
+            if not is_right:
+                raise RuntimeConfigError(
+                    f"{name} is chosen when a model is loaded: it has {getattr(own, name)!r}, "
+                    f"not {getattr(self, name)!r}"
+                )
+        for name in ("threads", "backend"):
+            if getattr(self, name) is not None:
+                raise RuntimeConfigError(f"{name} is chosen when a model is loaded by its name")
+        if self.llm_opts:
+            raise RuntimeConfigError("llm_opts are for a model that is loaded by its name")
+
+    def check_loaded(self, lm: AsyncLM) -> None:
+        """Check what no model can be told when it is loaded.
+
+        Raises:
+            RuntimeConfigError: If the model has less than this asks for.
+        """
+        longest = None if lm.max_length is None else lm.max_length + 1
+        if self.max_length is not None and longest is not None and self.max_length > longest:
+            raise RuntimeConfigError(
+                f"max_length={self.max_length} is more than the model's {longest}"
+            )
+        if not self.prefix_cache and not lm.can_forget:
+            raise RuntimeConfigError(f"prefix_cache=False: {type(lm).__name__} cannot forget")
+
+
+_CHECKS = {
+    "device": optional(known_device),
+    "threads": optional(thread_count),
+    "max_batch": optional(integer(1)),
+    "max_length": optional(integer(2)),
+    "max_queue_size": optional(integer(0)),
+    "kv_cache_mode": one_of("default", "int8", "uint4"),
+    "prefix_cache": switch,
+    "kv_cache_bytes": optional(integer(1, MAX_BYTES)),
+    "warm_up": switch,
+    "backend": optional(text),
+    "llm_opts": mapping,
+}
+"""Checks of the fields by name; what they return is what the field becomes."""
+
+
+def _is_on(device: torch.device | None, asked: str) -> bool:
+    if device is None:
+        return False
+    wanted = torch.device(asked)
+    return device.type == wanted.type and wanted.index in (None, device.index or 0)

@@ -1,0 +1,307 @@
+"""ServedModel: one model of an engine, and the requests that it works at."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+from genlm_backend.errors import BatcherClosedError, ModelStateError, RequestQueueFullError
+from genlm_backend.generation.draft import Draft
+from genlm_backend.generation.engine.places import Entry, Phase
+from genlm_backend.generation.engine.request import GenerationRequest
+from genlm_backend.generation.engine.result_queue import wait_until
+from genlm_backend.generation.engine.roster import Roster, RosterChange, Settlement
+from genlm_backend.generation.engine.runtime_config import RuntimeConfig
+from genlm_backend.generation.engine.signal import Signal
+from genlm_backend.generation.engine.status import GenerationStatus
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.runtime.background_loop import BackgroundLoop
+from genlm_backend.runtime.process_lock import ProcessLock
+
+_Entry: TypeAlias = Entry[GenerationRequest, Draft]
+_Decision: TypeAlias = RosterChange[GenerationRequest, Draft]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """What writes a text, on the background loop.
+
+    Attributes:
+        task: The task.
+        may_go: Cleared while the text rests.
+    """
+
+    task: asyncio.Task[None]
+    may_go: asyncio.Event
+
+
+@final
+class ServedModel:
+    """Works at requests for one model, as its roster decides.
+
+    The lock guards the roster, and every token that is written; the tasks live on the background
+    loop. Both are the engine's business: nothing here is called by a program.
+
+    Args:
+        name: The engine's name of the model.
+        lm: The model.
+        config: How the model is run.
+        loop: The event loop that its requests live on.
+    """
+
+    def __init__(self, name: str, lm: AsyncLM, config: RuntimeConfig, loop: BackgroundLoop) -> None:
+        self.name, self.config, self.loop = name, config, loop
+        self._lm: AsyncLM | None = lm
+        self.max_batch = config.max_batch or lm.batch_size
+        self._lock = ProcessLock(is_reentrant=True)
+        self._lock.claim()  # whoever works at it lives here
+        self._roster = Roster[GenerationRequest, Draft](
+            self.max_batch,
+            config.max_queue_size,
+            lm.kv_capacity,
+            keeps_contexts=config.prefix_cache,
+        )
+        self._workers: dict[_Entry, _Worker] = {}  # on the loop
+        self._room = Signal()
+
+    @property
+    def lm(self) -> AsyncLM:
+        """The model, until it is handed back."""
+        if self._lm is None:
+            raise ModelStateError(f"model {self.name!r} has been released")
+        return self._lm
+
+    # ---------------------------------------------------------------- admission
+
+    def open(self) -> None:
+        """Let requests in."""
+        with self._lock.here:
+            self._roster.open()
+
+    def shut(self) -> None:
+        """Let no more requests in, and tell whoever waits for room; the others go on."""
+        with self._lock.here:
+            self._roster.shut()
+            self._room.notify()
+
+    def submit(
+        self, requests: Mapping[GenerationRequest, list[Draft]], timeout: float | None
+    ) -> None:
+        """Take requests, all or none of them, blocking while as many submissions wait as may.
+
+        Args:
+            requests: What makes the texts of each request.
+            timeout: Seconds to wait for room, at most; ``None`` waits as long as it takes.
+
+        Raises:
+            RequestQueueFullError: (``queue.Full``) If that took ``timeout`` seconds.
+            ModelStateError: (``RuntimeError``) If the model has been stopped.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (waiter := self._try_submit(requests)) is not None:
+            if not wait_until(waiter, deadline):
+                raise self._full()
+
+    async def asubmit(
+        self, requests: Mapping[GenerationRequest, list[Draft]], timeout: float | None
+    ) -> None:
+        """Do as ``submit``, leaving the event loop free."""
+        try:
+            async with asyncio.timeout(timeout):
+                while (waiter := self._try_submit(requests)) is not None:
+                    await asyncio.wrap_future(waiter)
+        except TimeoutError:
+            raise self._full() from None
+
+    def _full(self) -> RequestQueueFullError:
+        return RequestQueueFullError(
+            f"{self.num_waiting} requests wait for model {self.name!r} already"
+        )
+
+    def _try_submit(self, requests: Mapping[GenerationRequest, list[Draft]]) -> Future[None] | None:
+        """Take requests, or return what tells when to try again."""
+        with self._lock.here:
+            if not self._roster.is_open:
+                raise ModelStateError(f"model {self.name!r} has been stopped")
+            try:
+                self._roster.capacity = self.lm.kv_capacity
+                decision = self._roster.submit(requests)
+                if decision is None:
+                    return self._room.waiter()
+                self._carry_out(decision)
+            except BaseException:  # nobody would have their handles
+                for request in requests:
+                    self.end(request, GenerationStatus.INTERRUPTED)
+                raise
+        return None
+
+    @property
+    def num_running(self) -> int:
+        """Number of texts under way."""
+        with self._lock.here:
+            return self._roster.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of submissions of which nothing has begun."""
+        with self._lock.here:
+            return self._roster.num_waiting
+
+    # ---------------------------------------------------------------- what the roster decides
+
+    def _carry_out(self, decision: _Decision | None) -> None:
+        """Do what the roster has decided; under the lock."""
+        if decision is None:
+            return
+        with contextlib.ExitStack() as stack:  # each is settled, whatever another's drafts do
+            for settlement in decision.settle:
+                stack.callback(_settle, settlement)
+            for text in decision.cancel:
+                self.loop.call_soon(self._cancel, text)
+            for text in decision.rest:
+                text.request.queue.preempt()
+                self.loop.call_soon(self._let_rest, text)
+            for text in decision.start:
+                self.loop.call_soon(self._start, text)
+            for text in decision.go_on:
+                self.loop.call_soon(self._let_go_on, text)
+            self._room.notify()
+
+    def _start(self, text: _Entry) -> None:
+        """Give a text its task; on the loop, as are the next three."""
+        if text.is_wanted:
+            may_go = asyncio.Event()
+            may_go.set()
+            task = asyncio.get_running_loop().create_task(self._work(text, may_go))
+            self._workers[text] = _Worker(task, may_go)
+            task.add_done_callback(lambda _: self._workers.pop(text))
+
+    def _let_rest(self, text: _Entry) -> None:
+        if text in self._workers:
+            self._workers[text].may_go.clear()
+
+    def _let_go_on(self, text: _Entry) -> None:
+        if text in self._workers:
+            self._workers[text].may_go.set()
+
+    def _cancel(self, text: _Entry) -> None:
+        # One that has noticed is not cancelled, or what it forgets last would stay.
+        if text in self._workers and text.phase is Phase.CANCELLED:
+            self._workers[text].task.cancel()
+
+    # ---------------------------------------------------------------- working at a text
+
+    async def _work(self, text: _Entry, may_go: asyncio.Event) -> None:
+        try:
+            await self._write(text, may_go)
+        except asyncio.CancelledError:
+            self.end(text.request, GenerationStatus.INTERRUPTED)
+        except Exception as error:  # the request's own, and nobody else's
+            self.end(text.request, GenerationStatus.FAILED, error)
+        finally:
+            await self._leave(text)
+
+    async def _write(self, text: _Entry, may_go: asyncio.Event) -> None:
+        """Write a text to its end, or until its request has ended."""
+        queue, draft = text.request.queue, text.draft
+        queue.begin()
+        await self._read_first(text)
+        while True:
+            with self._lock.here:
+                if not text.is_wanted:
+                    return
+                queue.put(draft.write())
+                if draft.is_finished:
+                    self._roster.finished(text)
+                    return
+                self._roster.capacity = self.lm.kv_capacity
+                self._carry_out(self._roster.grew(text))
+            await self._forget(text)
+            await may_go.wait()
+            await self._read(text)
+
+    async def _read_first(self, text: _Entry) -> None:
+        draft = text.draft
+        # All are queued at once: what is counted is what the reading finds.
+        num_cached, num_on_host, _ = await asyncio.gather(
+            self.lm.num_cached_tokens(draft.asked()[0], draft.lora_name),
+            self._num_on_host(draft),
+            self._read(text),
+        )
+        text.request.queue.finish_context(num_cached, num_on_host)
+
+    async def _num_on_host(self, draft: Draft) -> int:
+        if not self.lm.has_host_tier:
+            return 0
+        return await self.lm.num_cached_tokens(draft.asked()[0], draft.lora_name, tier="host")
+
+    async def _read(self, text: _Entry) -> None:
+        with self._lock.here:
+            self._roster.asks(text)
+        await text.draft.read()
+
+    async def _leave(self, text: _Entry) -> None:
+        with self._lock.here:
+            self._roster.noticed(text)
+        try:
+            await self._forget(text)
+        finally:
+            with self._lock.here:
+                self._carry_out(self._roster.left(text))
+
+    async def _forget(self, text: _Entry) -> None:
+        """Forget what a text has left behind and nobody else is at."""
+        lora_name = text.draft.lora_name
+        with self._lock.here:
+            contexts = self._roster.left_behind(text)
+        with contextlib.suppress(BatcherClosedError):  # there is nothing left to forget
+            for context in contexts:
+                with self._lock.here:
+                    keep = self._roster.num_needed(context, lora_name)
+                await self.lm.forget(text.draft.asked_of(context), lora_name, keep)
+
+    # ---------------------------------------------------------------- ending
+
+    def end(
+        self, request: GenerationRequest, status: GenerationStatus, error: Exception | None = None
+    ) -> None:
+        """Settle a request before it has finished; again has no effect."""
+        with self._lock.here:
+            self._carry_out(self._roster.ended(request, status, error))
+
+    def stop(self) -> None:
+        """Interrupt every request with what it has, let nobody in, and clear the cache."""
+        with self._lock.here:
+            self._carry_out(self._roster.close())
+        if not self.loop.is_closed:  # or it has ended them all
+            self.loop.submit(self._join()).result()
+        self.lm.clear_cache()
+
+    def hand_back(self, is_own: bool) -> None:
+        """Let go of the model, and close it if it is the engine's own."""
+        lm, self._lm = self.lm, None
+        if is_own:
+            lm.close()
+
+    async def _join(self) -> None:
+        await asyncio.gather(*(w.task for w in self._workers.values()), return_exceptions=True)
+
+
+def _settle(settlement: Settlement[GenerationRequest, Draft]) -> None:
+    """Hand out what there is of a request and end it, whatever its drafts do; under the lock."""
+    queue = settlement.request.queue
+    held_back: list[tuple[int, str]] = []
+    scores: dict[int, float] = {}
+    try:
+        for text in settlement.texts:
+            queue.put(text.draft.unwritten())
+            held_back += text.draft.held_back()
+            scores |= text.draft.scores()
+    finally:
+        queue.end(settlement.status, held_back, scores, settlement.error)

@@ -1,0 +1,121 @@
+"""The vocabulary of a model as llguidance takes it."""
+
+from __future__ import annotations
+
+import weakref
+from functools import cache
+from typing import Any, final
+
+from genlm_backend.errors import MissingExtraError
+from genlm_backend.model.async_lm import AsyncLM
+
+
+@final
+class GrammarVocabularies:
+    """The vocabulary of each model that is constrained, in llguidance's own form.
+
+    It takes a tenth of a second to make one, which is kept as long as its model is there.
+    """
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakKeyDictionary[AsyncLM, Any] = weakref.WeakKeyDictionary()
+
+    def of(self, lm: AsyncLM) -> Any:
+        """Return the ``LLTokenizer`` of a model's vocabulary.
+
+        Raises:
+            MissingExtraError: (``ImportError``) If llguidance is not installed.
+        """
+        if lm not in self._made:
+            library, vocabulary = load_library(), _Vocabulary(lm)
+            self._made[lm] = library.LLTokenizer(
+                library.TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens)
+            )
+        return self._made[lm]
+
+
+def load_library() -> Any:
+    """Return llguidance.
+
+    Raises:
+        MissingExtraError: (``ImportError``) If it is not installed.
+    """
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingExtraError(
+            "constraints need llguidance: pip install 'genlm-backend[grammar]'"
+        ) from error
+    return llguidance
+
+
+@cache
+def is_beginning(grammar: str, text: str) -> bool:
+    """Tell whether a text begins one of a grammar, by the installed release of llguidance.
+
+    Args:
+        grammar: A grammar in Lark's syntax.
+        text: The beginning of a text.
+    """
+    token_ids = _Bytes()(text)
+    return _matcher_of_bytes(grammar).validate_tokens(token_ids) == len(token_ids)
+
+
+def error_of(grammar: str) -> str:
+    """Return llguidance's message about a grammar in Lark's syntax; ``""`` if it takes it."""
+    matcher = _matcher_of_bytes(grammar)
+    return matcher.get_error() if matcher.is_error() else ""
+
+
+def _matcher_of_bytes(grammar: str) -> Any:
+    library, vocabulary = load_library(), _Bytes()
+    return library.LLMatcher(
+        library.LLTokenizer(library.TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens)),
+        library.LLMatcher.grammar_from_lark(grammar),
+        log_level=0,
+    )
+
+
+@final
+class _Bytes:
+    """The bytes as a vocabulary, in the form that llguidance asks for."""
+
+    bos_token_id = None
+    eos_token_id = 256
+    special_token_ids = (256,)
+    tokens = (*(bytes([i]) for i in range(256)), b"<|end of text|>")
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+@final
+class _Vocabulary:
+    """A model's tokens in the form that llguidance asks for, and one more, which ends a text.
+
+    None of the model's own ends a text for llguidance, so that it says of each whether the grammar
+    goes on with it.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, lm: AsyncLM) -> None:
+        self.eos_token_id = len(lm.byte_vocab)
+        self.special_token_ids = [*sorted(lm.special_ids | lm.undefined_ids), self.eos_token_id]
+        self.tokens = [*(token.byte_string for token in lm.byte_vocab), b"<|end of text|>"]
+        special = set(self.special_token_ids)
+        self._ids = {token: i for i, token in enumerate(self.tokens) if i not in special}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        """Divide a text greedily; which of the possible divisions it is does not matter."""
+        rest = text.encode() if isinstance(text, str) else text
+        found = []
+        while rest:
+            sizes = range(min(self._longest, len(rest)), 0, -1)
+            size = next((n for n in sizes if rest[:n] in self._ids), None)
+            if size is None:
+                return found
+            found.append(self._ids[rest[:size]])
+            rest = rest[size:]
+        return found

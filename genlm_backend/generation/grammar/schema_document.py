@@ -1,0 +1,284 @@
+"""A JSON schema with all the schemas in it: checked, because llguidance passes over much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, final
+from urllib.parse import unquote, urldefrag, urljoin
+
+from genlm_backend.errors import ConstraintError
+from genlm_backend.generation.grammar.schema_idle import is_idle
+from genlm_backend.generation.grammar.schema_keywords import (
+    ALL_TYPES,
+    ANNOTATIONS,
+    DEFINITIONS,
+    HONOURED,
+    draft_of,
+)
+from genlm_backend.generation.grammar.schema_names import keep_names
+
+Schema = dict[str, Any] | bool
+
+_IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
+_DEEPEST = 100
+
+
+@final
+@dataclass(frozen=True)
+class Base:
+    """What the references of a schema are relative to: the nearest schema with an ``$id``."""
+
+    uri: str
+    schema: Schema
+
+
+@final
+class SchemaDocument:
+    """A JSON schema, the schemas in it, and the schemas that it refers to.
+
+    Attributes:
+        root: The schema as a whole.
+    """
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        """Find all schemas, and check their keywords.
+
+        Raises:
+            ConstraintError: (``ValueError``) If one has a keyword that no constraint keeps to,
+                refers to what is not there, or refers to itself without a value between.
+        """
+        self.root = root
+        self._draft = draft_of(root.get("$schema"))
+        self._places: dict[int, str] = {}
+        self._bases: dict[int, Base] = {}
+        self._targets: dict[int, Schema] = {}
+        self._named: dict[str, Schema] = {"": root}
+        self._found: list[dict[str, Any]] = []
+        self._find_all()
+        self._check_loops()
+        self._write_names()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Iterate over all schemas that are no booleans."""
+        return iter(self._found)
+
+    def place(self, schema: Schema) -> str:
+        """Return where a schema is, as a JSON pointer behind ``#``."""
+        return self._places.get(id(schema), "#")
+
+    def target(self, schema: dict[str, Any]) -> Schema:
+        """Return the schema that the ``$ref`` of a schema names."""
+        return self._targets[id(schema)]
+
+    def parts(self, schema: dict[str, Any]) -> Iterator[Schema]:
+        """Yield the schemas that the values of a schema, or what is in them, are kept to."""
+        yield from (part for _, part in _within(schema, tuple(HONOURED)))
+        if "$ref" in schema:
+            yield self.target(schema)
+
+    def followed(self, schema: Schema) -> Schema:
+        """Return a schema, or what it stands for where it only refers to another."""
+        while isinstance(schema, dict) and rules(schema).keys() == {"$ref"}:
+            schema = self.target(schema)
+        return schema
+
+    # ---------------------------------------------------------------- finding them
+
+    def _find_all(self) -> None:
+        self._find(self.root, "#", Base("", self.root))
+        settled = 0
+        while settled < len(self._found):  # what is referred to may refer to more
+            for schema in self._found[settled:]:
+                settled += 1
+                if "$ref" in schema:
+                    target, place, base = self._resolved(schema)
+                    self._targets[id(schema)] = target
+                    self._find(target, place, base)
+
+    def _find(self, schema: Any, place: str, base: Base) -> None:
+        rest: list[tuple[Any, str, Base, int]] = [(schema, place, base, 0)]
+        while rest:
+            one, place, base, depth = rest.pop()
+            if not isinstance(one, dict) or id(one) in self._places:
+                continue  # a boolean, or what llguidance says the fault of
+            if depth > _DEEPEST:
+                raise ConstraintError(f"the schema is nested more than {_DEEPEST} deep")
+            base = self._named_base(one, base)
+            self._places[id(one)], self._bases[id(one)] = place, base
+            self._found.append(one)
+            for keyword in one:
+                self._check_keyword(keyword, one, place)
+            self._check_neighbours(one, place)
+            inner = _within(one, (*HONOURED, *DEFINITIONS))
+            rest.extend((part, place + path, base, depth + 1) for path, part in inner)
+
+    def _named_base(self, schema: dict[str, Any], base: Base) -> Base:
+        """Note the names of a schema, and return what its references are relative to."""
+        if "$ref" in schema and self._draft <= 7:
+            return base  # what stands beside it is passed over
+        name = schema.get("id" if self._draft == 4 else "$id")
+        if isinstance(name, str) and not name.startswith("#"):
+            base = Base(urldefrag(urljoin(base.uri, name)).url, schema)
+            self._named[base.uri] = schema
+        elif isinstance(name, str):
+            self._named[base.uri + name] = schema
+        for keyword in ("$anchor", "$dynamicAnchor"):
+            if isinstance(anchor := schema.get(keyword), str):
+                self._named[f"{base.uri}#{anchor}"] = schema
+        return base
+
+    def _resolved(self, schema: dict[str, Any]) -> tuple[Schema, str, Base]:
+        """Return the schema that another refers to, its place, and its base."""
+        reference, place, base = schema["$ref"], self.place(schema), self._bases[id(schema)]
+        if not isinstance(reference, str):
+            raise ConstraintError(f"$ref at {place} must be a text, got {reference!r}")
+        whole = base.uri + reference if reference[:1] == "#" else urljoin(base.uri, reference)
+        uri, fragment = urldefrag(whole)
+        start = self._named.get(f"{uri}#{fragment}") if fragment[:1] not in ("", "/") else None
+        if start is not None:
+            fragment = ""
+        elif (start := self._named.get(uri)) is None or fragment[:1] not in ("", "/"):
+            raise ConstraintError(
+                f"$ref {reference!r} at {place} does not exist in the schema, and nothing is "
+                "fetched: put what it names into '$defs', and refer to '#/$defs/…'"
+            )
+        target, base = _at(start, fragment), self._bases.get(id(start), base)
+        if not isinstance(target, (dict, bool)):
+            raise ConstraintError(
+                f"$ref {reference!r} at {place} does not exist in the schema, or is no schema"
+            )
+        root = "" if start is self.root else self.place(start).removeprefix("#")
+        return target, f"#{root}{fragment}", base
+
+    def _write_names(self) -> None:
+        """Write ``propertyNames`` as other keywords, where it is."""
+        written = [schema for schema in self._found if "propertyNames" in schema]
+        if written:  # in place; constants may be schemas too, by a reference
+            for schema in self._found:
+                schema.update(
+                    {name: deepcopy(schema[name]) for name in ("const", "enum") if name in schema}
+                )
+        for schema in written:
+            names = self.followed(schema["propertyNames"])
+            types = types_of(names) if isinstance(names, dict) else ALL_TYPES
+            keep_names(schema, names, types, self.place(schema))
+
+    # ---------------------------------------------------------------- checking them
+
+    def _check_keyword(self, keyword: str, schema: dict[str, Any], place: str) -> None:
+        if keyword in ANNOTATIONS or keyword.startswith("x-"):
+            return
+        if keyword not in HONOURED:
+            if is_idle(keyword, schema, types_of(schema), self._draft):
+                return
+            near = get_close_matches(keyword, [*HONOURED, *ANNOTATIONS], n=1, cutoff=0.85)
+            hint = (
+                f"did you mean {near[0]!r}?" if near else "annotations of your own begin with 'x-'"
+            )
+            raise ConstraintError(
+                f"no constraint keeps to the JSON schema's keyword {keyword!r}; {hint} (at {place})"
+            )
+        if HONOURED[keyword].since > self._draft:
+            raise ConstraintError(
+                f"the draft that '$schema' names ({self.root['$schema']}) has no keyword "
+                f"{keyword!r}, which is at {place}: name a later one, or none"
+            )
+
+    def _check_neighbours(self, schema: dict[str, Any], place: str) -> None:
+        """Refuse keywords that another one beside them takes the meaning from."""
+        beside = sorted(rules(schema).keys() - {"$ref"})
+        if "$ref" in schema and beside and self._draft <= 7:
+            raise ConstraintError(
+                f"the draft that '$schema' names ({self.root['$schema']}) passes over "
+                f"{beside[0]!r} beside $ref at {place}: put the $ref into an allOf, or name a "
+                "later draft"
+            )
+        if isinstance(schema.get("items"), list) and "prefixItems" in schema:
+            raise ConstraintError(f"a list of items beside prefixItems at {place}: use one of them")
+
+    def _check_loops(self) -> None:
+        """Refuse schemas that refer to themselves before there is a part of a value."""
+        done: set[int] = set()
+        for schema in self._found:
+            path, rest = {id(schema)}, [(schema, self._in_place(schema))]
+            while rest and id(schema) not in done:
+                one, parts = rest[-1]
+                part = next(parts, None)
+                if part is None:
+                    rest.pop()
+                    path.discard(id(one))
+                    done.add(id(one))
+                elif id(part) in path:
+                    raise ConstraintError(f"the schema at {self.place(part)} refers to itself")
+                elif id(part) not in done:
+                    path.add(id(part))
+                    rest.append((part, self._in_place(part)))
+
+    def _in_place(self, schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        parts = [part for _, part in _within(schema, _IN_PLACE)]
+        if "$ref" in schema:
+            parts.append(self.target(schema))
+        return (part for part in parts if isinstance(part, dict))
+
+
+def rules(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without annotations."""
+    return {name: value for name, value in schema.items() if name in HONOURED}
+
+
+def types_of(schema: dict[str, Any]) -> tuple[str, ...]:
+    """Return the types that a schema allows, by its ``type`` alone."""
+    named = schema.get("type")
+    if isinstance(named, list):
+        return tuple(map(str, named))
+    return (named,) if isinstance(named, str) else ALL_TYPES
+
+
+def texts_of(schema: dict[str, Any], keyword: str) -> list[str]:
+    """Return the texts in the list that a keyword has as its value."""
+    value = schema.get(keyword)
+    return [part for part in value if isinstance(part, str)] if isinstance(value, list) else []
+
+
+def properties_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schemas of the properties that a schema declares."""
+    value = schema.get("properties")
+    return value if isinstance(value, dict) else {}
+
+
+def _within(schema: dict[str, Any], keywords: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas in the values of some keywords, each with its place in the schema."""
+    for keyword in keywords:
+        value = schema.get(keyword)
+        kind = "map" if keyword in DEFINITIONS else HONOURED[keyword].schemas
+        if kind == "map" and isinstance(value, dict):
+            yield from ((f"/{keyword}/{_escaped(name)}", part) for name, part in value.items())
+        elif "list" in kind and isinstance(value, list):
+            yield from ((f"/{keyword}/{i}", part) for i, part in enumerate(value))
+        elif "one" in kind and isinstance(value, (dict, bool)):
+            yield f"/{keyword}", value
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _at(value: Any, pointer: str) -> Any:
+    """Return what a JSON pointer names in a value; ``None`` if there is nothing."""
+    for part in unquote(pointer).split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict):
+            value = value.get(name)
+        elif (
+            isinstance(value, list)
+            and name.isascii()
+            and name.isdecimal()
+            and int(name) < len(value)
+        ):
+            value = value[int(name)]
+        else:
+            return None
+    return value

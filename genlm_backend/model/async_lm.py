@@ -1,0 +1,362 @@
+"""AsyncLM: what every backend offers."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from genlm_backend.checks import MAX_VOCAB, Check, checked, integer, optional, switch
+from genlm_backend.checks import check_option_names as check_names
+from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
+from genlm_backend.model.adapters import UNKNOWN_ADAPTER
+from genlm_backend.model.context import Context
+from genlm_backend.model.contexts import Contexts, listed_contexts
+from genlm_backend.model.ends import default_ends
+from genlm_backend.model.lm_statistics import LMStatistics
+from genlm_backend.model.query import TokenIds
+from genlm_backend.model.row_scores import scores_by, scores_by_sync
+from genlm_backend.model.sampling_lm import SamplingLM
+from genlm_backend.prefix import TierName
+from genlm_backend.runtime.closing import Closing
+from genlm_backend.runtime.together import together
+from genlm_backend.tokenization import Token, decode_vocab
+
+
+class AsyncLM(SamplingLM, Closing):
+    """A language model whose next-token log-probabilities can be awaited.
+
+    Concurrent awaits are answered together. A row is a ``torch.Tensor`` of shape
+    ``[len(byte_vocab)]`` and dtype float32: natural logarithms that sum to one in probability,
+    computed in float32 whatever the model's own dtype, the caller's to modify. Ids that no token
+    has are ``-inf``. The answer to a context depends on nothing else: not on the other contexts
+    of its batch, nor on what is cached, beyond rounding.
+
+    Every log-probability method takes ``lora_name``, the adapter to read the context with. A
+    model of one's own has to define ``next_token_logprobs`` and ``next_token_logprobs_sync``, and
+    what else it can do better than by one context after another.
+
+    Args:
+        tokenizer: Anything that ``decode_vocab`` takes.
+        vocab_size: Width of the model's rows, where it may differ from the tokenizer's. Where
+            the model is wider, the ids beyond are undefined; where it is narrower, the
+            tokenizer's are cut, with a warning.
+        self_check: Compare probe texts with the bytes of their tokens.
+
+    Attributes:
+        tokenizer: As given.
+        byte_vocab: The tokens by id, as bytes.
+        str_vocab: The tokens by id, as text that is never empty: ``<|undefined_151643|>`` for an
+            id that no token has, ``<|empty_7|>`` for a token without bytes.
+        special_ids: Ids of special tokens.
+        undefined_ids: Ids that no token has.
+        contexts: What checks token ids and makes a ``Context`` of them.
+    """
+
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        "vocab_size": optional(integer(1, MAX_VOCAB)),
+        "self_check": switch,
+    }
+    """Checks of the constructor's options, by name."""
+
+    nested_options: ClassVar[Mapping[str, str]] = {}
+    """Names that go into one of ``from_name``'s own options, and the option of each."""
+
+    def __init__(
+        self, tokenizer: Any, *, vocab_size: int | None = None, self_check: bool = True
+    ) -> None:
+        given = {"vocab_size": vocab_size, "self_check": self_check}
+        vocab_size = checked(AsyncLM.option_checks, given)["vocab_size"]
+        vocabulary = decode_vocab(tokenizer, self_check=self_check).of_model(vocab_size)
+        self.tokenizer = tokenizer
+        self.byte_vocab: list[Token] = vocabulary.byte_vocab
+        self.str_vocab: list[str] = vocabulary.str_vocab
+        self.special_ids = vocabulary.special_ids
+        self.undefined_ids = vocabulary.undefined_ids
+        self.contexts = Contexts(len(self.byte_vocab))
+
+    max_length: int | None = None
+    """Longest context that the model takes, in tokens; ``None`` where nothing bounds it."""
+
+    kv_cache_dtype: str | None = None
+    """Number format in which keys and values are kept; ``None`` for the type of the model."""
+
+    _own_eos: Collection[int] | None = None
+    """Ids that end a text by the model's generation config; ``None`` where it names none."""
+
+    has_host_tier: bool = False
+    """Whether keys and values that have to leave the device are kept on the host."""
+
+    batch_size: int = 20
+    """Number of distinct contexts that are evaluated at once, at most."""
+
+    device: torch.device | None = None
+    """Device on which the model takes its token ids; ``None`` where it does not say."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids that end a text, wherever a caller names none.
+
+        The model's own generation config names them, and may name several. Where it names no token
+        of the model, they are the tokenizer's; empty where that names none either.
+        """
+        return default_ends(self._own_eos, self.tokenizer, self._is_token)
+
+    def _is_token(self, token_id: int) -> bool:
+        return 0 <= token_id < len(self.byte_vocab) and token_id not in self.undefined_ids
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Check options of the constructor, before a model is loaded for it.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If there is none of a name, or one is of a wrong type.
+            OptionError: (``ValueError``) If one is out of its bounds.
+        """
+        check_names(cls, options, cls.nested_options)
+        checked(cls.option_checks, options)
+
+    def context(
+        self,
+        token_ids: TokenIds | str = (),
+        images: Sequence[Any] | Mapping[str, Any] | None = None,
+    ) -> Context:
+        """Return token ids as a ``Context``, which may be passed wherever token ids are.
+
+        ``context + [token]`` is another, made and asked at a cost that is the same at any length.
+
+        Args:
+            token_ids: Token ids. With ``images`` it may be a text.
+            images: Pictures, for models that see them (of transformers and vLLM): PIL
+                images, arrays ``[height, width, 3]`` of bytes, paths or the bytes of files, one for
+                each place in the prompt that the model's own token for a picture marks. Or what its
+                processor has made of them, by name (``pixel_values``, …), for its ``input_ids``.
+
+        Raises:
+            ContextTypeError: (``TypeError``) If the ids are not integers.
+            ContextError: (``ValueError``) If one is outside the vocabulary, or another model's.
+            PictureError: (``ValueError``) If the model sees no pictures, there are more or fewer
+                of them than places, or one cannot be read.
+        """
+        if images is not None:
+            if isinstance(token_ids, Context) and token_ids.pictures is not None:
+                raise PictureError("the context begins with its pictures already")
+            return self._pictured(token_ids, images)
+        return self.contexts.of(token_ids)
+
+    def _pictured(
+        self, prompt: TokenIds | str, images: Sequence[Any] | Mapping[str, Any]
+    ) -> Context:
+        raise PictureError(f"{type(self).__name__} takes no pictures: this model reads text alone")
+
+    # ---------------------------------------------------------------- rows
+
+    @abc.abstractmethod
+    async def next_token_logprobs(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the log-probabilities of the token after ``token_ids``: float32 ``[vocab]``.
+
+        Awaited together with whatever else is being asked; at most ``batch_size`` distinct
+        contexts go through the model at once. Equal contexts are computed once, and the keys and
+        values of every prefix seen are reused, so that one more token costs one token.
+
+        Raises:
+            ContextTypeError: (``TypeError``) If the ids are not integers.
+            ContextError: (``ValueError``) If the context is empty, longer than the model's
+                maximum, or holds an id outside the vocabulary. As with the ``TypeError``,
+                nothing is queued then.
+            UnknownAdapterError: (``ValueError``) If ``lora_name`` is not loaded.
+            BatcherClosedError: (``RuntimeError``) After ``close()``.
+            QueryDroppedError: (``RuntimeError``) If the query was dropped while it waited.
+            Exception: What the model raised for this batch; the next call starts afresh.
+        """
+
+    async def next_token_logits(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the row before it is normalised, where the backend knows it: float32 ``[vocab]``.
+
+        Some processors of transformers, such as the repetition penalty, are defined on these. A
+        backend that does not know them returns log-probabilities, which differ by one number.
+        """
+        return await self.next_token_logprobs(token_ids, lora_name)
+
+    @abc.abstractmethod
+    def next_token_logprobs_sync(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the same row as ``next_token_logprobs``, blocking the calling thread.
+
+        Works from any thread, inside a running event loop too (a notebook), which waits for it.
+        """
+
+    async def batch_next_token_logprobs(
+        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the rows of many contexts, in order: float32 ``[len(token_ids_list), vocab]``.
+
+        The library's own models check all contexts before any is queued.
+        """
+        contexts = listed_contexts("token_ids_list", token_ids_list)
+        asked = (self.next_token_logprobs(ids, lora_name=lora_name) for ids in contexts)
+        return self._stacked(await together(asked))
+
+    def batch_next_token_logprobs_sync(
+        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the same rows as ``batch_next_token_logprobs``, blocking the calling thread."""
+        contexts = listed_contexts("token_ids_list", token_ids_list)
+        rows = [self.next_token_logprobs_sync(ids, lora_name=lora_name) for ids in contexts]
+        return self._stacked(rows)
+
+    def _stacked(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        return (
+            torch.stack(list(rows))
+            if rows
+            else torch.empty(0, len(self.byte_vocab), dtype=torch.float32)
+        )
+
+    # ---------------------------------------------------------------- scores
+
+    async def score(
+        self, prompt: TokenIds, continuation: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the log-probability of each token of a continuation: float32 ``[n]``.
+
+        Each is what the row of all tokens before it says of that token, to rounding. An
+        ``AsyncTransformer`` computes each token of the text once, in the batches of other awaits,
+        and makes no rows; other backends take the rows of all prefixes, ``batch_size`` at a time.
+
+        Raises:
+            ContextError: (``ValueError``) If the prompt is empty, an id is outside the vocabulary,
+                or the text without its last token is longer than the model's maximum.
+            Exception: What ``next_token_logprobs`` raises.
+        """
+        return (await self.batch_score([prompt], [continuation], lora_name))[0]
+
+    def score_sync(
+        self, prompt: TokenIds, continuation: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the same scores as ``score``, blocking the calling thread."""
+        return self.batch_score_sync([prompt], [continuation], lora_name)[0]
+
+    async def batch_score(
+        self,
+        prompts: Sequence[TokenIds],
+        continuations: Sequence[TokenIds],
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the scores of many continuations, each behind its own prompt; see ``score``."""
+        return await scores_by(self, prompts, continuations, lora_name)
+
+    def batch_score_sync(
+        self,
+        prompts: Sequence[TokenIds],
+        continuations: Sequence[TokenIds],
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the same scores as ``batch_score``, blocking the calling thread."""
+        return scores_by_sync(self, prompts, continuations, lora_name)
+
+    # ---------------------------------------------------------------- keys and values
+
+    @property
+    def kv_capacity(self) -> int | None:
+        """Tokens whose keys and values fit at once; ``None`` where no such memory bounds them.
+
+        A context beyond it is still answered, at the cost of computing it again and again.
+        """
+        return None
+
+    async def num_cached_tokens(
+        self,
+        token_ids: TokenIds,
+        lora_name: str | None = None,
+        *,
+        tier: TierName | None = None,
+    ) -> int:
+        """Return how many of a context's tokens need not be computed if it is asked now.
+
+        Args:
+            token_ids: The context.
+            lora_name: The adapter it is for.
+            tier: What is counted: the tokens whose keys and values are on the ``"device"``,
+                on the ``"host"``, from where they are fetched, or both.
+        """
+        return 0
+
+    can_forget: bool = False
+    """Whether ``forget`` has any effect."""
+
+    async def forget(
+        self, token_ids: TokenIds, lora_name: str | None = None, keep: int = 0
+    ) -> None:
+        """Free the keys and values of a context beyond its first ``keep`` tokens.
+
+        What another cached context shares with it stays, and so do rows. No answer changes by it.
+        The context may be longer than the model takes: its beginning may be cached.
+        Comes after the batches that have been sent, so that a cancelled query leaves nothing.
+        """
+
+    # ---------------------------------------------------------------- adapters
+
+    def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
+        """Load a LoRA adapter, to be named in queries; blocks until it is there.
+
+        Args:
+            lora_path: A directory in PEFT's format, or a repository on the hub.
+            lora_name: A name that no other adapter of the model has.
+
+        Raises:
+            AdapterError: (``ValueError``) If the name is taken, nothing can be loaded, or the
+                model takes no adapters.
+        """
+        raise AdapterError(
+            f"{type(self).__name__} takes no LoRA adapters: {lora_name!r} is refused"
+        )
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Remove a LoRA adapter that ``add_new_lora`` has loaded.
+
+        Queries with it that have not begun get an ``UnknownAdapterError``, and no others.
+
+        Raises:
+            UnknownAdapterError: (``ValueError``) If there is none of that name.
+        """
+        self.check_adapter(lora_name)
+
+    def check_adapter(self, lora_name: str | None) -> None:
+        """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
+        if lora_name is not None:
+            raise UnknownAdapterError(
+                f"{UNKNOWN_ADAPTER.format(lora_name)}; {type(self).__name__} has none"
+            )
+
+    def set_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise an ``AdapterError``: each call says by ``lora_name`` which adapter it is for."""
+        raise AdapterError(
+            "no adapter is active for all callers: load it by add_new_lora(lora_path, lora_name) "
+            "and pass lora_name= to each call"
+        )
+
+    def clear_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise an ``AdapterError``: a call without ``lora_name`` is for the model as it is."""
+        raise AdapterError(
+            "no adapter is active for all callers: a call without lora_name= is for the model "
+            "as it is; remove_lora(lora_name) removes an adapter"
+        )
+
+    # ---------------------------------------------------------------- keeping house
+
+    def clear_cache(self) -> None:
+        """Forget every cached row, key and value. No answer changes by it."""
+
+    def statistics(self) -> LMStatistics:
+        """Return what batching and caching have done so far."""
+        return LMStatistics()
+
+    def close(self) -> None:
+        """Settle every waiter with an error and free what the model holds; again has no effect."""

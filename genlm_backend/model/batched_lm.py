@@ -1,0 +1,410 @@
+"""BatchedLM: every method of AsyncLM once, over an evaluator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from genlm_backend.batching import Asking, Batcher, BatchPolicy
+from genlm_backend.checks import Check, byte_count, checked, instance, integer, number, optional
+from genlm_backend.checks import device as check_device
+from genlm_backend.errors import AdapterError, BatcherClosedError, OptionError, UnknownAdapterError
+from genlm_backend.model.adapters import ADAPTER_CHECKS, AdapterNames, check_adapter_name
+from genlm_backend.model.answering import Answering
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.contexts import listed_contexts
+from genlm_backend.model.drawing import Draw, Drawing
+from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.model.lm_statistics import LMStatistics
+from genlm_backend.model.query import Adapter, Query, TokenIds
+from genlm_backend.model.row import Row, table_of
+from genlm_backend.model.row_scores import scores_of_rows, scores_of_rows_sync
+from genlm_backend.model.scoring import Question, Scoring, check_scorings, distinct, own_scores
+from genlm_backend.prefix import RowCache, TierName, check_tier
+from genlm_backend.runtime.process_lock import OfOneProcess
+from genlm_backend.runtime.threads import release_idle_threads
+
+T = TypeVar("T")
+DEFAULT_ROW_CACHE_BYTES = 256 << 20
+
+
+def _do_nothing() -> None:
+    """Wait for a row without a word to anybody."""
+
+
+class BatchedLM(OfOneProcess, AsyncLM):
+    """A model over an evaluator: checks, batching, the row cache and adapters' names.
+
+    The evaluator is called on one worker thread of the model's own, which it has until
+    ``close()``.
+
+    Args:
+        tokenizer: Anything that ``decode_vocab`` takes.
+        evaluator: What answers queries; no other model's.
+        batch_size: Number of distinct contexts evaluated at once, at most; where the evaluator
+            takes fewer, that many. A text that is scored counts as one for each 200 of its tokens.
+        timeout: Seconds that the first query of a batch may wait for others. It is an upper
+            bound that hardly anybody meets: a batch goes as soon as the event loop has nothing
+            more to add to it.
+        row_cache_bytes: Bytes of rows to keep, so that a context asked again costs no forward
+            pass; 0 keeps none.
+        row_cache: In place of one that ``row_cache_bytes`` bounds.
+        output_device: Where rows are returned: "cpu", "cuda:0", …
+        self_check: Compare a few probe texts with the bytes of their tokens.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an option is of a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds.
+        DeviceError: (``ValueError``) If ``output_device`` is not there.
+        TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be known.
+    """
+
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        **AsyncLM.option_checks,
+        "max_length": optional(integer(1)),
+        "batch_size": integer(1),
+        "max_batch_size": optional(integer(1)),
+        "timeout": number(0, is_finite=False),
+        "row_cache_bytes": byte_count,
+        "row_cache": optional(instance(RowCache, "a RowCache")),
+        "output_device": check_device,
+    }
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        evaluator: Evaluator,
+        *,
+        batch_size: int = 20,
+        timeout: float = 0.02,
+        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
+        row_cache: RowCache[Row] | None = None,
+        output_device: str | torch.device = "cpu",
+        self_check: bool = True,
+    ) -> None:
+        bounds: dict[str, Any] = {"batch_size": batch_size, "timeout": timeout}
+        rows = {"row_cache_bytes": row_cache_bytes, "row_cache": row_cache}
+        given = checked(self.option_checks, {**bounds, **rows, "output_device": output_device})
+        self._evaluator = instance(Evaluator, "an Evaluator")("evaluator", evaluator)
+        if "check_wanted" in vars(evaluator):  # which is put there below
+            raise OptionError("the evaluator is another model's, whose thread calls it")
+        self.output_device: torch.device = given["output_device"]
+        self._rows = RowCache[Row](given["row_cache_bytes"]) if row_cache is None else row_cache
+        self._adapters = AdapterNames()
+        self._answering = Answering(evaluator, self._rows, self._adapters)
+        self._closing, self._is_closed = threading.RLock(), False
+        self._batcher: Asking[Question, Any] = self._asking(BatchPolicy(timeout=timeout))
+        evaluator.check_wanted = self._batcher.check_wanted
+        try:
+            info = self._call(evaluator.open) if evaluator.info is None else evaluator.info
+            self._info = instance(EvaluatorInfo, "an EvaluatorInfo")("info", info)
+            self._batcher.set_policy(max_batch_size=self._bounded(given["batch_size"]))
+            self._answering.is_bounded = self._info.max_batch_size is not None
+            super().__init__(tokenizer, vocab_size=self._info.vocab_size, self_check=self_check)
+        except BaseException:
+            self._batcher.close()  # or its thread would stay as long as the traceback
+            evaluator.close()
+            raise
+        self.max_length, self.kv_cache_dtype = self._info.max_length, self._info.kv_cache_dtype
+        self._own_eos = self._info.eos_token_ids
+        self._before_wait = release_idle_threads if self._info.uses_openmp else _do_nothing
+        self.has_host_tier = self._info.num_host_slots is not None
+        self.device = None if self._info.device is None else torch.device(self._info.device)
+        self._answering.set_vocabulary(
+            len(self.byte_vocab), self.undefined_ids, are_omitted=self._info.omits_undefined
+        )
+
+    def _asking(self, policy: BatchPolicy) -> Asking[Question, Any]:
+        """Return what answers questions, on whatever threads; made once."""
+        answers, weight = self._answering.answers, self._answering.weight
+        return Batcher(answers, policy, name=type(self).__name__, weight=weight)
+
+    # ---------------------------------------------------------------- rows, scores, draws
+
+    async def next_token_logprobs(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the log-probabilities of the token after ``token_ids``: float32 ``[vocab]``."""
+        query = self._query(token_ids, lora_name)
+        row = self._rows.get(query)
+        if row is None:
+            self._before_wait()
+            row = await self._batcher.submit(query)
+        return row.own_logprobs(self.output_device)
+
+    async def next_token_logits(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return what the model said before it was normalised: float32 ``[vocab]``."""
+        query = self._query(token_ids, lora_name)
+        row = self._rows.get(query)
+        if row is None:
+            self._before_wait()
+            row = await self._batcher.submit(query)
+        return row.own_logits(self.output_device)
+
+    def next_token_logprobs_sync(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the same row as ``next_token_logprobs``, blocking the calling thread."""
+        (row,) = self._answers_sync([self._query(token_ids, lora_name)])
+        return row.own_logprobs(self.output_device)
+
+    async def batch_next_token_logprobs(
+        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the rows of many contexts, in order: float32 ``[len(token_ids_list), vocab]``."""
+        return await self._rows_of(self._queries(token_ids_list, lora_name))
+
+    async def _rows_of(self, queries: list[Query]) -> torch.Tensor:
+        rows, missing = self._known(queries)
+        self._before_wait()
+        rows.update(zip(missing, await self._batcher.submit_all(missing), strict=True))
+        return self._table([rows[query] for query in queries])
+
+    def batch_next_token_logprobs_sync(
+        self, token_ids_list: Sequence[TokenIds], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the same rows as ``batch_next_token_logprobs``, blocking the calling thread."""
+        return self._rows_of_sync(self._queries(token_ids_list, lora_name))
+
+    def _rows_of_sync(self, queries: list[Query]) -> torch.Tensor:
+        return self._table(self._answers_sync(queries))
+
+    def _query(self, token_ids: TokenIds, lora_name: str | None) -> Query:
+        self._batcher.check_open()
+        adapter = None if lora_name is None else self._adapter(lora_name)
+        return Query(self.contexts.check(token_ids, self.max_length), adapter)
+
+    def _queries(self, token_ids_list: Sequence[TokenIds], lora_name: str | None) -> list[Query]:
+        contexts = listed_contexts("token_ids_list", token_ids_list)
+        return [self._query(token_ids, lora_name) for token_ids in contexts]
+
+    def _known(self, queries: Sequence[Query]) -> tuple[dict[Query, Row], list[Query]]:
+        """Return the rows that are cached, and the distinct queries that have none."""
+        distinct = dict.fromkeys(queries)
+        rows = {q: row for q in distinct if (row := self._rows.get(q)) is not None}
+        return rows, [query for query in distinct if query not in rows]
+
+    def _answers_sync(self, queries: list[Query]) -> list[Row]:
+        rows, missing = self._known(queries)
+        if missing:
+            self._before_wait()
+            rows.update(zip(missing, self._batcher.submit_sync(missing), strict=True))
+        return [rows[query] for query in queries]
+
+    def _table(self, rows: Sequence[Row]) -> torch.Tensor:
+        if not rows:
+            return torch.empty(
+                0, len(self.byte_vocab), dtype=torch.float32, device=self.output_device
+            )
+        return table_of(rows, self.output_device)
+
+    async def batch_score(
+        self,
+        prompts: Sequence[TokenIds],
+        continuations: Sequence[TokenIds],
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the scores of many continuations, each behind its own prompt."""
+        scorings = self._scorings(prompts, continuations, lora_name)
+        asked = distinct(scorings)
+        self._before_wait()
+        if self._info.scores:
+            found = await self._batcher.submit_all(asked)
+        else:
+            found = await scores_of_rows(asked, self._rows_of, self.batch_size)
+        return own_scores(scorings, dict(zip(asked, found, strict=True)), self.output_device)
+
+    def batch_score_sync(
+        self,
+        prompts: Sequence[TokenIds],
+        continuations: Sequence[TokenIds],
+        lora_name: str | None = None,
+    ) -> list[torch.Tensor]:
+        """Return the same scores as ``batch_score``, blocking the calling thread."""
+        scorings = self._scorings(prompts, continuations, lora_name)
+        asked = distinct(scorings)
+        self._before_wait()
+        if self._info.scores:
+            found = self._batcher.submit_sync(asked)
+        else:
+            found = scores_of_rows_sync(asked, self._rows_of_sync, self.batch_size)
+        return own_scores(scorings, dict(zip(asked, found, strict=True)), self.output_device)
+
+    def _scorings(self, prompts: Any, continuations: Any, lora_name: str | None) -> list[Scoring]:
+        self._batcher.check_open()
+        adapter = self._adapter(lora_name)
+        return check_scorings(self.contexts, prompts, continuations, self.max_length, adapter)
+
+    async def _drawn(
+        self, token_ids: TokenIds, drawing: Callable[[Query], Drawing], lora_name: str | None
+    ) -> Draw:
+        if not self._info.draws:
+            return await super()._drawn(token_ids, drawing, lora_name)
+        asked = drawing(self._query(token_ids, lora_name))
+        row = self._rows.get(asked.query)  # and where there is none, none has to come here
+        return await self._batcher.submit(asked) if row is None else asked.of_row(row)
+
+    # ------------------------------------------------------- the worker thread and its queue
+
+    def _call(self, verb: Callable[[], T]) -> T:
+        """Have the worker do something after the batches already sent; block for it."""
+        return self._batcher.call(partial(self._answering.counted, verb))
+
+    async def _number_of(self, verb: Callable[[Evaluator], int | None]) -> int:
+        """Return the number that a verb of the evaluator returns, 0 where it returns none."""
+        counted = partial(self._answering.counted, partial(verb, self._evaluator))
+        return await asyncio.wrap_future(self._batcher.call_soon(counted)) or 0
+
+    @property
+    def batch_size(self) -> int:
+        """Number of distinct contexts evaluated at once, at most (see the class); can be set."""
+        return self._batcher.policy.max_batch_size
+
+    @batch_size.setter
+    def batch_size(self, batch_size: int) -> None:
+        self._batcher.set_policy(max_batch_size=self._bounded(batch_size))
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that the first query of a batch may wait for others; can be set."""
+        return self._batcher.policy.timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float) -> None:
+        self._batcher.set_policy(timeout=timeout)
+
+    def _bounded(self, batch_size: int) -> int:
+        wanted = integer(1)("batch_size", batch_size)
+        return min(wanted, self._info.max_batch_size or wanted)
+
+    def batch_evaluate_queries(self) -> None:
+        """Let what is waiting go now, or as soon as the batch under way is done."""
+        self._batcher.flush()
+
+    def reset_async_queries(self) -> None:
+        """Settle every waiting caller with a ``QueryDroppedError`` (a ``RuntimeError``)."""
+        self._batcher.drop("the query was dropped by reset_async_queries()")
+
+    # ---------------------------------------------------------------- keys and values
+
+    @property
+    def kv_capacity(self) -> int | None:
+        """Number of tokens whose keys and values fit at once; ``None`` where none are kept."""
+        return self._info.kv_capacity(self.batch_size)
+
+    async def num_cached_tokens(
+        self, token_ids: TokenIds, lora_name: str | None = None, *, tier: TierName | None = None
+    ) -> int:
+        """Return how many of a context's tokens need not be computed if it is asked now.
+
+        The last one always goes through the model. See ``AsyncLM`` for ``tier``.
+        """
+        query, tier = self._query(token_ids, lora_name), check_tier("tier", tier)
+        return await self._number_of(lambda e: e.num_cached(query, tier))
+
+    @property
+    def can_forget(self) -> bool:
+        """Whether ``forget`` leaves nothing of a context behind."""
+        return self._info.can_forget
+
+    async def forget(
+        self, token_ids: TokenIds, lora_name: str | None = None, keep: int = 0
+    ) -> None:
+        """Free the keys and values of a context beyond its first ``keep`` tokens."""
+        context = self.contexts.check(token_ids)
+        keep = integer(0)("keep", keep)
+        if lora_name is not None:
+            check_adapter_name(lora_name)
+        try:
+            query = Query(context, self._adapter(lora_name))
+        except UnknownAdapterError:  # what was computed with it has gone with it
+            return
+        await self._number_of(lambda e: e.forget(query, keep))
+
+    # ---------------------------------------------------------------- adapters
+
+    def add_new_lora(self, lora_path: str | Path, lora_name: str = "lora_1") -> None:
+        """Load a LoRA adapter; where that raises, the model stays as it was."""
+        checked(ADAPTER_CHECKS, {"lora_path": lora_path, "lora_name": lora_name}, AdapterError)
+        if not self._info.takes_adapters:
+            super().add_new_lora(str(lora_path), lora_name)
+
+        def add() -> None:
+            adapter = self._adapters.new(lora_name)
+            self._evaluator.add_adapter(adapter, str(lora_path))
+            self._adapters.add(adapter)
+
+        self._call(add)
+
+    def remove_lora(self, lora_name: str) -> None:
+        """Remove an adapter, and clear the cache.
+
+        Queries with it that have not ended get an ``UnknownAdapterError``, and no others.
+        """
+        check_adapter_name(lora_name)
+
+        def remove() -> None:
+            adapter = self._adapter(lora_name)
+            assert adapter is not None
+            self._adapters.remove(adapter)
+            self._evaluator.remove_adapter(adapter)
+            self._rows.clear()  # before anybody can load another one under the name
+
+        self._call(remove)
+
+    def check_adapter(self, lora_name: str | None) -> None:
+        """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""
+        self._adapter(lora_name)
+
+    def _adapter(self, lora_name: str | None) -> Adapter | None:
+        if lora_name is None:
+            return None
+        check_adapter_name(lora_name)
+        if not self._info.takes_adapters:
+            super().check_adapter(lora_name)
+        return self._adapters.get(lora_name)
+
+    # ---------------------------------------------------------------- keeping house
+
+    def clear_cache(self) -> None:
+        """Forget every cached row, key and value, pinned ones too. No answer changes by it.
+
+        Comes after the batch that is being evaluated, for which the calling thread waits.
+        """
+        self._rows.clear()
+        self._clear_kept()
+
+    def _clear_kept(self) -> None:
+        with contextlib.suppress(BatcherClosedError):  # what was kept has gone with the thread
+            self._call(self._evaluator.clear)
+
+    def statistics(self) -> LMStatistics:
+        """Return what batching and caching have done so far."""
+        counts = self._evaluator_counts()
+        return LMStatistics.of(self._batcher.statistics(), counts, self._rows)
+
+    def _evaluator_counts(self) -> EvaluatorCounts:
+        return self._answering.counts
+
+    def close(self) -> None:
+        """Settle every waiter with an error and free what the model holds.
+
+        A forward pass under way is waited for. In a fork of the model's process, nothing is done.
+        """
+        if self._batcher.is_foreign:
+            return
+        with self._closing:  # again after an interruption, it goes on where it was
+            self._batcher.close()
+            self._rows.clear()
+            if not self._is_closed:
+                self._evaluator.close()
+                self._is_closed = True

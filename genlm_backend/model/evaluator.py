@@ -1,0 +1,372 @@
+"""Evaluator: what answers queries, wherever it lives."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+import torch
+
+from genlm_backend.checks import (
+    MAX_VOCAB,
+    checked,
+    integer,
+    known_device,
+    optional,
+    sequence,
+    switch,
+)
+from genlm_backend.errors import AdapterError, CacheError, PictureError
+from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.scoring import Answer, Question
+from genlm_backend.prefix import TierName
+from genlm_backend.vision.picture_rules import PictureRules
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatorInfo:
+    """What an evaluator is able to do; does not change while it is open.
+
+    Attributes:
+        vocab_size: Width of its rows; ``None`` for whatever the tokenizer has.
+        max_length: Longest context that it takes, in tokens; ``None`` where nothing bounds it.
+        max_batch_size: Number of queries that it can be asked at once; ``None`` for any number.
+        num_slots: Number of tokens whose keys and values it can keep; ``None`` where it keeps none.
+        num_host_slots: Number of tokens whose keys and values it keeps on the host besides, when
+            they have to leave its device; ``None`` where it has no such tier.
+        kv_cache_dtype: Number format in which it keeps them; ``None`` for the type that it computes
+            in.
+        slots_per_block: Number of slots that a context takes at once, so that the rest of its last
+            ones stays unused.
+        device: Device on which it takes token ids: "cpu", "cuda:0", …; ``None`` where it does not
+            say.
+        can_forget: Whether nothing of a context stays behind once it has been forgotten.
+        takes_adapters: Whether adapters can be added.
+        uses_openmp: Whether it computes on OpenMP threads of this process, which idle threads of
+            callers slow down.
+        scores: Whether it answers a ``Scoring`` too. Where not, texts are scored by rows.
+        draws: Whether it answers a ``Drawing`` too. Where not, samples are drawn from rows.
+        image_token_id: The id that stands for a part of a picture, where it sees pictures; ``None``
+            where it does not.
+        eos_token_ids: The ids that end a text by the model's own generation config; ``None`` where
+            it names none, and the tokenizer tells.
+        omits_undefined: Whether its rows say of themselves that none of its ``undefined_ids``
+            comes. Where not, each is looked at once it is there.
+    """
+
+    vocab_size: int | None = None
+    max_length: int | None = None
+    max_batch_size: int | None = None
+    num_slots: int | None = None
+    num_host_slots: int | None = None
+    kv_cache_dtype: str | None = None
+    slots_per_block: int = 1
+    device: str | None = None
+    can_forget: bool = False
+    takes_adapters: bool = False
+    uses_openmp: bool = False
+    scores: bool = False
+    draws: bool = False
+    image_token_id: int | None = None
+    eos_token_ids: Collection[int] | None = None
+    omits_undefined: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If one has a wrong type.
+            OptionError: (``ValueError``) If one is out of its bounds.
+            DeviceError: (``ValueError``) If there is no such device.
+        """
+        fields = {name: getattr(self, name) for name in _CHECKS}
+        for name, value in checked(_CHECKS, fields).items():
+            object.__setattr__(self, name, value)
+
+    def kv_capacity(self, batch_size: int) -> int | None:
+        """Return how many tokens' keys and values fit at once; ``None`` where none are kept.
+
+        The unused ends of the last blocks of a full batch are not counted, as far as that leaves
+        room for the longest context.
+        """
+        if self.num_slots is None:
+            return None
+        unused = self.slots_per_block - 1
+        alone = max(0, self.num_slots - unused)
+        longest = alone if self.max_length is None else min(self.max_length, alone)
+        return max(self.num_slots - batch_size * unused, longest)
+
+
+_CHECKS: Final = {
+    "vocab_size": optional(integer(1, MAX_VOCAB)),
+    "max_length": optional(integer(1)),
+    "max_batch_size": optional(integer(1)),
+    "num_slots": optional(integer(0)),
+    "num_host_slots": optional(integer(0)),
+    "slots_per_block": integer(1),
+    "device": optional(known_device),
+    "can_forget": switch,
+    "takes_adapters": switch,
+    "uses_openmp": switch,
+    "scores": switch,
+    "draws": switch,
+    "omits_undefined": switch,
+    "image_token_id": optional(integer(0)),
+    "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatorCounts:
+    """What an evaluator has done since it was opened, and the memory that it uses.
+
+    Attributes:
+        num_forwards: Number of forward passes of the model.
+        tokens_computed: Number of tokens in them, padding not counted.
+        tokens_reused: Number of tokens whose keys and values were there.
+        kv_bytes_used: Bytes of the keys and values that are kept.
+        kv_bytes_budget: Bytes that they may take.
+        host_bytes_used: Bytes of those that are kept on the host.
+        host_bytes_budget: Bytes that they may take.
+        num_evicted_tokens: Number of tokens whose keys and values had to go for others.
+        num_tokens_to_host: Number of tokens whose keys and values went to the host.
+        num_tokens_from_host: Number of tokens whose keys and values came back.
+        state_bytes_used: Bytes of the running states that are kept.
+        state_bytes_budget: Bytes that they may take, of ``kv_bytes_budget``.
+        num_evicted_states: Number of running states that had to go for others.
+        packed_weight_bytes: Bytes of weights that are there a second time, in a faster layout.
+    """
+
+    num_forwards: int = 0
+    tokens_computed: int = 0
+    tokens_reused: int = 0
+    kv_bytes_used: int = 0
+    kv_bytes_budget: int = 0
+    host_bytes_used: int = 0
+    host_bytes_budget: int = 0
+    num_evicted_tokens: int = 0
+    num_tokens_to_host: int = 0
+    num_tokens_from_host: int = 0
+    state_bytes_used: int = 0
+    state_bytes_budget: int = 0
+    num_evicted_states: int = 0
+    packed_weight_bytes: int = 0
+
+
+def _always_wanted() -> None:
+    return None
+
+
+class Evaluator(abc.ABC):
+    """Answers queries with rows; one thread calls it, one verb at a time.
+
+    It knows no futures, no event loop and no tokenizer, and all arguments and results are values
+    that pickle, so that it can live in another process. ``BatchedLM`` makes a model of it.
+
+    Attributes:
+        info: What it is able to do, where that is known before ``open()``.
+        undefined_ids: Ids that no token has. Whoever drives the evaluator puts them here. One that
+            knows its logits may hand them to ``rows_of_logits``, and say so by
+            ``info.omits_undefined``; ``BatchedLM`` excludes them otherwise, to the precision of the
+            row.
+        check_wanted: To be called between two steps of long work. It raises a
+            ``QueryDroppedError`` where nobody waits any more for what is being done, which the
+            evaluator lets through. Whoever drives the evaluator puts it here.
+    """
+
+    info: EvaluatorInfo | None = None
+    undefined_ids: tuple[int, ...] = ()
+    check_wanted: Callable[[], None] = staticmethod(_always_wanted)
+
+    @abc.abstractmethod
+    def open(self) -> EvaluatorInfo:
+        """Get ready, on the thread that calls everything else; return what it is able to do.
+
+        Called once, before anything else, and not where ``info`` tells it already.
+        """
+
+    @abc.abstractmethod
+    def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
+        """Return one answer to each of one or more distinct queries, in order: a ``Row``.
+
+        An exception in place of a row is for those who asked that query, and disturbs no other;
+        one that is raised is for all of them. Rows may share memory, which nobody writes to
+        afterwards. They may give a probability to ids that no token has, unless
+        ``info.omits_undefined`` says otherwise: ``BatchedLM`` excludes them.
+
+        Where ``info.scores`` says so, there may be a ``Scoring`` among the queries. Its answer is a
+        float32 tensor ``[num_targets]``, on any device, of what rows without ``undefined_ids``
+        say: those are left out, and a target among them is ``-inf``. Where ``info.draws`` says so,
+        there may be a ``Drawing``, whose answer is a ``Draw`` of none of ``undefined_ids``.
+        """
+
+    @abc.abstractmethod
+    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
+        """Return how many of a context's tokens need not be computed if it is asked now.
+
+        Only the tokens of one tier are counted where one is named; what is in no other is on the
+        device.
+        """
+
+    @abc.abstractmethod
+    def forget(self, query: Query, keep: int) -> None:
+        """Free the keys and values of a context beyond its first ``keep`` tokens.
+
+        What another cached context shares with it stays. The context may be longer than the
+        evaluator takes.
+        """
+
+    @abc.abstractmethod
+    def pin(self, query: Query) -> bool:
+        """Compute a context and keep its keys and values until ``clear()``.
+
+        Returns:
+            Whether there was room for them.
+        """
+
+    @abc.abstractmethod
+    def clear(self) -> None:
+        """Free all keys and values, pinned ones too."""
+
+    def save_prefix(self, query: Query, path: str) -> None:
+        """Compute a context and write its keys and values into a file.
+
+        Raises:
+            CacheError: If there is no room for them, or they are not kept.
+            OSError: If the file cannot be written; nothing of it stays then.
+        """
+        raise CacheError(f"{type(self).__name__} writes no keys and values")
+
+    def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
+        """Keep the keys and values of a file; return the tokens that they are of.
+
+        Raises:
+            PrefixFileError: If they are not those of this evaluator's model.
+            CacheError: If there is no room for them, or they are not kept.
+            OSError: If the file cannot be read.
+        """
+        raise CacheError(f"{type(self).__name__} reads no keys and values")
+
+    def picture_rules(
+        self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
+    ) -> PictureRules:
+        """Find out where text goes on behind the pictures of a context.
+
+        Args:
+            token_ids: A prompt that begins with a picture and ends with text.
+            inputs: What the model's processor has made beside them.
+
+        Raises:
+            PictureError: If it sees no pictures.
+        """
+        raise PictureError(f"{type(self).__name__} sees no pictures")
+
+    @abc.abstractmethod
+    def add_adapter(self, adapter: Adapter, path: str) -> None:
+        """Load an adapter in PEFT's format from a directory or a repository on the hub.
+
+        Raises:
+            AdapterError: If it cannot be loaded; everything is as it was then.
+        """
+
+    @abc.abstractmethod
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """Remove an adapter, and free all keys and values; no query with it follows."""
+
+    @abc.abstractmethod
+    def counts(self) -> EvaluatorCounts:
+        """Return what it has done so far; takes no time."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Free whatever it holds; nothing else follows.
+
+        Called by whoever closes the model, after the thread has ended; also where ``open()`` has
+        raised.
+        """
+
+
+class RestartableEvaluator(Evaluator):
+    """An evaluator that may end by itself, and can be made again then.
+
+    Whatever it is asked is an ``EngineDiedError`` meanwhile.
+
+    Attributes:
+        adapters: Paths of the adapters that it has, and is to have once it has been made again. A
+            mapping that is replaced whole, never changed, so that any thread may do so while the
+            evaluator is dead.
+    """
+
+    adapters: Mapping[Adapter, str]
+
+    @abc.abstractmethod
+    def restart(self) -> EvaluatorInfo:
+        """End it, whatever it is doing, make it again, and load ``adapters``."""
+
+    @abc.abstractmethod
+    def load_adapters(self) -> None:
+        """Load those of ``adapters`` that are not there, and remove what is there beside them.
+
+        One that cannot be loaded is an ``AdapterError`` for those who ask for it, and no other.
+        """
+
+
+class StatelessEvaluator(Evaluator):
+    """An evaluator that keeps nothing between two batches and has no adapters.
+
+    A backend of one's own has to define ``evaluate``. Where there is more to say of it than the
+    width of its rows, it replaces ``info``, and where it holds something, it defines ``close``.
+
+    Args:
+        vocab_size: Width of its rows; ``None`` for whatever the tokenizer has.
+
+    Attributes:
+        info: What it is able to do.
+    """
+
+    info: EvaluatorInfo = EvaluatorInfo(can_forget=True)
+
+    def __init__(self, vocab_size: int | None = None) -> None:
+        self.info = EvaluatorInfo(vocab_size=vocab_size, can_forget=True)
+
+    @final
+    def open(self) -> EvaluatorInfo:
+        """Return ``info``."""
+        return self.info
+
+    @final
+    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
+        """Return 0."""
+        return 0
+
+    @final
+    def forget(self, query: Query, keep: int) -> None:
+        """Do nothing: there is nothing to forget."""
+
+    @final
+    def pin(self, query: Query) -> bool:
+        """Return ``False``: there is no room."""
+        return False
+
+    @final
+    def clear(self) -> None:
+        """Do nothing: there is nothing to free."""
+
+    @final
+    def add_adapter(self, adapter: Adapter, path: str) -> None:
+        """Refuse every adapter."""
+        raise AdapterError(f"{type(self).__name__} takes no adapters: {adapter.name!r} is refused")
+
+    @final
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """Do nothing: there is none."""
+
+    @final
+    def counts(self) -> EvaluatorCounts:
+        """Return zeros."""
+        return EvaluatorCounts()
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""

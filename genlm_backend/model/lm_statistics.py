@@ -1,0 +1,107 @@
+"""What a model's batching and caching have done so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from genlm_backend.readable import Readable
+
+if TYPE_CHECKING:
+    from genlm_backend.batching import BatcherStatistics
+    from genlm_backend.model.evaluator import EvaluatorCounts
+    from genlm_backend.model.row import Row
+    from genlm_backend.prefix import RowCache
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LMStatistics(Readable):
+    """Counts since the model was loaded; bytes and tokens are exact, not estimates.
+
+    Attributes:
+        num_awaits: Log-probability rows asked for, and texts to be scored in one pass, by whatever
+            method.
+        num_batches: Batches evaluated.
+        num_forwards: Forward passes of the model; a batch may take several (contexts of very
+            different lengths, chunks of a long one) and a mock takes none.
+        batch_sizes: How many batches had each number of distinct contexts.
+        tokens_computed: Tokens that went through the model, padding not counted.
+        tokens_reused: Tokens whose keys and values were in the cache.
+        row_cache_hits: Awaits answered from rows computed before.
+        num_joined: Awaits answered by an equal query that was waiting already.
+        num_skipped: Contexts never computed, because every caller had gone.
+        row_bytes_used: Bytes of the cached rows.
+        row_bytes_budget: Bytes that they may take.
+        kv_bytes_used: Bytes of the cached keys and values.
+        kv_bytes_budget: Bytes that they may take.
+        host_bytes_used: Bytes of the keys and values that are kept on the host.
+        host_bytes_budget: Bytes that they may take.
+        num_evicted_rows: Rows dropped to stay within the budget.
+        num_evicted_tokens: Tokens whose keys and values were dropped to stay within the budget.
+        num_tokens_to_host: Tokens whose keys and values were moved to the host.
+        num_tokens_from_host: Tokens whose keys and values were moved back.
+        state_bytes_used: Bytes of the running states that are kept, of models that have such.
+        state_bytes_budget: Bytes that they may take, of ``kv_bytes_budget``.
+        num_evicted_states: Running states dropped to stay within the budget.
+    """
+
+    _derived: ClassVar[tuple[str, ...]] = ("mean_batch_size",)
+
+    num_awaits: int = 0
+    num_batches: int = 0
+    num_forwards: int = 0
+    batch_sizes: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({}))
+    tokens_computed: int = 0
+    tokens_reused: int = 0
+    row_cache_hits: int = 0
+    num_joined: int = 0
+    num_skipped: int = 0
+    row_bytes_used: int = 0
+    row_bytes_budget: int = 0
+    kv_bytes_used: int = 0
+    kv_bytes_budget: int = 0
+    host_bytes_used: int = 0
+    host_bytes_budget: int = 0
+    num_evicted_rows: int = 0
+    num_evicted_tokens: int = 0
+    num_tokens_to_host: int = 0
+    num_tokens_from_host: int = 0
+    state_bytes_used: int = 0
+    state_bytes_budget: int = 0
+    num_evicted_states: int = 0
+
+    @classmethod
+    def of(cls, batching: BatcherStatistics, counts: EvaluatorCounts, rows: RowCache[Row]) -> Self:
+        """Put together what a model's batcher, evaluator and row cache have counted."""
+        return cls(
+            num_awaits=batching.num_submitted + rows.num_hits,
+            num_batches=batching.num_batches,
+            num_forwards=counts.num_forwards,
+            batch_sizes=batching.batch_sizes,
+            tokens_computed=counts.tokens_computed,
+            tokens_reused=counts.tokens_reused,
+            row_cache_hits=rows.num_hits,
+            num_joined=batching.num_joined,
+            num_skipped=batching.num_skipped,
+            row_bytes_used=rows.num_bytes,
+            row_bytes_budget=rows.budget,
+            kv_bytes_used=counts.kv_bytes_used,
+            kv_bytes_budget=counts.kv_bytes_budget,
+            num_evicted_rows=rows.num_evicted,
+            num_evicted_tokens=counts.num_evicted_tokens,
+            host_bytes_used=counts.host_bytes_used,
+            host_bytes_budget=counts.host_bytes_budget,
+            num_tokens_to_host=counts.num_tokens_to_host,
+            num_tokens_from_host=counts.num_tokens_from_host,
+            state_bytes_used=counts.state_bytes_used,
+            state_bytes_budget=counts.state_bytes_budget,
+            num_evicted_states=counts.num_evicted_states,
+        )
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Distinct contexts per batch, on average; 0 before the first."""
+        total = sum(size * count for size, count in self.batch_sizes.items())
+        return total / self.num_batches if self.num_batches else 0.0

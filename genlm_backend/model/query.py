@@ -1,0 +1,93 @@
+"""Query: what is asked of a model, checked before anything is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import NamedTuple, Self, final
+
+from genlm_backend.errors import OptionError
+from genlm_backend.model.context import Context
+from genlm_backend.model.contexts import of_no_model
+
+TokenIds = Iterable[int]
+"""A context: a ``Context``, or token ids as Python or NumPy integers or a 1-D integer array."""
+
+
+class Adapter(NamedTuple):
+    """An adapter as a model has loaded it: two of one name are told apart by their numbers.
+
+    Attributes:
+        name: The name that callers use.
+        number: The number of its load, which no other load has.
+    """
+
+    name: str
+    number: int
+
+
+@final
+class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
+    """A context and the adapter to read it with. Equal queries have equal answers.
+
+    Immutable. It is a tuple of the adapter and of the context's bytes, whose hashes Python keeps,
+    so that looking a query up takes no time that grows with its context. It is made of a
+    ``Context``, or of token ids, and of an adapter.
+
+    Attributes:
+        context: The whole context.
+        adapter: The adapter, or ``None`` for the base model; contexts of different adapters share
+            no keys and values.
+    """
+
+    context: Context
+    adapter: Adapter | None
+
+    def __new__(cls, token_ids: Iterable[int], adapter: Adapter | None = None) -> Self:
+        """Make a query; see the class."""
+        context = token_ids if isinstance(token_ids, Context) else of_no_model(token_ids)
+        query = super().__new__(cls, (adapter, context.blocks, context.tail))
+        fields = query.__dict__
+        fields["context"], fields["adapter"] = context, adapter
+        return query
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Query cannot be changed")
+
+    def __reduce__(self) -> tuple[type[Query], tuple[Context, Adapter | None]]:
+        return Query, (self.context, self.adapter)
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """The whole context as a tuple, which takes a moment for each token."""
+        return tuple(self.context)
+
+    @property
+    def lora_name(self) -> str | None:
+        """Name of the adapter, or ``None`` for the base model."""
+        return None if self.adapter is None else self.adapter.name
+
+    def prefix(self, num_tokens: int) -> Query:
+        """Return the query of the first tokens, with the same adapter."""
+        return Query(self.context[:num_tokens], self.adapter)
+
+    def __repr__(self) -> str:
+        return f"Query({self.context!r}, lora_name={self.lora_name!r})"
+
+
+def check_known_ids(
+    name: str, ids: Iterable[int], vocab_size: int, error: type[Exception] = OptionError
+) -> None:
+    """Raise an error if one of an option's token ids is outside the vocabulary.
+
+    Args:
+        name: Name of the option.
+        ids: Its token ids.
+        vocab_size: Number of ids that the model has.
+        error: Type of the error to raise.
+    """
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise error(
+                f"{name} has {token_id}, which is outside the vocabulary of {vocab_size} ids"
+            )

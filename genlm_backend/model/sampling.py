@@ -1,0 +1,125 @@
+"""Sampler: one random stream that draws tokens from rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final, Literal, final
+
+import numpy as np
+import torch
+
+from genlm_backend.checks import check_names, checked, integer, optional, sequence, switch
+from genlm_backend.model.draw import TEMPERATURE, as_scores, draw_token
+from genlm_backend.model.drawing import Drawing
+from genlm_backend.model.query import Query, check_known_ids
+
+
+@final
+class Sampled(list[int]):
+    """Token ids that have been sampled: a list, which also says why there are no more.
+
+    Args:
+        token_ids: The ids.
+        finish_reason: Why they end.
+
+    Attributes:
+        finish_reason: ``"eos"`` where a token came that ends a text, which is not among them;
+            ``"length"`` where there are as many as were asked for, or fewer where the model takes
+            no longer context.
+    """
+
+    __slots__ = ("finish_reason",)
+
+    def __init__(self, token_ids: Iterable[int], finish_reason: Literal["eos", "length"]) -> None:
+        super().__init__(token_ids)
+        self.finish_reason = finish_reason
+
+
+@final
+class Sampler:
+    """Draws from log-probability rows by inverting their cumulative distribution.
+
+    A draw uses one random number of the sampler's own, so that equal seeds give equal
+    continuations, whatever else is sampled meanwhile.
+
+    Args:
+        temperature: Divisor of the log-probabilities; 0 takes the largest, and infinity draws
+            from all possible tokens alike.
+        seed: Seed of the random numbers; equal seeds and streams give equal draws from equal
+            rows. ``None`` draws afresh.
+        stream: Number of the stream among the independent ones of ``seed``.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an argument is of another type.
+        OptionError: (``ValueError``) If an argument is negative, or ``temperature`` is NaN.
+    """
+
+    def __init__(self, temperature: float = 1.0, seed: int | None = None, stream: int = 0) -> None:
+        given = checked(CHECKS, {"temperature": temperature, "seed": seed, "stream": stream})
+        self.temperature: float = given["temperature"]
+        entropy = None if seed is None else [given["seed"], given["stream"]]
+        self._random = np.random.default_rng(entropy)
+
+    def draw(self, row: torch.Tensor) -> int:
+        """Return a token id drawn from ``row``, float ``[vocab]``, normalised or not.
+
+        Raises:
+            EvaluationError: (``RuntimeError``) If the row is NaN, or no token is possible.
+        """
+        return draw_token(as_scores(row), self.temperature, self._random.random)
+
+    def drawing(self, query: Query) -> Drawing:
+        """Return what asks for the token that ``draw`` would return of the context's row."""
+        uniform = self._random.random() if self.temperature else 0.0
+        return Drawing(query, self.temperature, uniform)
+
+
+CHECKS: Final = {
+    "temperature": TEMPERATURE,
+    "seed": optional(integer(0)),
+    "stream": integer(0),
+    "max_tokens": integer(0),
+    "eos_token_ids": sequence(integer(), "a collection of token ids"),
+    "progress": switch,
+}
+"""Checks of what samplers and the ``sample`` methods of models take, by name."""
+
+
+_OF_GENERATE = (
+    *("num_beams", "stop", "stop_strings", "stop_words_ids", "stop_token_ids", "top_k", "top_p"),
+    *("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "response_format"),
+    *("max_length", "min_new_tokens", "logprobs"),
+)
+
+_ELSEWHERE: Final = {
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "eos_token_id": "eos_token_ids",
+    "do_sample": "temperature (0 takes the most probable token)",
+    "n": "batch_sample([prompt] * n, …)",
+    "num_return_sequences": "batch_sample([prompt] * n, …)",
+    **dict.fromkeys(_OF_GENERATE, "generate(lm, prompt, …), which has stop, num_beams and top_k"),
+}
+"""Names that other methods and libraries have, and what each is of ``sample``."""
+
+
+def check_no_others(method: str, others: Iterable[str]) -> None:
+    """Raise an ``OptionTypeError`` with what was meant for a name that is no option of a method."""
+    options = ("max_tokens", "eos_token_ids", "temperature", "seed", "lora_name")
+    check_names(others, [], f"option of {method}", also=options, elsewhere=_ELSEWHERE)
+
+
+def check_sampling(vocab_size: int, **options: Any) -> dict[str, Any]:
+    """Return options of ``sample`` and ``batch_sample`` as they are meant.
+
+    Args:
+        vocab_size: Number of ids that the model has.
+        **options: Options by name.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an option is of another type.
+        OptionError: (``ValueError``) If an option is out of its bounds.
+    """
+    given = checked(CHECKS, options)
+    check_known_ids("eos_token_ids", given.get("eos_token_ids", ()), vocab_size)
+    return given

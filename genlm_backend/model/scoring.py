@@ -1,0 +1,128 @@
+"""Scoring: a text whose tokens' log-probabilities are asked for, instead of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, final
+
+import torch
+
+from genlm_backend.checks import listed
+from genlm_backend.errors import OptionError
+from genlm_backend.model.context import Context
+from genlm_backend.model.contexts import Contexts
+from genlm_backend.model.draw import Draw
+from genlm_backend.model.drawing import Drawing
+from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.row import Row
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """A text and the token from which on it is scored. Equal scorings have equal answers.
+
+    The answer is float32 ``[num_targets]``: for each token from ``start`` on, the log-probability
+    that the row of the tokens before it gives it.
+
+    Attributes:
+        text: All tokens, prompt and continuation, and the adapter to read them with.
+        start: Number of tokens of the prompt; at least 1.
+    """
+
+    text: Query
+    start: int
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter to read the text with, or ``None`` for the base model."""
+        return self.text.adapter
+
+    @property
+    def targets(self) -> tuple[int, ...]:
+        """The tokens whose log-probabilities are wanted."""
+        return tuple(self.text.context.packed(self.start))
+
+    @property
+    def num_targets(self) -> int:
+        """Number of log-probabilities that are wanted."""
+        return len(self.text.context) - self.start
+
+    @property
+    def context(self) -> Context:
+        """The tokens that the model has to read: all but the last."""
+        return self.text.context[:-1]
+
+    def is_answered_by(self, answer: Any) -> bool:
+        """Return whether ``answer`` has one log-probability for each target, as callers get it."""
+        is_tensor = isinstance(answer, torch.Tensor) and answer.dtype is torch.float32
+        return is_tensor and answer.shape == (self.num_targets,) and not answer.requires_grad
+
+
+Question: TypeAlias = Query | Scoring | Drawing
+"""What is asked of an evaluator: a context's row, a text's scores, or a next token."""
+
+Answer: TypeAlias = Row | torch.Tensor | Draw
+"""What it answers: a ``Row`` to a query, scores to a scoring, a ``Draw`` to a drawing."""
+
+
+TOKENS_PER_ROW: Final = 200
+"""Tokens of a text that is scored that count for as much in a batch as a context does."""
+
+
+def weight(question: Question) -> float:
+    """Return what a question counts for in a batch: 1 for a row, and for a text by its length.
+
+    A batch of short texts would be too small a pass otherwise, and one of long texts too large.
+    """
+    if isinstance(question, Scoring):
+        return len(question.text.context) / TOKENS_PER_ROW
+    return 1.0
+
+
+def check_scorings(
+    contexts: Contexts,
+    prompts: Any,
+    continuations: Any,
+    max_length: int | None = None,
+    adapter: Adapter | None = None,
+) -> list[Scoring]:
+    """Return the scorings of continuations, each behind its own prompt.
+
+    The longest context that one asks about, which is the text without its last token, has to fit.
+
+    Raises:
+        OptionTypeError: If prompts or continuations are no list.
+        OptionError: If these are not of one length.
+        ContextTypeError: If a prompt or a continuation is not integers.
+        ContextError: If a prompt is empty, an id is outside the vocabulary, it is another model's
+            ``Context``, or a text has more tokens than ``max_length`` before its last one.
+    """
+    before, behind = listed("prompts", prompts), listed("continuations", continuations)
+    if len(before) != len(behind):
+        raise OptionError(
+            "prompts and continuations belong together one by one, "
+            f"got {len(before)} prompts and {len(behind)} continuations"
+        )
+    scorings = []
+    for prompt, continuation in zip(before, behind, strict=True):
+        context = contexts.check(prompt, max_length, name="prompt")
+        text = context.followed_by(contexts.packed(continuation, name="continuation"))
+        if len(text) > len(context):
+            contexts.check(text[:-1], max_length)
+        scorings.append(Scoring(Query(text, adapter), len(context)))
+    return scorings
+
+
+def distinct(scorings: Sequence[Scoring]) -> list[Scoring]:
+    """Return the distinct ones of some scorings that ask for anything."""
+    return [scoring for scoring in dict.fromkeys(scorings) if scoring.num_targets]
+
+
+def own_scores(
+    scorings: Sequence[Scoring], found: Mapping[Scoring, torch.Tensor], device: torch.device
+) -> list[torch.Tensor]:
+    """Return the scores of each text on ``device``, copied for a caller to modify."""
+    nothing = torch.empty(0, dtype=torch.float32)
+    return [found.get(scoring, nothing).to(device, copy=True) for scoring in scorings]

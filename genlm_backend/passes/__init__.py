@@ -1,0 +1,1 @@
+"""Forward passes of many contexts over a prefix tree; neither transformers nor MLX."""

@@ -1,0 +1,138 @@
+"""DecodeSteps: steps of many contexts by one token each, as arrays."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.attention.packing import pack_step
+from genlm_backend.attention.paths import Paths
+from genlm_backend.attention.reading import Reading
+from genlm_backend.model.context import Context
+from genlm_backend.model.row import Row
+from genlm_backend.passes.job import Asked, Found
+
+if TYPE_CHECKING:
+    from genlm_backend.passes.passes import Passes
+
+
+NUM_REMEMBERED: Final = 8
+"""Decode steps whose readings are remembered: as many batches as particles may take in turn."""
+
+
+class _Step(NamedTuple):
+    """A decode step that others may go on from.
+
+    Attributes:
+        reading: How it was read.
+        handles: Handles of the nodes of its rows, ascending: int64 ``[B]``.
+        rows: Row of each of them: ``[B]``.
+    """
+
+    reading: Reading
+    handles: NDArray[np.int64]
+    rows: NDArray[np.intp]
+
+    def rows_of(self, handles: NDArray[np.int64]) -> NDArray[np.intp] | None:
+        """Return the rows of nodes, or ``None`` where not all are of this step."""
+        found = np.searchsorted(self.handles, handles[:1]).clip(max=len(self.handles) - 1)
+        if self.handles[found[0]] != handles[0]:  # as of most steps, at the cost of one look
+            return None
+        found = np.searchsorted(self.handles, handles).clip(max=len(self.handles) - 1)
+        return self.rows[found] if (self.handles[found] == handles).all() else None
+
+
+@final
+class DecodeSteps:
+    """Steps of contexts of which everything but the last token is kept.
+
+    A row of a step is three integers: the node before it, its token and its slot. What a step
+    reads is what an earlier one read, its rows permuted and one column more, where all rows go on
+    from rows of one; and is found out anew otherwise.
+
+    Args:
+        passes: What runs the model and keeps keys and values.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+        self._steps: deque[_Step] = deque(maxlen=NUM_REMEMBERED)
+        self._of: tuple[object, ...] = ()  # what their readings depend on beside their nodes
+
+    def answers(
+        self, questions: Sequence[Asked], contexts: Sequence[Context], nodes: NDArray[np.int32]
+    ) -> list[Found] | None:
+        """Return the rows behind contexts; ``None`` if there is no room for their tokens.
+
+        Args:
+            questions: Queries of one adapter.
+            contexts: Their contexts.
+            nodes: The nodes of the tokens before the last ones, used in this batch: ``[B]``.
+        """
+        tree = self._passes.tree
+        tokens = np.frombuffer(b"".join([c.last_packed for c in contexts]), np.int32)
+        slots = tree.allocate(len(nodes), nodes)
+        if slots is None:
+            return None
+        rows, kept = self._computed(nodes, tokens, slots)
+        self._passes.tokens_reused += int(tree.nodes.depth[nodes].sum())
+        for context, place in zip(contexts, tree.nodes.places(kept), strict=True):
+            context.place = place
+        answers: list[Found] = [*rows]
+        spoilt = np.flatnonzero(kept == 0).tolist()
+        return self._passes.sound_answers(questions, answers, spoilt)
+
+    def _computed(
+        self, nodes: NDArray[np.int32], tokens: NDArray[np.int32], slots: NDArray[np.int64]
+    ) -> tuple[list[Row], NDArray[np.int32]]:
+        """Compute one token behind each node, and keep those that no NaN came of.
+
+        Returns:
+            The rows, and the nodes of the tokens; 0 for one that is not kept.
+        """
+        passes, tree = self._passes, self._passes.tree
+        new = tree.grow(nodes, tokens, slots)
+        try:
+            passes.check_wanted()
+            past = Paths.of(tree.nodes, nodes)
+            reading = self._reading(nodes, past)
+            states = passes.states_behind(nodes)
+            batch = pack_step(tokens.astype(np.int64), slots, past, reading, states)
+            rows = passes.finish(passes.runner.forward(batch, passes.attend))
+            is_sound = ~np.isnan(np.array([row.normaliser for row in rows], np.float64))
+        except BaseException:
+            tree.drop(new)
+            raise
+        if not is_sound.all():
+            kept = np.zeros(len(rows), np.int32)
+            kept[is_sound] = tree.link(new[is_sound])
+            tree.drop(new[~is_sound])
+        else:
+            kept = tree.link(new)
+        if states is not None:
+            passes.keep_states(kept, np.zeros(len(kept), np.int64), nodes, states)
+        if not is_sound.all():
+            return rows, kept
+        if reading is not None:
+            handles = tree.nodes.handles(kept)
+            order = np.argsort(handles)
+            self._steps.append(_Step(reading, handles[order], order))
+        return rows, kept
+
+    def _reading(self, nodes: NDArray[np.int32], past: Paths) -> Reading | None:
+        """Return how a step behind nodes reads what is cached."""
+        attend, tree = self._passes.attend, self._passes.tree
+        of = tree.nodes.key, tree.num_returned, attend  # while it is so, nodes are where they were
+        if of != self._of:
+            self._of = of
+            self._steps.clear()
+        handles = tree.nodes.handles(nodes)
+        for step in reversed(self._steps):
+            rows = step.rows_of(handles)
+            if rows is not None and not step.reading.is_worn:
+                return step.reading.stepped(rows, tree.nodes.slot[nodes].astype(np.int64))
+        return attend.reading(past, np.ones(len(nodes), np.int64))

@@ -1,0 +1,101 @@
+"""Job: one context on its way to a row, or one text on its way to its scores."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Self, TypeAlias, final
+
+import torch
+
+from genlm_backend.model.context import Context
+from genlm_backend.model.query import Query
+from genlm_backend.model.row import Row
+from genlm_backend.model.scoring import Scoring
+
+Asked: TypeAlias = Query | Scoring
+"""A question that forward passes answer."""
+
+Found: TypeAlias = Row | torch.Tensor
+"""An answer to it."""
+
+
+def first_output(question: Asked) -> int:
+    """Return the first position of a question's context behind which logits are wanted."""
+    num_outputs = 1 if isinstance(question, Query) else question.num_targets
+    return len(question.context) - num_outputs
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Job:
+    """One context on its way, and the outputs that are wanted behind its tokens.
+
+    Attributes:
+        token_ids: The whole context.
+        node: The node of its cached prefix, which ends before the first output; that of the whole
+            context once it is kept. 0 where it is run whole.
+        start: Number of tokens of the prefix.
+        targets: The tokens whose log-probabilities are wanted behind the context's last positions,
+            one behind each; empty where a row is wanted behind the last one.
+        stop: Position after the last one.
+        first: Position of the first output.
+        missing: The tokens from ``start`` on.
+        shift: Number that positions of the missing tokens are larger by than their places, behind
+            pictures.
+        row: The row, where one is wanted.
+        scores: The scores otherwise.
+    """
+
+    token_ids: Context
+    node: int = 0
+    start: int = 0
+    targets: tuple[int, ...] = ()
+    stop: int = field(init=False)
+    first: int = field(init=False)
+    missing: array[int] = field(init=False)
+    shift: int = 0
+    row: Row | None = None
+    scores: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop = len(self.token_ids)
+        self.first = self.stop - (len(self.targets) or 1)
+        self.missing = self.token_ids.packed(self.start)
+        self.scores = [0.0] * len(self.targets)
+
+    @classmethod
+    def of(cls, question: Asked, node: int = 0, start: int = 0) -> Self:
+        """Return the job of a query or of a scoring."""
+        targets = () if isinstance(question, Query) else question.targets
+        return cls(question.context, node, start, targets)
+
+    @property
+    def outputs(self) -> range:
+        """All positions behind which logits are wanted."""
+        return range(self.first, self.stop)
+
+    def outputs_in(self, start: int, stop: int) -> range:
+        """Return the positions from ``start`` to ``stop`` behind which logits are wanted."""
+        return range(max(start, self.first), min(stop, self.stop))
+
+    def parts(self, size: int) -> list[range]:
+        """Return all outputs, divided into parts of at most ``size``."""
+        outputs = self.outputs
+        return [outputs[i : i + size] for i in range(0, len(outputs), size)]
+
+    def is_spoilt(self, outputs: Iterable[int]) -> bool:
+        """Return whether NaN came of some of its outputs."""
+        if self.row is not None:
+            return self.row.is_nan
+        return any(math.isnan(self.scores[i - self.first]) for i in outputs if self.targets)
+
+    @property
+    def answer(self) -> Found:
+        """The row, or the scores as float32 ``[num_targets]``."""
+        if self.targets:
+            return torch.tensor(self.scores, dtype=torch.float32)
+        assert self.row is not None
+        return self.row

@@ -1,0 +1,409 @@
+"""Which tokens go through the model, in which order and in which company; pure, no tensors.
+
+A batch of contexts, each with a cached prefix, becomes *segments*: stretches of tokens that no
+cache has. Contexts of one batch that share tokens beyond what is cached share a segment too; those
+that branch off it wait for the next *wave*. The segments of a wave become *groups*, one forward
+pass each, such that short segments do not pay for the padding of long ones. Behind which tokens
+logits are wanted, and by whom, are a segment's *outputs*.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.attention.packing import Span
+from genlm_backend.common_prefix import common_length
+from genlm_backend.model.context import Context
+from genlm_backend.passes.going_on import GoingOn
+from genlm_backend.passes.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What a forward pass costs, in units of one token's share of a large pass.
+
+    Attributes:
+        per_forward: Cost of any pass, however small: reading the weights, launching the kernels.
+        per_past_token: Cost of one cached token of one row: gathering and attending to it.
+        max_segment: Number of tokens of one context in one pass, at most; longer ones go in chunks.
+        max_tokens: Number of tokens of one pass, padding included, at most.
+        max_outputs: Number of positions of one pass that are projected onto the vocabulary, at
+            most, but for one of each row.
+        max_rows: Number of contexts of one pass, at most.
+    """
+
+    per_forward: float = 8.0
+    per_past_token: float = 1 / 256
+    max_segment: int = 1024
+    max_tokens: int = 4096
+    max_outputs: int = 512
+    max_rows: int = 1 << 30
+
+    @classmethod
+    def on(cls, device: str) -> Self:
+        """Return what passes cost on a kind of device, such as "cpu" or "cuda"."""
+        if device == "cpu":
+            return cls()
+        # A GPU reads its weights for one token in the time that it computes some hundred in.
+        return cls(per_forward=128.0, per_past_token=1 / 64, max_segment=2048, max_tokens=16384)
+
+    def of(self, num_rows: int, num_new: int, num_past: int) -> float:
+        """Cost of a pass of ``num_rows`` rows padded to these lengths."""
+        return self.per_forward + num_rows * (num_new + self.per_past_token * (num_past + num_new))
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Consecutive tokens to compute, of one context on behalf of all that share them.
+
+    Attributes:
+        job: A context that has these tokens.
+        start: Position of the first one.
+        stop: Position after the last one.
+        parent: The segment that computes what lies between the cached prefix and ``start``, or
+            ``None`` where nothing does.
+        wave: Number of waves that must have been computed before.
+        outputs: Positions behind which logits are wanted, in order, and who wants them.
+        nodes: Nodes of its tokens, once there are slots for them: int32 ``[num_tokens]``.
+        num_behind: Number of segments that begin where it ends.
+    """
+
+    job: Job
+    start: int
+    stop: int
+    parent: Segment | None
+    wave: int
+    outputs: dict[int, list[Job]] = field(default_factory=dict)
+    nodes: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    num_behind: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens to compute."""
+        return self.stop - self.start
+
+    @property
+    def token_ids(self) -> array[int]:
+        """The tokens to compute."""
+        first = self.job.start
+        return self.job.missing[self.start - first : self.stop - first]
+
+    @property
+    def size(self) -> Size:
+        """What a forward pass with it depends on."""
+        return Size(self.num_tokens, self.start, len(self.outputs))
+
+    @property
+    def before(self) -> int:
+        """Node of the token before the first one, of this batch or a cached one."""
+        if self.parent is None:
+            return self.job.node
+        return int(self.parent.nodes[self.start - self.parent.start - 1])
+
+    def span(self, slots: NDArray[np.int32]) -> Span:
+        """Return what the forward pass takes, but for what is before it.
+
+        Args:
+            slots: Slots of its tokens, or none to keep nothing.
+        """
+        return Span(
+            token_ids=self.token_ids,
+            slots=slots,
+            outputs=[position - self.start for position in self.outputs],
+            shift=self.job.shift,
+        )
+
+
+class Size(NamedTuple):
+    """Size of one row of a forward pass.
+
+    Attributes:
+        num_new: Number of new tokens.
+        num_past: Number of tokens before them.
+        num_outputs: Number of new tokens behind which logits are wanted.
+    """
+
+    num_new: int
+    num_past: int
+    num_outputs: int = 1
+
+
+def plan_segments(
+    jobs: Sequence[Job], cost: CostModel, going_on: GoingOn | None = None
+) -> list[Segment]:
+    """Return segments that together answer every job, parents before their children.
+
+    Args:
+        jobs: The jobs, of one adapter.
+        cost: What a pass costs.
+        going_on: How many tokens go on at once from a running state, of a model that has such. A
+            segment can begin only where another one ends then.
+    """
+    if going_on is not None and not going_on.shares:
+        return _chunk(_apart(jobs), cost, going_on)
+    segments: list[Segment] = []
+    # Contexts whose cached prefixes end at different nodes share nothing uncached: had they more
+    # in common, the cache would have found it for both. (Of a text that is scored, what is wanted
+    # counts as uncached; where others have it cached, it is computed for itself.)
+    by_node: defaultdict[int, list[Job]] = defaultdict(list)
+    for job in jobs:
+        by_node[job.node].append(job)
+    for group in by_node.values():
+        start = group[0].start
+        if len(group) == 1:
+            (job,) = group
+            outputs = dict.fromkeys(job.outputs, group)
+            segments.append(Segment(job, start, job.stop, None, 0, outputs))
+            continue
+        for part in _split(sorted(group, key=lambda job: job.missing), start):
+            _place(part, start, start, None, 0, cost, segments)
+    return _chunk(segments, cost, going_on)
+
+
+def _apart(jobs: Sequence[Job]) -> list[Segment]:
+    """Return a segment for each context, whatever it has in common with others."""
+    segments: dict[tuple[Context, int], Segment] = {}
+    for job in jobs:
+        own = segments.setdefault(
+            (job.token_ids, job.start), Segment(job, job.start, job.stop, None, 0)
+        )
+        for position in job.outputs:
+            own.outputs.setdefault(position, []).append(job)
+    for segment in segments.values():
+        segment.outputs = dict(sorted(segment.outputs.items()))
+    return list(segments.values())
+
+
+def plan_whole(wanted: Iterable[tuple[Job, Sequence[int]]]) -> list[Segment]:
+    """Return segments that begin with the first token, each for outputs of one context alone.
+
+    Behind the last output of a segment there is no token that could spoil the ones before. Of
+    segments with equal tokens there is one.
+
+    Args:
+        wanted: Jobs, and positions behind which each wants logits, in order.
+    """
+    segments: dict[Context, Segment] = {}
+    for job, positions in sorted(wanted, key=lambda pair: pair[1][0]):
+        stop = positions[-1] + 1
+        ids = job.token_ids[:stop]
+        segment = segments.setdefault(ids, Segment(job, 0, stop, None, 0))
+        for position in positions:
+            segment.outputs.setdefault(position, []).append(job)
+    return list(segments.values())
+
+
+def _split(jobs: Iterable[Job], position: int) -> list[list[Job]]:
+    """Group sorted jobs of one cached prefix by the token at ``position``."""
+    return [list(part) for _, part in groupby(jobs, lambda job: job.missing[position - job.start])]
+
+
+def _place(
+    part: list[Job],
+    start: int,
+    answered: int,
+    parent: Segment | None,
+    wave: int,
+    cost: CostModel,
+    segments: list[Segment],
+) -> None:
+    """Add segments for sorted jobs that agree up to and including position ``start``.
+
+    All have the same tokens cached. What they want before position ``answered`` is an output of
+    another segment already.
+    """
+    segment = Segment(part[0], start, start, parent, wave)
+    segments.append(segment)
+    while True:
+        shared = part[0].stop
+        if len(part) > 1:  # of sorted contexts, what the first and the last share all share
+            shared = part[0].start + common_length(part[0].missing, part[-1].missing)
+        segment.job, segment.stop = part[-1], shared
+        for job in part:
+            for position in job.outputs_in(answered, shared):
+                segment.outputs.setdefault(position, []).append(job)
+        answered = shared
+        branches = _split((job for job in part if job.stop > shared), shared)
+        if not branches:
+            return
+        # The most wanted branch goes on in this very row. The others wait for the shared tokens,
+        # or, where a pass more costs more than these, compute them again.
+        branches.sort(key=len)
+        part = branches.pop()
+        num_saved = (shared - start) * len(branches)
+        for branch in branches:
+            if num_saved > cost.per_forward:
+                _place(branch, shared, shared, segment, wave + 1, cost, segments)
+            else:
+                _place(branch, start, shared, parent, wave, cost, segments)
+
+
+def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -> list[Segment]:
+    """Cut segments into chains of at most so many tokens, and outputs, each.
+
+    Where there are running states, they are cut where others begin, too.
+    """
+    chunks: list[Segment] = []
+    by_origin: dict[Segment, list[Segment]] = {}
+    cuts: defaultdict[Segment, list[int]] = defaultdict(list)
+    for segment in segments:
+        if going_on is not None and segment.parent is not None:
+            cuts[segment.parent].append(segment.start)
+    rule = going_on or GoingOn()
+    cut = rule.part if going_on is None else rule.cut
+    for segment in segments:
+        parent = segment.parent
+        size = cut(segment.num_tokens, segment.start == 0, cost.max_segment)
+        is_whole = size == segment.num_tokens and len(segment.outputs) <= 1
+        if parent is None and is_whole and segment not in cuts:
+            by_origin[segment] = [segment]
+            chunks.append(segment)
+            continue
+        if parent is not None:  # the first chunk that reaches this segment's start
+            parent = next(c for c in by_origin[parent] if c.stop >= segment.start)
+        pieces = by_origin[segment] = []
+        positions, start, first = sorted(segment.outputs), segment.start, 0
+        while start < segment.stop:
+            left = segment.stop - start
+            stop = start + cut(left, start == 0, cost.max_segment)
+            stop = min([stop, *(place for place in cuts[segment] if place > start)])
+            end = bisect_left(positions, stop)
+            if end - first > cost.max_outputs:
+                most = positions[first + cost.max_outputs] - start
+                stop = start + rule.part(left, start == 0, most)
+                end = bisect_left(positions, stop)
+            wave = 0 if parent is None else parent.wave + 1
+            outputs = {position: segment.outputs[position] for position in positions[first:end]}
+            if parent is not None and parent.stop == start:
+                parent.num_behind += 1
+            parent = Segment(segment.job, start, stop, parent, wave, outputs)
+            pieces.append(parent)
+            start, first = stop, end
+        chunks.extend(pieces)
+    return chunks
+
+
+def cut_to_sound(segments: Sequence[Segment]) -> None:
+    """Cut off each segment's tokens that no answer without NaN has been computed from.
+
+    All of them have been run. Where a row or a score is a number, so are the keys and values that
+    it was computed from.
+    """
+    stops = {segment: segment.start for segment in segments}
+    for segment in segments:
+        for position, jobs in segment.outputs.items():
+            if all(job.is_spoilt(range(position, position + 1)) for job in jobs):
+                continue
+            read: Segment | None = segment
+            stop = position + 1
+            while read is not None and stops[read] < stop:
+                stops[read], stop, read = stop, read.start, read.parent
+    for segment, stop in stops.items():
+        segment.stop = stop
+
+
+def plan_waves(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Return the segments in order of execution: each wave needs only the ones before it."""
+    waves: list[list[Segment]] = [[] for _ in range(1 + max(s.wave for s in segments))]
+    for segment in segments:
+        waves[segment.wave].append(segment)
+    return waves
+
+
+def plan_groups(
+    sizes: Sequence[Size],
+    cost: CostModel,
+    *,
+    pads: bool = True,
+    aligns: bool = False,
+    has_states: bool = False,
+) -> list[list[int]]:
+    """Divide rows into forward passes of the least total cost.
+
+    Args:
+        sizes: Size of each row.
+        cost: What a pass costs.
+        pads: Whether rows of different numbers of new tokens may be in one pass.
+        aligns: Whether all rows of a pass have to have the same number of past tokens.
+        has_states: Whether the rows have running states, which padding would change, and which
+            rows that begin have not.
+
+    Returns:
+        Groups of indices into ``sizes``. Rows are sorted by size and cut into runs by dynamic
+        programming over the places where the size changes.
+    """
+    if aligns or has_states:
+        kinds: defaultdict[int, list[int]] = defaultdict(list)
+        for i, size in enumerate(sizes):
+            kinds[size.num_past if aligns else min(size.num_past, 1)].append(i)
+        return [
+            [rows[i] for i in group]
+            for rows in kinds.values()
+            for group in _groups([sizes[i] for i in rows], cost, pads and not has_states)
+        ]
+    return _groups(sizes, cost, pads)
+
+
+def _groups(sizes: Sequence[Size], cost: CostModel, pads: bool) -> list[list[int]]:
+    """Divide rows as ``plan_groups`` does, whatever their numbers of past tokens."""
+    order = sorted(range(len(sizes)), key=lambda i: sizes[i])
+    cuts = [0]  # candidate boundaries; rows of about one size are never parted
+    for rank in range(1, len(order)):
+        (new, past, _), (base_new, base_past, _) = sizes[order[rank]], sizes[order[cuts[-1]]]
+        most = base_new + base_new // 8 if pads else base_new
+        if new > most or past > 2 * base_past + 64 or past * 2 + 64 < base_past:
+            cuts.append(rank)
+    cuts.append(len(order))
+    best: list[tuple[float, int]] = [(0.0, 0)]
+    for end in range(1, len(cuts)):
+        options = []
+        for start in range(max(0, end - 32) if pads else end - 1, end):
+            rows = [sizes[i] for i in order[cuts[start] : cuts[end]]]
+            num_new, num_past = max(row.num_new for row in rows), max(row.num_past for row in rows)
+            num_outputs = sum(row.num_outputs for row in rows)
+            num_passes = max(
+                -(-len(rows) * num_new // max(cost.max_tokens, num_new)),
+                -(-num_outputs // max(cost.max_outputs, len(rows))),
+                -(-len(rows) // cost.max_rows),
+            )
+            options.append(
+                (
+                    best[start][0]
+                    + cost.of(len(rows), num_new, num_past)
+                    + (num_passes - 1) * cost.per_forward,
+                    start,
+                )
+            )
+        best.append(min(options))
+    groups: list[list[int]] = []
+    end = len(cuts) - 1
+    while end > 0:
+        start = best[end][1]
+        groups.extend(_cut(order[cuts[start] : cuts[end]], sizes, cost))
+        end = start
+    return groups[::-1]
+
+
+def _cut(run: Sequence[int], sizes: Sequence[Size], cost: CostModel) -> list[list[int]]:
+    """Cut rows that would go together into passes that are not too large."""
+    max_rows = max(1, cost.max_tokens // max(sizes[i].num_new for i in run))
+    max_rows = min(max_rows, cost.max_rows)
+    groups: list[list[int]] = [[]]
+    num_outputs = 0
+    for i in run:
+        num_outputs += sizes[i].num_outputs
+        is_full = num_outputs > max(cost.max_outputs, len(groups[-1]) + 1)
+        if groups[-1] and (len(groups[-1]) == max_rows or is_full):
+            groups.append([])
+            num_outputs = sizes[i].num_outputs
+        groups[-1].append(i)
+    return groups

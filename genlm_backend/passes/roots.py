@@ -1,0 +1,137 @@
+"""Roots: contexts that begin with pictures, up to where they go on as text."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genlm_backend.attention.packing import Span
+from genlm_backend.attention.torch.root_attend import RootAttend, positions_of
+from genlm_backend.model.context import Context
+from genlm_backend.passes.job import Asked, Found, Job, first_output
+from genlm_backend.vision.pictures import Pictures
+
+if TYPE_CHECKING:
+    from genlm_backend.passes.passes import Passes
+
+SHORT_REST: Final = 64
+"""Tokens behind a root, at most, that go through the model with it."""
+
+
+@final
+class Roots:
+    """The beginnings of contexts that are pictures, each of which goes through the model at once.
+
+    What follows a root is text: its tokens are computed with those of all other contexts.
+
+    Args:
+        passes: What runs the model and keeps keys and values.
+    """
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+        self._shifts: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
+
+    def begin(self, questions: Sequence[Asked]) -> dict[Asked, Found]:
+        """Compute the roots that are not kept; return the answers that came of it.
+
+        A context that has little behind its root, or ends within it, is answered by the same pass.
+        """
+        answers: dict[Asked, Found] = {}
+        for question in questions:
+            pictures = question.context.pictures
+            if pictures is None:
+                continue
+            if not pictures.keeps or self._passes.layout.states:
+                answers[question] = self.whole(question)
+                continue
+            answer = self._begun(question, pictures)
+            if answer is not None:
+                answers[question] = answer
+        return answers
+
+    def whole(self, question: Asked) -> Found:
+        """Return the answer of a context that is run whole and alone; nothing is kept.
+
+        A model counts the tokens that stand for parts of pictures. Where one has come behind the
+        root, as text, the root and the rest go through it one after the other.
+        """
+        job, pictures = Job.of(question), question.context.pictures
+        assert pictures is not None
+        is_apart = _holds_parts(job, pictures)
+        attend = RootAttend(pictures, self._passes.layout, goes_on=is_apart)
+        end, size = pictures.num_tokens, len(question.context)
+        if not is_apart:
+            self._passes.forward_alone(job, _span(job, pictures, size), attend)
+            return job.answer
+        self._passes.forward_alone(job, _span(job, pictures, end), attend)
+        outputs = [position - end for position in job.outputs_in(end, size)]
+        shift = end + self.shift(question.context)
+        rest = Span(job.token_ids.packed(end), outputs=outputs, shift=shift)
+        self._passes.forward_alone(job, rest, attend, end)
+        return job.answer
+
+    def shift(self, context: Context) -> int:
+        """Return the number that positions of text are larger by than its places, in a context."""
+        pictures = context.pictures
+        if pictures is None:
+            return 0
+        if pictures not in self._shifts:
+            ids = torch.frombuffer(bytearray(pictures.token_ids), dtype=torch.int32).long()
+            _, shift = positions_of(self._passes.runner.model, ids[None], pictures)
+            self._shifts[pictures] = shift
+        return self._shifts[pictures]
+
+    def _begun(self, question: Asked, pictures: Pictures) -> Found | None:
+        """Have a root kept; return the answer if it came with it."""
+        tree, end, size = self._passes.tree, pictures.num_tokens, len(question.context)
+        tree.begin()
+        node = self._passes.match(question.context, question.adapter, end)
+        start, is_within = int(tree.nodes.depth[node]), first_output(question) < end
+        if start == end and not is_within:
+            return None
+        is_apart = _holds_parts(Job.of(question), pictures)
+        if is_within and is_apart:
+            return self.whole(question)
+        is_answered = is_within or (size - end <= SHORT_REST and not is_apart)
+        stop = size if is_answered else end
+        slots = tree.allocate(0 if start == end else stop - start, [node])
+        if slots is None:
+            return self.whole(question)
+        job = Job.of(question)
+        self._run(job, pictures, node, slots, stop)
+        return job.answer if is_answered else None
+
+    def _run(
+        self, job: Job, pictures: Pictures, node: int, slots: NDArray[np.int64], stop: int
+    ) -> None:
+        """Run the first tokens of a context; those that have slots are kept if no NaN came."""
+        passes, tree = self._passes, self._passes.tree
+        tokens = np.asarray(job.token_ids.packed(stop - len(slots), stop), np.int32)
+        new = tree.grow_chain(node, tokens, slots)
+        try:
+            store = passes.store if len(slots) else None
+            attend = RootAttend(pictures, passes.layout, store, slots.tolist(), stop)
+            span = _span(job, pictures, stop)
+            passes.forward_alone(job, span, attend)
+            is_spoilt = any(job.is_spoilt(range(i, i + 1)) for i in span.outputs)
+            if len(slots) and not is_spoilt and passes.store.is_finite(slots):
+                new = tree.link(new)[:0]
+        finally:
+            tree.drop(new)
+
+
+def _holds_parts(job: Job, pictures: Pictures) -> bool:
+    """Return whether the token of a part of a picture has come behind the root."""
+    return pictures.image_token_id in job.token_ids.packed(pictures.num_tokens)
+
+
+def _span(job: Job, pictures: Pictures, stop: int) -> Span:
+    """Return the first tokens of a context as the model takes them."""
+    ids = pictures.ids(job.token_ids.packed(pictures.num_tokens, stop))
+    return Span(ids, outputs=job.outputs_in(0, stop))

@@ -1,0 +1,51 @@
+"""Ways to keep the keys and values of a token."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, TypeAlias, get_args
+
+import torch
+
+from genlm_backend.prefix.codecs.cast_codec import Cast, Exact
+from genlm_backend.prefix.codecs.codec import Codec
+from genlm_backend.prefix.codecs.int8_codec import Int8
+from genlm_backend.prefix.codecs.uint4_codec import UInt4
+
+KVCacheDtype: TypeAlias = Literal["bfloat16", "float16", "int8", "uint4"]
+"""Name of a number format of keys and values."""
+
+KV_CACHE_DTYPES: Final[tuple[KVCacheDtype, ...]] = get_args(KVCacheDtype)
+"""All of them, from the most exact to the smallest."""
+
+
+def codec_for(
+    kept: KVCacheDtype | None,
+    width: int,
+    dim: int,
+    dtype: torch.dtype,
+    mean: torch.Tensor | None = None,
+) -> Codec:
+    """Return the codec of a number format for rows of vectors.
+
+    Args:
+        kept: The number format; ``None`` for the type that the model computes in.
+        width: Number of elements of a row.
+        dim: Number of elements of a vector.
+        dtype: Type that the model computes in.
+        mean: Mean of the rows, of which ``"uint4"`` makes use: float32 ``[width]``.
+
+    Raises:
+        OptionError: (``ValueError``) If the format is not for such vectors.
+    """
+    if kept is None or getattr(torch, kept) is dtype:
+        return Exact(width, dim, dtype)
+    match kept:
+        case "int8":
+            return Int8(width, dim, dtype)
+        case "uint4":
+            return UInt4(width, dim, dtype, mean)
+        case "bfloat16" | "float16":
+            return Cast(width, dim, dtype, getattr(torch, kept))
+
+
+__all__ = ["KV_CACHE_DTYPES", "Codec", "KVCacheDtype", "codec_for"]

@@ -1,0 +1,63 @@
+"""Exact and Cast: keys and values as the model computes them, or in another floating-point type."""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+import torch
+
+from genlm_backend.prefix.codecs.codec import Codec
+
+
+@final
+class Exact(Codec):
+    """Keeps keys and values as the model computes them."""
+
+    is_exact: ClassVar[bool] = True
+
+    def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
+        """Return one tensor of the rows themselves."""
+        return ((self.width, self.dtype),)
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the rows."""
+        return (rows,)
+
+    def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the rows, the very tensor."""
+        return codes[0]
+
+
+@final
+class Cast(Codec):
+    """Keeps keys and values in another floating-point type, each element rounded to the nearest.
+
+    What is beyond the range of the type becomes its largest number, so that nothing that was
+    finite becomes infinite.
+
+    Args:
+        width: Number of elements of a row.
+        dim: Number of elements of a vector.
+        dtype: Type that the model computes in.
+        kept: Type that is kept.
+    """
+
+    def __init__(self, width: int, dim: int, dtype: torch.dtype, kept: torch.dtype) -> None:
+        super().__init__(width, dim, dtype)
+        self._kept = kept
+        self._largest = torch.finfo(kept).max
+
+    def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
+        """Return one tensor of the type that is kept."""
+        return ((self.width, self._kept),)
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Round the elements; an infinity stays one, as does a NaN."""
+        if self._largest < torch.finfo(self.dtype).max:
+            inside = rows.clamp(-self._largest, self._largest)
+            rows = torch.where(rows.isinf(), rows, inside)
+        return (rows.to(self._kept),)
+
+    def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the elements in the model's type."""
+        return codes[0].to(self.dtype)

@@ -1,0 +1,135 @@
+"""UInt4: four bits for each element, and a scale and a zero point for each group of a vector."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Final, final
+
+import torch
+
+from genlm_backend.errors import OptionError
+from genlm_backend.prefix.codecs.codec import Codec
+
+GROUP_SIZE: Final = 32
+"""Elements of a vector that share a scale and a zero point, at most."""
+
+_LARGEST: Final = 15
+_FARTHEST_ZERO: Final = 127
+_SHARES: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+"""Shares of a group's range that are tried: less of it is coded more finely, its ends are cut."""
+
+
+@final
+class UInt4(Codec):
+    """Keeps each vector as integers of four bits, in groups of up to 32 with a scale and a zero.
+
+    ``x ≈ mean + R (scale * (q + zero))``, ``q`` from 0 to 15 and ``zero`` from -127 to 127, the
+    scale in bfloat16: asymmetric quantisation, token by token (Liu et al., 2024, KIVI,
+    arXiv:2402.02750, section 3). Before it, the mean that the channels have in this model is taken
+    off, and each vector is rotated by a Hadamard matrix ``R``, so that no channel is much larger
+    than the others (QuaRot: Ashkboos et al., 2024, arXiv:2404.00456, section 4). Of several ranges
+    about the middle of a group, the one is taken whose squared error is the least. A vector with an
+    infinity or a NaN decodes to no finite number.
+
+    Args:
+        width: Number of elements of a row.
+        dim: Number of elements of a vector; even.
+        dtype: Type that the model computes in.
+        mean: Mean of the rows: float32 ``[width]``; ``None`` for zeros.
+
+    Raises:
+        OptionError: (``ValueError``) If ``dim`` is odd.
+    """
+
+    def __init__(
+        self, width: int, dim: int, dtype: torch.dtype, mean: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(width, dim, dtype)
+        if dim % 2:
+            raise OptionError(f"uint4 is for heads of an even number of elements, not of {dim}")
+        self._mean = mean
+        self._group_size = math.gcd(dim, GROUP_SIZE)
+        self._num_groups = width // self._group_size
+
+    def columns(self) -> tuple[tuple[int, torch.dtype], ...]:
+        """Return a tensor of pairs of integers, one of scales and one of zeros."""
+        num_groups = self._num_groups
+        return (
+            (self.width // 2, torch.uint8),
+            (num_groups, torch.bfloat16),
+            (num_groups, torch.int8),
+        )
+
+    def encode(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Rotate, and round each group to multiples of its scale."""
+        rows = rows.float()
+        if self._mean is not None:
+            rows = rows - self._mean
+        groups = self._rotated(rows).view(len(rows), self._num_groups, self._group_size)
+        integers, scales, zeros = _quantised(groups)
+        flat = integers.view(len(rows), self.width)
+        half = self.width // 2
+        return flat[:, :half] | flat[:, half:] << 4, scales, zeros
+
+    def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Return the integers and their zeros times the scales, rotated back."""
+        pairs, scales, zeros = codes
+        half = self.width // 2
+        flat = torch.empty(len(pairs), self.width, dtype=torch.float32, device=pairs.device)
+        flat[:, :half] = pairs & _LARGEST
+        flat[:, half:] = pairs >> 4
+        groups = flat.view(len(pairs), self._num_groups, self._group_size)
+        groups += zeros.unsqueeze(-1)
+        groups *= scales.float().unsqueeze(-1)
+        rows = self._rotated(flat)
+        if self._mean is not None:
+            rows += self._mean
+        return rows.to(self.dtype)
+
+    def _rotated(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply the parts of each vector by a Hadamard matrix, which is its own inverse."""
+        size = self.dim & -self.dim  # the largest power of two that divides it
+        return (rows.reshape(-1, size) @ hadamard(size, rows.device)).view(rows.shape)
+
+
+def _quantised(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return integers, scales and zeros of groups, float32 ``[n, groups, size]``."""
+    low, high = groups.amin(-1), groups.amax(-1)
+    middle, radius = (low + high) / 2, (high - low) / 2
+    # A little more than the zeros reach, since scales are rounded.
+    farthest = torch.maximum(low.abs(), high.abs()) * (1.01 / _FARTHEST_ZERO)
+    best: tuple[torch.Tensor, ...] | None = None
+    for share in _SHARES:
+        scales = torch.maximum(2 * share * radius / _LARGEST, farthest).bfloat16()
+        inverse = torch.where(scales > 0, 1 / scales.float(), 0)
+        zeros = (
+            ((middle - share * radius) * inverse).round_().clamp_(-_FARTHEST_ZERO, _FARTHEST_ZERO)
+        )
+        multiples = groups * inverse.unsqueeze(-1) - zeros.unsqueeze(-1)
+        integers = multiples.round().clamp_(0, _LARGEST)
+        errors = (multiples.sub_(integers)).square_().sum(-1) * scales.float().square()
+        found = integers, scales, zeros, errors
+        if best is None:
+            best = found
+            continue
+        is_better = errors < best[3]
+        best = (
+            torch.where(is_better.unsqueeze(-1), integers, best[0]),
+            *(
+                torch.where(is_better, new, old)
+                for new, old in zip(found[1:], best[1:], strict=True)
+            ),
+        )
+    assert best is not None
+    integers, scales, zeros, _ = best
+    return integers.nan_to_num_().to(torch.uint8), scales, zeros.nan_to_num_().to(torch.int8)
+
+
+@functools.cache
+def hadamard(size: int, device: torch.device) -> torch.Tensor:
+    """Return Sylvester's symmetric orthogonal matrix: float32 ``[size, size]``, a power of two."""
+    matrix = torch.ones(1, 1, dtype=torch.float32)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix / math.sqrt(size)).to(device)

@@ -1,0 +1,131 @@
+"""How much memory a cache may take, and what running out of it looks like."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import defaultdict
+from typing import Final
+
+import psutil
+import torch
+
+from genlm_backend.errors import OptionError
+from genlm_backend.prefix import KVLayout
+
+CUDA_FRACTION: Final = 0.5
+CPU_FRACTION: Final = 0.25
+CPU_LIMIT: Final = 4 << 30
+
+_FEWEST_ROWS: Final = 8
+"""Rows of a pass for which there is always memory for copies of their running states."""
+
+
+def default_kv_budget(layout: KVLayout) -> int:
+    """Return the bytes of keys and values to keep where nobody says.
+
+    Half of the free memory of a CUDA device; elsewhere a quarter of the free memory of the
+    machine, 4 GiB at most. With layers on several devices, the tightest one decides.
+    """
+    by_device: dict[torch.device, int] = defaultdict(int)
+    for layer in layout.layers:
+        by_device[layer.device] += layer.bytes_per_slot
+    size = layout.bytes_per_slot
+    if not layout.layers:  # but running states
+        for tensor in layout.states.tensors:
+            by_device[tensor.device] += tensor.nbytes
+        size = layout.states.bytes_per_state
+    slots = []
+    for device, bytes_per_slot in by_device.items():
+        if device.type == "cuda":
+            free = int(torch.cuda.mem_get_info(device)[0] * CUDA_FRACTION)
+        else:
+            free = cpu_budget()
+        slots.append(free // max(1, bytes_per_slot))
+    return min(slots) * size
+
+
+def check_budgets(
+    kv_cache_bytes: int | None, host_cache_bytes: int, state_cache_bytes: int | None = None
+) -> None:
+    """Check that something is kept where there are bytes for a part of it, or for more of it.
+
+    Raises:
+        OptionError: (``ValueError``) If nothing is.
+    """
+    if state_cache_bytes and kv_cache_bytes == 0:
+        raise OptionError(
+            "kv_cache_bytes=0 keeps nothing, and so no running states: "
+            f"state_cache_bytes={state_cache_bytes} is a part of it"
+        )
+    if host_cache_bytes and kv_cache_bytes == 0:
+        raise OptionError(
+            "kv_cache_bytes=0 keeps no keys and values, so that none can go to the host: "
+            f"host_cache_bytes={host_cache_bytes} needs slots on the device too"
+        )
+
+
+def state_budget(wanted: int | None, budget: int, size: int, name: str, *, attends: bool) -> int:
+    """Return the bytes that running states may take; 0 of a model that has none.
+
+    Args:
+        wanted: ``state_cache_bytes``; ``None`` for half of the budget, or all where no layer
+            attends.
+        budget: The bytes of keys, values and states together.
+        size: Bytes of the state behind one token; 0 of a model that has none.
+        name: The model's name.
+        attends: Whether some layers keep keys and values.
+
+    Raises:
+        OptionError: (``ValueError``) If they are for nothing, or too many, or too few for one
+            state.
+    """
+    if not size:
+        if wanted is not None:
+            raise OptionError(
+                f"state_cache_bytes={wanted} is for models with running states, and {name} "
+                "keeps keys and values alone: give the bytes to kv_cache_bytes"
+            )
+        return 0
+    share = budget // 2 if attends else budget
+    num_bytes = share if wanted is None else wanted
+    if num_bytes > budget:
+        raise OptionError(
+            f"state_cache_bytes={num_bytes} is a part of kv_cache_bytes, which is {budget} and "
+            "no more"
+        )
+    if num_bytes < size:
+        raise OptionError(
+            f"the running state of {name} behind one token takes {size} bytes, and there are "
+            f"{num_bytes}: give more to {'kv' if wanted is None else 'state'}_cache_bytes"
+        )
+    return num_bytes
+
+
+def most_rows(num_states: int) -> int:
+    """Return the most rows of a pass, which takes copies of their running states."""
+    return max(_FEWEST_ROWS, num_states // 2)
+
+
+def cpu_budget() -> int:
+    """Return the bytes that one use takes of a machine's memory where nobody says.
+
+    A quarter of what is free, 4 GiB at most.
+    """
+    return min(CPU_LIMIT, int(psutil.virtual_memory().available * CPU_FRACTION))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that a device or the machine has no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def release_cached_memory() -> None:
+    """Give memory that allocators hold in reserve back: torch's to the device, glibc's to Linux."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)  # it keeps what was freed in pieces of up to 32 MiB: a gigabyte of slots

@@ -1,0 +1,237 @@
+"""KVStore: the bytes of keys and values, one token a slot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Self, final
+
+import torch
+from numpy.typing import NDArray
+
+from genlm_backend.prefix.codecs import Codec, KVCacheDtype, codec_for
+from genlm_backend.prefix.slots import PADDING_SLOT
+from genlm_backend.prefix.states import StateLayout
+
+FREE_SLOTS: Final = 1 << 20
+"""Number of slots that take no bytes; a node of a tree takes some 70."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """The shape of one token's keys and values in one attention layer.
+
+    Attributes:
+        num_key_heads: Number of heads of the keys.
+        key_dim: Number of elements of one head's key.
+        num_value_heads: Number of heads of the values.
+        value_dim: Number of elements of one head's value; may differ from ``key_dim`` (latent
+            attention).
+        dtype: Type of the elements of both, as the model computes them.
+        device: Device on which the layer runs, and its slots live.
+        kept: Number format in which they are kept; ``None`` for ``dtype``.
+        mean_key: Mean of its keys, all heads in a row, float32; ``None`` where it is not known.
+    """
+
+    num_key_heads: int
+    key_dim: int
+    num_value_heads: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    kept: KVCacheDtype | None = None
+    mean_key: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def key_width(self) -> int:
+        """Number of elements of one token's keys."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def width(self) -> int:
+        """Number of elements of one token's keys and values."""
+        return self.key_width + self.num_value_heads * self.value_dim
+
+    def codec(self) -> Codec:
+        """Return what codes the keys and values of tokens, the keys first.
+
+        Raises:
+            OptionError: (``ValueError``) If the number format is not for vectors of this shape.
+        """
+        dim, mean = math.gcd(self.key_dim, self.value_dim), self.mean_key
+        if mean is not None:
+            mean = torch.nn.functional.pad(mean, (0, self.width - self.key_width))
+        return codec_for(self.kept, self.width, dim, self.dtype, mean)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Number of bytes of one token's keys and values in this layer."""
+        return self.codec().bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The shapes of what a model keeps of a context.
+
+    Attributes:
+        layers: Shapes of the layers that attend, first to last; none where it keeps no keys and
+            values.
+        states: Shapes of the running states behind a token; none for most models.
+    """
+
+    layers: tuple[LayerLayout, ...] = ()
+    states: StateLayout = field(default_factory=StateLayout)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Number of bytes of one token's keys and values across all layers."""
+        return sum(layer.bytes_per_slot for layer in self.layers)
+
+    def kept_as(
+        self, kept: KVCacheDtype | None, mean_keys: Sequence[torch.Tensor] | None = None
+    ) -> Self:
+        """Return the same shapes, kept in a number format.
+
+        Args:
+            kept: The number format; ``None`` for the types that the layers compute in.
+            mean_keys: Mean of each layer's keys, where the format makes use of them.
+
+        Raises:
+            OptionError: (``ValueError``) If the format is not for vectors of some layer.
+        """
+        means = mean_keys or [None] * len(self.layers)
+        layers = [
+            replace(layer, kept=kept, mean_key=mean)
+            for layer, mean in zip(self.layers, means, strict=True)
+        ]
+        for layer in layers:
+            layer.codec()
+        return replace(self, layers=tuple(layers))
+
+    def on_host(self) -> Self:
+        """Return the same shapes in the memory of the processor."""
+        host = torch.device("cpu")
+        return replace(self, layers=tuple(replace(layer, device=host) for layer in self.layers))
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether all layers are in the memory of the processor."""
+        return all(layer.device.type == "cpu" for layer in self.layers)
+
+    @property
+    def is_on_cuda(self) -> bool:
+        """Whether some layers are on CUDA devices."""
+        return any(layer.device.type == "cuda" for layer in self.layers)
+
+    def num_slots(self, budget: int) -> int:
+        """Return how many slots ``budget`` bytes hold beside the one for padding.
+
+        Where no layer attends, slots take no bytes, and are as many as a tree has nodes for.
+        """
+        if not self.layers:
+            return FREE_SLOTS if self.states else 0
+        return max(0, budget // self.bytes_per_slot - 1)
+
+
+@final
+class KVStore:
+    """Preallocated keys and values of every slot, in every layer.
+
+    On a CPU the operating system provides the memory page by page as slots are first written,
+    so that an unused budget costs nothing.
+
+    Args:
+        layout: The shapes of the layers.
+        num_slots: Number of slots, beside the one for padding.
+        pins: Whether the processor's memory is pinned, from where CUDA devices copy by themselves.
+            All of it is taken at once then.
+
+    Attributes:
+        layout: As given.
+        bytes_per_slot: Number of bytes of one token's keys and values across all layers.
+        is_exact: Whether what is read is what was written.
+        codes: By layer, the tensors of codes, ``[num_slots + 1, columns]`` each.
+    """
+
+    def __init__(self, layout: KVLayout, num_slots: int, pins: bool = False) -> None:
+        self.layout = layout
+        self.bytes_per_slot = layout.bytes_per_slot
+        self._codecs = [layer.codec() for layer in layout.layers]
+        self.is_exact = all(codec.is_exact for codec in self._codecs)
+        self.codes = [
+            _empty(codec, num_slots + 1, layer.device, pins)
+            for layer, codec in zip(layout.layers, self._codecs, strict=True)
+        ]
+
+    def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Store the keys and values of some tokens in one layer.
+
+        Args:
+            layer: The layer's index.
+            slots: Where each token goes: int64 ``[n]`` on the layer's device.
+            rows: Its keys and then its values, all heads in a row: ``[n, width]``.
+
+        Returns:
+            The rows as they will be read.
+        """
+        codec = self._codecs[layer]
+        new = codec.encode(rows)
+        for codes, of_tokens in zip(self.codes[layer], new, strict=True):
+            codes.index_copy_(0, slots, of_tokens)
+        return codec.decode(new)
+
+    def read(self, layer: int, slots: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of some slots in one layer, ``[n, heads * dim]`` each.
+
+        Args:
+            layer: The layer's index.
+            slots: Which: int64 ``[n]`` on the layer's device, as often as wanted each, of which
+                copies are returned; or a slice of them, of which views are if the store is exact.
+        """
+        codes = self.codes[layer]
+        if isinstance(slots, slice):
+            found = tuple(of_slots[slots] for of_slots in codes)
+        else:
+            found = tuple(of_slots.index_select(0, slots) for of_slots in codes)
+        rows = self._codecs[layer].decode(found)
+        key_width = self.layout.layers[layer].key_width
+        return rows[:, :key_width], rows[:, key_width:]
+
+    def take(self, slots: Sequence[int] | NDArray[Any]) -> list[tuple[torch.Tensor, ...]]:
+        """Return copies of the codes of some slots, by layer, in the processor's memory."""
+        index = torch.as_tensor(slots, dtype=torch.int64)
+        return [
+            tuple(codes.index_select(0, index.to(codes.device)).cpu() for codes in of_layer)
+            for of_layer in self.codes
+        ]
+
+    def put(
+        self, slots: Sequence[int] | NDArray[Any], codes: Sequence[tuple[torch.Tensor, ...]]
+    ) -> None:
+        """Fill slots with codes that ``take`` has returned, of this store or one like it."""
+        index = torch.as_tensor(slots, dtype=torch.int64)
+        for kept, new in zip(self.codes, codes, strict=True):
+            for of_slots, of_tokens in zip(kept, new, strict=True):
+                places = index.to(of_slots.device)
+                of_slots.index_copy_(0, places, of_tokens.to(of_slots.device))
+
+    def is_finite(self, slots: Sequence[int] | NDArray[Any]) -> bool:
+        """Return whether no key and no value of these slots is infinite or NaN."""
+        index = torch.as_tensor(slots, dtype=torch.int64)
+        return all(
+            bool(of_tokens.isfinite().all())
+            for number, layer in enumerate(self.layout.layers)
+            for of_tokens in self.read(number, index.to(layer.device))
+        )
+
+
+def _empty(
+    codec: Codec, num_rows: int, device: torch.device, pins: bool
+) -> tuple[torch.Tensor, ...]:
+    kept: list[torch.Tensor] = []
+    for width, dtype in codec.columns():
+        codes = torch.empty((num_rows, width), dtype=dtype, device=device, pin_memory=pins)
+        codes[PADDING_SLOT] = 0
+        kept.append(codes)
+    return tuple(kept)

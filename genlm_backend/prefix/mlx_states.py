@@ -1,0 +1,126 @@
+"""MlxStateStore: running states in arrays of MLX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import mlx.core as mx
+import numpy as np
+
+from genlm_backend.errors import ModelStateError
+from genlm_backend.prefix.nodes import Ints
+
+_FIRST_STATES: Final = 16
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StateArray:
+    """One array of the running state behind one token.
+
+    Attributes:
+        cache: Number of the ``ArraysCache`` that it is in, among those of a model.
+        index: Its index there.
+        shape: Its shape, without the axis of rows.
+        dtype: Type of its elements.
+    """
+
+    cache: int
+    index: int
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of it."""
+        return math.prod(self.shape) * self.dtype.size
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MlxStateLayout:
+    """The running states of all layers; none where a model has no such layer.
+
+    Attributes:
+        arrays: Their arrays, layer by layer.
+    """
+
+    arrays: tuple[StateArray, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.arrays)
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Number of bytes of the state behind one token."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+@final
+class MlxStateStore:
+    """Running states by number, as a ``StateStore`` has them; the first stands for none.
+
+    The arrays grow as states are first written, so that an unused budget takes no memory.
+
+    Args:
+        layout: Their arrays.
+        num_states: Number of states, beside the one that stands for none.
+
+    Attributes:
+        layout: As given.
+        num_states: As given.
+    """
+
+    def __init__(self, layout: MlxStateLayout, num_states: int) -> None:
+        self.layout, self.num_states = layout, num_states
+        rows = min(_FIRST_STATES, num_states + 1)
+        self._kept = [mx.zeros((rows, *array.shape), array.dtype) for array in layout.arrays]
+
+    def read(self, numbers: Ints) -> list[mx.array]:
+        """Return copies of states, ``[n, *shape]`` each, in the order of the layout."""
+        index = _index(numbers)
+        return [kept[index] for kept in self._kept]
+
+    def write(self, numbers: Ints, states: Sequence[mx.array]) -> None:
+        """Fill states with arrays as ``read`` returns them.
+
+        Raises:
+            ModelStateError: If some state has another shape than it had.
+        """
+        if len(numbers) == 0:
+            return
+        self._make_room(int(np.max(numbers)) + 1)
+        is_stretch = bool((np.diff(numbers) == 1).all())  # which is written at once
+        first, last = int(numbers[0]), int(numbers[-1])
+        places: Any = slice(first, last + 1) if is_stretch else _index(numbers)
+        for i, (array, new) in enumerate(zip(self.layout.arrays, states, strict=True)):
+            if new.shape != (len(numbers), *array.shape):  # or it would be made to fit
+                raise ModelStateError(
+                    f"the running state of some layer has the shape {new.shape[1:]}, and had "
+                    f"{array.shape} behind other tokens"
+                )
+            self._kept[i][places] = new.astype(array.dtype)
+        mx.eval(self._kept)
+
+    def is_finite(self, numbers: Ints) -> bool:
+        """Return whether nothing in these states is infinite or NaN."""
+        return len(numbers) == 0 or all(
+            bool(mx.isfinite(state).all().item()) for state in self.read(numbers)
+        )
+
+    def _make_room(self, num_rows: int) -> None:
+        present = self._kept[0].shape[0]
+        if num_rows <= present:
+            return
+        more = min(self.num_states + 1, max(num_rows, 2 * present)) - present
+        for i, array in enumerate(self.layout.arrays):  # one by one, so that little is there twice
+            added = mx.zeros((more, *array.shape), array.dtype)
+            self._kept[i] = mx.concatenate([self._kept[i], added])
+            mx.eval(self._kept[i])
+
+
+def _index(numbers: Ints) -> mx.array:
+    return mx.array(np.asarray(numbers, np.int32))

@@ -1,0 +1,127 @@
+"""MlxStore: keys and values of slots in arrays of MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.prefix import KVLayout
+
+_FIRST_SLOTS: Final = 1024
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The shape of one token's keys and values in one layer.
+
+    Attributes:
+        num_heads: Number of heads of the keys, and of the values.
+        key_dim: Number of elements of one head's key.
+        value_dim: Number of elements of one head's value.
+        dtype: Type of the elements.
+    """
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: Any
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Number of bytes of one token's keys and values in this layer."""
+        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.size
+
+
+@final
+class MlxStore:
+    """Keys and values of every slot, in every layer.
+
+    Each head has the slots one after another, so that a stretch of them is read where it lies.
+    The arrays grow as slots are first written, so that an unused budget takes no memory.
+
+    Args:
+        shapes: The shapes of the layers.
+        num_slots: Number of slots, beside the one for padding.
+
+    Attributes:
+        shapes: As given.
+        bytes_per_slot: Number of bytes of one token's keys and values across all layers.
+        layout: No layers of torch.
+    """
+
+    layout = KVLayout()
+
+    def __init__(self, shapes: Sequence[LayerShape], num_slots: int) -> None:
+        self.shapes = tuple(shapes)
+        self.bytes_per_slot = sum(shape.bytes_per_slot for shape in shapes)
+        self._num_rows = num_slots + 1
+        rows = min(_FIRST_SLOTS, self._num_rows)
+        self._kept = [
+            [_zeros(rows, shape, of_keys) for of_keys in (True, False)] for shape in shapes
+        ]
+
+    def read(self, layer: int, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
+        """Return keys and values of some slots: ``[heads, n, dim]`` each.
+
+        Args:
+            layer: The layer's index.
+            slots: Which: ``[n]``, or a slice, of which they are views.
+        """
+        keys, values = (kept[:, slots] for kept in self._kept[layer])
+        return keys, values
+
+    def read_rows(self, layer: int, slots: mx.array) -> tuple[mx.array, mx.array]:
+        """Return copies of the keys and values of some slots: ``[B, heads, P, dim]`` each.
+
+        Args:
+            layer: The layer's index.
+            slots: Which: ``[B, P]``.
+        """
+        keys, values = (kept[:, slots].swapaxes(0, 1) for kept in self._kept[layer])
+        return keys, values
+
+    def write(self, slots: np.ndarray, new: Sequence[tuple[mx.array, mx.array]]) -> None:
+        """Store keys and values of some tokens in all layers.
+
+        Args:
+            slots: Where each token goes: ``[n]``.
+            new: By layer, its keys and its values: ``[heads, n, dim]`` each, evaluated. Nothing
+                else may hold the arrays of the store meanwhile, or all of them would be copied.
+        """
+        if not self.shapes:  # of a model with running states alone
+            return
+        self._make_room(int(slots.max()) + 1)
+        is_stretch = bool((np.diff(slots) == 1).all())
+        places: Any = slice(int(slots[0]), int(slots[-1]) + 1) if is_stretch else mx.array(slots)
+        for kept, rows in zip(self._kept, new, strict=True):
+            for number, of_tokens in enumerate(rows):
+                kept[number][:, places] = of_tokens
+        mx.eval(self._kept)
+
+    def is_finite(self, slots: Sequence[int] | NDArray[Any]) -> bool:
+        """Return whether no key and no value of these slots is infinite or NaN."""
+        places = mx.array(np.asarray(slots, np.int32))
+        return all(
+            bool(mx.isfinite(part[:, places]).all().item()) for kept in self._kept for part in kept
+        )
+
+    def _make_room(self, num_rows: int) -> None:
+        present = self._kept[0][0].shape[1]
+        if num_rows <= present:
+            return
+        more = min(self._num_rows, max(num_rows, 2 * present)) - present
+        for kept, shape in zip(self._kept, self.shapes, strict=True):
+            for number in (0, 1):  # one by one, so that little is there twice
+                kept[number] = mx.concatenate([kept[number], _zeros(more, shape, number == 0)], 1)
+                mx.eval(kept[number])
+
+
+def _zeros(num_rows: int, shape: LayerShape, of_keys: bool) -> mx.array:
+    dim = shape.key_dim if of_keys else shape.value_dim
+    return mx.zeros((shape.num_heads, num_rows, dim), shape.dtype)

@@ -1,0 +1,270 @@
+"""Nodes: tokens that follow one another, in flat arrays with one place for each token."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.errors import CacheError
+from genlm_backend.prefix import node_loops
+
+Ints: TypeAlias = NDArray[Any]
+"""Integers of 32 or 64 bits in one dimension."""
+
+PINNED: Final = np.iinfo(np.int64).max
+"""Stamp of a node that is never evicted."""
+
+Place: TypeAlias = tuple[object, int]
+"""A node in one use of it: what all nodes of a tree have until it is cleared, and a number."""
+
+NOWHERE: Final[Place] = (None, 0)
+"""The place of what has not been found anywhere."""
+
+_NODE_BITS: Final = 28
+
+_FIELDS: Final[dict[str, type[np.signedinteger[Any]]]] = {
+    "parent": np.int32,
+    "token": np.int32,
+    "depth": np.int32,
+    "root": np.int32,
+    "slot": np.int32,
+    "state": np.int32,
+    "first": np.int32,
+    "num_children": np.int32,
+    "num_on_device": np.int32,
+    "stamp": np.int64,
+    "generation": np.int64,
+}
+
+
+@final
+class Nodes:
+    """The nodes of a prefix tree by number: one for each token, and one for each root.
+
+    A node is *linked* when it can be found as a child of its parent. Numbers are used again; a
+    place means one use of one node.
+
+    Attributes:
+        parent: Number of the node before, int32 ``[n]`` like all of these; 0 for a root.
+        token: Token id.
+        depth: Number of tokens up to this one and with it; 0 for a root.
+        root: Number of the root that it is below.
+        slot: Slot of its keys and values; minus one of the host for what is there; 0 for a root.
+        state: Number of the running state behind it, or 0; see ``States``.
+        first: One of its linked children where that is known, or 0.
+        num_children: Number of linked children.
+        num_on_device: Number of linked children on the device.
+        stamp: Time of its last use, int64 ``[n]``, or ``PINNED``.
+        generation: Number of its use, int64 ``[n]``.
+        table: Linked nodes by their parents and tokens, int32; see ``node_loops``.
+        key: What all places have until the nodes are cleared.
+    """
+
+    parent: Ints
+    token: Ints
+    depth: Ints
+    root: Ints
+    slot: Ints
+    state: Ints
+    first: Ints
+    num_children: Ints
+    num_on_device: Ints
+    stamp: Ints
+    generation: Ints
+    table: Ints
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all nodes; no place is theirs any more."""
+        self.key = object()
+        self._num_made = 1  # node 0 stands for none
+        self._free, self._num_free = np.empty(0, np.int32), 0
+        for name, dtype in _FIELDS.items():
+            setattr(self, name, np.zeros(64, dtype))
+        self.table = np.zeros(256, np.int32)
+
+    @property
+    def num_made(self) -> int:
+        """Number of nodes that are or have been in use; the arrays are empty beyond them."""
+        return self._num_made
+
+    def reserve(self, count: int) -> None:
+        """Have memory for so many nodes more, so that none of the next ones runs out of it."""
+        size = self._num_made + max(0, count - self._num_free)
+        old = len(self.parent)
+        if size <= old:
+            return
+        size = max(size, 2 * old)
+        if size > 1 << _NODE_BITS:
+            raise CacheError(f"{size} tokens are more than a prefix tree can hold")
+        arrays = {name: np.zeros(size, dtype) for name, dtype in _FIELDS.items()}
+        table = np.zeros(1 << (2 * size - 1).bit_length(), np.int32)
+        for name, array in arrays.items():  # nothing was changed before all memory was there
+            array[:old] = getattr(self, name)
+            setattr(self, name, array)
+        linked, self.table = self.table[self.table > 0], table
+        node_loops.fill_table(self.parent, self.token, self.table, linked)
+
+    # ---------------------------------------------------------------- coming and going
+
+    def take(self, count: int) -> Ints:
+        """Return the numbers of so many nodes that were free."""
+        self.reserve(count)
+        reused = min(count, self._num_free)
+        self._num_free -= reused
+        old = self._free[self._num_free : self._num_free + reused]
+        start = self._num_made
+        self._num_made += count - reused
+        return np.concatenate([old, np.arange(start, self._num_made, dtype=np.int32)])
+
+    def give_back(self, nodes: Ints) -> None:
+        """Free nodes that are not linked."""
+        if self._num_free + len(nodes) > len(self._free):
+            free = np.empty(2 * (self._num_free + len(nodes)), np.int32)
+            free[: self._num_free] = self._free[: self._num_free]
+            self._free = free
+        self._free[self._num_free : self._num_free + len(nodes)] = nodes
+        self._num_free += len(nodes)
+        for array in (self.first, self.num_children, self.num_on_device, self.slot, self.state):
+            array[nodes] = 0
+        self.stamp[nodes] = -1
+        self.generation[nodes] += 1
+
+    def new_root(self) -> int:
+        """Return a root."""
+        (node,) = self.take(1)
+        self.parent[node] = self.depth[node] = 0
+        self.root[node] = node
+        return int(node)
+
+    def grow(self, parents: Ints, tokens: Ints, slots: Ints, stamp: int) -> Ints:
+        """Return nodes behind others, one behind each, that are not linked.
+
+        Args:
+            parents: The nodes before them: int32 ``[n]``.
+            tokens: Their tokens.
+            slots: Their slots.
+            stamp: Time of their first use.
+        """
+        nodes = self.take(len(tokens))
+        self.parent[nodes], self.token[nodes] = parents, tokens
+        self.depth[nodes], self.root[nodes] = self.depth[parents] + 1, self.root[parents]
+        self.slot[nodes], self.stamp[nodes] = slots, stamp
+        return nodes
+
+    def grow_chain(self, parent: int, tokens: Ints, slots: Ints, stamp: int) -> Ints:
+        """Return nodes behind a node, each behind the one before it, that are not linked."""
+        nodes = self.take(len(tokens))
+        self.parent[nodes[1:]], self.token[nodes] = nodes[:-1], tokens
+        self.parent[nodes[:1]], self.root[nodes] = parent, self.root[parent]
+        self.depth[nodes] = self.depth[parent] + np.arange(1, len(nodes) + 1)
+        self.slot[nodes], self.stamp[nodes] = slots, stamp
+        return nodes
+
+    def link(self, nodes: Ints) -> tuple[Ints, Ints]:
+        """Have nodes be found as children of their parents, parents before children.
+
+        Where there is a child with the same token already, that stands for the node, which is
+        free then; if it was on the host, the slot of the node is its own now.
+
+        Returns:
+            For each node the one that is found, and the slots that are left over, as ``slot`` has
+            them.
+        """
+        real, spare = np.empty_like(nodes), np.empty(len(nodes), np.int32)
+        num_spare = node_loops.link(
+            self.parent,
+            self.token,
+            self.first,
+            self.num_children,
+            self.num_on_device,
+            self.stamp,
+            self.slot,
+            self.table,
+            nodes,
+            real,
+            spare,
+        )
+        if num_spare:
+            self.give_back(nodes[real != nodes])
+        return real, spare[:num_spare]
+
+    def unlink(self, nodes: Ints) -> None:
+        """Free leaves, children before their parents; ``num_on_device`` is left to the caller."""
+        node_loops.unlink(self.parent, self.token, self.first, self.num_children, self.table, nodes)
+        self.give_back(nodes)
+
+    # ---------------------------------------------------------------- finding
+
+    def walk(self, node: int, tokens: Ints) -> int:
+        """Return the last node on the way from one along token ids, int32."""
+        return int(node_loops.walk(self.parent, self.token, self.first, self.table, node, tokens))
+
+    def path(self, node: int) -> Ints:
+        """Return the nodes of the tokens up to a node and with it, in order."""
+        found = np.empty(self.depth[node], np.int32)
+        node_loops.path(self.parent, self.depth, node, found)
+        return found
+
+    def ancestors(self, nodes: Ints, depths: Ints) -> Ints:
+        """Return the nodes on the paths to others that have depths, or these if they are less."""
+        found = np.empty_like(nodes)
+        node_loops.ancestors(self.parent, self.depth, nodes, depths, found)
+        return found
+
+    def places(self, nodes: Ints) -> Iterable[Place]:
+        """Yield the places of nodes, which are theirs until they are given back."""
+        return zip(itertools.repeat(self.key), self.handles(nodes).tolist())
+
+    def handles(self, nodes: Ints) -> Ints:
+        """Return handles of nodes, which no other use of any node has: int64."""
+        return (self.generation[nodes] << _NODE_BITS) | nodes
+
+    def at(self, places: Sequence[Place], root: int) -> Ints:
+        """Return the nodes below a root that are at places, 0 for none: int32 ``[n]``."""
+        key = self.key
+        handles = np.array([place[1] if place[0] is key else 0 for place in places], np.int64)
+        nodes = (handles & ((1 << _NODE_BITS) - 1)).astype(np.int32)
+        is_there = self.generation[nodes] == handles >> _NODE_BITS
+        return np.where(is_there & (self.root[nodes] == root), nodes, 0).astype(np.int32)
+
+    def check(self, linked: Ints) -> None:
+        """Compare what nodes say of each other.
+
+        Args:
+            linked: All nodes of the table.
+
+        Raises:
+            CacheError: If something is wrong.
+        """
+        size, parents = self._num_made, self.parent[linked]
+        num_children = np.bincount(parents, minlength=size)
+        num_on_device = np.bincount(parents[self.slot[linked] > 0], minlength=size)
+        if (num_children != self.num_children[:size]).any():
+            raise CacheError("nodes do not have as many children as they say")
+        if (num_on_device != self.num_on_device[:size]).any():
+            raise CacheError("nodes do not have as many children on the device as they say")
+        if (self.depth[linked] != self.depth[parents] + 1).any():
+            raise CacheError("a node is not one token longer than its parent")
+        if (self.root[linked] != self.root[parents]).any():
+            raise CacheError("a node is below another root than its parent")
+        if ((self.slot[parents] < 0) & (self.slot[linked] > 0)).any():
+            raise CacheError("a node of the device comes after one of the host")
+        for node in linked.tolist():
+            place = self.parent, self.token, self.table
+            if node_loops.child_of(*place, self.parent[node], self.token[node]) != node:
+                raise CacheError("a node is not found where its parent and token say")
+        first = self.first[:size]
+        if (self.parent[first[first > 0]] != np.flatnonzero(first)).any():
+            raise CacheError("the first child of a node is another one's")
+        if len(linked) != len(set(linked.tolist())) or np.isin(linked, self._free_nodes()).any():
+            raise CacheError("a node is linked twice, or is free")
+
+    def _free_nodes(self) -> Ints:
+        return self._free[: self._num_free]

@@ -1,0 +1,497 @@
+"""PrefixTree: which prefixes of a context have their keys and values in slots already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol, final
+
+import numpy as np
+
+from genlm_backend.errors import CacheError
+from genlm_backend.prefix import node_loops
+from genlm_backend.prefix.nodes import NOWHERE, PINNED, Ints, Nodes, Place
+from genlm_backend.prefix.slots import Slots
+from genlm_backend.prefix.states import NO_STATE, States
+from genlm_backend.prefix.tiers import TierName
+
+
+class Moves(Protocol):
+    """Copies of keys and values between the device and the host."""
+
+    def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
+        """Copy slots of the device to as many distinct ones of the host."""
+
+    def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+        """Copy slots of the host to as many distinct ones of the device."""
+
+
+@final
+class PrefixTree:
+    """A tree over token ids whose nodes own slots; the oldest leaves go first; a fixed budget.
+
+    The tree is that of SGLang's RadixAttention (Zheng et al., 2024, arXiv:2312.07104) with a node
+    for each token, in arrays. One thread at a time may call it. The README beside this file tells
+    the protocol.
+
+    Args:
+        slots: Where the slots come from; nobody else may use it.
+        host_slots: Slots on the host, where what is evicted from the others is kept; ``None`` for
+            none.
+        moves: Copies between the two, where there are slots on the host.
+        num_states: Number of running states that nodes may have, of a model that has such.
+
+    Attributes:
+        slots: As given.
+        host_slots: As given; without any where there is no host tier.
+        nodes: The nodes.
+        states: The running states that nodes have; none of a model that has no such state.
+        num_evicted: Number of tokens that were dropped to make room so far.
+        num_to_host: Number of tokens moved to the host so far.
+        num_to_device: Number of tokens moved back so far.
+        num_returned: Number of tokens that have got another slot of the device so far, moved back
+            or computed anew.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        host_slots: Slots | None = None,
+        moves: Moves | None = None,
+        num_states: int = 0,
+    ) -> None:
+        self.slots = slots
+        self.host_slots = Slots(0) if host_slots is None else host_slots
+        self.nodes = Nodes()
+        self.states = States(self.nodes, num_states)
+        self.num_evicted = self.num_to_host = self.num_to_device = self.num_returned = 0
+        self._moves = moves
+        self._roots: dict[Hashable, int] = {}
+        self._now, self._num_linked = 1, 0
+        self._pins: list[int] = []
+        self._used: list[Ints] = []  # in this round
+        self._device, self._host = _Leaves(is_on_device=True), _Leaves(is_on_device=False)
+
+    # ---------------------------------------------------------------- the protocol
+
+    def begin(self) -> None:
+        """Begin a round: what earlier ones have used may be evicted from now on."""
+        self._now += 1
+        self._used.clear()
+        if self.states.num_states:
+            self.states.begin()
+
+    def root(self, namespace: Hashable) -> int:
+        """Return the root of a namespace, which is made where it is not there.
+
+        Namespaces separate contexts whose keys and values differ for equal tokens, such as those
+        of different adapters.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            root = self._roots[namespace] = self.nodes.new_root()
+        return root
+
+    def match(
+        self,
+        token_ids: Any,
+        namespace: Hashable = None,
+        place: Place = NOWHERE,
+    ) -> int:
+        """Return the node of the longest cached prefix, which is not evicted in this round.
+
+        Args:
+            token_ids: The tokens.
+            namespace: Their namespace.
+            place: Place of a context that they begin with, or that begins with them.
+        """
+        tokens = np.asarray(token_ids, np.int32)
+        sizes = np.array([len(tokens)], np.int32)
+        found = self.match_all([place], namespace, sizes, lambda _, start: tokens[start:])
+        self.use(found)
+        return int(found[0])
+
+    def match_all(
+        self,
+        places: Sequence[Place],
+        namespace: Hashable,
+        sizes: Ints,
+        tokens_of: Callable[[int, int], Any],
+    ) -> Ints:
+        """Return the nodes of the longest cached prefixes of contexts: int32 ``[n]``.
+
+        They may be evicted until they are used.
+
+        Args:
+            places: For each, the place of a context that it begins with, or that begins with it.
+            namespace: Namespace of all.
+            sizes: Number of tokens that are asked for, of each: int32 ``[n]``.
+            tokens_of: Returns the tokens of one of them, given its number, from a position on, up
+                to its size. It is called for contexts whose places do not tell all.
+        """
+        nodes = self.recall(places, namespace, sizes)
+        depths = self.nodes.depth
+        for i in np.flatnonzero(depths[nodes] < sizes).tolist():
+            node = int(nodes[i])
+            tokens = np.asarray(tokens_of(i, int(depths[node])), np.int32)
+            nodes[i] = self.nodes.walk(node, tokens)
+        return nodes
+
+    def recall(self, places: Sequence[Place], namespace: Hashable, sizes: Ints) -> Ints:
+        """Return the nodes of contexts, as far as places tell them; see ``match_all``."""
+        root = self.root(namespace)
+        nodes = self.nodes.at(places, root)
+        nodes[nodes == 0] = root
+        if (self.nodes.depth[nodes] > sizes).any():
+            nodes = self.nodes.ancestors(nodes, sizes)
+        return nodes
+
+    def use(self, nodes: Ints) -> None:
+        """Note that nodes are used in this round, so that they are not evicted."""
+        stamps = self.nodes.stamp
+        stamps[nodes] = np.maximum(stamps[nodes], self._now)
+        self._used.append(nodes)
+        if self.states.num_states:
+            self.states.use(nodes)
+        if self.host_slots.num_used:
+            for node in nodes[self.nodes.slot[nodes] < 0].tolist():
+                path = self.nodes.path(node)
+                num_on_device = int((self.nodes.slot[path] > 0).sum())
+                # From the last one on the device on, which is a leaf of it.
+                own = path[max(0, num_on_device - 1) :]
+                stamps[own] = np.maximum(stamps[own], self._now)
+
+    def allocate(self, count: int, ends: Ints | Sequence[int] = ()) -> Ints | None:
+        """Take ``count`` slots, evicting what is old; ``None`` if there is no room.
+
+        Args:
+            count: Number of slots.
+            ends: Nodes that are used in this round. What is on the host of the paths to them is
+                moved to the device; nothing is if there is no room.
+
+        Returns:
+            The slots, int64, one after another where there is such a stretch.
+        """
+        ends = np.asarray(ends, np.int32)
+        below = self._host_paths(ends)
+        missing = count + len(below) - self.slots.num_free
+        # Evicting in vain would cost others their prefixes for nothing.
+        if missing > 0 and missing > self._num_evictable(missing):
+            return None
+        self.nodes.reserve(count)  # if memory ran out in ``grow``, the slots would be lost
+        if missing > 0:
+            self.evict(missing)
+        if len(below):
+            self._fetch(below)
+        return self.slots.allocate(count)
+
+    def grow(self, parents: Ints, tokens: Ints, slots: Ints) -> Ints:
+        """Return nodes behind others, one behind each, which are found once they are linked.
+
+        Args:
+            parents: Nodes of the device, int32 ``[n]``.
+            tokens: Token ids, int32 ``[n]``.
+            slots: Slots that were allocated for their keys and values, ``[n]``.
+        """
+        return self.nodes.grow(parents, tokens, slots, self._now)
+
+    def grow_chain(self, parent: int, tokens: Ints, slots: Ints) -> Ints:
+        """Return nodes as ``grow`` does, each but the first behind the one before it."""
+        return self.nodes.grow_chain(parent, tokens, slots, self._now)
+
+    def link(self, nodes: Ints) -> Ints:
+        """Have nodes found whose slots are filled, each after the node before it.
+
+        Where there is a node for the same token already, that stays, and the slot is free again; if
+        its keys and values are on the host, the slot is its own now.
+
+        Returns:
+            The nodes that are found, of which some are others.
+        """
+        states = self.nodes.state[nodes] if self.states.num_states else None
+        real, spare = self.nodes.link(nodes)
+        if states is not None:
+            self.states.move(np.where(real == nodes, NO_STATE, states), real)
+            self.states.use(real)
+        own, of_host = spare[spare > 0], -spare[spare < 0]
+        self._num_linked += len(nodes) - len(own)
+        self.num_returned += len(of_host)
+        self._used.append(real)
+        self.slots.free(own)
+        self.host_slots.free(of_host)
+        return real
+
+    def drop(self, nodes: Ints) -> None:
+        """Free nodes that were not linked, and their slots."""
+        self.slots.free(self.nodes.slot[nodes])
+        self.nodes.give_back(nodes)
+
+    def pin(self, node: int) -> None:
+        """Keep a node of the device, and what is before it, until ``clear()``."""
+        self.nodes.stamp[node] = PINNED
+        self._pins.append(node)
+
+    def evict(self, count: int) -> int:
+        """Free up to ``count`` slots, least recently used first; return how many.
+
+        Nothing goes that is pinned or used in this round. Tokens go to the host, as far as there
+        is room for them or for something older.
+        """
+        taken = self._device.take(self.nodes, count, self._now)
+        self._num_linked -= len(taken)
+        slots = self.nodes.slot[taken]
+        try:
+            if self.host_slots.num_slots:
+                self._demote(taken)
+            else:
+                self._drop(taken)
+        finally:
+            self.slots.free(slots)
+        return len(taken)
+
+    def num_cached(
+        self, token_ids: Any, namespace: Hashable = None, tier: TierName | None = None
+    ) -> int:
+        """Return how many of the first tokens are cached; changes no age.
+
+        Where nodes have running states, tokens behind the last one are not counted.
+
+        Args:
+            token_ids: The tokens.
+            namespace: Their namespace.
+            tier: The tokens that are counted: those on the device, on the host, or both.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            return 0
+        node = self.nodes.walk(root, np.asarray(token_ids, np.int32))
+        if self.states.num_states:
+            node = int(self.states.last(np.array([node], np.int32))[0])
+        if tier is None:
+            return int(self.nodes.depth[node])
+        slots = self.nodes.slot[self.nodes.path(node)]
+        return int((slots > 0).sum() if tier == "device" else (slots < 0).sum())
+
+    def forget(self, token_ids: Any, namespace: Hashable = None, keep: int = 0) -> int:
+        """Free the slots of a context beyond its first ``keep`` tokens; return how many.
+
+        What another cached context shares with it stays, and what is pinned.
+        """
+        root = self._roots.get(namespace)
+        if root is None:
+            return 0
+        nodes = self.nodes
+        path = nodes.path(nodes.walk(root, np.asarray(token_ids, np.int32)))[keep:]
+        if not len(path):
+            return 0
+        num_others = nodes.num_children[path].copy()
+        num_others[:-1] -= 1
+        is_free = (num_others == 0) & (nodes.stamp[path] != PINNED)
+        num_kept = len(path) - int(np.logical_and.accumulate(is_free[::-1]).sum())
+        gone = path[num_kept:][::-1].copy()
+        if not len(gone):
+            return 0
+        slots = nodes.slot[gone]
+        nodes.num_on_device[nodes.parent[gone[-1]]] -= slots[-1] > 0
+        nodes.unlink(gone)
+        self._free(slots)
+        return len(gone)
+
+    def clear(self) -> None:
+        """Unpin and free everything; no slot may be allocated and not linked."""
+        if self.slots.num_used != self._num_linked:
+            raise CacheError("cleared while slots are being filled")
+        slots = self.nodes.slot[: self.nodes.num_made]
+        self.slots.free(slots[slots > 0])
+        self.host_slots.free(-slots[slots < 0])
+        self.nodes.clear()
+        self.states.clear()
+        self._roots.clear()
+        self._pins.clear()
+        self._num_linked = 0
+        for leaves in (self._device, self._host):
+            leaves.clear()
+
+    # ---------------------------------------------------------------- counting
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots that there are."""
+        return self.slots.num_slots
+
+    @property
+    def num_used(self) -> int:
+        """Number of slots that hold tokens, or that have been allocated."""
+        return self.slots.num_used
+
+    def _num_evictable(self, enough: int) -> int:
+        """Return how many slots ``evict`` could free; a lower number where that is enough."""
+        depths = self.nodes.depth
+        kept = np.concatenate([*self._used, np.array(self._pins, np.int32)])
+        num_at_least = self._num_linked - int(depths[kept].sum())
+        if num_at_least >= enough:
+            return num_at_least
+        is_seen = np.zeros(self.nodes.num_made, np.bool_)
+        slots = self.nodes.slot
+        num_kept = node_loops.count_paths(self.nodes.parent, depths, slots, kept, is_seen)
+        return self._num_linked - int(num_kept)
+
+    def check_integrity(self, held: Sequence[int] = ()) -> None:
+        """Count slots and nodes; ``held`` are slots allocated whose nodes are not linked.
+
+        Raises:
+            CacheError: If a slot has no owner or two, or nodes do not agree.
+        """
+        nodes = self.nodes
+        linked = np.sort(nodes.table[nodes.table > 0])
+        own = nodes.slot[linked]
+        _check_slots(self.slots, [*own[own > 0].tolist(), *held])
+        _check_slots(self.host_slots, (-own[own < 0]).tolist())
+        nodes.check(linked)
+        self.states.check(linked)
+        if self._num_linked != (own > 0).sum():
+            raise CacheError(f"{(own > 0).sum()} tokens are linked, and not {self._num_linked}")
+
+    # ---------------------------------------------------------------- tiers
+
+    def _free(self, slots: Ints) -> None:
+        """Free slots that nodes had which are not linked any more."""
+        of_device = slots[slots > 0]
+        self._num_linked -= len(of_device)
+        self.slots.free(of_device)
+        self.host_slots.free(-slots[slots < 0])
+
+    def _host_paths(self, ends: Ints) -> Ints:
+        """Return the nodes on the host of the paths to nodes, each once and from the top down."""
+        ends = ends[self.nodes.slot[ends] < 0] if self.host_slots.num_used else ends[:0]
+        if not len(ends):
+            return ends
+        below = np.unique(np.concatenate([self.nodes.path(end) for end in ends.tolist()]))
+        below = below[self.nodes.slot[below] < 0]
+        return below[np.argsort(self.nodes.depth[below], kind="stable")]
+
+    def _fetch(self, below: Ints) -> None:
+        """Move nodes of the host to the device, for which there is room."""
+        assert self._moves is not None
+        nodes, slots = self.nodes, self.slots.allocate(len(below))
+        of_host = -nodes.slot[below]
+        try:
+            self._moves.to_device(of_host.tolist(), slots.tolist())
+        except BaseException:
+            self.slots.free(slots)
+            raise
+        self.num_to_device += len(below)
+        self.num_returned += len(below)
+        self._num_linked += len(below)
+        self.host_slots.free(of_host)
+        nodes.slot[below] = slots
+        np.add.at(nodes.num_on_device, nodes.parent[below], 1)
+        self.use(below)
+
+    def _demote(self, taken: Ints) -> None:
+        """Move nodes to the host that were taken off the device; drop those without room there."""
+        assert self._moves is not None
+        nodes = self.nodes
+        missing = len(taken) - self.host_slots.num_free
+        if missing > 0:
+            gone = self._host.take(nodes, missing, self._now)
+            self._drop(gone)
+            missing -= len(gone)
+        if missing > 0:  # of which nothing is on the host below them: it would have gone first
+            self._drop(taken[:missing])
+            taken = taken[missing:]
+        if not len(taken):
+            return
+        of_host = self.host_slots.allocate(len(taken))
+        try:
+            self._moves.to_host(nodes.slot[taken].tolist(), of_host.tolist())
+        except BaseException:  # then it is not known what is there
+            self.host_slots.free(of_host)
+            self._drop(self._with_all_below(taken))
+            raise
+        nodes.slot[taken] = -of_host
+        self.num_to_host += len(taken)
+
+    def _drop(self, taken: Ints) -> None:
+        """Forget leaves that were taken."""
+        self.num_evicted += len(taken)
+        self.host_slots.free(-self.nodes.slot[taken][self.nodes.slot[taken] < 0])
+        self.nodes.unlink(taken)
+
+    def _with_all_below(self, taken: Ints) -> Ints:
+        """Return nodes and those of the host below them, children before their parents."""
+        nodes = self.nodes
+        is_below = np.zeros(nodes.num_made, np.bool_)
+        is_below[taken] = True
+        (of_host,) = np.nonzero(nodes.slot[: nodes.num_made] < 0)
+        for node in of_host[np.argsort(nodes.depth[of_host], kind="stable")].tolist():
+            is_below[node] |= is_below[nodes.parent[node]]
+        (found,) = np.nonzero(is_below)
+        return found[np.argsort(-nodes.depth[found], kind="stable")].astype(np.int32)
+
+
+@final
+class _Leaves:
+    """The nodes of one tier that can be evicted, in the order of their last use."""
+
+    def __init__(self, *, is_on_device: bool) -> None:
+        self._is_on_device = is_on_device
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget which nodes there are."""
+        self._queue, self._stamps = np.empty(0, np.int32), np.empty(0, np.int64)
+
+    def take(self, nodes: Nodes, count: int, now: int) -> Ints:
+        """Take up to ``count`` nodes that were used before ``now``, leaves first.
+
+        All leaves are queued at once, and again when these have gone, so that a token costs what
+        it takes to look through all, divided by their number.
+        """
+        num_below = nodes.num_on_device if self._is_on_device else nodes.num_children
+        taken, num_taken = np.empty(count, np.int32), 0
+        while num_taken < count:
+            is_new = not len(self._queue)
+            if is_new:
+                self._fill(nodes, now)
+            found, num_done = node_loops.take_leaves(
+                nodes.parent,
+                nodes.depth,
+                nodes.slot,
+                nodes.stamp,
+                num_below,
+                self._queue,
+                self._stamps,
+                taken[num_taken:],
+                self._is_on_device,
+            )
+            num_taken += found
+            self._queue, self._stamps = self._queue[num_done:], self._stamps[num_done:]
+            if is_new and not found:
+                break
+        taken = taken[:num_taken]
+        num_below[taken] = 0
+        if not self._is_on_device:  # as ``unlink`` takes them off once more
+            np.add.at(nodes.num_children, nodes.parent[taken], 1)
+        return taken
+
+    def _fill(self, nodes: Nodes, now: int) -> None:
+        size = nodes.num_made
+        slots, stamps = nodes.slot[:size], nodes.stamp[:size]
+        num_below = nodes.num_on_device if self._is_on_device else nodes.num_children
+        is_leaf = (num_below[:size] == 0) & (slots > 0 if self._is_on_device else slots < 0)
+        leaves = np.flatnonzero(is_leaf & (stamps < now)).astype(np.int32)
+        order = np.argsort(stamps[leaves], kind="stable")
+        self._queue, self._stamps = leaves[order], stamps[leaves[order]]
+
+
+def _check_slots(slots: Slots, owned: Sequence[int]) -> None:
+    """Count slots.
+
+    Raises:
+        CacheError: If one has no owner or two.
+    """
+    found = sorted([*owned, *slots.recycled()])
+    if found != [*range(1, slots.num_touched + 1)]:
+        raise CacheError(f"not every slot of {slots.num_touched} has one owner")
+    if slots.num_used != len(owned):
+        raise CacheError(f"{len(owned)} slots are used, and not {slots.num_used}")

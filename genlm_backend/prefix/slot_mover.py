@@ -1,0 +1,83 @@
+"""Mover: copies keys and values between two stores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, final
+
+import torch
+
+from genlm_backend.prefix.kv_store import KVStore
+
+LONG_STRETCH: Final = 16
+"""Slots in a row, on average, from which on stretches are copied one by one."""
+
+
+@final
+class Mover:
+    """Copies tokens from one store to another of the same layout, as they are coded.
+
+    Where slots follow one another on both sides they are copied where they lie. Between a CUDA
+    device and pinned memory that does not wait for the device: what is computed there afterwards
+    comes after the copy, as does every other copy. Other slots are collected first.
+
+    Args:
+        device: The store that is computed with.
+        host: The store in the memory of the host.
+    """
+
+    def __init__(self, device: KVStore, host: KVStore) -> None:
+        self._device, self._host = device, host
+
+    def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
+        """Copy slots of the device to as many distinct ones of the host."""
+        _copy(self._device, device_slots, self._host, host_slots)
+
+    def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
+        """Copy slots of the host to as many distinct ones of the device."""
+        _copy(self._host, host_slots, self._device, device_slots)
+
+
+def _copy(source: KVStore, from_slots: Sequence[int], to: KVStore, to_slots: Sequence[int]) -> None:
+    stretches = _stretches(from_slots, to_slots)
+    if len(from_slots) >= LONG_STRETCH * len(stretches):
+        _copy_stretches(source, to, stretches)
+        return
+    wanted, places = (
+        torch.tensor(list(slots), dtype=torch.int64) for slots in (from_slots, to_slots)
+    )
+    for old, new in zip(source.codes, to.codes, strict=True):
+        for codes, kept in zip(old, new, strict=True):
+            # What the processor reads and writes has to be there, so that this waits for copies.
+            _wait_for(codes, kept)
+            found = codes.index_select(0, wanted.to(codes.device)).to(kept.device)
+            kept.index_copy_(0, places.to(kept.device), found)
+
+
+def _copy_stretches(source: KVStore, to: KVStore, stretches: list[tuple[int, int, int]]) -> None:
+    for old, new in zip(source.codes, to.codes, strict=True):
+        for codes, kept in zip(old, new, strict=True):
+            waits_not = codes.is_cuda or kept.is_cuda
+            for start, first, size in stretches:
+                part = kept[first : first + size]
+                part.copy_(codes[start : start + size], non_blocking=waits_not)
+
+
+def _wait_for(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def _stretches(from_slots: Sequence[int], to_slots: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return where slots follow one another on both sides: from, to, and how many."""
+    found: list[tuple[int, int, int]] = []
+    start = first = size = 0
+    for old, new in zip(from_slots, to_slots, strict=True):
+        if size and old == start + size and new == first + size:
+            size += 1
+            continue
+        if size:
+            found.append((start, first, size))
+        start, first, size = old, new, 1
+    return [*found, (start, first, size)] if size else found

@@ -1,0 +1,332 @@
+"""Running states, which layers of state-space models keep behind a token in the place of keys.
+
+Such a layer has one state behind each token, made of the one before, and no part of it belongs to a
+token. So a node of a prefix tree may have a *state*: a snapshot of every such layer behind its
+token. What goes on from a context needs the state behind its last token, and that alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genlm_backend.errors import CacheError
+from genlm_backend.prefix import node_loops
+from genlm_backend.prefix.nodes import Ints, Nodes
+
+_NUM_RECENT: Final = 4
+"""Batches in which particles may be asked one after the other, so that all their states stay."""
+
+_UNUSED: Final = -(1 << 60)
+
+NO_STATE: Final = 0
+"""The number that stands for no state: of a context that begins, or that is not kept."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of the running state behind one token.
+
+    Attributes:
+        layer: Index of the layer of the model's cache that it is in.
+        name: Name of the attribute there, a dictionary of tensors.
+        index: Key of the tensor in that dictionary.
+        shape: Its shape, without the axis of rows.
+        dtype: Type of its elements.
+        device: Device that it is on.
+    """
+
+    layer: int
+    name: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class CacheLayer(NamedTuple):
+    """Contents of one layer of a model's cache, which may be none.
+
+    Attributes:
+        attends: Whether it holds keys and values.
+        num_states: Number of running states that it may hold.
+    """
+
+    attends: bool
+    num_states: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The running states of all layers; none where a model has no such layer.
+
+    Attributes:
+        tensors: Their tensors, layer by layer.
+        layers: What each layer of the model's cache holds.
+    """
+
+    tensors: tuple[StateTensor, ...] = ()
+    layers: tuple[CacheLayer, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors)
+
+    @property
+    def bytes_per_state(self) -> int:
+        """Number of bytes of the state behind one token."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@final
+class StateStore:
+    """Preallocated running states, by number from 1 on.
+
+    Args:
+        layout: Their tensors.
+        num_states: Number of states.
+
+    Attributes:
+        layout: As given.
+        num_states: As given.
+    """
+
+    def __init__(self, layout: StateLayout, num_states: int) -> None:
+        self.layout, self.num_states = layout, num_states
+        self._tensors = [
+            torch.empty((num_states, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+            for tensor in layout.tensors
+        ]
+
+    def read(self, numbers: Ints) -> list[torch.Tensor]:
+        """Return copies of states, ``[n, *shape]`` each, in the order of the layout."""
+        index = torch.as_tensor(numbers, dtype=torch.int64) - 1
+        return [tensor.index_select(0, index.to(tensor.device)) for tensor in self._tensors]
+
+    def write(self, numbers: Ints, states: Sequence[torch.Tensor]) -> None:
+        """Fill states with tensors as ``read`` returns them."""
+        index = torch.as_tensor(numbers, dtype=torch.int64) - 1
+        is_stretch = len(numbers) > 0 and bool((np.diff(numbers) == 1).all())
+        for tensor, new in zip(self._tensors, states, strict=True):
+            if is_stretch:  # as of most steps, in which a copy of blocks is twice as fast
+                tensor[int(numbers[0]) - 1 : int(numbers[-1])] = new
+            else:
+                tensor.index_copy_(0, index.to(tensor.device), new.to(tensor.device, tensor.dtype))
+
+    def is_finite(self, numbers: Ints) -> bool:
+        """Return whether nothing in these states is infinite or NaN."""
+        return all(bool(tensor.isfinite().all()) for tensor in self.read(numbers))
+
+
+@final
+class States:
+    """The running states of nodes of a prefix tree, by number, within a fixed budget.
+
+    A node's state goes with the node. Others go for new ones in the order that ``give`` tells; of
+    those that were last used at one time, the ones that are the fewest tokens behind another.
+
+    Args:
+        nodes: The nodes of the tree.
+        num_states: Number of states that there are.
+
+    Attributes:
+        num_states: As given.
+        num_evicted: Number of states that had to go for others so far.
+    """
+
+    def __init__(self, nodes: Nodes, num_states: int) -> None:
+        self._nodes, self.num_states = nodes, num_states
+        self.num_evicted = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all states, pinned ones too."""
+        size = self.num_states + 1
+        self._owner = np.zeros(size, np.int32)  # the node that has had it last
+        self._stamp = np.zeros(size, np.int64)  # batch of its last use
+        self._num_rows = np.zeros(size, np.int32)  # that went on from it in this batch
+        self._num_held = np.zeros(size, np.int32)
+        self._is_pinned = np.zeros(size, np.bool_)
+        self._now = 1
+
+    # ---------------------------------------------------------------- reading
+
+    @property
+    def num_used(self) -> int:
+        """Number of states that nodes have."""
+        return int(self._is_used().sum())
+
+    def _is_used(self) -> NDArray[np.bool_]:
+        is_used = self._nodes.state[self._owner] == np.arange(self.num_states + 1)
+        is_used[NO_STATE] = False
+        return is_used
+
+    def last(self, nodes: Ints) -> Ints:
+        """Return the last node with a state on the path to each node, or its root: int32."""
+        found = np.empty_like(nodes)
+        node_loops.last_states(
+            self._nodes.parent, self._nodes.depth, self._nodes.state, nodes, found
+        )
+        return found
+
+    # ---------------------------------------------------------------- a batch
+
+    def begin(self) -> None:
+        """Begin a batch: what earlier ones hold is held no more."""
+        self._now += 1
+        self._num_held[:] = self._num_rows[:] = 0
+
+    def use(self, nodes: Ints) -> None:
+        """Note that nodes, and the states that they may have, are used in this batch."""
+        self._stamp[self._nodes.state[nodes]] = self._now
+
+    def hold(self, nodes: Ints) -> None:
+        """Keep the states of nodes, if they have any, until they are released as often."""
+        np.add.at(self._num_held, self._nodes.state[nodes], 1)
+
+    def release(self, nodes: Ints) -> None:
+        """Undo ``hold``."""
+        np.subtract.at(self._num_held, self._nodes.state[nodes], 1)
+
+    def has_room(self, count: int, nodes: Ints) -> bool:
+        """Return whether so many states could be given while those of some nodes stay."""
+        is_kept = self._is_used() & self._is_pinned
+        is_kept[self._nodes.state[nodes]] = True
+        is_kept[NO_STATE] = False
+        return count <= self.num_states - int(is_kept.sum())
+
+    def give(self, nodes: Ints, num_needed: Ints, before: Ints | None = None) -> Ints:
+        """Return numbers of states for nodes that have none; 0 where there is no room.
+
+        What is held and what is pinned stays. Where none is free, one goes that no recent batch has
+        used, the oldest first; or the one that its row alone went on from; or one of a recent
+        batch; or, for a state that is not needed, one of this batch that is fewer tokens to compute
+        again.
+
+        Args:
+            nodes: The nodes, each once: int32 ``[n]``.
+            num_needed: How often each is held from now on: ``[n]``. These are served first.
+            before: The nodes that rows went on from, by row; ``None`` for none.
+        """
+        state, numbers = self._nodes.state, np.zeros(len(nodes), np.int64)
+        before = np.zeros(len(nodes), np.int32) if before is None else before
+        np.add.at(self._num_rows, state[before], 1)
+        asked = np.flatnonzero(state[nodes] == NO_STATE)
+        num_tokens = self._num_tokens(nodes[asked])
+        order = np.lexsort((-num_tokens, -num_needed[asked]))
+        asked = asked[order]
+        free = self._taken(num_tokens[order], num_needed[asked] > 0, state[before[asked]])
+        asked, free = asked[free > 0], free[free > 0]
+        own = nodes[asked]
+        numbers[asked] = free
+        state[own], self._owner[free] = free, own
+        self._stamp[free], self._num_rows[free] = self._now, 0
+        self._is_pinned[free] = False
+        self._num_held[free] = num_needed[asked]
+        return numbers
+
+    @contextlib.contextmanager
+    def filling(self, nodes: Ints) -> Iterator[None]:
+        """Take states that were given to nodes from them again where filling them fails."""
+        try:
+            yield
+        except BaseException:  # there is no telling what is in them
+            self._nodes.state[nodes] = NO_STATE
+            raise
+
+    def _taken(self, num_tokens: Ints, is_needed: NDArray[np.bool_], starts: Ints) -> Ints:
+        """Return a free state for each row, for which another one may have gone, or 0.
+
+        Args:
+            num_tokens: How many tokens each would be to compute again: ``[n]``.
+            is_needed: Whether each is needed; those come first.
+            starts: The state that each row went on from.
+        """
+        found, count = np.zeros(len(num_tokens), np.int64), len(num_tokens)
+        stamps = np.where(self._is_used(), self._stamp, _UNUSED)  # those that nobody has go first
+        can_go = (stamps == _UNUSED) | ((self._num_held == 0) & ~self._is_pinned)
+        can_go[NO_STATE] = False
+        (others,) = np.nonzero(can_go)
+        if len(others) > count:
+            last = np.partition(stamps[others], count - 1)[count - 1]
+            others = others[stamps[others] <= last]
+        costs = np.zeros(len(stamps), np.int64)
+        own = others[stamps[others] != _UNUSED]
+        costs[own] = self._num_tokens(self._owner[own]) * np.maximum(self._num_rows[own], 1)
+        others = others[np.lexsort((costs[others], stamps[others]))]
+        num_old = int((stamps[others] < self._now).sum())
+        gone, k = np.zeros(len(stamps), np.bool_), 0
+        for i in range(count):
+            while k < len(others) and gone[others[k]]:
+                k += 1
+            start, other = starts[i], others[k] if k < len(others) else NO_STATE
+            is_passed = can_go[start] and self._num_rows[start] == 1 and not gone[start]
+            if is_passed and (other == NO_STATE or stamps[other] >= self._now - _NUM_RECENT):
+                found[i] = start
+            elif k < num_old or is_needed[i] or costs[other] < num_tokens[i]:
+                found[i] = other
+            gone[found[i]] = True
+        gone[NO_STATE] = False
+        gone &= stamps != _UNUSED
+        self._nodes.state[self._owner[gone]] = NO_STATE
+        self.num_evicted += int(gone.sum())
+        return found
+
+    def _num_tokens(self, nodes: Ints) -> Ints:
+        """Return how many tokens the states of nodes are to compute again."""
+        depths = self._nodes.depth
+        return depths[nodes] - depths[self.last(self._nodes.parent[nodes])]
+
+    # ---------------------------------------------------------------- beside batches
+
+    def pin(self, node: int) -> bool:
+        """Keep a node's state until ``clear()``, if it has one and others have room."""
+        number = self._nodes.state[node]
+        others = self._is_pinned.copy()
+        others[number] = True
+        if number == NO_STATE or int((others & self._is_used()).sum()) >= self.num_states:
+            return False
+        self._is_pinned[number] = True
+        return True
+
+    def move(self, numbers: Ints, nodes: Ints) -> None:
+        """Give states to nodes that stand for those that had them, where they have none.
+
+        Args:
+            numbers: The states, 0 for none: ``[n]``.
+            nodes: The node that each is behind now: int32 ``[n]``.
+        """
+        (wanted,) = np.nonzero((numbers != NO_STATE) & (self._nodes.state[nodes] == NO_STATE))
+        for i in wanted.tolist():
+            self._nodes.state[nodes[i]], self._owner[numbers[i]] = numbers[i], nodes[i]
+
+    def check(self, linked: Ints) -> None:
+        """Compare what nodes and states say of each other.
+
+        Args:
+            linked: All nodes that can be found.
+
+        Raises:
+            CacheError: If something is wrong.
+        """
+        states = self._nodes.state[linked]
+        own = states[states != NO_STATE]
+        if len(np.unique(own)) != len(own):
+            raise CacheError("two nodes have one state")
+        if (self._owner[states[states != NO_STATE]] != linked[states != NO_STATE]).any():
+            raise CacheError("a state is another node's")
+        if len(own) != self.num_used:
+            raise CacheError(f"{self.num_used} states are used, and {len(own)} can be found")

@@ -1,0 +1,289 @@
+"""Arguments: what a verb is given, pickled such that a context and a picture cross once.
+
+The near end gives a number to each context and each picture that it sends, and the far end keeps
+them under these until it is told to forget one. A context crosses as the number of a context that
+it extends and the tokens behind that. Numbers belong to an *epoch* and are never given twice in
+it. With arguments of another epoch, the far end forgets everything; where it does not know a
+number, it says so, and is sent everything again in an epoch of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, final
+
+from genlm_backend.model.context import Context
+from genlm_backend.model.contexts import unpickled
+from genlm_backend.remote.messages import NotKnown
+from genlm_backend.vision.pictures import Pictures
+
+MAX_CONTEXT_BYTES: Final = 1 << 28
+"""Bytes of contexts that the far end keeps, if no two of them shared anything.
+
+A particle takes two of them, since the context that is extended is used too: there is room for
+1,000 particles behind 32,000 tokens. These share their blocks, and take 4 MB.
+"""
+MAX_PICTURE_BYTES: Final = 1 << 30
+"""Bytes of pictures that the far end keeps, about."""
+
+_MOST_NEW: Final = 32
+"""Tokens behind a context that is known; behind more, computing costs more than sending."""
+_OVERHEAD: Final = 512
+"""Bytes of a context beside its ids, at both ends."""
+_LAST_NUMBER: Final = 1 << 30
+"""Number after which an epoch ends, so that all of them are of 32 bits."""
+_NOTHING: Final = -1
+
+
+class _Message(NamedTuple):
+    """Arguments as bytes, and what is new of what they refer to.
+
+    Attributes:
+        epoch: What all numbers belong to.
+        first: Number of the first new context; the others follow it.
+        bases: For each new context, the number of that which it extends, packed; -1 for none.
+        counts: For each, the number of tokens behind that, packed.
+        tokens: These tokens, packed.
+        pictures: New pictures, pickled, by number.
+        dropped: Numbers of what is to be forgotten after these arguments, packed.
+        arguments: The arguments, pickled.
+    """
+
+    epoch: bytes
+    first: int
+    bases: bytes
+    counts: bytes
+    tokens: bytes
+    pictures: dict[int, bytes]
+    dropped: bytes
+    arguments: bytes
+
+
+class _Reply(Protocol):
+    @property
+    def value(self) -> Any: ...
+
+
+R = TypeVar("R", bound=_Reply)
+
+
+@final
+class _Kept:
+    """Numbers of what the far end keeps, the one that was used last at the end.
+
+    Args:
+        max_bytes: Bytes of all; more than those, and the first ones are dropped, but for the last.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._total = max_bytes, 0
+        self._numbers: OrderedDict[Hashable, tuple[int, int]] = OrderedDict()
+
+    def find(self, key: Hashable) -> int | None:
+        """Return the number of what has that key, which is used now, or ``None``."""
+        found = self._numbers.get(key)
+        if found is None:
+            return None
+        self._numbers.move_to_end(key)
+        return found[0]
+
+    def add(self, key: Hashable, number: int, size: int) -> list[int]:
+        """Give a number to what is new; return those that are dropped."""
+        self._numbers[key] = number, size
+        self._total += size
+        dropped: list[int] = []
+        while self._total > self._max_bytes and len(self._numbers) > 1:
+            _, (old, its_size) = self._numbers.popitem(last=False)
+            self._total -= its_size
+            dropped.append(old)
+        return dropped
+
+
+@final
+class Sender:
+    """The near end: packs the arguments of one process's or actor's verbs.
+
+    It knows contexts by their ids, so that it does not matter which object, list or model one is
+    of. It has to send all that it packs, in that order, or to ``forget()``.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin an epoch, in which nothing is known at the far end."""
+        self._epoch = os.urandom(8)
+        self._next, self._num_pictures = 0, 0
+        self._contexts, self._pictures = _Kept(MAX_CONTEXT_BYTES), _Kept(MAX_PICTURE_BYTES)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a message."""
+        self._first = self._next
+        self._bases, self._counts, self._dropped = array("i"), array("i"), array("i")
+        self._tokens: list[bytes] = []
+        self._new_pictures: dict[int, bytes] = {}
+
+    def asked(self, verb: str, arguments: tuple[Any, ...], ask: Callable[[bytes], R]) -> R:
+        """Return the reply to a verb.
+
+        Args:
+            verb: Name of the verb; after ``clear``, nothing is known.
+            arguments: What it is given.
+            ask: Sends arguments that have been packed, and returns the reply.
+        """
+        if verb == "clear":
+            self.forget()
+        reply = ask(self.packed(arguments))
+        if isinstance(reply.value, NotKnown):
+            self.forget()
+            reply = ask(self.packed(arguments))
+        return reply
+
+    def packed(self, arguments: tuple[Any, ...]) -> bytes:
+        """Return arguments as bytes.
+
+        Raises:
+            Exception: What an object's own way of pickling raises; nothing has been sent then.
+        """
+        if self._next > _LAST_NUMBER:
+            self.forget()
+        self._begin()
+        buffer = io.BytesIO()
+        try:
+            _Pickler(buffer, self).dump(arguments)
+        except BaseException:  # what has got a number is not going to be sent
+            self.forget()
+            raise
+        message = _Message(
+            self._epoch,
+            self._first,
+            self._bases.tobytes(),
+            self._counts.tobytes(),
+            b"".join(self._tokens),
+            self._new_pictures,
+            self._dropped.tobytes(),
+            buffer.getvalue(),
+        )
+        self._begin()
+        return pickle.dumps(tuple(message), pickle.HIGHEST_PROTOCOL)
+
+    def context(self, context: Context) -> int:
+        """Return the number of a context's ids, which are sent where they are not known."""
+        key = context.key
+        number = self._contexts.find(key)
+        if number is None:
+            base, length = self._extended(context)
+            number, size = self._next, len(context)
+            self._next += 1
+            self._bases.append(base)
+            self._counts.append(size - length)
+            self._tokens.append(context.packed(length).tobytes())
+            self._dropped.extend(self._contexts.add(key, number, 4 * size + _OVERHEAD))
+        return number
+
+    def _extended(self, context: Context) -> tuple[int, int]:
+        """Return number and length of the longest known context that one extends by few tokens."""
+        size = len(context)
+        for length in range(size - 1, max(0, size - 1 - _MOST_NEW), -1):
+            number = self._contexts.find(context.beginning(length))
+            if number is not None:
+                return number, length
+        return _NOTHING, 0
+
+    def pictures(self, pictures: Pictures) -> int:
+        """Return the number of pictures, which are sent where they are not known."""
+        number = self._pictures.find(pictures.key)
+        if number is None:
+            self._num_pictures += 1
+            number = _NOTHING - self._num_pictures  # as no context has
+            self._new_pictures[number] = pickle.dumps(pictures, pickle.HIGHEST_PROTOCOL)
+            self._dropped.extend(self._pictures.add(pictures.key, number, pictures.num_bytes))
+        return number
+
+
+@final
+class _Pickler(pickle.Pickler):
+    def __init__(self, buffer: io.BytesIO, sender: Sender) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self._sender = sender
+
+    def persistent_id(self, obj: Any) -> Any:
+        """Return what stands for a context or pictures: a number, and beside it a context's own."""
+        if type(obj) is Context:
+            number = self._sender.context(obj)
+            return number if obj.pictures is None else (number, obj.pictures)
+        return self._sender.pictures(obj) if type(obj) is Pictures else None
+
+
+@final
+class Receiver:
+    """The far end: unpacks what one ``Sender`` after another has packed, in the same order."""
+
+    def __init__(self) -> None:
+        self._epoch = b""
+        # Contexts are kept without pictures: these have a budget of their own.
+        self._known: dict[int, Context | Pictures] = {}
+
+    def arguments(self, packed: bytes) -> tuple[Any, ...] | None:
+        """Return the arguments; ``None`` if they refer to what is not known here."""
+        message = _Message(*pickle.loads(packed))
+        if message.epoch != self._epoch:
+            self._epoch, self._known = message.epoch, {}
+        try:
+            self._learn(message)
+            return _Unpickler(io.BytesIO(message.arguments), self._known).load()
+        except _UnknownNumberError:
+            return None
+        finally:
+            for number in array("i", message.dropped):
+                self._known.pop(number, None)
+
+    def _learn(self, message: _Message) -> None:
+        """Keep what is new, each context as one that extends another: it shares its blocks.
+
+        Where its keys and values are cached is remembered with it, and so of what extends it.
+        """
+        known, start = self._known, 0
+        bases, counts = array("i", message.bases), array("i", message.counts)
+        for number, base, count in zip(itertools.count(message.first), bases, counts):
+            stop = start + 4 * count
+            extended = _EMPTY if base == _NOTHING else known.get(base)
+            if not isinstance(extended, Context):
+                raise _UnknownNumberError
+            known[number] = extended.followed_by(message.tokens[start:stop])
+            start = stop
+        for number, pictures in message.pictures.items():
+            known[number] = pickle.loads(pictures)
+
+
+class _UnknownNumberError(Exception):
+    """A number of nothing that is kept."""
+
+
+_EMPTY: Final = unpickled(b"")
+
+
+@final
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, buffer: io.BytesIO, known: dict[int, Context | Pictures]) -> None:
+        super().__init__(buffer)
+        self._known = known
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Return the context or the pictures that something stands for."""
+        number, pictures = (pid, None) if type(pid) is int else pid
+        found = self._known.get(number)
+        if found is None:
+            raise _UnknownNumberError
+        if pictures is None:
+            return found
+        assert isinstance(found, Context)
+        blocks, tail = found.key
+        return Context.of(found.contexts, tail, blocks, pictures=pictures)

@@ -1,0 +1,124 @@
+"""What travels between a model here and its evaluator elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import traceback
+from typing import Any, Final, NamedTuple, Self
+
+from genlm_backend.errors import EvaluationError
+from genlm_backend.model.evaluator import EvaluatorCounts
+
+DROP: Final = "drop"
+"""The verb that says that nobody waits for the request of that number any more."""
+
+
+_NOTHING: Final = pickle.dumps(())
+
+
+class Request(NamedTuple):
+    """A verb of an evaluator and what it is given.
+
+    Attributes:
+        number: Number of the request; each is larger than the one before.
+        verb: Name of the verb.
+        arguments: What it is given, pickled by itself: where that cannot be read, it is known of
+            which request it is.
+    """
+
+    number: int
+    verb: str
+    arguments: bytes = _NOTHING
+
+
+class PackedError(NamedTuple):
+    """An error that arrives as what it is.
+
+    Attributes:
+        packed: The error, pickled, or a ``_Parts``.
+        said: Its name and message.
+        where: Its traceback.
+    """
+
+    packed: bytes
+    said: str
+    where: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """Pack an error. One that cannot be pickled is an ``EvaluationError`` with its message."""
+        kind, where = type(error), "".join(traceback.format_exception(error)).rstrip()
+        said = f"{kind.__name__}: {error}"
+        for value in (error, _Parts(kind, error.args, vars(error))):
+            with contextlib.suppress(Exception):  # whatever an error's own way of pickling raises
+                packed = cls(pickle.dumps(value), said, where)
+                if type(packed.error()) is kind:
+                    return packed
+        return cls(pickle.dumps(EvaluationError(said)), said, where)
+
+    def error(self) -> BaseException:
+        """Return the error, with a note of where it was raised."""
+        try:
+            value = pickle.loads(self.packed)
+            error = value.error() if isinstance(value, _Parts) else value
+        except Exception:  # its class is not to be had here
+            error = EvaluationError(self.said)
+        error.add_note(f"Raised where the model lives:\n{self.where}")
+        return error
+
+
+class _Parts(NamedTuple):
+    """What an error is made of whose constructor takes something else than its arguments."""
+
+    kind: type[BaseException]
+    arguments: tuple[Any, ...]
+    attributes: dict[str, Any]
+
+    def error(self) -> BaseException:
+        error = self.kind.__new__(self.kind, *self.arguments)
+        vars(error).update(self.attributes)
+        return error
+
+
+class Reply(NamedTuple):
+    """What a verb has returned or raised.
+
+    Attributes:
+        number: Number of the request.
+        value: What was returned; ``None`` where it raised.
+        error: What was raised, or ``None``.
+        counts: What the evaluator has done so far.
+    """
+
+    number: int
+    value: Any
+    error: PackedError | None
+    counts: EvaluatorCounts
+
+
+class NotKnown(NamedTuple):
+    """What is returned where the arguments refer to something that is not known there."""
+
+
+class InTable(NamedTuple):
+    """What stands for a row whose log-probabilities are in the shared table.
+
+    Attributes:
+        normaliser: The row's own.
+    """
+
+    normaliser: float | None
+
+
+class Answers(NamedTuple):
+    """The answers to a batch.
+
+    Attributes:
+        answers: One for each question: rows of ``width`` as ``InTable``, in the table's order, and
+            exceptions as ``PackedError``.
+        width: Number of log-probabilities of the rows that are in the table.
+    """
+
+    answers: list[Any]
+    width: int

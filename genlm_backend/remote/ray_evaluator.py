@@ -1,0 +1,231 @@
+"""RayEvaluator: an evaluator that lives in an actor of a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, final
+
+import torch
+
+from genlm_backend.checks import function, integer, number
+from genlm_backend.errors import (
+    EngineDiedError,
+    MissingExtraError,
+    OptionError,
+    OptionTypeError,
+    QueryDroppedError,
+)
+from genlm_backend.model.evaluator import Evaluator
+from genlm_backend.model.row import own_copy
+from genlm_backend.remote.arguments import Sender
+from genlm_backend.remote.process_evaluator import pickled
+from genlm_backend.remote.ray_actor import NOT_OPEN, ActorReply, EvaluatorActor, library_version
+from genlm_backend.remote.remote_evaluator import RemoteEvaluator
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS: Final = 0.05
+"""Seconds between two looks at whether anybody waits."""
+_RETURN_SECONDS: Final = 60.0
+"""Seconds that Ray has to start an actor again, before another one is asked for."""
+_PLACE_SECONDS: Final = 15.0
+"""Seconds after which it is said that an actor has no place yet."""
+_ANSWER_SECONDS: Final = 5.0
+"""Seconds that an address has to take a connection."""
+
+
+@final
+class RayEvaluator(RemoteEvaluator):
+    """An evaluator in an actor, where Ray places it; one remote call for each batch.
+
+    Rows come back through Ray's object store. Errors arrive as what they are. An actor that dies is
+    started again by Ray, on another node where its own has gone, and loaded by ``restart()``.
+
+    Args:
+        make: Makes the evaluator, and is called over there; it has to pickle.
+        num_cpus: Number of cores that Ray reserves for the actor.
+        num_gpus: Number of GPUs, which may be a fraction.
+        max_restarts: Number of times that Ray starts the actor again; -1 for any number.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an option is of a wrong type, or cannot be pickled.
+        OptionError: (``ValueError``) If one is out of its bounds.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Evaluator],
+        *,
+        num_cpus: float = 1,
+        num_gpus: float = 0,
+        max_restarts: int = -1,
+    ) -> None:
+        super().__init__()
+        self._made_by = pickled("make", function("make", make))
+        self._options = {
+            "num_cpus": number(0)("num_cpus", num_cpus),
+            "num_gpus": number(0)("num_gpus", num_gpus),
+            "max_restarts": integer(-1)("max_restarts", max_restarts),
+        }
+        self._actor: Any = None
+        self._job = ""
+        self._number = 0
+        self._table: Any = None
+        self._sender = Sender()
+
+    def ask(self, verb: str, *arguments: Any) -> Any:
+        """Return what a method of the evaluator returns over there; see the base."""
+        if self._actor is None:
+            raise EngineDiedError("the replica has no actor; restart() starts one")
+        if not self._is_of_this_session():
+            raise EngineDiedError("Ray has been shut down, and the replica's actor with it")
+        reply = self._sender.asked(verb, arguments, lambda packed: self._reply(verb, packed))
+        if reply.error is not None:
+            raise reply.error.error()
+        self._table = reply.table
+        return reply.value
+
+    def _reply(self, verb: str, packed: bytes) -> ActorReply:
+        import ray
+        from ray.exceptions import RayError
+
+        self._number += 1
+        try:
+            asked = self._actor.ask.remote(self._number, verb, packed)
+            while not ray.wait([asked], timeout=_LOOK_SECONDS)[0]:
+                self.check_wanted()
+            reply: ActorReply = ray.get(asked)
+        except QueryDroppedError:
+            self._actor.drop.options(concurrency_group="dropping").remote(self._number)
+            raise
+        except RayError as error:
+            said = str(error).strip().split("\n")[0]
+            raise EngineDiedError(f"the actor of a replica has died: {said}") from error
+        if isinstance(reply.value, str) and reply.value == NOT_OPEN:
+            raise EngineDiedError("the actor of a replica has been started again")
+        self._counts = reply.counts or self._counts
+        return reply
+
+    def _started(self) -> Any:
+        connect()
+        import ray
+
+        if self._actor is None:
+            remote: Any = ray.remote  # whose types do not tell of these groups
+            actor_class = remote(concurrency_groups={"dropping": 1})(EvaluatorActor)
+            self._actor = actor_class.options(**self._options).remote()
+            self._job = ray.get_runtime_context().get_job_id()
+            self._wait_for_place()
+        self._sender = Sender()
+        return self.ask("open", self._made_by, library_version())
+
+    def _is_of_this_session(self) -> bool:
+        """Whether this process is in the Ray session that the actor was made in."""
+        import ray
+
+        return ray.is_initialized() and ray.get_runtime_context().get_job_id() == self._job
+
+    def _wait_for_place(self) -> None:
+        """Wait until Ray has placed a new actor, and say so where that takes long."""
+        import ray
+
+        placed = self._actor.drop.options(concurrency_group="dropping").remote(-1)
+        begin = time.monotonic()
+        is_told = False
+        while not ray.wait([placed], timeout=_LOOK_SECONDS)[0]:
+            self.check_wanted()
+            if not is_told and time.monotonic() - begin > _PLACE_SECONDS:
+                is_told = True
+                asked = {n: self._options[n] for n in ("num_cpus", "num_gpus")}
+                logger.warning(
+                    "a replica waits for Ray to place it: it asks for %s, and of the cluster's %s "
+                    "there are free %s",
+                    asked,
+                    _countable(ray.cluster_resources()),
+                    _countable(ray.available_resources()),
+                )
+
+    def _end(self, is_kind: bool) -> None:
+        if self._actor is None:
+            return
+        if not self._is_of_this_session():
+            self._actor = None
+            return
+        if not is_kind and self._is_there():
+            return  # started again by Ray, maybe on another node
+        import ray
+        from ray.exceptions import RayError
+
+        actor, self._actor = self._actor, None
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(actor)
+
+    def _is_there(self) -> bool:
+        """Whether the actor answers, or Ray is about to start it again."""
+        import ray
+        from ray.exceptions import ActorUnavailableError, RayError
+
+        end = time.monotonic() + _RETURN_SECONDS
+        while time.monotonic() < end:
+            self.check_wanted()
+            try:
+                asked = self._actor.drop.options(concurrency_group="dropping").remote(-1)
+                if ray.wait([asked], timeout=_LOOK_SECONDS)[0]:
+                    ray.get(asked)
+                    return True
+            except ActorUnavailableError:
+                time.sleep(_LOOK_SECONDS)
+            except RayError:
+                return False
+        return False
+
+    def _rows(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
+        table, self._table = self._table, None
+        return iter(()) if table is None else map(own_copy, table)
+
+
+def _countable(resources: Mapping[str, float]) -> dict[str, float]:
+    return {name: resources.get(name, 0.0) for name in ("CPU", "GPU")}
+
+
+def connect(address: Any = None) -> None:
+    """Join a Ray cluster, or start a local one, unless this process is in one already.
+
+    Args:
+        address: Address as ``ray.init`` takes it; ``None`` for what ``RAY_ADDRESS`` says, and a
+            local cluster where it says nothing.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If the address is no string.
+        OptionError: (``ValueError``) If no cluster answers there.
+        MissingExtraError: (``ImportError``) Without Ray.
+    """
+    if address is not None and not isinstance(address, str):
+        raise OptionTypeError(f"address must be a string or None, got {address!r}")
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("Ray is needed: pip install 'genlm-backend[ray]'") from error
+    if ray.is_initialized():
+        return
+    where = address or os.environ.get("RAY_ADDRESS")
+    try:
+        _check_answers(where)
+        ray.init(address=where, log_to_driver=False)
+    except (OSError, ConnectionError, RuntimeError, ValueError) as error:
+        if where is None:
+            raise
+        said = str(error).strip().split("\n")[0]
+        raise OptionError(f"address: no Ray cluster answers at {where!r}: {said}") from error
+
+
+def _check_answers(address: str | None) -> None:
+    """Raise an ``OSError`` at once where nobody listens, which Ray takes long to find out."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), _ANSWER_SECONDS).close()

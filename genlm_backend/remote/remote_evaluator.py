@@ -1,0 +1,225 @@
+"""RemoteEvaluator: an evaluator somewhere else, whose verbs are handed on."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from genlm_backend.errors import AdapterError, EngineDiedError
+from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo, RestartableEvaluator
+from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.row import Row
+from genlm_backend.model.scoring import Answer, Question
+from genlm_backend.prefix import TierName
+from genlm_backend.remote.messages import Answers, InTable, PackedError
+from genlm_backend.runtime.threads import frequent_switches
+from genlm_backend.vision.picture_rules import PictureRules
+
+logger = logging.getLogger(__name__)
+
+
+class RemoteEvaluator(RestartableEvaluator):
+    """Hands verbs on to an evaluator that may end by itself."""
+
+    def __init__(self) -> None:
+        self.adapters: Mapping[Adapter, str] = {}
+        self._loaded: set[Adapter] = set()
+        # Adapters that could not be loaded again, and why.
+        self._lost: dict[Adapter | None, str] = {}
+        self._counts = EvaluatorCounts()
+        self._sent_ids: tuple[int, ...] = ()
+
+    @abc.abstractmethod
+    def ask(self, verb: str, *arguments: Any) -> Any:
+        """Return what a method of the evaluator returns over there.
+
+        Raises:
+            EngineDiedError: If the evaluator has ended.
+            Exception: What the method raised.
+        """
+
+    @abc.abstractmethod
+    def _started(self) -> Any:
+        """Have an evaluator made over there; return what it is able to do."""
+
+    @abc.abstractmethod
+    def _end(self, is_kind: bool) -> None:
+        """End whatever it lives in; again has no effect.
+
+        Args:
+            is_kind: Whether it has a moment to let go of what it holds.
+        """
+
+    @abc.abstractmethod
+    def _rows(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
+        """Return the rows of the batch that has been answered last, each owning its memory."""
+
+    # ---------------------------------------------------------------- beginning and ending
+
+    @final
+    def open(self) -> EvaluatorInfo:
+        """Have the evaluator made over there; return what it is able to do.
+
+        Where that fails, nothing of it is left.
+        """
+        self._sent_ids = ()
+        try:
+            info = self._started()
+        except BaseException:
+            self._end(True)
+            raise
+        if not isinstance(info, EvaluatorInfo):
+            return info  # for the caller to refuse
+        # The threads are not of this process, and what is drawn over there is no row on its way.
+        return replace(info, uses_openmp=False, draws=True, device=_known_here(info.device))
+
+    @final
+    def restart(self) -> EvaluatorInfo:
+        """End it, whatever it is doing, have it made again, and load its adapters."""
+        self._end(False)
+        info = self.open()
+        self._loaded.clear()
+        self._lost.clear()
+        self.load_adapters()
+        return info
+
+    @final
+    def close(self) -> None:
+        """End it; again has no effect."""
+        self._end(True)
+        self._counts = replace(self._counts, kv_bytes_used=0, kv_bytes_budget=0)
+
+    # ---------------------------------------------------------------- answers
+
+    @final
+    def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
+        """Return one answer to each query, scoring or drawing."""
+        if self._sent_ids != self.undefined_ids:
+            self.ask("undefined_ids", self.undefined_ids)
+            self._sent_ids = self.undefined_ids
+        asked = [query for query in queries if query.adapter not in self._lost]
+        found = self._answers(asked) if asked else ()
+        if not isinstance(found, Sequence) or len(found) != len(asked):
+            return found  # for the caller to refuse
+        answers = iter(found)
+        return [
+            AdapterError(self._lost[query.adapter])
+            if query.adapter in self._lost
+            else next(answers)
+            for query in queries
+        ]
+
+    def _answers(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
+        with frequent_switches():
+            found = self.ask("evaluate", list(queries))
+            if not isinstance(found, Answers):
+                return found  # for the caller to refuse
+            num_rows = sum(isinstance(answer, InTable) for answer in found.answers)
+            rows = self._rows(num_rows, found.width)
+            return [_unpacked(answer, rows) for answer in found.answers]
+
+    @final
+    def picture_rules(
+        self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
+    ) -> PictureRules:
+        """Have it found out where text goes on behind the pictures of a context."""
+        return self.ask("picture_rules", list(token_ids), dict(inputs))
+
+    # ---------------------------------------------------------------- what is kept
+
+    @final
+    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
+        """Return how many of a context's tokens need not be computed if it is asked now."""
+        return 0 if query.adapter in self._lost else self.ask("num_cached", query, tier)
+
+    @final
+    def save_prefix(self, query: Query, path: str) -> None:
+        """Compute a context and have its keys and values written into a file over there."""
+        self._check_adapter(query.adapter)
+        self.ask("save_prefix", query, path)
+
+    @final
+    def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
+        """Have the keys and values of a file kept over there; return their tokens."""
+        self._check_adapter(adapter)
+        return self.ask("load_prefix", path, adapter)
+
+    @final
+    def forget(self, query: Query, keep: int) -> None:
+        """Free the keys and values of a context beyond its first ``keep`` tokens."""
+        with contextlib.suppress(EngineDiedError):  # they have gone with it
+            self.ask("forget", query, keep)
+
+    @final
+    def pin(self, query: Query) -> bool:
+        """Compute a context and keep its keys and values; return whether there was room."""
+        self._check_adapter(query.adapter)
+        return self.ask("pin", query)
+
+    def _check_adapter(self, adapter: Adapter | None) -> None:
+        if adapter in self._lost:
+            raise AdapterError(self._lost[adapter])
+
+    @final
+    def clear(self) -> None:
+        """Free all keys and values."""
+        with contextlib.suppress(EngineDiedError):
+            self.ask("clear")
+
+    # ---------------------------------------------------------------- adapters
+
+    @final
+    def add_adapter(self, adapter: Adapter, path: str) -> None:
+        """Load an adapter, which is loaded again whenever the evaluator is made again."""
+        path = os.path.abspath(path) if Path(path).exists() else path
+        self.ask("add_adapter", adapter, path)
+        self._loaded.add(adapter)
+        self.adapters = {**self.adapters, adapter: path}
+
+    @final
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """Remove an adapter, be it there or not."""
+        self.adapters = {own: path for own, path in self.adapters.items() if own != adapter}
+        with contextlib.suppress(EngineDiedError):
+            self.load_adapters()
+
+    @final
+    def load_adapters(self) -> None:
+        """Load those of ``adapters`` that are not there, and remove what is there beside them."""
+        wanted = self.adapters
+        self._lost = {adapter: why for adapter, why in self._lost.items() if adapter in wanted}
+        for adapter in self._loaded - wanted.keys():
+            self.ask("remove_adapter", adapter)
+            self._loaded.discard(adapter)
+        for adapter in wanted.keys() - self._loaded - self._lost.keys():
+            try:
+                self.ask("add_adapter", adapter, wanted[adapter])
+                self._loaded.add(adapter)
+            except AdapterError as error:  # its files are not there any more
+                self._lost[adapter] = str(error)
+                logger.warning("the adapter %r could not be loaded again: %s", adapter.name, error)
+
+    @final
+    def counts(self) -> EvaluatorCounts:
+        """Return what the evaluator had done when it last answered."""
+        return self._counts
+
+
+def _unpacked(answer: Any, rows: Iterator[torch.Tensor]) -> Any:
+    if isinstance(answer, InTable):
+        return Row(next(rows), answer.normaliser)
+    return answer.error() if isinstance(answer, PackedError) else answer
+
+
+def _known_here(device: str | None) -> str | None:
+    """Return a device's name where this process has one of it too."""
+    is_there = device is None or not device.startswith("cuda") or torch.cuda.is_available()
+    return device if is_there else None

@@ -1,0 +1,326 @@
+"""AsyncReplicas: one model for callers, several evaluators of it behind it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self, final
+
+import torch
+
+from genlm_backend.backends.hf.async_transformer import AsyncTransformer
+from genlm_backend.backends.hf.hf_loader import OF_THE_EVALUATOR, HFLoader, Weights
+from genlm_backend.backends.hf.picturing import PicturingLM
+from genlm_backend.backends.loading import explained
+from genlm_backend.batching import Asking, BatchPolicy
+from genlm_backend.checks import Check, checked, instance, integer, listed, number
+from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES
+from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.model.query import Query
+from genlm_backend.model.scoring import Question
+from genlm_backend.prefix import KVCacheDtype
+from genlm_backend.remote.process_evaluator import ProcessEvaluator
+from genlm_backend.remote.ray_evaluator import RayEvaluator, connect
+from genlm_backend.remote.replicas.distributor import Distributor
+from genlm_backend.remote.replicas.replica import Replica
+from genlm_backend.remote.replicas.replica_set import ReplicaSet
+
+
+@final
+class AsyncReplicas(PicturingLM):
+    """Several evaluators of one model, which is asked like any other.
+
+    Each context goes to the replica that answers it soonest: by what each was sent before, and so
+    has keys and values of, and by what waits there. Rows, batches and adapters are as with one
+    evaluator; ``batch_size`` is that of each.
+
+    A replica that dies gives its contexts to the others, and is restarted where it is of a kind
+    that can be: four times within half a minute, and after that by ``restart()``. When all are
+    dead, queries are an ``EngineDiedError``, as is one that three have died with.
+
+    Args:
+        tokenizer: Anything that ``decode_vocab`` takes.
+        evaluators: The evaluators, which no other model uses: of the same model, or rows would
+            depend on where they come from.
+        batch_size: Distinct contexts evaluated at once by a replica, at most.
+        timeout: Seconds that the first query of a batch may wait for others.
+        row_cache_bytes: Bytes of rows to keep, whichever replica they come from; 0 keeps none.
+        output_device: Where rows are returned: "cpu", "cuda:0", …
+        per_forward: What a forward pass costs beside its tokens, counted in tokens. The larger it
+            is, the more it counts how many passes wait at a replica already.
+        self_check: Compare a few probe texts with the bytes of their tokens.
+        processor: What reads pictures, as for ``AsyncTransformer``.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an option is of a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds, there is no evaluator, or the
+            widths of their rows differ.
+    """
+
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        **PicturingLM.option_checks,
+        "per_forward": number(0),
+    }
+
+    nested_options: ClassVar[Mapping[str, str]] = AsyncTransformer.nested_options
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        evaluators: Sequence[Evaluator],
+        *,
+        batch_size: int = 20,
+        timeout: float = 0.02,
+        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
+        output_device: str | torch.device = "cpu",
+        per_forward: float = 8.0,
+        self_check: bool = True,
+        processor: Any = None,
+    ) -> None:
+        cost = checked(self.option_checks, {"per_forward": per_forward})["per_forward"]
+        is_evaluator = instance(Evaluator, "an Evaluator")
+        given = [is_evaluator("evaluators", one) for one in listed("evaluators", evaluators)]
+        self._set = ReplicaSet(given)
+        super().__init__(
+            tokenizer,
+            self._set,
+            batch_size=batch_size,
+            timeout=timeout,
+            row_cache_bytes=row_cache_bytes,
+            output_device=output_device,
+            self_check=self_check,
+        )
+        for replica in self._set.replicas:
+            replica.answering.set_vocabulary(len(self.byte_vocab), self.undefined_ids)
+        self._distributor.opened(self._set.infos, cost)
+        self._sees_by(processor)
+
+    def _asking(self, policy: BatchPolicy) -> Asking[Question, Any]:
+        """Make the replicas' threads; return what sends questions to them."""
+        self._set.replicas.extend(
+            Replica(index, evaluator, self._rows, self._adapters, policy)
+            for index, evaluator in enumerate(self._set.evaluators)
+        )
+        name = type(self).__name__
+        self._distributor = Distributor(self._set.replicas, policy, name, self._is_back)
+        self._set.cleared = self._distributor.cleared
+        for replica in self._set.replicas:
+            replica.has_died, replica.is_back = self._distributor.died, self._distributor.back
+        return self._distributor
+
+    def _is_back(self, index: int, info: EvaluatorInfo) -> None:
+        self._set.infos[index] = info
+        self._info = self._set.info_of_all()
+
+    @classmethod
+    def from_name(
+        cls,
+        model_id: str,
+        replicas: int = 2,
+        bitsandbytes_opts: dict[str, Any] | None = None,
+        hf_opts: dict[str, Any] | None = None,
+        *,
+        weights: Weights | None = None,
+        kv_cache_bytes: int | None = None,
+        kv_cache_dtype: KVCacheDtype | None = None,
+        host_cache_bytes: int = 0,
+        state_cache_bytes: int | None = None,
+        num_threads: int | None = None,
+        max_length: int | None = None,
+        packs_weights: bool = True,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a model of transformers several times, each in a process of its own.
+
+        On CUDA devices they take turns on the devices, unless a ``device_map`` is given. On the
+        CPU they share the cores, unless ``num_threads`` is given, which is that of each.
+
+        Args:
+            model_id: A repository on the hub, a local directory, or ``"smollm2"``.
+            replicas: Number of processes.
+            bitsandbytes_opts: Options of ``BitsAndBytesConfig``, as for ``AsyncTransformer``.
+            hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as there.
+            weights: Number format of the weights, as there.
+            kv_cache_bytes: Bytes of keys and values that each replica keeps.
+            kv_cache_dtype: Number format of these, as for ``AsyncTransformer``.
+            host_cache_bytes: Bytes that each replica keeps on its host, as there.
+            state_cache_bytes: Bytes of running states that each replica keeps, as there.
+            num_threads: Threads of each replica's forward passes on the CPU.
+            max_length: The longest context to accept. Default: what the model's config says.
+            packs_weights: Whether weights are packed where that is faster, on the CPU.
+            **kwargs: For the constructor.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type, or cannot
+                be given to another process; nothing is loaded then.
+            OptionError: (``ValueError``) If one is out of its bounds.
+            ModelNotFoundError: (``OSError``) If there is no such model.
+        """
+        count = integer(1)("replicas", replicas)
+        cls.check_options(kwargs)
+        own = (
+            kv_cache_bytes,
+            kv_cache_dtype,
+            host_cache_bytes,
+            state_cache_bytes,
+            max_length,
+            num_threads,
+            packs_weights,
+        )
+        loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own, weights)
+        with explained(model_id):
+            tokenizer = loader.tokenizer()
+            makers = _placed(loader, count, hf_opts or {})
+            made = [ProcessEvaluator(maker) for maker in makers]
+            return cls(tokenizer, made, processor=loader.processor, **kwargs)
+
+    @classmethod
+    def on_ray(
+        cls,
+        model_id: str,
+        num_replicas: int = 2,
+        *,
+        address: str | None = None,
+        num_cpus: float = 1,
+        num_gpus: float = 0,
+        max_restarts: int = -1,
+        bitsandbytes_opts: dict[str, Any] | None = None,
+        hf_opts: dict[str, Any] | None = None,
+        weights: Weights | None = None,
+        kv_cache_bytes: int | None = None,
+        kv_cache_dtype: KVCacheDtype | None = None,
+        host_cache_bytes: int = 0,
+        state_cache_bytes: int | None = None,
+        num_threads: int | None = None,
+        max_length: int | None = None,
+        packs_weights: bool = True,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a model of transformers several times, each in an actor of a Ray cluster.
+
+        Ray places the actors. Their nodes need this library in the same version, and the model:
+        what a name means is looked up there.
+
+        Args:
+            model_id: A repository on the hub, ``"smollm2"``, or a directory that every node has.
+            num_replicas: Number of actors.
+            address: Address of the cluster, as ``ray.init`` takes it. Default: the cluster that
+                this process is in, what ``RAY_ADDRESS`` says, or a local one.
+            num_cpus: Number of cores that Ray reserves for each, and its threads unless
+                ``num_threads`` is given.
+            num_gpus: Number of GPUs that Ray reserves for each, which may be a fraction.
+            max_restarts: Number of times that Ray starts an actor again; -1 for any number.
+            bitsandbytes_opts: Options of ``BitsAndBytesConfig``, as for ``AsyncTransformer``.
+            hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as there.
+            weights: Number format of the weights, as there.
+            kv_cache_bytes: Bytes of keys and values that each replica keeps.
+            kv_cache_dtype: Number format of these, as for ``AsyncTransformer``.
+            host_cache_bytes: Bytes that each replica keeps on its host, as there.
+            state_cache_bytes: Bytes of running states that each replica keeps, as there.
+            num_threads: Threads of each replica's forward passes on the CPU.
+            max_length: The longest context to accept. Default: what the model's config says.
+            packs_weights: Whether weights are packed where that is faster, on the CPU.
+            **kwargs: For the constructor.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type, or cannot
+                be given to another process; nothing is loaded then.
+            OptionError: (``ValueError``) If one is out of its bounds, or no cluster answers.
+            MissingExtraError: (``ImportError``) Without Ray.
+            ModelNotFoundError: (``OSError``) If there is no such model.
+        """
+        count = integer(1)("num_replicas", num_replicas)
+        cls.check_options(kwargs)
+        cores = number(0)("num_cpus", num_cpus)
+        threads = max(1, int(cores)) if num_threads is None else num_threads
+        own = (
+            kv_cache_bytes,
+            kv_cache_dtype,
+            host_cache_bytes,
+            state_cache_bytes,
+            max_length,
+            threads,
+            packs_weights,
+        )
+        loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own, weights)
+        evaluators = [
+            RayEvaluator(loader, num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=max_restarts)
+            for _ in range(count)
+        ]
+        with explained(model_id):
+            tokenizer = loader.tokenizer()
+            connect(address)
+            return cls(tokenizer, evaluators, processor=loader.processor, **kwargs)
+
+    @classmethod
+    def _loader(
+        cls,
+        model_id: str,
+        bitsandbytes_opts: dict[str, Any] | None,
+        hf_opts: dict[str, Any] | None,
+        own: Sequence[Any],
+        weights: Weights | None,
+    ) -> HFLoader:
+        """Return what loads a replica elsewhere, once all options are checked.
+
+        Args:
+            model_id: Name of the model.
+            bitsandbytes_opts: Options of ``BitsAndBytesConfig``.
+            hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``.
+            own: Options of the evaluator, in the order of ``OF_THE_EVALUATOR``.
+            weights: Number format of the weights.
+        """
+        options: dict[str, Any] = dict(zip(OF_THE_EVALUATOR, own, strict=True))
+        given = checked(AsyncTransformer.option_checks, options)
+        names = {*cls.option_checks, *OF_THE_EVALUATOR}
+        loader = HFLoader.of_name(
+            model_id, bitsandbytes_opts, hf_opts, given, names, cls.__name__, weights
+        )
+        loader.check_portable()
+        return loader
+
+    # ---------------------------------------------------------------- replicas
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas, dead ones too."""
+        return len(self._set.replicas)
+
+    @property
+    def num_alive(self) -> int:
+        """Number of replicas that answer."""
+        return self._distributor.num_alive
+
+    def restart(self) -> None:
+        """Restart the replicas that are dead, now; blocks the thread.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) If one is dead that cannot be restarted.
+            Exception: What loading raises; it may be tried again.
+        """
+        self._call(self._set.find_dead)
+        self._set.restart()
+
+    # ---------------------------------------------------------------- what all have done
+
+    async def _number_of(self, verb: Callable[[Evaluator], int | None]) -> int:
+        self._batcher.check_open()
+        return await self._set.largest(verb)
+
+    def _evaluator_counts(self) -> EvaluatorCounts:
+        return self._set.counts()
+
+    # ---------------------------------------------------------------- keys and values
+
+    def _is_kept(self, query: Query) -> None:
+        self._distributor.sent_to_all(query)
+
+
+def _placed(loader: HFLoader, count: int, hf_opts: Mapping[str, Any]) -> list[HFLoader]:
+    """Return what loads each replica: on devices in turns, or with its part of the cores."""
+    num_devices = torch.cuda.device_count()
+    if num_devices and "device_map" not in hf_opts and loader.weights is None:
+        return [loader.on_device(f"cuda:{index % num_devices}") for index in range(count)]
+    if loader.evaluator_options.get("num_threads") is None:
+        loader = loader.with_options(num_threads=max(1, (os.cpu_count() or 1) // count))
+    return [loader] * count

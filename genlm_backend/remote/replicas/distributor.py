@@ -1,0 +1,238 @@
+"""Distributor: what asks a replica, and another one if that dies."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple, TypeVar, final
+
+from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
+from genlm_backend.errors import EngineDiedError
+from genlm_backend.model.evaluator import EvaluatorInfo
+from genlm_backend.model.scoring import Question
+from genlm_backend.remote.replicas.replica import NotAskedError, Replica
+from genlm_backend.remote.replicas.router import Choice, Router
+from genlm_backend.runtime.blocking_loop import Loop
+from genlm_backend.runtime.process_lock import ProcessLock
+from genlm_backend.runtime.together import together
+
+T = TypeVar("T")
+
+_MOST_DEATHS: Final = 3
+"""Replicas that may die with a question before it is the one that gets the error."""
+
+
+class _Sent(NamedTuple):
+    """A question, and where it was sent."""
+
+    query: Question
+    choice: Choice
+
+
+@final
+class Distributor:
+    """Sends each question to the replica that answers it soonest, by what ``Router`` knows.
+
+    It is asked as a ``Batcher`` is. What is not a question runs on a thread of its own, and asks
+    all replicas.
+
+    Args:
+        replicas: The replicas, which are opened later.
+        policy: When a batch goes, for each of them.
+        name: What errors call it.
+        is_back: Called with what a replica is able to do that has been restarted.
+    """
+
+    def __init__(
+        self,
+        replicas: list[Replica],
+        policy: BatchPolicy,
+        name: str,
+        is_back: Callable[[int, EvaluatorInfo], None],
+    ) -> None:
+        self._replicas, self._is_back = replicas, is_back
+        self._control: Batcher[Any, Any] = Batcher(list, policy, name=name)
+        self._lock = ProcessLock()
+        self._router = Router([None] * len(replicas), policy.max_batch_size)
+        self._asked: dict[Question, tuple[Choice, int]] = {}
+        self._left: deque[_Sent] = deque()  # whose callers wait no more
+        self._last_death = "no replica is alive"
+        self._loop = Loop(name)
+
+    def opened(self, infos: list[EvaluatorInfo], per_forward: float) -> None:
+        """Begin to send questions to replicas that keep so many tokens."""
+        capacities = [info.num_slots or 0 for info in infos]  # nothing is where none are kept
+        self._router = Router(capacities, self.policy.max_batch_size, per_forward)
+
+    # ---------------------------------------------------------------- asking
+
+    async def submit(self, query: Question) -> Any:
+        """Return the answer to ``query``; see ``Batcher``.
+
+        Raises:
+            EngineDiedError: If no replica is alive, or several have died with the query.
+        """
+        num_deaths = 0
+        while True:
+            choice = self._send(query)
+            try:
+                answer = await self._replicas[choice.replica].batcher.submit(query)
+            except GeneratorExit:  # of the garbage collector, maybe where its thread has the lock
+                self._left.append(_Sent(query, choice))
+                raise
+            except NotAskedError:
+                self._ended(query, choice)
+            except EngineDiedError:
+                self._ended(query, choice)
+                num_deaths += 1
+                if num_deaths == _MOST_DEATHS:
+                    raise
+            except BaseException:
+                self._ended(query, choice)
+                raise
+            else:
+                self._ended(query, choice)
+                return answer
+
+    async def submit_all(self, queries: Iterable[Question]) -> list[Any]:
+        """Return the answers to ``queries``, in order, or the first error that one of them meets.
+
+        Raises:
+            Exception: As ``submit``.
+        """
+        return await together(map(self.submit, queries))
+
+    def submit_sync(self, queries: Iterable[Question]) -> list[Any]:
+        """Return the answers to ``queries``, blocking this thread; see ``Batcher``."""
+        self.check_open()
+        wanted = list(queries)
+        distinct = list(dict.fromkeys(wanted))
+
+        async def ask() -> list[Any]:
+            return await together(map(self.submit, distinct))
+
+        found = dict(zip(distinct, self._loop.run(ask()), strict=True))
+        return [found[query] for query in wanted]
+
+    def _send(self, query: Question) -> Choice:
+        self.check_open()
+        with self._lock.here:
+            self._settle()
+            if not self._router.is_alive:
+                raise EngineDiedError(self._last_death)
+            choice, count = self._asked.get(query, (None, 0))
+            if choice is None or self._router.loads[choice.replica] is not choice.load:
+                choice, count = self._router.choose(query.adapter, _packed(query)), 0
+            self._asked[query] = choice, count + 1
+            return choice
+
+    def _ended(self, query: Question, choice: Choice) -> None:
+        self._left.append(_Sent(query, choice))
+        with self._lock.here:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take note of those who wait no more."""
+        while self._left:
+            query, choice = self._left.popleft()
+            own, count = self._asked.get(query, (None, 0))
+            if own is not choice:  # it was sent elsewhere meanwhile
+                continue
+            if count > 1:
+                self._asked[query] = choice, count - 1
+            else:
+                del self._asked[query]
+                self._router.ended(choice)
+
+    # ---------------------------------------------------------------- dying
+
+    def died(self, replica: Replica, error: EngineDiedError) -> None:
+        """Take note that a replica has died, before it refuses anybody."""
+        with self._lock.here:
+            self._router.lost(replica.number)
+            self._last_death = f"no replica is alive; the last one: {error}"
+
+    def back(self, number: int, info: EvaluatorInfo) -> None:
+        """Take note that a replica has been restarted."""
+        with self._lock.here:
+            self._router.back(number)
+        self._is_back(number, info)
+
+    @property
+    def num_alive(self) -> int:
+        """Number of replicas that answer; none once it is closed."""
+        if self._control.is_closed:
+            return 0
+        return sum(load.is_alive for load in self._router.loads)
+
+    def sent_to_all(self, query: Question) -> None:
+        """Take note that all replicas have computed a context."""
+        with self._lock.here:
+            self._router.sent_to_all(query.adapter, _packed(query))
+
+    def cleared(self) -> None:
+        """Take note that no replica has keys and values of anything."""
+        with self._lock.here:
+            self._router.cleared()
+
+    # ---------------------------------------------------------------- as a Batcher
+
+    @property
+    def policy(self) -> BatchPolicy:
+        """When a batch goes, on each replica."""
+        return self._control.policy
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this process is a fork of the one that it belongs to."""
+        return self._control.is_foreign
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on a thread that calls no replica; block for it."""
+        return self._control.call(function)
+
+    def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Run ``function`` on a thread that calls no replica."""
+        return self._control.call_soon(function)
+
+    def check_open(self) -> None:
+        """Raise what a question that is asked now would raise at once."""
+        self._control.check_open()
+
+    def check_wanted(self) -> None:
+        """Raise if nobody waits any more for what the calling thread is doing."""
+        self._control.check_wanted()
+
+    def set_policy(self, **fields: Any) -> None:
+        """Replace fields of the policy of every replica."""
+        self._control.set_policy(**fields)
+        for replica in self._replicas:
+            replica.batcher.set_policy(**fields)
+        with self._lock.here:
+            self._router.batch_size = self.policy.max_batch_size
+
+    def flush(self) -> None:
+        """Let everything that waits go now, on every replica."""
+        for replica in self._replicas:
+            replica.batcher.flush()
+
+    def drop(self, reason: str = "the query was dropped before it was answered") -> int:
+        """Settle every waiter with a ``QueryDroppedError``; return how many there were."""
+        return sum(replica.batcher.drop(reason) for replica in self._replicas)
+
+    def statistics(self) -> BatcherStatistics:
+        """Return the counts of all replicas."""
+        return BatcherStatistics.sum([replica.batcher.statistics() for replica in self._replicas])
+
+    def close(self) -> None:
+        """Drop everybody and end; again has no effect."""
+        for replica in self._replicas:
+            replica.batcher.close()
+        self._control.close()
+        self._loop.close()
+
+
+def _packed(query: Question) -> bytes:
+    blocks, rest = query.context.key
+    return b"".join((*blocks, rest))

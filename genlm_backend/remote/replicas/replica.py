@@ -1,0 +1,213 @@
+"""Replica: one of several evaluators of the same model, on a thread of its own."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, final
+
+from genlm_backend.batching import Batcher, BatchPolicy
+from genlm_backend.errors import BatcherClosedError, EngineDiedError, QueryDroppedError
+from genlm_backend.model.adapters import AdapterNames
+from genlm_backend.model.answering import Answering
+from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo, RestartableEvaluator
+from genlm_backend.model.query import Adapter
+from genlm_backend.model.row import Row
+from genlm_backend.model.scoring import Question
+from genlm_backend.prefix import RowCache
+
+logger = logging.getLogger(__name__)
+
+_PAUSES: Final = (0.0, 1.0, 5.0, 20.0)
+"""Seconds to wait before each attempt to restart one that has died."""
+
+
+@final
+class NotAskedError(EngineDiedError):
+    """A replica had died before it was asked; for nobody but who asks another one then."""
+
+
+@final
+class Replica:
+    """An evaluator, the thread that calls it, and what waits for it.
+
+    Args:
+        number: Its number among the replicas.
+        evaluator: What answers; no other model's.
+        rows: Where all replicas keep rows.
+        adapters: The adapters that are loaded.
+        policy: When a batch goes.
+
+    Attributes:
+        number: As given.
+        evaluator: As given.
+        answering: What the thread does with a batch.
+        batcher: The queue in front of the thread.
+        is_dead: Whether it has died and not been restarted.
+        has_died: Called on its thread when it has died, before anybody is refused.
+        is_back: Called there when it has been restarted.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        evaluator: Evaluator,
+        rows: RowCache[Row],
+        adapters: AdapterNames,
+        policy: BatchPolicy,
+    ) -> None:
+        self.number, self.evaluator, self.is_dead = number, evaluator, False
+        self.answering = Answering(evaluator, rows, adapters)
+        self.has_died: Callable[[Replica, EngineDiedError], None] = lambda replica, error: None
+        self.is_back: Callable[[int, EvaluatorInfo], None] = lambda number, info: None
+        self._death = ""
+        self._hurry = threading.Event()  # that it is to be restarted without a pause
+        self._dying = threading.Lock()  # held while it becomes dead or alive
+        name = f"replica {number}"
+        self.batcher: Batcher[Question, Any] = Batcher(
+            self._answers, policy, self._checked, name, self.answering.weight
+        )
+        evaluator.check_wanted = self.batcher.check_wanted
+
+    def _checked(self, question: Question) -> Question:
+        """Return a question that may wait here; under the lock of the queue."""
+        if self.is_dead:
+            raise NotAskedError(self._death)
+        return question
+
+    def _answers(self, questions: list[Question]) -> list[Any]:
+        if self.is_dead:
+            raise NotAskedError(self._death)
+        try:
+            return self.answering.answers(questions)
+        except EngineDiedError as error:
+            self._dies(error)
+            raise
+
+    def open(self) -> concurrent.futures.Future[Any]:
+        """Have its thread open the evaluator, unless it is open."""
+        evaluator = self.evaluator
+
+        def open_it() -> EvaluatorInfo:
+            info = evaluator.info
+            return self.answering.counted(evaluator.open) if info is None else info
+
+        return self.batcher.call_soon(open_it)
+
+    def ask(self, verb: Callable[[Evaluator], Any]) -> concurrent.futures.Future[Any]:
+        """Have its thread call a verb of the evaluator, after the batches already sent."""
+
+        def call() -> Any:
+            try:
+                return self.answering.counted(lambda: verb(self.evaluator))
+            except EngineDiedError as error:
+                self._dies(error)
+                raise
+
+        return self.batcher.call_soon(call)
+
+    # ---------------------------------------------------------------- adapters
+
+    def add_adapter(self, adapter: Adapter, path: str) -> concurrent.futures.Future[Any]:
+        """Load an adapter on its thread; while it is dead, when it is restarted."""
+        return self._change(lambda e: e.add_adapter(adapter, path), {adapter: path})
+
+    def remove_adapter(self, adapter: Adapter) -> concurrent.futures.Future[Any]:
+        """Remove an adapter on its thread, be it there or not; of a dead one, when it is back."""
+        return self._change(lambda e: e.remove_adapter(adapter), {}, without=adapter)
+
+    def _change(
+        self,
+        verb: Callable[[Evaluator], None],
+        added: Mapping[Adapter, str],
+        without: Adapter | None = None,
+    ) -> concurrent.futures.Future[Any]:
+        """Call a verb that changes the adapters, or take note of them where it is dead."""
+
+        def change(evaluator: Evaluator) -> None:
+            try:
+                verb(evaluator)
+            except EngineDiedError as error:
+                with self._dying:
+                    self._note(added, without)
+                self._dies(error)
+
+        with self._dying:
+            if not self.is_dead:
+                return self.ask(change)
+            self._note(added, without)
+        return _done()
+
+    def _note(self, added: Mapping[Adapter, str], without: Adapter | None = None) -> None:
+        """Take note of what adapters the evaluator is to have once it is back."""
+        evaluator = self.evaluator
+        if isinstance(evaluator, RestartableEvaluator):
+            wanted = {**evaluator.adapters, **added}
+            evaluator.adapters = {own: path for own, path in wanted.items() if own != without}
+
+    # ---------------------------------------------------------------- dying
+
+    def _dies(self, error: EngineDiedError) -> None:
+        """Take note of what it has died of, on its thread, and have it restarted if that can be.
+
+        Who waits for it gets a ``NotAskedError`` at once, and so does who asks before it is back.
+        """
+        if self.is_dead:
+            return
+        self.has_died(self, error)  # first, or who is refused would be sent here again and again
+        with self._dying:
+            self._death = f"replica {self.number} had died: {error}"
+            self.is_dead = True
+        self.batcher.drop(NotAskedError(self._death))
+        evaluator = self.evaluator
+        if isinstance(evaluator, RestartableEvaluator):
+            with contextlib.suppress(BatcherClosedError):
+                self.batcher.call_soon(lambda: self._revive(evaluator))
+
+    def _revive(self, evaluator: RestartableEvaluator) -> None:
+        """Restart it, in four attempts within half a minute."""
+        for pause in _PAUSES:
+            if not self.is_dead:
+                return
+            end = time.monotonic() + pause
+            while time.monotonic() < end and not self._hurry.wait(0.05):
+                self.batcher.check_wanted()
+            try:
+                self._restart(evaluator)
+            except QueryDroppedError:  # the model is being closed
+                raise
+            except Exception as error:  # whatever loading a model raises
+                logger.warning("replica %d could not be restarted: %s", self.number, error)
+
+    def restart(self, evaluator: RestartableEvaluator) -> concurrent.futures.Future[Any]:
+        """Restart it now, on its thread, unless it has come back by itself."""
+        self._hurry.set()
+
+        def restart(_: Evaluator) -> None:
+            self._hurry.clear()
+            if self.is_dead:
+                self._restart(evaluator)
+
+        return self.ask(restart)
+
+    def _restart(self, evaluator: RestartableEvaluator) -> None:
+        info = evaluator.restart()
+        with self._dying:
+            evaluator.load_adapters()  # those that have come meanwhile
+            self.is_dead = False
+        self.is_back(self.number, info)
+
+    def close(self) -> None:
+        """Let go of what the evaluator holds, once its thread has ended."""
+        self.batcher.close()
+        self.evaluator.close()
+
+
+def _done() -> concurrent.futures.Future[Any]:
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_result(None)
+    return future

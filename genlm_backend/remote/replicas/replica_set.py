@@ -1,0 +1,230 @@
+"""ReplicaSet: the verbs of an evaluator, carried out by every replica."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, NoReturn, TypeVar, final
+
+import torch
+
+from genlm_backend.errors import EngineDiedError, ModelStateError, OptionError
+from genlm_backend.model.evaluator import (
+    Evaluator,
+    EvaluatorCounts,
+    EvaluatorInfo,
+    RestartableEvaluator,
+)
+from genlm_backend.model.query import Adapter, Query
+from genlm_backend.prefix import TierName
+from genlm_backend.remote.replicas.replica import Replica
+from genlm_backend.vision.picture_rules import PictureRules
+
+T = TypeVar("T")
+
+
+@final
+class ReplicaSet(Evaluator):
+    """Several evaluators of the same model, as far as they are asked for anything but answers.
+
+    Args:
+        evaluators: The evaluators, one or more; no other model's.
+
+    Attributes:
+        evaluators: As given.
+        replicas: The same on threads of their own, once they are asked.
+        infos: What each is able to do, once they are open.
+        cleared: Called when no replica keeps anything.
+
+    Raises:
+        OptionError: (``ValueError``) If there is none, one is there twice, or one is another
+            model's.
+    """
+
+    def __init__(self, evaluators: Sequence[Evaluator]) -> None:
+        if not evaluators:
+            raise OptionError("evaluators is empty: at least one replica is needed")
+        if len(set(map(id, evaluators))) < len(evaluators):
+            raise OptionError("evaluators has one twice: each replica is an evaluator of its own")
+        if any("check_wanted" in vars(evaluator) for evaluator in evaluators):
+            raise OptionError("one of the evaluators is another model's, whose thread calls it")
+        self.evaluators = list(evaluators)
+        self.replicas: list[Replica] = []
+        self.infos: list[EvaluatorInfo] = []
+        self.cleared: Callable[[], None] = lambda: None
+
+    def open(self) -> EvaluatorInfo:
+        """Open all replicas at once, each on its thread; return what they all are able to do.
+
+        Raises:
+            OptionError: If they are not of one model, by the width of their rows.
+        """
+        self.infos = _results([replica.open() for replica in self.replicas])
+        for info in self.infos:
+            if not isinstance(info, EvaluatorInfo):
+                return info  # for the caller to refuse
+        widths = [info.vocab_size for info in self.infos]
+        if len(set(widths)) > 1:
+            raise OptionError(f"replicas must be of one model, got vocabularies of {widths} ids")
+        for replica, info in zip(self.replicas, self.infos, strict=True):
+            replica.answering.is_bounded = info.max_batch_size is not None
+        return self.info_of_all()
+
+    def info_of_all(self) -> EvaluatorInfo:
+        """Return what every replica is able to do, and how many slots there are in all."""
+        slots = [info.num_slots for info in self.infos]
+        host_slots = [info.num_host_slots for info in self.infos]
+        return replace(
+            self.infos[0],
+            max_length=_least(info.max_length for info in self.infos),
+            max_batch_size=_least(info.max_batch_size for info in self.infos),
+            num_slots=None if None in slots else sum(filter(None, slots)),
+            num_host_slots=None if None in host_slots else sum(filter(None, host_slots)),
+            can_forget=all(info.can_forget for info in self.infos),
+            takes_adapters=all(info.takes_adapters for info in self.infos),
+            uses_openmp=any(info.uses_openmp for info in self.infos),
+            scores=all(info.scores for info in self.infos),
+            draws=all(info.draws for info in self.infos),
+        )
+
+    def _of_living(self, verb: Callable[[Evaluator], Any]) -> list[Any]:
+        """Return what a verb returns on each replica that is alive; others are found dead by it."""
+        asked = self._asked(verb)
+        concurrent.futures.wait(asked)
+        return _results([f for f in asked if not isinstance(f.exception(), EngineDiedError)])
+
+    def _asked(self, verb: Callable[[Evaluator], T]) -> list[concurrent.futures.Future[T]]:
+        return [replica.ask(verb) for replica in self.replicas if not replica.is_dead]
+
+    async def largest(self, verb: Callable[[Evaluator], int | None]) -> int:
+        """Return the largest number that a verb returns on a replica that is alive, 0 for none.
+
+        They are asked by the thread that calls this, and not by one that comes to it later, so
+        that what each is asked from then on comes after it.
+        """
+        asked = map(asyncio.wrap_future, self._asked(verb))
+        numbers = []
+        for number in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(number, EngineDiedError):  # and so it is found dead
+                continue
+            if isinstance(number, BaseException):
+                raise number
+            numbers.append(number or 0)
+        return max(numbers, default=0)
+
+    def _of_one(self, what: str, verb: Callable[[Evaluator], Any]) -> Any:
+        """Return what a verb returns on some replica that is alive."""
+        for replica in self.replicas:
+            if not replica.is_dead:
+                try:
+                    return replica.ask(verb).result()
+                except EngineDiedError:  # and so it is found dead
+                    continue
+        raise EngineDiedError(f"no replica is alive that could {what}")
+
+    # ---------------------------------------------------------------- dying
+
+    def find_dead(self) -> None:
+        """Ask every replica something, by which those that have died are found dead."""
+        self.num_cached(Query([0]))
+
+    def restart(self) -> None:
+        """Restart the replicas that were found dead; blocks the thread.
+
+        Raises:
+            ModelStateError: If one of them cannot be restarted.
+            Exception: What loading raises.
+        """
+        asked = []
+        for replica in self.replicas:
+            if replica.is_dead:
+                evaluator = replica.evaluator
+                if not isinstance(evaluator, RestartableEvaluator):
+                    raise ModelStateError(
+                        f"replica {replica.number} is of a kind that cannot be restarted"
+                    )
+                asked.append(replica.restart(evaluator))
+        for future in asked:
+            future.result()
+
+    # ---------------------------------------------------------------- verbs
+
+    def evaluate(self, queries: Sequence[Any]) -> NoReturn:
+        """Refuse: each replica answers what it is sent."""
+        raise NotImplementedError("questions go to replicas one by one")
+
+    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
+        """Return how many of a context's tokens some replica need not compute."""
+        return max(self._of_living(lambda e: e.num_cached(query, tier)), default=0)
+
+    def forget(self, query: Query, keep: int) -> None:
+        """Free the keys and values of a context wherever they are."""
+        self._of_living(lambda e: e.forget(query, keep))
+
+    def pin(self, query: Query) -> bool:
+        """Compute a context everywhere and keep it; return whether there was room everywhere."""
+        pinned = self._of_living(lambda e: e.pin(query))
+        if not pinned:
+            raise EngineDiedError("no replica is alive")
+        return all(pinned)
+
+    def picture_rules(
+        self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
+    ) -> PictureRules:
+        """Have it found out by some replica that is alive what the model does with pictures."""
+        return self._of_one("see pictures", lambda e: e.picture_rules(token_ids, inputs))
+
+    def save_prefix(self, query: Query, path: str) -> None:
+        """Have some replica that is alive write a file."""
+        self._of_one("save a prefix", lambda e: e.save_prefix(query, path))
+
+    def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
+        """Have all replicas read a file."""
+        found = self._of_living(lambda e: e.load_prefix(path, adapter))
+        if not found:
+            raise EngineDiedError("no replica is alive that could load a prefix")
+        return found[0]
+
+    def clear(self) -> None:
+        """Free all keys and values."""
+        self._of_living(lambda e: e.clear())
+        self.cleared()
+
+    def add_adapter(self, adapter: Adapter, path: str) -> None:
+        """Load an adapter everywhere; where that fails for one, no other has it."""
+        asked = {replica: replica.add_adapter(adapter, path) for replica in self.replicas}
+        try:
+            _results(asked.values())
+            if all(replica.is_dead for replica in self.replicas):
+                raise EngineDiedError("no replica is alive that could load an adapter")
+        except BaseException:
+            done = [replica for replica, future in asked.items() if future.exception() is None]
+            _results([replica.remove_adapter(adapter) for replica in done])
+            raise
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """Remove an adapter everywhere."""
+        _results([replica.remove_adapter(adapter) for replica in self.replicas])
+        self.cleared()
+
+    def counts(self) -> EvaluatorCounts:
+        """Return what all replicas have done."""
+        counts = [replica.answering.counts for replica in self.replicas]
+        names = [field.name for field in fields(EvaluatorCounts)]
+        return EvaluatorCounts(**{n: sum(getattr(c, n) for c in counts) for n in names})
+
+    def close(self) -> None:
+        """Close all replicas, at once, since each may take its time."""
+        with concurrent.futures.ThreadPoolExecutor(max(1, len(self.replicas))) as threads:
+            _results([threads.submit(replica.close) for replica in self.replicas])
+
+
+def _least(values: Any) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _results(futures: Collection[concurrent.futures.Future[Any]]) -> list[Any]:
+    concurrent.futures.wait(futures)
+    return [future.result() for future in futures]

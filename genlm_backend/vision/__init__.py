@@ -1,0 +1,1 @@
+"""Pictures in front of a context."""

@@ -1,0 +1,59 @@
+"""Tokens that are copied between stores are coded there as they were."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlm_backend.prefix import KV_CACHE_DTYPES, KVLayout, KVStore, LayerLayout, Mover
+
+CPU = torch.device("cpu")
+LAYERS = (
+    LayerLayout(2, 32, 2, 32, torch.float32, CPU),
+    LayerLayout(1, 64, 1, 32, torch.float32, CPU),
+)
+
+
+def stores(kept=None):
+    layout = KVLayout(LAYERS).kept_as(kept)
+    device, host = KVStore(layout, 40), KVStore(layout.on_host(), 60)
+    for layer, shapes in enumerate(LAYERS):
+        device.write(layer, torch.arange(1, 41), torch.randn(40, shapes.width))
+        host.write(layer, torch.arange(1, 61), torch.randn(60, shapes.width))
+    return device, host
+
+
+def copied(store):
+    return [[codes.clone() for codes in layer] for layer in store.codes]
+
+
+@pytest.mark.parametrize("kept", [None, *KV_CACHE_DTYPES])
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_slots_are_where_they_were_sent_and_nothing_else_changes(kept, data):
+    device, host = stores(kept)
+    mover = Mover(device, host)
+    for source, target, move in (
+        (device, host, mover.to_host),
+        (host, device, mover.to_device),
+    ):
+        num_source, num_target = len(source.codes[0][0]) - 1, len(target.codes[0][0]) - 1
+        stretches = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 25)), max_size=4)
+        wanted: dict[int, int] = {}
+        for start, size in data.draw(stretches):  # in a row on both sides
+            first = data.draw(st.integers(1, num_target))
+            for i in range(size):
+                if start + i <= num_source and first + i <= num_target:
+                    wanted[first + i] = start + i
+        scattered = st.integers(1, num_target), st.integers(1, num_source)
+        wanted.update(data.draw(st.dictionaries(*scattered, max_size=6)))
+        before_source, before_target = copied(source), copied(target)
+        move([*wanted.values()], [*wanted])
+        for number, layer in enumerate(target.codes):
+            for i, codes in enumerate(layer):
+                expected = before_target[number][i]
+                for new, old in wanted.items():
+                    expected[new] = before_source[number][i][old]
+                assert torch.equal(codes, expected)
+        for layer, before in zip(source.codes, before_source, strict=True):
+            assert all(map(torch.equal, layer, before))

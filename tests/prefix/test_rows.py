@@ -1,0 +1,131 @@
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm_backend.prefix import RowCache
+
+
+def row(value, size=4):
+    return torch.full((size,), float(value))
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=60),
+    st.integers(0, 6),
+    st.booleans(),
+)
+def test_it_is_an_lru_cache_of_bytes_or_of_rows(steps, capacity, is_counted):
+    cache = RowCache(1 << 20, max_rows=capacity) if is_counted else RowCache(16 * capacity)
+    model: list[int] = []  # keys, oldest first
+    for is_put, key in steps:
+        if is_put:
+            cache.put(key, row(key))
+            if capacity:
+                model = [k for k in model if k != key] + [key]
+                model = model[-capacity:]
+        else:
+            found = cache.get(key)
+            assert (found is not None) == (key in model)
+            if found is not None:
+                assert found[0] == key
+                model = [k for k in model if k != key] + [key]
+        assert len(cache) == len(model)
+        assert cache.num_bytes == 16 * len(model) <= cache.budget
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=40),
+    st.integers(0, 40),
+    st.sampled_from([None, 0, 3]),
+)
+def test_rows_stored_at_once_are_as_those_stored_one_after_another(sizes, budget, most):
+    pairs = [(key, row(i, size)) for i, (key, size) in enumerate(sizes)]
+    once, each = RowCache(4 * budget, most), RowCache(4 * budget, most)
+    once.put_all(pairs)
+    for key, own in pairs:
+        each.put(key, own)
+    assert (len(once), once.num_bytes, once.num_evicted) == (
+        len(each),
+        each.num_bytes,
+        each.num_evicted,
+    )
+    assert all(once.get(key) is each.get(key) for key in range(10))
+    once.put_all(pairs, once.generation + 1)  # computed before or after, and not now
+    assert len(once) == len(each)
+
+
+def test_a_row_that_is_asked_or_stored_again_is_young_again():
+    cache = RowCache(16 * 3)
+    for key in "abc":
+        cache.put(key, row(1))
+    assert cache.get("a") is not None
+    cache.put("b", row(1))
+    cache.put("d", row(1))
+    cache.put("e", row(1))
+    assert [cache.get(key) is not None for key in "abcde"] == [False, True, False, True, True]
+    assert (cache.num_hits, cache.num_evicted) == (4, 2)
+
+
+def test_a_row_larger_than_the_budget_is_not_stored():
+    cache = RowCache(10)
+    cache.put("a", row(1))
+    assert cache.get("a") is None
+    assert cache.num_bytes == 0
+
+
+def test_clear_forgets_and_refuses_what_was_being_computed():
+    cache = RowCache(1000)
+    generation = cache.generation
+    cache.put("a", row(1), generation)
+    cache.clear()
+    cache.put("b", row(2), generation)
+    assert cache.get("a") is None
+    assert cache.get("b") is None
+    cache.put("b", row(2), cache.generation)
+    assert cache.get("b") is not None
+
+
+def test_replacing_a_row_counts_it_once():
+    cache = RowCache(1000)
+    cache.put("a", row(1, 4))
+    cache.put("a", row(1, 8))
+    assert cache.num_bytes == 32
+
+
+def test_a_negative_budget_is_refused():
+    with pytest.raises(ValueError, match="budget"):
+        RowCache(-1)
+    with pytest.raises(ValueError, match="max_rows"):
+        RowCache(1, max_rows=-1)
+
+
+def test_rows_may_be_kept_elsewhere_than_where_they_were_computed():
+    class RowThere:  # a machine may have one device only
+        nbytes = 1
+
+        def to(self, device):
+            assert device == torch.device("cpu")
+            return "here"
+
+    cache = RowCache(1000, device=torch.device("cpu"))
+    cache.put("a", RowThere())
+    assert cache.get("a") == "here"
+
+
+def test_threads_keep_the_books_straight():
+    cache = RowCache(16 * 50)
+
+    def work(offset):
+        for i in range(500):
+            cache.put((offset, i % 40), row(i))
+            cache.get((offset, (i * 7) % 40))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.num_bytes == 16 * len(cache) <= cache.budget

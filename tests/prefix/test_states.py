@@ -1,0 +1,373 @@
+"""Running states of a prefix tree, against a plain dictionary of whose state each one is."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from genlm_backend.errors import CacheError
+from genlm_backend.prefix import PrefixTree, Slots
+
+contexts = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
+namespaces = st.sampled_from([None, None, "adapter"])
+
+
+class Copies:
+    """Moves nothing: what slots hold is another test's."""
+
+    def to_host(self, device_slots, host_slots):
+        assert len(device_slots) == len(host_slots)
+
+    to_device = to_host
+
+
+def ints(*numbers):
+    return np.array(numbers, np.int32)
+
+
+class History(RuleBasedStateMachine):
+    """Knows of each context that has a state which one that is."""
+
+    num_slots, num_host_slots, num_states = 24, 0, 4
+
+    def __init__(self):
+        super().__init__()
+        self.tree = PrefixTree(
+            Slots(self.num_slots), Slots(self.num_host_slots), Copies(), self.num_states
+        )
+        self.states = self.tree.states
+        self.has = {}  # number of its state, by namespace and context
+        self.used = {}  # batch of its last use, likewise
+        self.batch = 0
+        self.held, self.pinned = [], []
+
+    # ---------------------------------------------------------------- looking
+
+    def node_of(self, key):
+        """The node of a context that is linked, or `None`."""
+        namespace, context = key
+        node = self.tree.nodes.walk(self.tree.root(namespace), ints(*context))
+        return node if self.tree.nodes.depth[node] == len(context) else None
+
+    def last(self, key, below=None):
+        """The length of the longest beginning that has a state."""
+        namespace, context = key
+        sizes = range(len(context) if below is None else below, 0, -1)
+        return next((size for size in sizes if (namespace, context[:size]) in self.has), 0)
+
+    def num_tokens(self, key):
+        """Tokens to compute again."""
+        return len(key[1]) - self.last(key, len(key[1]) - 1)
+
+    def forget_what_has_gone(self):
+        for key in [key for key in self.has if self.node_of(key) is None]:
+            del self.has[key]
+
+    def is_on_device(self, key):
+        return self.tree.nodes.slot[self.node_of(key)] > 0
+
+    def allocate(self, count, ends):
+        """Slots, or `None`; what comes back from the host for them is used."""
+        on_host = [key for key in self.has if not self.is_on_device(key)]
+        slots = self.tree.allocate(count, ends)
+        self.forget_what_has_gone()
+        back = [key for key in on_host if key in self.has and self.is_on_device(key)]
+        self.used.update(dict.fromkeys(back, self.batch))
+        return slots
+
+    # ---------------------------------------------------------------- giving
+
+    def give(self, nodes, keys, num_needed, before):
+        """Give states; check who has had to go for them."""
+        others = dict(self.has)
+        can_go = {k for k in others if k not in self.held and k not in self.pinned}
+        old = {k for k in can_go if self.used[k] < self.batch}
+        costs = {key: (self.used[key], self.num_tokens(key)) for key in can_go}
+        num_evicted = self.states.num_evicted
+        starts = self.tree.nodes.state[before].tolist()
+        numbers = self.states.give(nodes, np.array(num_needed), before)
+        given = [n for n in numbers.tolist() if n]
+        assert len(set(given)) == len(given)
+        gone = {key for key, number in others.items() if number in given}
+        assert gone <= can_go
+        assert len(gone) <= self.states.num_evicted - num_evicted <= len(given)
+        for key in gone:
+            del self.has[key]
+        passed = {key for key, number in others.items() if starts.count(number) == 1}
+        left = old - gone
+        if left:  # of what earlier batches have used, the oldest and then the cheapest
+            assert gone - passed <= old
+            longest_unused = max((costs[k] for k in gone - passed), default=(0,))
+            assert longest_unused <= min(costs[k] for k in left)
+            pairs = zip(numbers, keys, strict=True)
+            assert all(number or key in others for number, key in pairs)
+        for number, count, key in zip(numbers, num_needed, keys, strict=True):
+            assert number or not count or can_go <= gone
+            if number and count:
+                self.held.append(key)
+        return numbers.tolist()
+
+    def chain(self, key):
+        """Grow a context behind its last state; return its new nodes, and the node before them."""
+        namespace, context = key
+        start = self.last(key)
+        node = self.node_of((namespace, context[:start])) if start else self.tree.root(namespace)
+        self.tree.use(ints(node))
+        if start:
+            self.used[namespace, context[:start]] = self.batch
+        if start == len(context):
+            return None
+        slots = self.allocate(len(context) - start, [node])
+        if slots is None:
+            return None
+        return self.tree.grow_chain(node, ints(*context[start:]), slots), node
+
+    @rule()
+    def begin(self):
+        self.tree.begin()
+        self.batch += 1
+        self.held.clear()
+
+    @rule(
+        wanted=st.lists(st.tuples(namespaces, contexts), min_size=1, max_size=4),
+        num_needed=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+        is_sound=st.integers(0, 4),
+    )
+    def compute(self, wanted, num_needed, is_sound):
+        """Contexts behind their last states, alike ones among them; all are kept or none."""
+        self.begin()
+        grown = [(key, self.chain(key)) for key in wanted]
+        grown = [(key, *chain) for key, chain in grown if chain is not None]
+        if not grown:
+            return
+        ends = np.concatenate([new[-1:] for _, new, _ in grown])
+        befores = ints(*(before for *_, before in grown))
+        self.states.hold(befores)
+        self.states.release(befores)
+        keys, needed = [key for key, *_ in grown], num_needed[: len(grown)]
+        numbers = self.give(ends, [("new", i) for i in range(len(ends))], needed, befores)
+        new = np.concatenate([new for _, new, _ in grown])
+        if not is_sound:
+            self.tree.drop(new)
+            self.held.clear()
+            return
+        self.tree.link(new)
+        self.held.clear()
+        for key in dict.fromkeys(keys):
+            of_key = {n for k, n in zip(keys, numbers, strict=True) if k == key and n}
+            self.used[key] = self.batch
+            if key not in self.has and of_key:
+                self.has[key] = int(self.tree.nodes.state[self.node_of(key)])
+                assert self.has[key] in of_key
+
+    @precondition(lambda self: self.has)
+    @rule(chosen=st.lists(st.tuples(st.integers(0), st.integers(0, 2)), min_size=1, max_size=6))
+    def step(self, chosen):
+        """One token behind contexts that have a state, which may be there already."""
+        self.begin()
+        known = sorted(self.has, key=repr)
+        rows = [(known[i % len(known)], token) for i, token in dict.fromkeys(chosen)]
+        nodes = ints(*(self.node_of(key) for key, _ in rows))
+        self.tree.use(nodes)
+        for key, _ in rows:
+            self.used[key] = self.batch
+        slots = self.allocate(len(rows), nodes)
+        if slots is None:
+            return
+        new = self.tree.grow(nodes, ints(*(token for _, token in rows)), slots)
+        kept = self.tree.link(new)
+        own, first = np.unique(kept, return_index=True)
+        keys = [(rows[i][0][0], (*rows[i][0][1], rows[i][1])) for i in first.tolist()]
+        for key in keys:
+            self.used[key] = self.batch
+        numbers = self.give(own, keys, [0] * len(own), nodes[first])
+        for key, number in zip(keys, numbers, strict=True):
+            if number:
+                assert key not in self.has
+                self.has[key] = number
+
+    @precondition(lambda self: self.has)
+    @rule(
+        chosen=st.lists(st.integers(0), min_size=1, max_size=3), key=st.tuples(namespaces, contexts)
+    )
+    def hold(self, chosen, key):
+        """What is held stays, as often as it is, whatever is needed; what is released may go."""
+        self.begin()
+        known = sorted(self.has, key=repr)
+        held = [known[i % len(known)] for i in chosen]
+        nodes = ints(*(self.node_of(key) for key in held))
+        self.tree.use(nodes)
+        for each in held:
+            self.used[each] = self.batch
+        self.states.hold(nodes)
+        self.held = list(held)
+        grown = self.chain(key)
+        if grown is None:
+            return
+        new, before = grown
+        self.give(new[-1:], [key], [1], ints(before))
+        self.states.release(nodes)
+        self.tree.drop(new)
+        self.held.clear()
+
+    @precondition(lambda self: self.has)
+    @rule(index=st.integers(0))
+    def pin(self, index):
+        known = sorted(self.has, key=repr)
+        key = known[index % len(known)]
+        node = self.node_of(key)
+        if not self.is_on_device(key):
+            return
+        others = {*self.pinned, key}
+        assert self.states.pin(node) == (len(others) < self.num_states)
+        if len(others) < self.num_states:
+            self.tree.pin(node)
+            self.pinned.append(key)
+
+    @rule(key=st.tuples(namespaces, contexts))
+    def fill_in_vain(self, key):
+        """What could not be filled nobody has."""
+        self.begin()
+        grown = self.chain(key)
+        if grown is None:
+            return
+        new, before = grown
+        end = self.tree.link(new)[-1:]
+        (number,) = self.give(end, [key], [0], ints(before))
+        if number:
+            with pytest.raises(MemoryError), self.states.filling(end):
+                raise MemoryError
+
+    # ---------------------------------------------------------------- going
+
+    @rule(count=st.integers(0, 30))
+    def evict(self, count):
+        self.begin()
+        self.tree.evict(count)
+        self.forget_what_has_gone()
+
+    @rule(key=st.tuples(namespaces, contexts), keep=st.integers(0, 5))
+    def forget(self, key, keep):
+        self.begin()
+        before = self.last(key)
+        self.tree.forget(key[1], key[0], keep)
+        self.forget_what_has_gone()
+        assert self.last(key) >= self.last(key, min(before, keep))
+
+    @rule()
+    def clear(self):
+        self.tree.clear()
+        self.has.clear()
+        self.pinned.clear()
+        assert self.states.num_used == self.tree.num_used == 0
+
+    # ---------------------------------------------------------------- always
+
+    @invariant()
+    def adds_up(self):
+        self.tree.check_integrity()
+        assert self.states.num_used == len(self.has) <= self.num_states
+
+    @invariant()
+    def each_state_is_its_contexts(self):
+        assert len(set(self.has.values())) == len(self.has)
+        for key, number in self.has.items():
+            assert self.tree.nodes.state[self.node_of(key)] == number
+
+    @invariant()
+    def pins_hold(self):
+        for key in self.pinned:
+            assert key in self.has
+            assert self.tree.num_cached(key[1], key[0]) == len(key[1])
+
+    @rule(key=st.tuples(namespaces, contexts))
+    def count(self, key):
+        assert self.tree.num_cached(key[1], key[0]) == self.last(key)
+
+
+class OneState(History):
+    num_states = 1
+
+
+class ManyStates(History):
+    num_slots, num_states = 40, 12
+
+
+class StatesAboveTiers(History):
+    num_slots, num_host_slots, num_states = 12, 10, 5
+
+
+for _machine in (History, OneState, ManyStates, StatesAboveTiers):
+    _machine.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+TestHistory = History.TestCase
+TestOneState = OneState.TestCase
+TestManyStates = ManyStates.TestCase
+TestStatesAboveTiers = StatesAboveTiers.TestCase
+
+
+# ---------------------------------------------------------------- one at a time
+
+
+def tree_of(num_states, *computed):
+    """A tree in which contexts were given states, one batch after the other."""
+    tree = PrefixTree(Slots(100), num_states=num_states)
+    for context in computed:
+        add(tree, context)
+    return tree
+
+
+def add(tree, context, num_needed=0):
+    tree.begin()
+    root = tree.root(None)
+    node = tree.states.last(ints(tree.nodes.walk(root, ints(*context))))
+    tree.use(node)
+    rest = ints(*context[tree.nodes.depth[node[0]] :])
+    new = tree.link(tree.grow_chain(int(node[0]), rest, tree.allocate(len(rest), node)))
+    return tree.states.give(new[-1:], np.array([num_needed]), node).tolist()
+
+
+def test_the_oldest_go_and_of_them_the_cheapest_to_compute_again():
+    tree = tree_of(3, [1, 2, 3], [4, 5], [6])
+    tree.begin()
+    for context in ([1, 2, 3], [4, 5]):  # at one time; the third is older
+        tree.use(ints(tree.nodes.walk(tree.root(None), ints(*context))))
+    add(tree, [7, 7])
+    assert [tree.num_cached(c) for c in ([1, 2, 3], [4, 5], [6], [7, 7])] == [3, 2, 0, 2]
+    add(tree, [8])
+    assert [tree.num_cached(c) for c in ([1, 2, 3], [4, 5], [7, 7], [8])] == [3, 0, 2, 1]
+    assert tree.states.num_evicted == 2
+
+
+def test_what_one_row_alone_went_on_from_goes_for_it():
+    """And what several go on from stays: each step of those that have none begins there."""
+    tree = tree_of(2, [1] * 9)
+    prompt = ints(tree.nodes.walk(tree.root(None), ints(*[1] * 9)))
+    for _ in range(2):
+        tree.begin()
+        nodes = np.repeat(prompt, 5)
+        tree.use(nodes)
+        new = tree.link(tree.grow(nodes, ints(*range(5)), tree.allocate(5, nodes)))
+        numbers = tree.states.give(new, np.zeros(5, np.int64), nodes)
+        assert tree.nodes.state[prompt] > 0
+    (row,) = np.flatnonzero(tree.nodes.state[new])
+    assert not any(numbers)
+    for number in range(3):
+        tree.begin()
+        tree.use(prompt)
+        tree.use(new[row : row + 1])
+        end = tree.link(
+            tree.grow(new[row : row + 1], ints(5), tree.allocate(1, new[row : row + 1]))
+        )
+        assert tree.states.give(end, np.zeros(1, np.int64), new[row : row + 1]).all()
+        assert tree.nodes.state[prompt] > 0
+        assert tree.num_cached([1] * 9 + [int(row)] + [5] * (number + 1)) == 11 + number
+        new[row] = end[0]
+
+
+def test_two_nodes_with_one_state_are_found_out():
+    tree = tree_of(2, [1], [2])
+    first, second = (tree.nodes.walk(tree.root(None), ints(token)) for token in (1, 2))
+    tree.nodes.state[second] = tree.nodes.state[first]
+    with pytest.raises(CacheError, match="state"):
+        tree.check_integrity()

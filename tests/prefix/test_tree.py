@@ -1,0 +1,228 @@
+"""The tree by examples: what is found, evicted, forgotten and refused."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlm_backend.errors import CacheError
+from genlm_backend.prefix import NOWHERE, PrefixTree, Slots
+from genlm_backend.prefix.nodes import Nodes
+
+
+def make(num_slots):
+    return PrefixTree(Slots(num_slots))
+
+
+def slots_of(cache, node):
+    """One slot for each token up to a node, in order."""
+    return cache.nodes.slot[cache.nodes.path(node)].tolist()
+
+
+def fill(cache, token_ids, namespace=None):
+    """Match and link a whole context in a round of its own; return its node."""
+    cache.begin()
+    node = cache.match(token_ids, namespace)
+    rest = np.array(token_ids[cache.nodes.depth[node] :], np.int32)
+    slots = cache.allocate(len(rest))
+    assert slots is not None
+    return int(cache.link(cache.grow_chain(node, rest, slots))[-1]) if len(rest) else node
+
+
+def place_of(cache, node):
+    (place,) = cache.nodes.places(np.array([node], np.int32))
+    return place
+
+
+def test_a_fork_shares_its_parents_slots():
+    cache = make(20)
+    first = fill(cache, [1, 2, 3, 4])
+    second = fill(cache, [1, 2, 3, 5])
+    assert slots_of(cache, second)[:3] == slots_of(cache, first)[:3]
+    assert cache.num_used == 5
+
+
+def recalled(cache, place, token_ids, namespace=None):
+    (node,) = cache.recall([place], namespace, np.array([len(token_ids)], np.int32))
+    return int(cache.nodes.depth[node]), slots_of(cache, cache.match(token_ids, namespace, place))
+
+
+def test_a_place_stays_where_it_is_while_the_tree_changes_around_it():
+    cache = make(40)
+    node = fill(cache, [1, 2, 3, 4])
+    place, own = place_of(cache, node), slots_of(cache, node)
+    longer = slots_of(cache, fill(cache, [1, 2, 3, 4, 5, 6]))
+    for other in ([1, 2, 9], [1, 2, 3, 4, 5, 8], [1, 7]):
+        fill(cache, other)
+        assert recalled(cache, place, [1, 2, 3, 4, 5, 6, 7]) == (4, longer)
+        assert recalled(cache, place, [1, 2, 3]) == (3, own[:3])
+        assert recalled(cache, place, [1, 2, 3, 4, 9]) == (4, own)
+    cache.check_integrity()
+
+
+def test_a_place_is_nothing_once_its_token_has_gone():
+    cache = make(40)
+    place = place_of(cache, fill(cache, [1, 2, 3, 4]))
+    cache.begin()
+    cache.evict(2)
+    other = fill(cache, [1, 2, 5, 6, 7])  # in the place of what has gone
+    assert recalled(cache, place, [1, 2, 3, 4]) == (0, slots_of(cache, other)[:2])
+    assert recalled(cache, NOWHERE, [1, 2]) == (0, slots_of(cache, other)[:2])
+    place = place_of(cache, other)
+    assert recalled(cache, place, [1, 2, 5], "adapter") == (0, [])
+    assert recalled(make(4), place, [1, 2, 5]) == (0, [])
+    cache.clear()
+    assert recalled(cache, place, [1, 2, 5]) == (0, [])
+
+
+def test_the_oldest_leaf_goes_first_from_its_end():
+    cache = make(12)
+    for context in ([1, 1, 1, 1], [2, 2, 2, 2], [3, 3, 3, 3]):
+        fill(cache, context)
+    cache.begin()
+    cache.match([1, 1, 1, 1])  # used again: now the youngest
+    cache.begin()
+    assert cache.evict(3) == 3
+    assert [cache.num_cached([n] * 4) for n in (2, 1, 3)] == [1, 4, 4]
+    assert cache.num_evicted == 3
+
+
+def test_every_slot_can_be_evicted():
+    cache = make(6)
+    fill(cache, [1, 2, 3])
+    fill(cache, [4, 5, 6])
+    cache.begin()
+    assert sorted(cache.allocate(6)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_eviction_frees_no_more_than_it_must_and_nothing_in_vain():
+    cache = make(10)
+    fill(cache, [7, 8, 9])
+    fill(cache, [1, 2, 3, 4, 5, 6])
+    assert cache.allocate(5) is None  # six are in use: not even evicting all others helps
+    assert cache.num_used == 9
+    slots = cache.allocate(3)
+    assert cache.num_used == 6 + 1 + 3
+    cache.check_integrity(slots.tolist())
+
+
+def test_what_is_forgotten_is_what_nobody_else_has():
+    cache = make(20)
+    fill(cache, [1, 2, 3, 4, 5])
+    held = fill(cache, [1, 2, 9])
+    assert cache.forget([1, 2, 3, 4, 5, 6], keep=4) == 1
+    assert cache.forget([1, 2, 3, 4, 5, 6]) == 2
+    assert cache.forget([1, 2, 9], namespace="adapter") == 0
+    cache.pin(held)
+    assert cache.forget([1, 2, 9]) == 0
+    cache.clear()
+    fill(cache, [1, 2, 9])
+    assert cache.forget([1, 2, 9]) == 3
+    assert cache.num_used == cache.num_evicted == 0
+    cache.check_integrity()
+
+
+def test_a_token_that_was_computed_twice_has_one_slot():
+    cache = make(10)
+    node = fill(cache, [1, 2])
+    first, second = cache.allocate(2), cache.allocate(2)
+    chains = [
+        cache.grow_chain(node, np.array(ids), own)
+        for ids, own in (([3, 4], first), ([3, 5], second))
+    ]
+    found = cache.link(np.concatenate(chains)).tolist()
+    assert found[0] == found[2]
+    assert cache.num_used == 5
+    assert slots_of(cache, found[3])[2] == slots_of(cache, found[1])[2] == first[0]
+    cache.check_integrity()
+
+
+def test_clearing_frees_what_is_pinned():
+    cache = make(10)
+    node = fill(cache, [1, 2, 3])
+    fill(cache, [1, 2, 9, 9])
+    slots = cache.allocate(1)
+    with pytest.raises(CacheError, match="being filled"):
+        cache.clear()
+    assert cache.num_cached([1, 2, 3]) == 3  # nothing has happened
+    cache.slots.free(slots)
+    cache.pin(node)
+    cache.begin()
+    assert cache.evict(10) == 2
+    cache.clear()
+    assert (cache.num_used, cache.num_cached([1, 2, 3])) == (0, 0)
+    cache.check_integrity()
+
+
+def test_integrity_really_counts():
+    cache = make(10)
+    node = fill(cache, [1, 2, 3])
+    cache.nodes.num_children[node] += 1
+    with pytest.raises(CacheError, match="children"):
+        cache.check_integrity()
+    cache.nodes.num_children[node] -= 1
+    slot = cache.nodes.slot[node]
+    cache.nodes.slot[node] = 1
+    with pytest.raises(CacheError, match="one owner"):
+        cache.check_integrity()
+    cache.nodes.slot[node] = slot
+    cache.slots.num_used -= 1
+    with pytest.raises(CacheError, match="3 slots are used, and not 2"):
+        cache.check_integrity()
+    cache.slots.num_used += 1
+    cache.nodes.depth[node] += 1
+    with pytest.raises(CacheError, match="one token longer"):
+        cache.check_integrity()
+    cache.nodes.depth[node] -= 1
+    cache.check_integrity()
+
+
+def test_a_tree_without_slots_keeps_the_protocol():
+    cache = make(0)
+    node = cache.match([1, 2, 3])
+    assert (cache.nodes.depth[node], cache.allocate(1), len(cache.allocate(0))) == (0, None, 0)
+    assert (cache.evict(5), cache.num_cached([1]), cache.forget([1])) == (0, 0, 0)
+    cache.clear()
+    cache.check_integrity()
+    assert (cache.num_slots, cache.num_used) == (0, 0)
+
+
+def test_a_large_tree_is_what_a_small_one_was():
+    """Places in the arrays and in the table of children, as both grow."""
+    cache, random = make(5000), np.random.default_rng(0)
+    seen = [()]
+    for _ in range(400):
+        context = (*seen[random.integers(len(seen))], *random.integers(0, 3, 12).tolist())
+        fill(cache, context)
+        seen.append(context[:200])
+    cache.check_integrity()
+    assert all(cache.num_cached(context) == len(context) for context in seen)
+
+
+PIECES = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from([1, 2, 63, 64, 65, 130])), min_size=1, max_size=4
+)
+
+
+@given(st.lists(st.tuples(PIECES, st.integers(0, 300), st.integers(0, 150)), max_size=8))
+@settings(max_examples=200, deadline=None)
+def test_long_contexts_are_found_however_their_nodes_are_numbered(history):
+    """Runs of tokens that are compared many at once, beside others, and parted anywhere."""
+    nodes, known = Nodes(), {()}
+    root = nodes.new_root()
+    for pieces, changed, num_free in history:
+        nodes.give_back(np.random.default_rng(num_free).permutation(nodes.take(num_free)))
+        token_ids = [token for token, count in pieces for token in [token] * count]
+        if changed < len(token_ids):
+            token_ids[changed] = 7
+        size = max(n for n in range(len(token_ids) + 1) if tuple(token_ids[:n]) in known)
+        wanted = np.array(token_ids, np.int32)
+        node = nodes.walk(root, wanted)
+        path = nodes.path(node)
+        assert nodes.token[path].tolist() == token_ids[:size]
+        assert (nodes.parent[path[1:]] == path[:-1]).all()
+        if size < len(token_ids):
+            nodes.link(nodes.grow_chain(node, wanted[size:], np.ones(len(wanted) - size), 1))
+        known.update(tuple(token_ids[:n]) for n in range(len(token_ids) + 1))
+        nodes.check(nodes.table[nodes.table > 0])
+    assert (nodes.table > 0).sum() == len(known) - 1
