@@ -11,7 +11,7 @@ _MANY: Final = 32
 """Tokens that are more to compute again than a pass for the last ones of them takes."""
 
 _MANY_BY_TWO: Final = 8
-"""The same where all that goes on from a context computes them again."""
+"""The same where whatever goes on from a context computes them again."""
 
 
 @final
@@ -46,6 +46,11 @@ class GoingOn(NamedTuple):
         return cls()
 
     @property
+    def many(self) -> int:
+        """Number of tokens that are more to compute again than a pass more for the last of them."""
+        return _MANY if self.fewest == 1 else _MANY_BY_TWO
+
+    @property
     def shares(self) -> bool:
         """Whether contexts may part anywhere, so that what they share is computed once."""
         return self == GoingOn()
@@ -63,8 +68,7 @@ class GoingOn(NamedTuple):
         else:
             size = num_tokens if begins else min(self.most, num_tokens)
         # A context that is asked again, or scored on, goes on from before its last tokens.
-        many = _MANY if self.fewest == 1 else _MANY_BY_TWO  # who go on from no later place at all
-        return size - self.fewest if size == num_tokens >= many else size
+        return size - self.fewest if size == num_tokens >= self.many else size
 
     def part(self, num_tokens: int, begins: bool, most: int) -> int:
         """Return ``most`` of some tokens, or a number near it where either part had too few."""

@@ -38,6 +38,8 @@ class Job:
         node: The node of its cached prefix, which ends before the first output; that of the whole
             context once it is kept. 0 where it is run whole.
         start: Number of tokens of the prefix.
+        num_known: Number of its first tokens that another context had, whether it goes on behind
+            all of them or, without a running state there, from an earlier one.
         targets: The tokens whose log-probabilities are wanted behind the context's last positions,
             one behind each; empty where a row is wanted behind the last one.
         stop: Position after the last one.
@@ -57,6 +59,7 @@ class Job:
     first: int = field(init=False)
     missing: array[int] = field(init=False)
     shift: int = 0
+    num_known: int = 0
     row: Row | None = None
     scores: list[float] = field(init=False)
 

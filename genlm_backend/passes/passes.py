@@ -274,14 +274,18 @@ class Passes:
             Whether there is such a state, and others have room; nothing is kept otherwise.
         """
         tree = self.tree
-        if tree.states.num_states:
-            depth = max(0, int(tree.nodes.depth[node]) + 1 - self.going_on.fewest)
-            before = tree.nodes.ancestors(np.array([node], np.int32), np.array([depth], np.int32))
-            start = int(tree.states.last(before)[0])
-            if not tree.states.pin(start if tree.nodes.depth[start] else node):
-                return False
+        if tree.states.num_states and not tree.states.pin(self.resumed(node)):
+            return False
         tree.pin(node)
         return True
+
+    def resumed(self, node: int) -> int:
+        """Return the node whose state a context goes on from when it is asked, or its own."""
+        tree = self.tree
+        depth = max(0, int(tree.nodes.depth[node]) - self.going_on.fewest)
+        before = tree.nodes.ancestors(np.array([node], np.int32), np.array([depth], np.int32))
+        start = int(tree.states.last(before)[0])
+        return start if tree.nodes.depth[start] else node
 
     def codes_of(self, node: int) -> list[tuple[torch.Tensor, ...]]:
         """Return the keys and values up to a node as the store has them, by layer."""
@@ -293,6 +297,7 @@ class Passes:
         token_ids: Sequence[int],
         codes: Sequence[tuple[torch.Tensor, ...]],
         states: Sequence[torch.Tensor],
+        num_resumed: int,
         adapter: Adapter | None,
     ) -> bool:
         """Keep a context whose keys and values are known; return whether there was room.
@@ -300,7 +305,8 @@ class Passes:
         Args:
             token_ids: The context.
             codes: The codes of each layer's keys and values, ``[len(token_ids), columns]`` each.
-            states: The tensors of the running state behind it, ``[1, *shape]`` each.
+            states: The tensors of a running state, ``[1, *shape]`` each.
+            num_resumed: Number of its first tokens that the state is behind.
             adapter: The adapter that it was computed with.
         """
         tree = self.tree
@@ -317,6 +323,7 @@ class Passes:
             tree.drop(new)
             raise
         end = tree.link(new)[-1:] if len(new) else np.array([node], np.int32)
+        end = tree.nodes.ancestors(end, np.array([num_resumed], np.int32))
         if not states or tree.nodes.state[end[0]]:
             return True
         numbers = tree.states.give(end, np.ones(1, np.int64))  # whatever goes for it
@@ -351,13 +358,14 @@ class Passes:
             sizes,
             lambda i, start: contexts[i].packed(start, int(sizes[i])),
         )
+        known = self.tree.nodes.depth[nodes]
         if self.states.num_states:
             nodes = self._at_states(nodes, sizes, np.array([*map(len, contexts)], np.int32))
         self.tree.use(nodes)
         if are_queries and self.is_step(questions, nodes, sizes):
             answers: list[Found] | None = self._steps.answers(questions, contexts, nodes)
         else:
-            answers = self._planned(questions, nodes)
+            answers = self._planned(questions, nodes, known)
         if answers is not None:
             return answers
         if len(questions) == 1:
@@ -398,11 +406,20 @@ class Passes:
             and not any(map(_PICTURES, questions))
         )
 
-    def _planned(self, questions: list[Asked], nodes: NDArray[np.int32]) -> list[Found] | None:
-        """Answer questions by segments and waves; ``None`` if there is no room for all."""
+    def _planned(
+        self, questions: list[Asked], nodes: NDArray[np.int32], known: NDArray[np.int32]
+    ) -> list[Found] | None:
+        """Answer questions by segments and waves; ``None`` if there is no room for all.
+
+        Args:
+            questions: The questions.
+            nodes: The nodes that they go on from: ``[n]``.
+            known: Number of first tokens of each that the tree has: ``[n]``.
+        """
         starts = self.tree.nodes.depth[nodes].tolist()
         jobs = [Job.of(*one) for one in zip(questions, nodes.tolist(), starts, strict=True)]
-        for job in jobs:
+        for job, num_known in zip(jobs, known.tolist(), strict=True):
+            job.num_known = num_known
             job.shift = self.roots.shift(job.token_ids)
         if not all(map(_has_root, jobs)):
             return None

@@ -250,14 +250,19 @@ def _place(
 def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -> list[Segment]:
     """Cut segments into chains of at most so many tokens, and outputs, each.
 
-    Where there are running states, they are cut where others begin, too.
+    Where there are running states, they are cut where others begin, too, and where a context
+    leaves what is known of others: the next one that has so much in common goes on from there.
     """
     chunks: list[Segment] = []
     by_origin: dict[Segment, list[Segment]] = {}
     cuts: defaultdict[Segment, list[int]] = defaultdict(list)
     for segment in segments:
-        if going_on is not None and segment.parent is not None:
+        if going_on is None:
+            continue
+        if segment.parent is not None:
             cuts[segment.parent].append(segment.start)
+        if _leaves(segment, going_on):
+            cuts[segment].append(segment.job.num_known)
     rule = going_on or GoingOn()
     cut = rule.part if going_on is None else rule.cut
     for segment in segments:
@@ -275,7 +280,8 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -
         while start < segment.stop:
             left = segment.stop - start
             stop = start + cut(left, start == 0, cost.max_segment)
-            stop = min([stop, *(place for place in cuts[segment] if place > start)])
+            least = start + (1 if start == 0 else rule.fewest)
+            stop = min([stop, *(place for place in cuts[segment] if place >= least)])
             end = bisect_left(positions, stop)
             if end - first > cost.max_outputs:
                 most = positions[first + cost.max_outputs] - start
@@ -290,6 +296,16 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -
             start, first = stop, end
         chunks.extend(pieces)
     return chunks
+
+
+def _leaves(segment: Segment, going_on: GoingOn) -> bool:
+    """Return whether a segment's context has much of it in common with others, and then parts."""
+    known = segment.job.num_known
+    return (
+        going_on.most is None
+        and known - segment.start >= going_on.many
+        and segment.stop - known >= going_on.fewest
+    )
 
 
 def cut_to_sound(segments: Sequence[Segment]) -> None:

@@ -24,8 +24,6 @@ from genlm_backend.prefix.nodes import Ints, Nodes
 _NUM_RECENT: Final = 4
 """Batches in which particles may be asked one after the other, so that all their states stay."""
 
-_UNUSED: Final = -(1 << 60)
-
 NO_STATE: Final = 0
 """The number that stands for no state: of a context that begins, or that is not kept."""
 
@@ -161,6 +159,8 @@ class States:
         self._num_held = np.zeros(size, np.int32)
         self._is_pinned = np.zeros(size, np.bool_)
         self._now = 1
+        self._free = np.arange(1, size)
+        self._num_handed_out = 0
 
     # ---------------------------------------------------------------- reading
 
@@ -255,17 +255,39 @@ class States:
             is_needed: Whether each is needed; those come first.
             starts: The state that each row went on from.
         """
+        free = self._unused(len(num_tokens))
+        found = np.zeros(len(num_tokens), np.int64)
+        found[: len(free)] = free
+        rest = slice(len(free), None)
+        if len(free) < len(num_tokens):
+            found[rest] = self._evicted(num_tokens[rest], is_needed[rest], starts[rest])
+        return found
+
+    def _unused(self, count: int) -> Ints:
+        """Return states that no node has, up to so many.
+
+        They are found all at once and handed out in order: looking at each state for every batch
+        would make a step the slower, the more of them there are room for.
+        """
+        if len(self._free) - self._num_handed_out < count:
+            self._free = np.flatnonzero(~self._is_used())[1:]  # of all but NO_STATE
+            self._num_handed_out = 0
+        found = self._free[self._num_handed_out : self._num_handed_out + count]
+        self._num_handed_out += len(found)
+        return found
+
+    def _evicted(self, num_tokens: Ints, is_needed: NDArray[np.bool_], starts: Ints) -> Ints:
+        """Return a state for each row that a node has had to give up, or 0; see ``_taken``."""
         found, count = np.zeros(len(num_tokens), np.int64), len(num_tokens)
-        stamps = np.where(self._is_used(), self._stamp, _UNUSED)  # those that nobody has go first
-        can_go = (stamps == _UNUSED) | ((self._num_held == 0) & ~self._is_pinned)
-        can_go[NO_STATE] = False
+        stamps = self._stamp
+        can_go = self._is_used() & (self._num_held == 0) & ~self._is_pinned
         (others,) = np.nonzero(can_go)
         if len(others) > count:
             last = np.partition(stamps[others], count - 1)[count - 1]
             others = others[stamps[others] <= last]
         costs = np.zeros(len(stamps), np.int64)
-        own = others[stamps[others] != _UNUSED]
-        costs[own] = self._num_tokens(self._owner[own]) * np.maximum(self._num_rows[own], 1)
+        costs[others] = self._num_tokens(self._owner[others])
+        costs[others] *= np.maximum(self._num_rows[others], 1)
         others = others[np.lexsort((costs[others], stamps[others]))]
         num_old = int((stamps[others] < self._now).sum())
         gone, k = np.zeros(len(stamps), np.bool_), 0
@@ -280,7 +302,6 @@ class States:
                 found[i] = other
             gone[found[i]] = True
         gone[NO_STATE] = False
-        gone &= stamps != _UNUSED
         self._nodes.state[self._owner[gone]] = NO_STATE
         self.num_evicted += int(gone.sum())
         return found

@@ -341,8 +341,12 @@ class HFEvaluator(Evaluator):
 
     def _computed(self, query: Query) -> int | None:
         """Compute a context and return its node on the device; ``None`` if there is no room."""
-        self._answers([query])
         size, nodes = len(query.context), self.passes.tree.nodes
+        num_before = size - self.passes.going_on.fewest
+        if self.passes.states.num_states and num_before > 0 and query.context.pictures is None:
+            # To be asked again it goes on from a state before its end.
+            self._answers([Query(query.context[:num_before], query.adapter)])
+        self._answers([query])
         node = self.passes.match(query.context, query.adapter, size)
         is_kept = nodes.depth[node] == size and nodes.slot[node] > 0
         has_state = nodes.state[node] > 0 or not self.passes.states.num_states
@@ -372,7 +376,9 @@ class HFEvaluator(Evaluator):
             raise CacheError(
                 f"the {num_tokens} tokens of {path} are more than max_length={self._max_length}"
             )
-        if not self.passes.fill(prefix.token_ids, prefix.codes, prefix.states, adapter):
+        if not self.passes.fill(
+            prefix.token_ids, prefix.codes, prefix.states, prefix.num_resumed, adapter
+        ):
             raise CacheError(
                 f"the {num_tokens} tokens of {path} do not fit into the "
                 f"{self.passes.tree.num_slots} of kv_cache_bytes, or their running state into "

@@ -45,13 +45,15 @@ class Prefix:
     Attributes:
         token_ids: Its tokens.
         codes: By layer, the tensors of codes, ``[len(token_ids), columns]`` each.
-        states: The tensors of the running state behind the last token, ``[1, *shape]`` each; none
-            of a model that has no such state.
+        states: The tensors of the running state that contexts go on from, ``[1, *shape]`` each;
+            none of a model that has no such state.
+        num_resumed: Number of tokens that this state is behind.
     """
 
     token_ids: tuple[int, ...]
     codes: list[tuple[torch.Tensor, ...]]
     states: list[torch.Tensor]
+    num_resumed: int
 
 
 def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout) -> None:
@@ -64,6 +66,8 @@ def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout)
     for number, codes in enumerate(prefix.codes):
         for i, of_tokens in enumerate(codes):
             tensors[f"codes.{number}.{i}"] = of_tokens.contiguous()
+    if prefix.states:
+        tensors["num_resumed"] = torch.tensor([prefix.num_resumed], dtype=torch.int32)
     for number, state in enumerate(prefix.states):
         tensors[f"state.{number}"] = state.contiguous()
     for number, layer in enumerate(layout.layers):
@@ -135,7 +139,10 @@ def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
         for number, layer in enumerate(layout.layers)
     ]
     states = [tensors[f"state.{number}"] for number in range(len(layout.states.tensors))]
-    return Prefix(tuple(token_ids.tolist()), codes, states)
+    num_resumed = int(tensors["num_resumed"]) if states else token_ids.numel()
+    if not 0 < num_resumed <= token_ids.numel():
+        raise PrefixFileError(f"{path} has a running state behind none of its tokens")
+    return Prefix(tuple(token_ids.tolist()), codes, states, num_resumed)
 
 
 def _kinds(layout: KVLayout, num_tokens: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -148,6 +155,8 @@ def _kinds(layout: KVLayout, num_tokens: int) -> dict[str, tuple[torch.dtype, tu
             kinds[f"codes.{number}.{i}"] = (dtype, (num_tokens, width))
         if layer.mean_key is not None:
             kinds[f"mean_key.{number}"] = (layer.mean_key.dtype, tuple(layer.mean_key.shape))
+    if layout.states:
+        kinds["num_resumed"] = (torch.int32, (1,))
     for number, state in enumerate(layout.states.tensors):
         kinds[f"state.{number}"] = (state.dtype, (1, *state.shape))
     return kinds
@@ -189,8 +198,10 @@ class PrefixFiles:
             OSError: If the file cannot be written; nothing of it stays then.
         """
         passes = self._passes
-        states = [state.cpu() for state in passes.states.read(passes.tree.nodes.state[[node]])]
-        prefix = Prefix(tuple(query.context), passes.codes_of(node), states)
+        nodes, resumed = passes.tree.nodes, passes.resumed(node)
+        states = [state.cpu() for state in passes.states.read(nodes.state[[resumed]])]
+        num_resumed = int(nodes.depth[resumed])
+        prefix = Prefix(tuple(query.context), passes.codes_of(node), states, num_resumed)
         save(path, prefix, self._fingerprint(query.adapter), passes.store.layout)
 
     def load(self, path: Path, adapter: Adapter | None) -> Prefix:

@@ -284,7 +284,7 @@ class Histories(RuleBasedStateMachine):
                 self.passes.runner.written[slot] = (None, ids)
 
         self.passes.store.put = put
-        if not self.passes.fill(context.packed(), [], [], None):
+        if not self.passes.fill(context.packed(), [], [], len(context), None):
             assert self.passes.runner.written == slots_before
         self.seen.append(context)
 
