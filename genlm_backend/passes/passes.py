@@ -279,6 +279,28 @@ class Passes:
         tree.pin(node)
         return True
 
+    def computed(self, query: Query, answer: Callable[[list[Asked]], object]) -> int | None:
+        """Compute a context, with a state that it goes on from when it is asked again.
+
+        Args:
+            query: The context.
+            answer: Answers questions by these passes.
+
+        Returns:
+            Its node on the device; ``None`` if there is no room.
+        """
+        answer([query])
+        tree, size = self.tree, len(query.context)
+        num_before = size - self.going_on.fewest
+        if tree.states.num_states and num_before > 0 and query.context.pictures is None:
+            node = self.match(query.context, query.adapter, num_before)
+            if tree.nodes.depth[node] < num_before or not tree.nodes.state[node]:
+                answer([Query(query.context[:num_before], query.adapter)])
+        node = self.match(query.context, query.adapter, size)
+        is_kept = tree.nodes.depth[node] == size and tree.nodes.slot[node] > 0
+        has_state = not tree.states.num_states or tree.nodes.state[self.resumed(node)] > 0
+        return node if is_kept and has_state else None
+
     def resumed(self, node: int) -> int:
         """Return the node whose state a context goes on from when it is asked, or its own."""
         tree = self.tree
@@ -360,6 +382,7 @@ class Passes:
         )
         known = self.tree.nodes.depth[nodes]
         if self.states.num_states:
+            known = np.minimum(known, sizes + 1 - self.going_on.fewest)
             nodes = self._at_states(nodes, sizes, np.array([*map(len, contexts)], np.int32))
         self.tree.use(nodes)
         if are_queries and self.is_step(questions, nodes, sizes):

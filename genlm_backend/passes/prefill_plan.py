@@ -261,7 +261,7 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -
             continue
         if segment.parent is not None:
             cuts[segment.parent].append(segment.start)
-        if _leaves(segment, going_on):
+        if _leaves(segment, going_on, cost):
             cuts[segment].append(segment.job.num_known)
     rule = going_on or GoingOn()
     cut = rule.part if going_on is None else rule.cut
@@ -298,14 +298,14 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -
     return chunks
 
 
-def _leaves(segment: Segment, going_on: GoingOn) -> bool:
+def _leaves(segment: Segment, going_on: GoingOn, cost: CostModel) -> bool:
     """Return whether a segment's context has much of it in common with others, and then parts."""
     known = segment.job.num_known
-    return (
-        going_on.most is None
-        and known - segment.start >= going_on.many
-        and segment.stop - known >= going_on.fewest
-    )
+    if going_on.most is not None:  # where whole contexts are faster than many passes
+        num_passes = (segment.stop - known) // going_on.most
+        if segment.start > 0 or num_passes * cost.per_forward > segment.stop:
+            return False
+    return known - segment.start >= going_on.many and segment.stop - known >= going_on.fewest
 
 
 def cut_to_sound(segments: Sequence[Segment]) -> None:

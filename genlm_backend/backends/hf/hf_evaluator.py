@@ -336,28 +336,15 @@ class HFEvaluator(Evaluator):
 
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
-        node = self._computed(query)
+        node = self.passes.computed(query, self._answers)
         return node is not None and self.passes.pin(node)
-
-    def _computed(self, query: Query) -> int | None:
-        """Compute a context and return its node on the device; ``None`` if there is no room."""
-        size, nodes = len(query.context), self.passes.tree.nodes
-        num_before = size - self.passes.going_on.fewest
-        if self.passes.states.num_states and num_before > 0 and query.context.pictures is None:
-            # To be asked again it goes on from a state before its end.
-            self._answers([Query(query.context[:num_before], query.adapter)])
-        self._answers([query])
-        node = self.passes.match(query.context, query.adapter, size)
-        is_kept = nodes.depth[node] == size and nodes.slot[node] > 0
-        has_state = nodes.state[node] > 0 or not self.passes.states.num_states
-        return node if is_kept and has_state else None
 
     # ---------------------------------------------------------------- files of prefixes
 
     def save_prefix(self, query: Query, path: str) -> None:
         """Compute a context and write its keys and values into a file."""
         self._check_can_keep(len(query.context))
-        node = self._computed(query)
+        node = self.passes.computed(query, self._answers)
         if node is None:
             raise CacheError(
                 f"a prompt of {len(query.context)} tokens does not fit into the "

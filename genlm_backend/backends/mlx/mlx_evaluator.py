@@ -200,7 +200,9 @@ class MlxEvaluator(Evaluator):
     def num_cached(self, query: Query, tier: TierName | None = None) -> int:
         """Return how many of a context's tokens have their keys and values in slots."""
         # The last token always goes through the model: its logits are the answer.
-        return self.passes.tree.num_cached(query.context.packed()[:-1], query.adapter, tier)
+        passes, ids = self.passes, query.context.packed()
+        num_new = passes.going_on.fewest if passes.states.num_states else 1
+        return passes.tree.num_cached(ids[: max(0, len(ids) - num_new)], query.adapter, tier)
 
     def forget(self, query: Query, keep: int) -> None:
         """Free the slots of a context beyond its first ``keep`` tokens."""
@@ -208,10 +210,8 @@ class MlxEvaluator(Evaluator):
 
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
-        self._answers([query])
-        node = self.passes.match(query.context, query.adapter, len(query.context))
-        is_kept = self.passes.tree.nodes.depth[node] == len(query.context)
-        return bool(is_kept) and self.passes.pin(node)
+        node = self.passes.computed(query, self._answers)
+        return node is not None and self.passes.pin(node)
 
     def clear(self) -> None:
         """Free all slots, pinned ones too."""
