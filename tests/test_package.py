@@ -289,7 +289,17 @@ ARROWS = {
         PLAIN,
     ),
     "generation": (
-        {"checks", "common_prefix", "readable", "runtime", "model", "backends", "errors", "lazy"},
+        {
+            "backends",
+            "checks",
+            "common_prefix",
+            "errors",
+            "lazy",
+            "llm",
+            "model",
+            "readable",
+            "runtime",
+        },
         {"vllm", "mlx"},
     ),
     "compat": ({"backends.mlx", "backends.vllm", "tokenization", "errors"}, PLAIN),

@@ -357,7 +357,7 @@ def _wrap(model: Any, tokenizer: Any) -> AsyncLM:
             "model must be a causal language model of transformers or an AsyncLM, "
             f"got {shown(model)}{hint}"
         )
-    from genlm_backend.backends.hf.async_transformer import AsyncTransformer
+    from genlm_backend.llm import AsyncTransformer
 
     if tokenizer is None:
         from tokenizers import Tokenizer, models

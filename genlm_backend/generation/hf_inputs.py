@@ -13,8 +13,7 @@ from genlm_backend.checks import checked, integer, optional, shown
 from genlm_backend.errors import ContextError, GenerationConfigError
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.hf_config import SHARED_FIELDS
-from genlm_backend.model.context import Context
-from genlm_backend.model.contexts import Contexts
+from genlm_backend.model.context import Context, Contexts
 
 HONOURED = (*SHARED_FIELDS, "early_stopping", "num_return_sequences", "pad_token_id", "seed")
 """The ``generation_kwargs`` that are honoured: those of ``model.generate``, and ``seed``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -12,13 +12,13 @@ from genlm_backend.checks import MAX_VOCAB, Check, checked, integer, optional, s
 from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
 from genlm_backend.model.adapters import UNKNOWN_ADAPTER
-from genlm_backend.model.context import Context
-from genlm_backend.model.contexts import Contexts, listed_contexts
+from genlm_backend.model.context import Context, Contexts, listed_contexts
 from genlm_backend.model.ends import default_ends
 from genlm_backend.model.lm_statistics import LMStatistics
-from genlm_backend.model.query import TokenIds
-from genlm_backend.model.row_scores import scores_by, scores_by_sync
+from genlm_backend.model.query import Query, TokenIds
+from genlm_backend.model.row_scores import scores_of_rows, scores_of_rows_sync
 from genlm_backend.model.sampling_lm import SamplingLM
+from genlm_backend.model.scoring import Scoring, check_scorings
 from genlm_backend.prefix import TierName
 from genlm_backend.runtime.closing import Closing
 from genlm_backend.runtime.together import together
@@ -250,7 +250,13 @@ class AsyncLM(SamplingLM, Closing):
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
         """Return the scores of many continuations, each behind its own prompt; see ``score``."""
-        return await scores_by(self, prompts, continuations, lora_name)
+
+        def ask(queries: list[Query]) -> Awaitable[torch.Tensor]:
+            contexts = [query.context for query in queries]
+            return self.batch_next_token_logprobs(contexts, lora_name=lora_name)
+
+        scorings = self._checked_scorings(prompts, continuations, lora_name)
+        return await scores_of_rows(scorings, ask, self.batch_size)
 
     def batch_score_sync(
         self,
@@ -259,7 +265,19 @@ class AsyncLM(SamplingLM, Closing):
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
         """Return the same scores as ``batch_score``, blocking the calling thread."""
-        return scores_by_sync(self, prompts, continuations, lora_name)
+
+        def ask(queries: list[Query]) -> torch.Tensor:
+            contexts = [query.context for query in queries]
+            return self.batch_next_token_logprobs_sync(contexts, lora_name=lora_name)
+
+        scorings = self._checked_scorings(prompts, continuations, lora_name)
+        return scores_of_rows_sync(scorings, ask, self.batch_size)
+
+    def _checked_scorings(
+        self, prompts: Sequence[TokenIds], continuations: Sequence[TokenIds], lora_name: str | None
+    ) -> list[Scoring]:
+        self.check_adapter(lora_name)
+        return check_scorings(self.contexts, prompts, continuations, self.max_length)
 
     # ---------------------------------------------------------------- keys and values
 

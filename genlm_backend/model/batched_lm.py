@@ -19,7 +19,7 @@ from genlm_backend.errors import AdapterError, BatcherClosedError, OptionError, 
 from genlm_backend.model.adapters import ADAPTER_CHECKS, AdapterNames, check_adapter_name
 from genlm_backend.model.answering import Answering
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.contexts import listed_contexts
+from genlm_backend.model.context import listed_contexts
 from genlm_backend.model.drawing import Draw, Drawing
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.lm_statistics import LMStatistics

@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import NamedTuple, Self, final
 
 from genlm_backend.errors import OptionError
-from genlm_backend.model.context import Context
-from genlm_backend.model.contexts import of_no_model
+from genlm_backend.model.context import Context, of_no_model
 
 TokenIds = Iterable[int]
 """A context: a ``Context``, or token ids as Python or NumPy integers or a 1-D integer array."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import final
 
 import torch
 
 from genlm_backend.model.query import Query
-from genlm_backend.model.scoring import Scoring, check_scorings
-
-if TYPE_CHECKING:
-    from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.scoring import Scoring
 
 
 async def scores_of_rows(
@@ -42,37 +39,6 @@ def scores_of_rows_sync(
     for queries in scores.chunks():
         scores.put(ask(queries))
     return scores.tensors()
-
-
-async def scores_by(
-    lm: AsyncLM, prompts: Any, continuations: Any, lora_name: str | None
-) -> list[torch.Tensor]:
-    """Return the scores of texts from rows of any model, ``batch_size`` at a time."""
-
-    def ask(queries: list[Query]) -> Awaitable[torch.Tensor]:
-        contexts = [query.context for query in queries]
-        return lm.batch_next_token_logprobs(contexts, lora_name=lora_name)
-
-    scorings = _checked(lm, prompts, continuations, lora_name)
-    return await scores_of_rows(scorings, ask, lm.batch_size)
-
-
-def scores_by_sync(
-    lm: AsyncLM, prompts: Any, continuations: Any, lora_name: str | None
-) -> list[torch.Tensor]:
-    """Return the same scores as ``scores_by``, blocking the calling thread."""
-
-    def ask(queries: list[Query]) -> torch.Tensor:
-        contexts = [query.context for query in queries]
-        return lm.batch_next_token_logprobs_sync(contexts, lora_name=lora_name)
-
-    scorings = _checked(lm, prompts, continuations, lora_name)
-    return scores_of_rows_sync(scorings, ask, lm.batch_size)
-
-
-def _checked(lm: AsyncLM, prompts: Any, continuations: Any, lora_name: str | None) -> list[Scoring]:
-    lm.check_adapter(lora_name)
-    return check_scorings(lm.contexts, prompts, continuations, lm.max_length)
 
 
 @final

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.model.contexts import Contexts, listed_contexts
+from genlm_backend.model.context import Contexts, listed_contexts
 from genlm_backend.model.draw import (
     TEMPERATURE,
     AnyRow,

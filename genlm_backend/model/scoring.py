@@ -10,8 +10,7 @@ import torch
 
 from genlm_backend.checks import listed
 from genlm_backend.errors import OptionError
-from genlm_backend.model.context import Context
-from genlm_backend.model.contexts import Contexts
+from genlm_backend.model.context import Context, Contexts
 from genlm_backend.model.draw import Draw
 from genlm_backend.model.drawing import Drawing
 from genlm_backend.model.query import Adapter, Query

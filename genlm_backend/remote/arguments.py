@@ -18,8 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, final
 
-from genlm_backend.model.context import Context
-from genlm_backend.model.contexts import unpickled
+from genlm_backend.model.context import Context, unpickled
 from genlm_backend.remote.messages import NotKnown
 from genlm_backend.vision.pictures import Pictures
 

@@ -19,7 +19,7 @@ from genlm_backend.trie.selection import Selector
 from genlm_backend.trie.views import Children, Jump, Prefixes
 
 if TYPE_CHECKING:
-    from genlm_backend.trie.visualize import TrieDrawing
+    import graphviz
 
 
 class VocabularyTrie(abc.ABC):
@@ -222,7 +222,7 @@ class VocabularyTrie(abc.ABC):
         *,
         max_depth: int | None = None,
         max_nodes: int = 60,
-    ) -> TrieDrawing:
+    ) -> graphviz.Digraph:
         """Draw the trie; shown as SVG in a notebook, written by ``.write("trie.svg")``.
 
         A trie too large to read is pruned: to ``max_depth`` letters, and to the ``max_nodes``

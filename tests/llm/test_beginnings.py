@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from genlm_backend.errors import ContextError, ContextTypeError
-from genlm_backend.model.contexts import Contexts
+from genlm_backend.model.context import Contexts
 
 
 class Indexed:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from genlm_backend.errors import ContextError, ContextTypeError
 from genlm_backend.llm import Context
 from genlm_backend.model.beginnings import TOKENS_PER_BLOCK
-from genlm_backend.model.contexts import Contexts
+from genlm_backend.model.context import Contexts
 
 VOCAB = 100
 bounds = st.none() | st.integers(-1200, 1200)

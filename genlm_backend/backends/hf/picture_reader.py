@@ -13,8 +13,7 @@ import torch
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import PictureError
-from genlm_backend.model.context import Context
-from genlm_backend.model.contexts import Contexts
+from genlm_backend.model.context import Context, Contexts
 from genlm_backend.vision.images import fingerprint, read_image, read_images
 from genlm_backend.vision.picture_prompt import check_fits, check_places
 from genlm_backend.vision.picture_rules import PictureRules

@@ -25,8 +25,7 @@ from genlm_backend.checks import (
     optional,
 )
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.model.context import Context
-from genlm_backend.model.contexts import listed_contexts
+from genlm_backend.model.context import Context, listed_contexts
 from genlm_backend.model.query import TokenIds
 from genlm_backend.model.sampling import Sampled, check_no_others
 from genlm_backend.runtime.progress import progress_bar

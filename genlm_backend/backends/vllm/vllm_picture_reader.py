@@ -12,8 +12,7 @@ import torch
 
 from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.errors import PictureError
-from genlm_backend.model.context import Context
-from genlm_backend.model.contexts import Contexts
+from genlm_backend.model.context import Context, Contexts
 from genlm_backend.vision.images import read_images
 from genlm_backend.vision.picture_prompt import check_fits, check_places
 from genlm_backend.vision.pictures import Pictures, codes

@@ -18,8 +18,7 @@ from hypothesis.stateful import (
 
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.llm import ProcessEvaluator, Query
-from genlm_backend.model.context import Context
-from genlm_backend.model.contexts import Contexts
+from genlm_backend.model.context import Context, Contexts
 from genlm_backend.model.drawing import Drawing
 from genlm_backend.model.query import Adapter
 from genlm_backend.model.scoring import Scoring

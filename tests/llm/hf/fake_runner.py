@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from genlm_backend.attention.torch import WholeAttend
 from genlm_backend.errors import QueryDroppedError
-from genlm_backend.model.contexts import of_no_model
+from genlm_backend.model.context import of_no_model
 from genlm_backend.model.query import Query
 from genlm_backend.model.scoring import Scoring
 from genlm_backend.passes.passes import Passes

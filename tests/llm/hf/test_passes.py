@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from genlm_backend.common_prefix import common_length
 from genlm_backend.errors import QueryDroppedError
-from genlm_backend.model.contexts import of_no_model
+from genlm_backend.model.context import of_no_model
 from genlm_backend.model.query import Adapter, Query
 from tests.llm.hf.fake_runner import (
     AFRESH,

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.model.contexts import of_no_model
+from genlm_backend.model.context import of_no_model
 from genlm_backend.passes.job import Job
 from genlm_backend.passes.prefill_plan import (
     CostModel,

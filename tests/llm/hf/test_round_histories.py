@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from genlm_backend.attention.reading import Reading
 from genlm_backend.attention.torch.whole_attend import WholeAttend
 from genlm_backend.errors import QueryDroppedError
-from genlm_backend.model.contexts import of_no_model
+from genlm_backend.model.context import of_no_model
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.scoring import Scoring
 from genlm_backend.passes.passes import Passes
