@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from genlm_backend.backends.hf.picture_reader import PictureReader
-from genlm_backend.errors import PictureError
+from genlm_backend.checks import shown
+from genlm_backend.errors import OptionTypeError, PictureError
 from genlm_backend.model.context import Context
 from genlm_backend.model.prefix_keeping import PrefixKeepingLM
 from genlm_backend.model.query import TokenIds
@@ -26,7 +27,16 @@ class PicturingLM(PrefixKeepingLM):
     _given_processor: Any
 
     def _sees_by(self, processor: Any) -> None:
-        """Read pictures by a processor, or by what loads it when it is first needed."""
+        """Read pictures by a processor, or by what loads it when it is first needed.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If it is neither.
+        """
+        if processor is not None and not callable(processor):
+            raise OptionTypeError(
+                "processor must be one of transformers, as AutoProcessor.from_pretrained(…) loads "
+                f"it, got {shown(processor)}"
+            )
         self._given_processor = processor
         self.contexts.image_token_id = self._info.image_token_id
 

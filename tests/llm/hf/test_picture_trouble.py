@@ -14,7 +14,7 @@ from genlm_backend import (
     MultiMediaInfo,
     generate,
 )
-from genlm_backend.errors import ContextError, PictureError
+from genlm_backend.errors import ContextError, OptionTypeError, PictureError
 from genlm_backend.generation.prompt import Prompt
 from tests.llm.hf.pictured import TOLERANCE, close, family, over, plain_row, prompt_of
 from tests.llm.picture_families import FAMILIES, inputs, make, marker, picture
@@ -28,6 +28,12 @@ def test_what_behind_a_prompt_is_asked_in_any_precision(dtype):
     with AsyncTransformer(model.to(dtype), processor.tokenizer, processor=processor) as lm:
         pictures = lm.context(*prompt_of("paligemma", [1], before="")[:1], images=[picture(1)])
         assert (pictures.pictures.suffix, pictures.pictures.keeps) == (1, False)
+
+
+def test_a_processor_that_is_none():
+    model, processor = make("paligemma")
+    with pytest.raises(OptionTypeError, match="processor must be one of transformers"):
+        AsyncTransformer(model, processor.tokenizer, processor=3)
 
 
 def test_a_context_that_the_model_refuses_concerns_nobody_else():
