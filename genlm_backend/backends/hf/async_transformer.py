@@ -10,7 +10,7 @@ import torch
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.backends.hf.hf_loader import OF_THE_EVALUATOR, HFLoader, Weights
 from genlm_backend.backends.hf.options import NESTED
-from genlm_backend.backends.hf.picturing import PicturingLM
+from genlm_backend.backends.hf.picturing import PicturingLM, check_processor
 from genlm_backend.backends.loading import explained
 from genlm_backend.checks import (
     Check,
@@ -134,6 +134,7 @@ class AsyncTransformer(PicturingLM):
             "max_length": max_length,
         }
         given = checked(self.option_checks, options)
+        check_processor(processor)
         if checked(self.option_checks, {"process": process})["process"]:
             raise OptionError(
                 "process=True is for a model that is loaded by name, since an object lives where "

@@ -18,6 +18,19 @@ from genlm_backend.model.query import TokenIds
 from genlm_backend.vision.picture_rules import PictureRules
 
 
+def check_processor(processor: Any) -> None:
+    """Refuse what is neither a processor nor loads one.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If it is neither.
+    """
+    if processor is not None and not callable(processor):
+        raise OptionTypeError(
+            "processor must be one of transformers, as AutoProcessor.from_pretrained(…) loads it, "
+            f"got {shown(processor)}"
+        )
+
+
 class PicturingLM(PrefixKeepingLM):
     """A model over an evaluator that may read pictures.
 
@@ -27,16 +40,7 @@ class PicturingLM(PrefixKeepingLM):
     _given_processor: Any
 
     def _sees_by(self, processor: Any) -> None:
-        """Read pictures by a processor, or by what loads it when it is first needed.
-
-        Raises:
-            OptionTypeError: (``TypeError``) If it is neither.
-        """
-        if processor is not None and not callable(processor):
-            raise OptionTypeError(
-                "processor must be one of transformers, as AutoProcessor.from_pretrained(…) loads "
-                f"it, got {shown(processor)}"
-            )
+        """Read pictures by a processor, or by what loads it when it is first needed."""
         self._given_processor = processor
         self.contexts.image_token_id = self._info.image_token_id
 

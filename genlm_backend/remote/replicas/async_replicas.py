@@ -10,7 +10,7 @@ import torch
 
 from genlm_backend.backends.hf.async_transformer import AsyncTransformer
 from genlm_backend.backends.hf.hf_loader import OF_THE_EVALUATOR, HFLoader, Weights
-from genlm_backend.backends.hf.picturing import PicturingLM
+from genlm_backend.backends.hf.picturing import PicturingLM, check_processor
 from genlm_backend.backends.loading import explained
 from genlm_backend.batching import Asking, BatchPolicy
 from genlm_backend.checks import Check, checked, instance, integer, listed, number
@@ -78,6 +78,7 @@ class AsyncReplicas(PicturingLM):
         processor: Any = None,
     ) -> None:
         cost = checked(self.option_checks, {"per_forward": per_forward})["per_forward"]
+        check_processor(processor)
         is_evaluator = instance(Evaluator, "an Evaluator")
         given = [is_evaluator("evaluators", one) for one in listed("evaluators", evaluators)]
         self._set = ReplicaSet(given)
