@@ -14,11 +14,12 @@ PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 # Not demo: the model's package asks for an engine that would have to be compiled.
 EXTRAS := bitsandbytes,grammar,images,lora,mlx,ray,viz,test,bench,docs
 
-.PHONY: help setup demo test test-bare test-vllm test-clients test-all quick mutants lint types bench gpu docs clean
+.PHONY: help setup demo test test-of test-bare test-vllm test-clients test-all quick mutants lint types bench gpu docs clean
 
 help:
 	@echo "make demo    run sequential Monte Carlo on the bundled real model"
 	@echo "make test    lint, type-check and test all but what takes longest"
+	@echo "make test-of FILE=… the tests that concern a file of the package"
 	@echo "make test-bare  what is imported and loaded with the dependencies alone, in $(BARE_VENV)"
 	@echo "make test-vllm  the tests of AsyncVirtualLM, with vLLM for the CPU in $(VLLM_VENV)"
 	@echo "make test-clients  the suites of genlm-control, genlm-bytes, llamppl and the peer, on this library"
@@ -54,6 +55,10 @@ types: $(STAMP)
 test: lint types
 	@echo "== tests"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(if $(ALL),,-m "not slow")
+
+test-of: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(if $(ALL),,-m "not slow") \
+		$$($(BIN)/python -m tests.concerning $(FILE))
 
 test-all: export ALL := yes
 test-all: test-vllm test-clients test-bare test

@@ -23,31 +23,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = Path("genlm_backend")
-TESTS = {
-    "batching": ("tests/batching", "tests/llm/test_mock.py", "tests/trie/test_async_trie.py"),
-    "prefix": ("tests/prefix", "tests/llm/hf/test_evaluator.py", "tests/llm/hf/test_model.py"),
-    "trie": ("tests/trie",),
-    "passes/prefill_plan.py": ("tests/llm/hf/test_plan.py", "tests/llm/hf/test_evaluator.py"),
-    "attention/packing.py": (
-        "tests/llm/hf/test_packing.py",
-        "tests/llm/hf/test_steps.py",
-        "tests/llm/hf/test_evaluator.py",
-    ),
-    "attention/paths.py": ("tests/llm/hf/test_paths.py",),
-    "attention/reading.py": ("tests/llm/hf/test_paths.py", "tests/llm/hf/test_sharing.py"),
-    "passes/passes.py": ("tests/llm/hf/test_passes.py", "tests/llm/hf/test_evaluator.py"),
-    "generation/engine/places.py": (
-        "tests/generation/test_places.py",
-        "tests/generation/test_roster.py",
-        "tests/generation",
-    ),
-    "generation/engine/roster.py": ("tests/generation/test_roster.py", "tests/generation"),
-    "backends/vllm/sessions.py": ("tests/llm/vllm/test_sessions.py", "tests/llm/vllm"),
-}
-"""Files without a model → the tests that are to notice a change, the likeliest first."""
+from tests.concerning import PACKAGE, PURE
 
+ROOT = Path(__file__).parent.parent
 _SWAPPED: dict[type, type] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -218,7 +196,7 @@ def main() -> int:
 
     tests_of = {
         path.relative_to(ROOT): tests
-        for name, tests in TESTS.items()
+        for name, tests in PURE.items()
         for path in _files(ROOT / PACKAGE / name)
         if str(path.relative_to(ROOT / PACKAGE)).startswith(arguments.only)
     }

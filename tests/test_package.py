@@ -19,6 +19,7 @@ import genlm_backend.llm
 import genlm_backend.trie
 from genlm_backend.backends.registry import default_backend
 from genlm_backend.backends.vllm import release
+from tests.concerning import tests_of
 
 ROOT = Path(genlm_backend.__file__).parent
 PROJECT = Path(__file__).parents[1]
@@ -419,3 +420,10 @@ def test_info_tells_what_is_there():
     )
     assert typo.returncode == 2
     assert "unrecognized arguments: --all" in typo.stderr
+
+
+def test_tests_of_each_file_are_known_and_exist():
+    for path in ROOT.rglob("*.py"):
+        tests = tests_of(path.relative_to(ROOT))
+        assert tests
+        assert all((PROJECT / each).exists() for each in tests), path
