@@ -57,7 +57,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def tests_of(path: Path) -> tuple[str, ...]:
+def concerning(path: Path) -> tuple[str, ...]:
     """Return the tests that concern a file of the package, the likeliest to fail first.
 
     Args:
@@ -77,7 +77,7 @@ def main() -> None:
     for path in parser.parse_args().files:
         if not path.is_file() or path.parts[0] != str(PACKAGE):
             parser.error(f"{path} is no file of {PACKAGE}")
-        tests.update(dict.fromkeys(tests_of(path.relative_to(PACKAGE))))
+        tests.update(dict.fromkeys(concerning(path.relative_to(PACKAGE))))
     print(*tests)
 
 

@@ -19,7 +19,7 @@ import genlm_backend.llm
 import genlm_backend.trie
 from genlm_backend.backends.registry import default_backend
 from genlm_backend.backends.vllm import release
-from tests.concerning import tests_of
+from tests.concerning import concerning
 
 ROOT = Path(genlm_backend.__file__).parent
 PROJECT = Path(__file__).parents[1]
@@ -424,6 +424,6 @@ def test_info_tells_what_is_there():
 
 def test_tests_of_each_file_are_known_and_exist():
     for path in ROOT.rglob("*.py"):
-        tests = tests_of(path.relative_to(ROOT))
+        tests = concerning(path.relative_to(ROOT))
         assert tests
         assert all((PROJECT / each).exists() for each in tests), path

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend.errors import ConstraintError
-from genlm_backend.generation import Constraint, schema_grammar
+from genlm_backend.generation import Constraint
+from genlm_backend.generation.grammar import schema_grammar
 from tests.generation import byte_model
 
 WORDS = ["a", "ab", "\n", "\x01", "\x7f", "é", "😀", 'q"', "\\", "/", "\u2028"]
