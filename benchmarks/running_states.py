@@ -79,6 +79,36 @@ def steps(repeats: int, size: str) -> Numbers:
     return numbers
 
 
+def choosing(repeats: int) -> Numbers:
+    """Milliseconds in which a step of particles is given states, by how many there are of them.
+
+    What small states cost that there are many of: of room for them, and where all are taken.
+    """
+    import numpy as np
+
+    from genlm_backend.prefix import PrefixTree, Slots
+
+    numbers: dict[str, list[float]] = {}
+    for num_states, is_full in ((1_000, False), (100_000, False), (100_000, True)):
+        tree = PrefixTree(Slots(num_states + 10_000), num_states=num_states)
+        nodes = np.repeat(np.int32(tree.root(None)), NUM_PARTICLES)
+        tokens = np.arange(NUM_PARTICLES, dtype=np.int32)
+        num_before = num_states // NUM_PARTICLES if is_full else 0
+        times: list[float] = []
+        for _ in range(num_before + 40 * repeats):
+            tree.begin()
+            tree.use(nodes)
+            slots = tree.allocate(NUM_PARTICLES, nodes)
+            assert slots is not None
+            before, nodes = nodes, tree.link(tree.grow(nodes, tokens, slots))
+            needed = np.zeros(NUM_PARTICLES, np.int64)
+            began = time.perf_counter()
+            tree.states.give(nodes, needed, before)
+            times.append(1e3 * (time.perf_counter() - began))
+        numbers[f"{num_states:,} {'taken' if is_full else 'free'}_ms"] = times[num_before:]
+    return numbers
+
+
 def ratio(numbers: Numbers, num_shared: int) -> float:
     """Return the step of ours over the model's own, of medians."""
     ours, own = (statistics.median(numbers[f"{num_shared} {name}_ms"]) for name in ("ours", "own"))

@@ -179,14 +179,23 @@ class RunningStates(Workload):
     """A step of a model with running states, against the model with its own cache."""
 
     name = "running_states"
-    variants = tuple(running_states.SIZES)
+    variants = (*running_states.SIZES, "choosing")
 
     def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        if variant == "choosing":
+            return running_states.choosing(repeats)
         return running_states.steps(repeats, variant)
 
     def rows(self, found: Found) -> list[Row]:
         table: list[Row] = []
+        chosen = found.get("choosing", {})
+        for kind, times in chosen.items():
+            store = kind.removesuffix("_ms")
+            what = f"{running_states.NUM_PARTICLES} states of {store} given to a step"
+            table.append((what, f"{median(times):.2f} ms", "0.2 ms" if "free" in kind else ""))
         for size, numbers in found.items():
+            if size == "choosing":
+                continue
             who = f"Qwen3.5 of {size}, {running_states.NUM_PARTICLES} particles"
             for num_shared in running_states.BEHIND:
                 ms = median(numbers[f"{num_shared} ours_ms"])
