@@ -13,7 +13,7 @@ import torch
 import genlm_backend
 from genlm_backend import errors
 from genlm_backend.compat import replaced
-from genlm_backend.prefix.output_cache import OutputCache
+from genlm_backend.compat.output_cache import OutputCache
 
 # Every public name that each module of genlm-backend 0.3.1 defines or hands on as its own.
 NAMES = {

@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from genlm_backend.compat.output_cache import OutputCache
     from genlm_backend.compat.replaced import TokenTrie
-    from genlm_backend.prefix.output_cache import OutputCache
 
 __all__ = ["OutputCache", "TokenTrie"]
 
 __getattr__, __dir__ = lazy_names(
     globals(),
     {
-        "OutputCache": "genlm_backend.prefix.output_cache",
+        "OutputCache": "genlm_backend.compat.output_cache",
         "TokenTrie": "genlm_backend.compat.replaced",
     },
 )

@@ -37,7 +37,7 @@ class Attend(abc.ABC):
 
     @abc.abstractmethod
     def attending(self, batch: PackedBatch, model: Any) -> AbstractContextManager[dict[str, Any]]:
-        """Prepare one forward pass of a model of transformers, which is made within the context.
+        """Prepare one forward pass, which is made within the context.
 
         With the pass, the keys and values of the batch's new tokens go to the slots that it names.
 

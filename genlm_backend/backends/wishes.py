@@ -12,7 +12,7 @@ from genlm_backend.errors import OptionError
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wishes:
-    """What a model is wished to have when it is loaded; ``None`` leaves it to the backend.
+    """Options of loading that backends have in common; ``None`` leaves one to the backend.
 
     Attributes:
         batch_size: Number of distinct contexts that are evaluated at once, at most.

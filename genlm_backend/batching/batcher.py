@@ -1,4 +1,4 @@
-"""The library's only event-loop code: queries in, batches out, results back to their loops."""
+"""Batcher: concurrent queries in, batches out, results back to their event loops."""
 
 from __future__ import annotations
 

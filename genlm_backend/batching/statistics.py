@@ -49,7 +49,7 @@ class BatcherStatistics(Readable):
 
 @final
 class Counts:
-    """What a batcher counts while it works; guarded by its lock."""
+    """Counters of a batcher, guarded by its lock."""
 
     def __init__(self) -> None:
         self.num_submitted = self.num_joined = self.num_skipped = self.num_failed = 0

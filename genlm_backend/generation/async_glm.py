@@ -22,10 +22,10 @@ from genlm_backend.errors import (
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.engine.engine import Engine
 from genlm_backend.generation.engine.served_model import ServedModel
-from genlm_backend.generation.engine.task import Task
 from genlm_backend.generation.hf_config import own_config
 from genlm_backend.generation.hf_inputs import config_of_kwargs, pictures_of, rows_of
 from genlm_backend.generation.prompt import Prompt
+from genlm_backend.generation.task import Task
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.query import TokenIds
 from genlm_backend.runtime.process_lock import OfOneProcess, ProcessLock

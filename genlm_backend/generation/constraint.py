@@ -57,7 +57,7 @@ _INSTEAD: Final = {
 
 @final
 class Constraint:
-    """How far a text has come in a grammar, and what may follow.
+    """State of a text within a grammar: how far it has come, and the tokens that may follow.
 
     Made by one of the ``from_…`` methods. Every token whose bytes keep the text within the grammar
     is allowed, however the text is divided into tokens: a sampler that draws from the allowed

@@ -15,7 +15,7 @@ from genlm_backend.model.query import TokenIds
 
 
 class Draft(abc.ABC):
-    """What a model is asked for, and what becomes of its answers.
+    """A generation in progress: contexts that a model is asked, and what its answers add to them.
 
     Until ``is_finished``: await ``read()``, then call ``write()``. Between the two calls a draft
     may rest for as long as anybody likes.

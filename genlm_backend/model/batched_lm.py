@@ -36,7 +36,7 @@ DEFAULT_ROW_CACHE_BYTES = 256 << 20
 
 
 def _do_nothing() -> None:
-    """Wait for a row without a word to anybody."""
+    """Do nothing before a wait, where nobody is to be told of it."""
 
 
 class BatchedLM(OfOneProcess, AsyncLM):
@@ -122,7 +122,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         )
 
     def _asking(self, policy: BatchPolicy) -> Asking[Question, Any]:
-        """Return what answers questions, on whatever threads; made once."""
+        """Make the batcher of questions, once."""
         answers, weight = self._answering.answers, self._answering.weight
         return Batcher(answers, policy, name=type(self).__name__, weight=weight)
 
@@ -142,7 +142,10 @@ class BatchedLM(OfOneProcess, AsyncLM):
     async def next_token_logits(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return what the model said before it was normalised: float32 ``[vocab]``."""
+        """Return the logits of the token after ``token_ids``: float32 ``[vocab]``.
+
+        Log-probabilities where the evaluator does not know its model's logits.
+        """
         query = self._query(token_ids, lora_name)
         row = self._rows.get(query)
         if row is None:

@@ -27,7 +27,7 @@ from genlm_backend.vision.picture_rules import PictureRules
 
 @dataclass(frozen=True, slots=True)
 class EvaluatorInfo:
-    """What an evaluator is able to do; does not change while it is open.
+    """Capabilities of an evaluator; they do not change while it is open.
 
     Attributes:
         vocab_size: Width of its rows; ``None`` for whatever the tokenizer has.

@@ -19,7 +19,7 @@ from genlm_backend.runtime.spare_memory import SpareMemory
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """What a model says comes next after a context.
+    """Log-probabilities of the token behind a context.
 
     Attributes:
         logprobs: Natural logarithms of the probabilities: float32 ``[vocab]``. The tensor may be a

@@ -1,1 +1,1 @@
-"""Forward passes of many contexts over a prefix tree; neither transformers nor MLX."""
+"""Forward passes of many contexts over a prefix tree; no transformers and no MLX by name."""

@@ -1,4 +1,4 @@
-"""GoingOn: how many tokens go on from a running state in one pass."""
+"""GoingOn: bounds on the tokens of one pass behind a running state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MANY_BY_TWO: Final = 8
 
 @final
 class GoingOn(NamedTuple):
-    """How many tokens of a context may go on from a running state in one pass.
+    """Bounds on the tokens of a context in one pass behind a running state.
 
     The code of most models takes any number. Some scans begin anew whatever state there is, so
     that tokens have to come one by one; others round the steps of several tokens as they round
@@ -32,7 +32,7 @@ class GoingOn(NamedTuple):
 
     @classmethod
     def told_by(cls, at_once: float, one_by_one: float, rounding: float) -> Self:
-        """Return what is told by how far rows are off.
+        """Derive the bounds from the distances of a trial's rows.
 
         Args:
             at_once: Distance from whole rows where several tokens go on at once.

@@ -34,7 +34,7 @@ class Job:
     """One context on its way, and the outputs that are wanted behind its tokens.
 
     Attributes:
-        token_ids: The whole context.
+        context: The whole context.
         node: The node of its cached prefix, which ends before the first output; that of the whole
             context once it is kept. 0 where it is run whole.
         start: Number of tokens of the prefix.
@@ -51,7 +51,7 @@ class Job:
         scores: The scores otherwise.
     """
 
-    token_ids: Context
+    context: Context
     node: int = 0
     start: int = 0
     targets: tuple[int, ...] = ()
@@ -64,9 +64,9 @@ class Job:
     scores: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stop = len(self.token_ids)
+        self.stop = len(self.context)
         self.first = self.stop - (len(self.targets) or 1)
-        self.missing = self.token_ids.packed(self.start)
+        self.missing = self.context.packed(self.start)
         self.scores = [0.0] * len(self.targets)
 
     @classmethod

@@ -38,7 +38,7 @@ def search(job: Job, spoilt: Sequence[int], size: int) -> Generator[Wanted]:
         spoilt: The positions of its outputs that may be NaN by tokens behind them.
         size: Number of outputs of one pass, at most.
     """
-    text = job.token_ids
+    text = job.context
     probe = yield from _probe(text)
     if probe is None:
         return
@@ -72,7 +72,7 @@ def _probe(text: Context) -> Generator[Wanted, None, int | None]:
     contexts += [text[:length] for length in lengths]
     jobs = [_job(context) for context in contexts]
     yield [(job, job.outputs) for job in jobs]
-    return next((job.token_ids[-1] for job in jobs if not job.is_spoilt(job.outputs)), None)
+    return next((job.context[-1] for job in jobs if not job.is_spoilt(job.outputs)), None)
 
 
 def _is_nan(context: Context) -> Generator[Wanted, None, bool]:

@@ -443,7 +443,7 @@ class Passes:
         jobs = [Job.of(*one) for one in zip(questions, nodes.tolist(), starts, strict=True)]
         for job, num_known in zip(jobs, known.tolist(), strict=True):
             job.num_known = num_known
-            job.shift = self.roots.shift(job.token_ids)
+            job.shift = self.roots.shift(job.context)
         if not all(map(_has_root, jobs)):
             return None
         has_states = self.states.num_states > 0
@@ -613,7 +613,7 @@ class _OutOfStates(Exception):
 
 def _has_root(job: Job) -> bool:
     """Return whether the root of a context is kept: it may have had to go for another one's."""
-    pictures = job.token_ids.pictures
+    pictures = job.context.pictures
     return pictures is None or job.start >= pictures.num_tokens
 
 

@@ -174,7 +174,7 @@ def _apart(jobs: Sequence[Job]) -> list[Segment]:
     segments: dict[tuple[Context, int], Segment] = {}
     for job in jobs:
         own = segments.setdefault(
-            (job.token_ids, job.start), Segment(job, job.start, job.stop, None, 0)
+            (job.context, job.start), Segment(job, job.start, job.stop, None, 0)
         )
         for position in job.outputs:
             own.outputs.setdefault(position, []).append(job)
@@ -195,7 +195,7 @@ def plan_whole(wanted: Iterable[tuple[Job, Sequence[int]]]) -> list[Segment]:
     segments: dict[Context, Segment] = {}
     for job, positions in sorted(wanted, key=lambda pair: pair[1][0]):
         stop = positions[-1] + 1
-        ids = job.token_ids[:stop]
+        ids = job.context[:stop]
         segment = segments.setdefault(ids, Segment(job, 0, stop, None, 0))
         for position in positions:
             segment.outputs.setdefault(position, []).append(job)

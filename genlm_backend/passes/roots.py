@@ -72,7 +72,7 @@ class Roots:
         self._passes.forward_alone(job, _span(job, pictures, end), attend)
         outputs = [position - end for position in job.outputs_in(end, size)]
         shift = end + self.shift(question.context)
-        rest = Span(job.token_ids.packed(end), outputs=outputs, shift=shift)
+        rest = Span(job.context.packed(end), outputs=outputs, shift=shift)
         self._passes.forward_alone(job, rest, attend, end)
         return job.answer
 
@@ -112,7 +112,7 @@ class Roots:
     ) -> None:
         """Run the first tokens of a context; those that have slots are kept if no NaN came."""
         passes, tree = self._passes, self._passes.tree
-        tokens = np.asarray(job.token_ids.packed(stop - len(slots), stop), np.int32)
+        tokens = np.asarray(job.context.packed(stop - len(slots), stop), np.int32)
         new = tree.grow_chain(node, tokens, slots)
         try:
             store = passes.store if len(slots) else None
@@ -128,10 +128,10 @@ class Roots:
 
 def _holds_parts(job: Job, pictures: Pictures) -> bool:
     """Return whether the token of a part of a picture has come behind the root."""
-    return pictures.image_token_id in job.token_ids.packed(pictures.num_tokens)
+    return pictures.image_token_id in job.context.packed(pictures.num_tokens)
 
 
 def _span(job: Job, pictures: Pictures, stop: int) -> Span:
     """Return the first tokens of a context as the model takes them."""
-    ids = pictures.ids(job.token_ids.packed(pictures.num_tokens, stop))
+    ids = pictures.ids(job.context.packed(pictures.num_tokens, stop))
     return Span(ids, outputs=job.outputs_in(0, stop))

@@ -29,13 +29,13 @@ from genlm_backend import (
 )
 from genlm_backend.backends.mock import MockEvaluator
 from genlm_backend.batching import Batcher, BatchPolicy
+from genlm_backend.compat.output_cache import OutputCache
 from genlm_backend.errors import ModelNotFoundError, UnknownTaskError
 from genlm_backend.generation import RuntimeConfig
 from genlm_backend.generation.hf_inputs import HONOURED
 from genlm_backend.model.batched_lm import BatchedLM
 from genlm_backend.model.sampling import Sampler
 from genlm_backend.prefix import RowCache
-from genlm_backend.prefix.output_cache import OutputCache
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine

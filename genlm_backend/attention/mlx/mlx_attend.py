@@ -75,7 +75,7 @@ class MlxSlotLayer(abc.ABC):
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> Any:
-        """Return who sees which; the names are those of mlx-lm's caches."""
+        """Return the attention mask; the names are those of mlx-lm's caches."""
 
     @abc.abstractmethod
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

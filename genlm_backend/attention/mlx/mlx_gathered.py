@@ -124,7 +124,7 @@ class _MlxGatheredLayer(MlxSlotLayer):
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> Any:
-        """Return who sees which; the names are those of mlx-lm's caches."""
+        """Return the attention mask; the names are those of mlx-lm's caches."""
         return self._past.mask(N, window_size, return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:

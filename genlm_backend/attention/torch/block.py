@@ -29,7 +29,7 @@ MAX_SCORES: Final = 4 << 20
 @final
 @dataclass(slots=True, eq=False)
 class Attended:
-    """What some queries have attended to so far.
+    """Partial attention of some queries.
 
     Attributes:
         values: Weighted means of the values: ``[N, heads, M, value_dim]``.

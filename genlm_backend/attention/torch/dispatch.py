@@ -32,7 +32,7 @@ PREFIX: Final = "genlm_backend-"
 
 
 class Attention(abc.ABC):
-    """What computes the attention of one forward pass, layer by layer."""
+    """Attention of one forward pass, layer by layer."""
 
     @abc.abstractmethod
     def attended(

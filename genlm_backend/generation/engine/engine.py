@@ -151,7 +151,7 @@ class Engine(OfOneProcess, Closing):
         return self.served(name).num_waiting
 
     def served(self, name: str) -> ServedModel:
-        """Return what works at a model's requests.
+        """Return the served model of a name.
 
         Raises:
             ModelStateError: (``RuntimeError``) Unless the model is running.

@@ -17,7 +17,7 @@ from genlm_backend.runtime.background_loop import BackgroundLoop
 
 
 class ModelState(enum.Enum):
-    """What a model of an engine is ready for."""
+    """State of a model of an engine."""
 
     INSTALLED = "installed"
     """Its name and configuration are known."""

@@ -19,7 +19,7 @@ Or one that was preempted would be preempted again at its next token.
 
 
 class Work(Protocol):
-    """What makes a text, as far as the roster looks at it."""
+    """The view of a draft that the roster plans by."""
 
     @property
     def contexts(self) -> Sequence[list[int]]:
@@ -86,7 +86,7 @@ class Entry(Generic[R, D]):
 @final
 @dataclass(slots=True)
 class Plan(Generic[R, D]):
-    """Who runs and who never can; everybody else waits.
+    """An admission plan: the texts that run, and those that never can; all others wait.
 
     Attributes:
         running: Texts that may run, in order.

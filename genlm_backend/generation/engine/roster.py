@@ -33,7 +33,7 @@ class Settlement(Generic[R, D]):
 @final
 @dataclass(slots=True)
 class RosterChange(Generic[R, D]):
-    """What is to be done; a text is in one of the lists at most.
+    """Transitions of texts and requests to carry out; a text is in one of the lists at most.
 
     Attributes:
         start: Texts whose tasks begin.
@@ -54,7 +54,7 @@ class RosterChange(Generic[R, D]):
 class Roster(Generic[R, D]):
     """The texts that are wanted, each in one phase: the oldest run whose contexts fit.
 
-    Its methods change phases and return what is to be done about it, in a ``RosterChange``;
+    Its methods change phases and return the transitions that follow, in a ``RosterChange``;
     ``None`` is returned where everybody goes on as before. There is no event loop, no lock and no
     model in it.
 
@@ -66,7 +66,7 @@ class Roster(Generic[R, D]):
 
     Attributes:
         max_batch: Places of a batch.
-        capacity: Tokens that fit into memory; it can be set, for the decisions to come.
+        capacity: Tokens that fit into memory; it can be set, for the changes to come.
         is_open: Whether requests are let in.
     """
 
@@ -127,7 +127,7 @@ class Roster(Generic[R, D]):
             requests: What makes the texts of each request.
 
         Returns:
-            The decision, or ``None`` where there is no room: nothing has changed then.
+            The change, or ``None`` where there is no room: nothing has changed then.
         """
         assert self.is_open
         arrival = self._num_arrivals
@@ -172,11 +172,11 @@ class Roster(Generic[R, D]):
         if text.phase is not Phase.LEAVING:
             return None
         text.phase = Phase.GONE
-        decision, texts = RosterChange[R, D](), self._requests[text.request]
+        change, texts = RosterChange[R, D](), self._requests[text.request]
         if all(other.phase is Phase.GONE for other in texts):
             del self._requests[text.request]
-            decision.settle.append(Settlement(text.request, texts, GenerationStatus.FINISHED))
-        return self._replanned(decision)
+            change.settle.append(Settlement(text.request, texts, GenerationStatus.FINISHED))
+        return self._replanned(change)
 
     # ---------------------------------------------------------------- ending
 
@@ -184,21 +184,21 @@ class Roster(Generic[R, D]):
         self, request: R, status: GenerationStatus, error: Exception | None = None
     ) -> RosterChange[R, D] | None:
         """End a request; one whose texts are all complete, or that has ended, stays as it is."""
-        decision = RosterChange[R, D]()
-        self._take_off(decision, request, status, error)
-        return self._replanned(decision) if decision.settle else None
+        change = RosterChange[R, D]()
+        self._take_off(change, request, status, error)
+        return self._replanned(change) if change.settle else None
 
     def close(self) -> RosterChange[R, D]:
         """Let no more requests in and interrupt those that there are; nobody gets a place."""
         self.shut()
-        decision = RosterChange[R, D]()
+        change = RosterChange[R, D]()
         for request in list(self._requests):
-            self._take_off(decision, request, GenerationStatus.INTERRUPTED)
-        return decision
+            self._take_off(change, request, GenerationStatus.INTERRUPTED)
+        return change
 
     def _take_off(
         self,
-        decision: RosterChange[R, D],
+        change: RosterChange[R, D],
         request: R,
         status: GenerationStatus,
         error: Exception | None = None,
@@ -207,36 +207,36 @@ class Roster(Generic[R, D]):
         if all(text.phase in (Phase.LEAVING, Phase.GONE) for text in texts):
             return
         del self._requests[request]
-        decision.settle.append(Settlement(request, texts, status, error))
+        change.settle.append(Settlement(request, texts, status, error))
         for text in texts:
             if text.phase in (Phase.RUNNING, Phase.RESTING):
                 text.phase = Phase.CANCELLED
-                decision.cancel.append(text)
+                change.cancel.append(text)
             else:  # without a task, or with one that is to forget what it asked for
                 text.phase = Phase.GONE
 
     # ---------------------------------------------------------------- who runs
 
-    def _replanned(self, decision: RosterChange[R, D]) -> RosterChange[R, D]:
+    def _replanned(self, change: RosterChange[R, D]) -> RosterChange[R, D]:
         """Let whoever may run go on and the others rest, and end whoever never may."""
         while (plan := self._plan()).hopeless:
             for request in dict.fromkeys(text.request for text in plan.hopeless):
-                self._take_off(decision, request, GenerationStatus.INTERRUPTED)
+                self._take_off(change, request, GenerationStatus.INTERRUPTED)
         self._num_tokens = plan.num_tokens
         # Those that ran follow one another, from the oldest on: nobody has overtaken.
         for text in itertools.islice(self._wanted(), len(plan.running), None):
             if text.phase is not Phase.RUNNING:
                 break
             text.phase = Phase.RESTING
-            decision.rest.append(text)
+            change.rest.append(text)
         for text in plan.running:
             if text.phase is Phase.WAITING:
-                decision.start.append(text)
+                change.start.append(text)
                 self._last_begun = text.arrival
             elif text.phase is Phase.RESTING:
-                decision.go_on.append(text)
+                change.go_on.append(text)
             text.phase = Phase.RUNNING
-        return decision
+        return change
 
     def _plan(self) -> Plan[R, D]:
         return make_plan(self._wanted(), self.max_batch, self.capacity)

@@ -24,13 +24,13 @@ from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.process_lock import ProcessLock
 
 _Entry: TypeAlias = Entry[GenerationRequest, Draft]
-_Decision: TypeAlias = RosterChange[GenerationRequest, Draft]
+_Change: TypeAlias = RosterChange[GenerationRequest, Draft]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _Worker:
-    """What writes a text, on the background loop.
+    """The asyncio task of one draft, on the background loop.
 
     Attributes:
         task: The task.
@@ -131,10 +131,10 @@ class ServedModel:
                 raise ModelStateError(f"model {self.name!r} has been stopped")
             try:
                 self._roster.capacity = self.lm.kv_capacity
-                decision = self._roster.submit(requests)
-                if decision is None:
+                change = self._roster.submit(requests)
+                if change is None:
                     return self._room.waiter()
-                self._carry_out(decision)
+                self._carry_out(change)
             except BaseException:  # nobody would have their handles
                 for request in requests:
                     self.end(request, GenerationStatus.INTERRUPTED)
@@ -155,21 +155,21 @@ class ServedModel:
 
     # ---------------------------------------------------------------- what the roster decides
 
-    def _carry_out(self, decision: _Decision | None) -> None:
+    def _carry_out(self, change: _Change | None) -> None:
         """Do what the roster has decided; under the lock."""
-        if decision is None:
+        if change is None:
             return
         with contextlib.ExitStack() as stack:  # each is settled, whatever another's drafts do
-            for settlement in decision.settle:
+            for settlement in change.settle:
                 stack.callback(_settle, settlement)
-            for text in decision.cancel:
+            for text in change.cancel:
                 self.loop.call_soon(self._cancel, text)
-            for text in decision.rest:
+            for text in change.rest:
                 text.request.queue.preempt()
                 self.loop.call_soon(self._let_rest, text)
-            for text in decision.start:
+            for text in change.start:
                 self.loop.call_soon(self._start, text)
-            for text in decision.go_on:
+            for text in change.go_on:
                 self.loop.call_soon(self._let_go_on, text)
             self._room.notify()
 
@@ -228,7 +228,7 @@ class ServedModel:
 
     async def _read_first(self, text: _Entry) -> None:
         draft = text.draft
-        # All are queued at once: what is counted is what the reading finds.
+        # The counts are queued before the reading, and so are taken before the prompt is computed.
         num_cached, num_on_host, _ = await asyncio.gather(
             self.lm.num_cached_tokens(draft.asked()[0], draft.lora_name),
             self._num_on_host(draft),

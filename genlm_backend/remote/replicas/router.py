@@ -19,7 +19,7 @@ more tokens are computed again and again; with more, replicas wait longer for th
 @final
 @dataclass(slots=True, eq=False)
 class Load:
-    """What waits at a replica or is being computed there.
+    """Pending work of a replica: what waits there or is being computed.
 
     Attributes:
         num_contexts: Number of contexts.

@@ -59,12 +59,12 @@ def check_answered(segments, jobs):
         for position, own in segment.outputs.items():
             assert segment.start <= position < segment.stop
             for job in own:
-                ids = job.token_ids[: position + 1]
-                assert segment.job.token_ids[: position + 1] == ids
+                ids = job.context[: position + 1]
+                assert segment.job.context[: position + 1] == ids
                 answered[job].append(position)
     for job, positions in answered.items():
         num_outputs = len(job.targets) or 1
-        end = len(job.token_ids)
+        end = len(job.context)
         assert sorted(positions) == list(range(end - num_outputs, end))
 
 
@@ -82,7 +82,7 @@ def test_segments_answer_every_job_from_what_comes_before(
     jobs = mixed_jobs(wanted, cached)
     segments = plan_segments(jobs, cost)
     for segment in segments:
-        token_ids = segment.job.token_ids
+        token_ids = segment.job.context
         assert 0 < segment.num_tokens <= size
         assert len(segment.outputs) <= max_outputs
         assert list(segment.outputs) == sorted(segment.outputs)
@@ -92,7 +92,7 @@ def test_segments_answer_every_job_from_what_comes_before(
             parent = child.parent
             assert parent.wave < child.wave
             assert parent.start < position <= parent.stop
-            assert parent.job.token_ids[:position] == token_ids[:position]
+            assert parent.job.context[:position] == token_ids[:position]
             position, child = parent.start, parent
         assert position == segment.job.start
     check_answered(segments, jobs)
@@ -101,7 +101,7 @@ def test_segments_answer_every_job_from_what_comes_before(
 
 @given(wanted, st.integers(1, 5))
 def test_whole_segments_begin_with_the_first_token_and_end_with_an_output(wanted, size):
-    jobs = [Job(job.token_ids, targets=job.targets) for job in mixed_jobs(wanted)]
+    jobs = [Job(job.context, targets=job.targets) for job in mixed_jobs(wanted)]
     segments = plan_whole([(job, part) for job in jobs for part in job.parts(size)])
     for segment in segments:
         assert (segment.start, segment.parent) == (0, None)
@@ -136,9 +136,7 @@ def test_the_most_wanted_branch_goes_on_and_few_passes_follow(contexts, is_mirro
 def test_where_passes_are_free_every_missing_token_is_computed_once(contexts, cached):
     jobs = jobs_of(contexts, cached)
     segments = plan_segments(jobs, FREE_PASSES)
-    missing = {
-        job.token_ids[:n] for job in jobs for n in range(job.start + 1, len(job.token_ids) + 1)
-    }
+    missing = {job.context[:n] for job in jobs for n in range(job.start + 1, len(job.context) + 1)}
     assert sum(segment.num_tokens for segment in segments) == len(missing)
 
 
@@ -167,7 +165,7 @@ def test_spans_have_the_slots_of_all_tokens_before_them(contexts, cached, size):
         segment.nodes = tree.grow_chain(segment.before, np.array(ids, np.int32), slots)
     nodes = tree.nodes
     for segment in segments:
-        ids = segment.job.token_ids
+        ids = segment.job.context
         assert nodes.token[nodes.path(segment.before)].tolist() == list(ids[: segment.start])
         assert nodes.depth[segment.nodes].tolist() == list(
             range(segment.start + 1, segment.stop + 1)
