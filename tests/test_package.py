@@ -303,7 +303,10 @@ ARROWS = {
         },
         {"vllm", "mlx"},
     ),
-    "compat": ({"backends.mlx", "backends.vllm", "tokenization", "errors"}, PLAIN),
+    "compat": (
+        {"backends.mlx", "backends.vllm", "checks", "runtime", "tokenization", "errors"},
+        BACKENDS,
+    ),
 }
 # Loading looks tokenizers up inside its functions; the bars of loading are transformers' own.
 MAY_NAME_TRANSFORMERS = {
