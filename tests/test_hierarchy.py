@@ -1,6 +1,7 @@
 """Classes are abstract or final, and a method that has a body is not overridden."""
 
 import ast
+import functools
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -111,6 +112,7 @@ def is_abstract(names):
     return "abstractmethod" in names
 
 
+@functools.cache
 def read_classes():
     found, imports = {}, {}
     for path in FILES:
@@ -133,9 +135,6 @@ def read_classes():
             else:
                 each.foreign.add(name)
     return list(found.values())
-
-
-CLASSES = read_classes()
 
 
 def faults(each):
@@ -161,15 +160,15 @@ def faults(each):
     ids=lambda path: path.relative_to(ROOT).as_posix(),
 )
 def test_classes_are_abstract_or_final(path):
-    found = [each for each in CLASSES if each.path == path]
+    found = [each for each in read_classes() if each.path == path]
     assert not [f"{each.place} {fault}" for each in found for fault in faults(each)]
 
 
 def test_every_default_is_one():
     """Defaults are methods with a body, and some class overrides each of them."""
     for owner, names in DEFAULTS.items():
-        (owned,) = [each for each in CLASSES if each.name == owner]
+        (owned,) = [each for each in read_classes() if each.name == owner]
         for name in names:
             assert not is_abstract(owned.methods[name])
-            heirs = [each for each in CLASSES if owned in each.ancestors]
+            heirs = [each for each in read_classes() if owned in each.ancestors]
             assert any(name in each.methods for each in heirs), f"{owner}.{name}"

@@ -1,11 +1,21 @@
 """Adapters of every kind that PEFT makes, saved with random weights, and the models they are of."""
 
 import copy
+import importlib
 
-import peft
 import torch
 
 from tests.llm import families
+
+
+class _Peft:
+    """PEFT, imported when it is first needed: collecting the tests need not wait for it."""
+
+    def __getattr__(self, name):
+        return getattr(importlib.import_module("peft"), name)
+
+
+peft = _Peft()
 
 ATTENTION = ["q_proj", "v_proj"]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

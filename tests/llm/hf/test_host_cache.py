@@ -1,6 +1,7 @@
 """Keys and values that leave the device for the host and come back, against fresh models."""
 
 import asyncio
+import functools
 import random
 
 import pytest
@@ -20,15 +21,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:host_cache_bytes gains nothing")
 MODEL = families.make("llama")
 
 
+@functools.cache
 def bytes_per_slot(model=MODEL, **options):
     with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=1 << 16, **options) as lm:
         return lm._evaluator.passes.store.bytes_per_slot
 
 
-PER_SLOT = bytes_per_slot()
-
-
-def tiered(num_slots, num_host_slots, model=MODEL, per_slot=PER_SLOT, **options):
+def tiered(num_slots, num_host_slots, model=MODEL, per_slot=None, **options):
+    per_slot = per_slot or bytes_per_slot()
     return AsyncTransformer(
         model,
         word_tokenizer(),
