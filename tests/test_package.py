@@ -211,7 +211,16 @@ ARROWS = {
     "attention.torch": ({"attention", "prefix", "vision", "errors"}, {"vllm", "mlx"}),
     "attention.mlx": ({"attention", "prefix", "errors"}, {"transformers", "vllm"}),
     "passes": (
-        {"attention", "attention.torch", "common_prefix", "model", "prefix", "vision", "errors"},
+        {
+            "attention",
+            "attention.torch",
+            "common_prefix",
+            "model",
+            "prefix",
+            "runtime",
+            "vision",
+            "errors",
+        },
         BACKENDS,
     ),
     "remote": ({"checks", "model", "prefix", "runtime", "vision", "errors"}, BACKENDS),

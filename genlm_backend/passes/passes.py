@@ -44,7 +44,7 @@ from genlm_backend.prefix import (
     StateLayout,
     StateStore,
 )
-from genlm_backend.prefix.device_memory import is_out_of_memory, release_cached_memory
+from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 
 
 @final

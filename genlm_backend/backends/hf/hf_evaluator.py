@@ -40,14 +40,13 @@ from genlm_backend.passes.job import Asked, Found
 from genlm_backend.passes.passes import Passes
 from genlm_backend.passes.prefill_plan import CostModel
 from genlm_backend.prefix import KVCacheDtype, KVLayout, KVStore, StateStore, TierName
-from genlm_backend.prefix.device_memory import (
+from genlm_backend.prefix.budgets import (
     check_budgets,
     default_kv_budget,
-    is_out_of_memory,
     most_rows,
-    release_cached_memory,
     state_budget,
 )
+from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 from genlm_backend.runtime.threads import frequent_switches, use_num_threads
 from genlm_backend.vision.picture_rules import PictureRules
 

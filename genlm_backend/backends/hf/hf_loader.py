@@ -21,7 +21,7 @@ from genlm_backend.backends.loading import (
 )
 from genlm_backend.checks import Check, one_of, shown
 from genlm_backend.errors import OptionError, OptionTypeError, PictureError
-from genlm_backend.prefix.device_memory import check_budgets
+from genlm_backend.prefix.budgets import check_budgets
 from genlm_backend.remote.process_evaluator import pickled
 
 Weights: TypeAlias = Literal["int8"]

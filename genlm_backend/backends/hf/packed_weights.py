@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from genlm_backend.prefix.device_memory import cpu_budget
+from genlm_backend.runtime.memory import cpu_budget
 
 logger = logging.getLogger(__name__)
 

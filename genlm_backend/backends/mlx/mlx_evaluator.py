@@ -33,10 +33,11 @@ from genlm_backend.passes.job import Asked, Found
 from genlm_backend.passes.passes import Passes
 from genlm_backend.passes.prefill_plan import CostModel
 from genlm_backend.prefix import TierName
-from genlm_backend.prefix.device_memory import cpu_budget, most_rows, state_budget
+from genlm_backend.prefix.budgets import most_rows, state_budget
 from genlm_backend.prefix.kv_store import FREE_SLOTS
 from genlm_backend.prefix.mlx_states import MlxStateStore
 from genlm_backend.prefix.mlx_store import MlxStore
+from genlm_backend.runtime.memory import cpu_budget
 from genlm_backend.runtime.threads import frequent_switches
 
 logger = logging.getLogger(__name__)

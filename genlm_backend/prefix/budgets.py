@@ -1,21 +1,17 @@
-"""How much memory a cache may take, and what running out of it looks like."""
+"""Budgets: the bytes of keys, values and running states, by default and as options say."""
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections import defaultdict
 from typing import Final
 
-import psutil
 import torch
 
 from genlm_backend.errors import OptionError
 from genlm_backend.prefix import KVLayout
+from genlm_backend.runtime.memory import cpu_budget
 
 CUDA_FRACTION: Final = 0.5
-CPU_FRACTION: Final = 0.25
-CPU_LIMIT: Final = 4 << 30
 
 _FEWEST_ROWS: Final = 8
 """Rows of a pass for which there is always memory for copies of their running states."""
@@ -106,27 +102,3 @@ def state_budget(wanted: int | None, budget: int, size: int, name: str, *, atten
 def most_rows(num_states: int) -> int:
     """Return the most rows of a pass, which takes copies of their running states."""
     return max(_FEWEST_ROWS, num_states // 2)
-
-
-def cpu_budget() -> int:
-    """Return the bytes that one use takes of a machine's memory where nobody says.
-
-    A quarter of what is free, 4 GiB at most.
-    """
-    return min(CPU_LIMIT, int(psutil.virtual_memory().available * CPU_FRACTION))
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that a device or the machine has no memory left."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-def release_cached_memory() -> None:
-    """Give memory that allocators hold in reserve back: torch's to the device, glibc's to Linux."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)  # it keeps what was freed in pieces of up to 32 MiB: a gigabyte of slots
