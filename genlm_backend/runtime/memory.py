@@ -1,0 +1,37 @@
+"""Memory of a machine and its devices: what is free, what running out looks like, what is held."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Final
+
+import psutil
+import torch
+
+CPU_FRACTION: Final = 0.25
+CPU_LIMIT: Final = 4 << 30
+
+
+def cpu_budget() -> int:
+    """Return the bytes that one use takes of a machine's memory where nobody says.
+
+    A quarter of what is free, 4 GiB at most.
+    """
+    return min(CPU_LIMIT, int(psutil.virtual_memory().available * CPU_FRACTION))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that a device or the machine has no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def release_cached_memory() -> None:
+    """Give memory that allocators hold in reserve back: torch's to the device, glibc's to Linux."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)  # it keeps what was freed in pieces of up to 32 MiB: a gigabyte of slots
