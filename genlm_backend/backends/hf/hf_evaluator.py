@@ -46,6 +46,7 @@ from genlm_backend.prefix.budgets import (
     most_rows,
     state_budget,
 )
+from genlm_backend.prefix.codecs import needs_mean
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 from genlm_backend.runtime.threads import frequent_switches, use_num_threads
 from genlm_backend.vision.picture_rules import PictureRules
@@ -176,7 +177,7 @@ class HFEvaluator(Evaluator):
                 f"{type(runner.model).__name__} has running states alone, which stay as they are"
             )
         longest = min(longest_context(runner.model) or math.inf, self._rotary_limit)
-        means = mean_keys(runner, support.layout, vocab_size, longest) if kept == "uint4" else None
+        means = mean_keys(runner, support.layout, vocab_size, longest) if needs_mean(kept) else None
         return support.layout.kept_as(kept, means)
 
     def _make_room(self, support: KVSupport, layout: KVLayout) -> None:

@@ -18,6 +18,19 @@ KV_CACHE_DTYPES: Final[tuple[KVCacheDtype, ...]] = get_args(KVCacheDtype)
 """All of them, from the most exact to the smallest."""
 
 
+_CODECS: Final[dict[KVCacheDtype, type[Codec]]] = {
+    "bfloat16": Cast,
+    "float16": Cast,
+    "int8": Int8,
+    "uint4": UInt4,
+}
+
+
+def needs_mean(kept: KVCacheDtype | None) -> bool:
+    """Return whether a number format takes the mean of keys off, which is computed once."""
+    return kept is not None and _CODECS[kept].needs_mean
+
+
 def codec_for(
     kept: KVCacheDtype | None,
     width: int,
@@ -48,4 +61,4 @@ def codec_for(
             return Cast(width, dim, dtype, getattr(torch, kept))
 
 
-__all__ = ["KV_CACHE_DTYPES", "Codec", "KVCacheDtype", "codec_for"]
+__all__ = ["KV_CACHE_DTYPES", "Codec", "KVCacheDtype", "codec_for", "needs_mean"]

@@ -29,6 +29,9 @@ class Codec(abc.ABC):
     is_exact: ClassVar[bool] = False
     """Whether what is decoded is what was coded, and a view of it."""
 
+    needs_mean: ClassVar[bool] = False
+    """Whether it takes the mean of rows off, which has to be known before."""
+
     def __init__(self, width: int, dim: int, dtype: torch.dtype) -> None:
         self.width, self.dim, self.dtype = width, dim, dtype
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Final, final
+from typing import ClassVar, Final, final
 
 import torch
 
@@ -41,6 +41,8 @@ class UInt4(Codec):
     Raises:
         OptionError: (``ValueError``) If ``dim`` is odd.
     """
+
+    needs_mean: ClassVar[bool] = True
 
     def __init__(
         self, width: int, dim: int, dtype: torch.dtype, mean: torch.Tensor | None = None
