@@ -140,7 +140,7 @@ def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
     ]
     states = [tensors[f"state.{number}"] for number in range(len(layout.states.tensors))]
     num_resumed = int(tensors["num_resumed"]) if states else token_ids.numel()
-    if not 0 < num_resumed <= token_ids.numel():
+    if states and not 0 < num_resumed <= token_ids.numel():
         raise PrefixFileError(f"{path} has a running state behind none of its tokens")
     return Prefix(tuple(token_ids.tolist()), codes, states, num_resumed)
 
