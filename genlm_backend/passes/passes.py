@@ -39,9 +39,11 @@ from genlm_backend.prefix import (
     KVLayout,
     KVStore,
     Mover,
+    Nodes,
     PrefixTree,
     Slots,
     StateLayout,
+    States,
     StateStore,
 )
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
@@ -69,6 +71,7 @@ class Passes:
         tree: The contexts that are kept.
         store: Their keys and values.
         states: Their running states; none of most models.
+        host_states: Those that are on the host.
         attend: The way to attend to them.
         attend_whole: The way of contexts that are run whole; it can be set.
         layout: Shapes of keys and values, and how they are kept or would be; it can be set.
@@ -104,6 +107,7 @@ class Passes:
         self.keeps, self._steps = False, DecodeSteps(self)
         self.tree = PrefixTree(Slots(0))
         self.store, self.states = KVStore(KVLayout(), 0), StateStore(StateLayout(), 0)
+        self.host_states = self.states
         self.attend: Attend = WholeAttend()
         self.attend_whole = WholeAttend()
 
@@ -115,6 +119,7 @@ class Passes:
         host_store: KVStore | None = None,
         num_host_slots: int = 0,
         states: StateStore | None = None,
+        host_states: StateStore | None = None,
     ) -> None:
         """Keep keys and values in a store from now on, and attend to them in one way.
 
@@ -125,15 +130,22 @@ class Passes:
             host_store: Another one, for what is evicted from the first; ``None`` for none.
             num_host_slots: Number of its slots.
             states: Where running states are kept, of a model that has such.
+            host_states: Another one, for what is evicted from the first; ``None`` for none.
         """
         self.keeps = True
         moves = None if host_store is None else Mover(store, host_store)
-        self.states = StateStore(StateLayout(), 0) if states is None else states
-        num_states = self.states.num_states
-        self.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), moves, num_states)
+        none = StateStore(StateLayout(), 0)
+        self.states = none if states is None else states
+        self.host_states = none if host_states is None else host_states
+        self.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), moves, self._states_of)
         self.store, self.attend = store, attend
         self.attend_whole = WholeAttend(store.layout)
         self.layout = store.layout
+
+    def _states_of(self, nodes: Nodes) -> States:
+        states, host = self.states, self.host_states
+        moves = Mover(states, host, first=1) if host.num_states else None
+        return States(nodes, states.num_states, host.num_states, moves)
 
     def evaluate(self, questions: list[Asked]) -> list[Found]:
         """Return one answer to each question; out of memory, halve the batch and try again."""
@@ -287,7 +299,7 @@ class Passes:
             answer: Answers questions by these passes.
 
         Returns:
-            Its node on the device; ``None`` if there is no room.
+            Its node; it and the state are on the device. ``None`` if there is no room.
         """
         answer([query])
         tree, size = self.tree, len(query.context)
@@ -298,8 +310,11 @@ class Passes:
                 answer([Query(query.context[:num_before], query.adapter)])
         node = self.match(query.context, query.adapter, size)
         is_kept = tree.nodes.depth[node] == size and tree.nodes.slot[node] > 0
-        has_state = not tree.states.num_states or tree.nodes.state[self.resumed(node)] > 0
-        return node if is_kept and has_state else None
+        if not is_kept or not tree.states.num_states:
+            return node if is_kept else None
+        resumed = np.array([self.resumed(node)], np.int32)
+        has_state = tree.states.fetch(resumed) and tree.nodes.state[resumed[0]] > 0
+        return node if has_state else None
 
     def resumed(self, node: int) -> int:
         """Return the node whose state a context goes on from when it is asked, or its own."""
@@ -385,15 +400,19 @@ class Passes:
             known = np.minimum(known, sizes + 1 - self.going_on.fewest)
             nodes = self._at_states(nodes, sizes, np.array([*map(len, contexts)], np.int32))
         self.tree.use(nodes)
-        if are_queries and self.is_step(questions, nodes, sizes):
-            answers: list[Found] | None = self._steps.answers(questions, contexts, nodes)
+        answers: list[Found] | None
+        if self.host_states.num_states and not self.tree.states.fetch(nodes):
+            answers = None
+        elif are_queries and self.is_step(questions, nodes, sizes):
+            answers = self._steps.answers(questions, contexts, nodes)
         else:
             answers = self._planned(questions, nodes, known)
         if answers is not None:
             return answers
         if len(questions) == 1:
             return self.whole(questions)
-        return _in_halves(questions, self._from_slots)
+        fetched = nodes if self.host_states.num_states else None
+        return _in_halves(questions, self._from_slots, fetched)
 
     def _at_states(
         self, nodes: NDArray[np.int32], sizes: NDArray[np.int32], lengths: NDArray[np.int32]
@@ -551,9 +570,11 @@ class Passes:
         numbers = self.tree.states.give(own, num_needed[rows], before[rows])
         if (numbers[num_needed[rows] > 0] == 0).any():
             raise _OutOfStates
-        given = np.flatnonzero(numbers)
-        with self.tree.states.filling(own[given]):
-            self.states.write(numbers[given], states.behind(rows[given]))
+        for store, of_tier in ((self.states, numbers), (self.host_states, -numbers)):
+            given = np.flatnonzero(of_tier > 0)
+            if len(given):
+                with self.tree.states.filling(own[given]):
+                    store.write(of_tier[given], states.behind(rows[given]))
 
     def _keep_states(
         self, segments: Sequence[Segment], before: NDArray[np.int32], states: RowStates
@@ -583,8 +604,10 @@ class Passes:
     def _are_finite(self, nodes: NDArray[np.int32]) -> bool:
         """Return whether nothing that is kept of nodes is infinite or NaN."""
         states = self.tree.nodes.state[nodes]
-        return self.store.is_finite(self.tree.nodes.slot[nodes]) and self.states.is_finite(
-            states[states > 0]
+        return (
+            self.store.is_finite(self.tree.nodes.slot[nodes])
+            and self.states.is_finite(states[states > 0])
+            and self.host_states.is_finite(-states[states < 0])
         )
 
     def _link(self, segments: Sequence[Segment], held: dict[Segment, NDArray[np.int32]]) -> None:
@@ -618,7 +641,24 @@ def _has_root(job: Job) -> bool:
 
 
 def _in_halves(
-    questions: list[Asked], evaluate: Callable[[list[Asked]], list[Found]]
+    questions: list[Asked],
+    evaluate: Callable[[list[Asked]], list[Found]],
+    starts: NDArray[np.int32] | None = None,
 ) -> list[Found]:
-    middle = len(questions) // 2
-    return evaluate(questions[:middle]) + evaluate(questions[middle:])
+    """Return answers to two halves of a batch.
+
+    Args:
+        questions: The batch.
+        evaluate: Answers a half.
+        starts: The node that each goes on from, where its state may have to be fetched: those of
+            one node stay together, so that it is fetched once.
+    """
+    order, middle = np.arange(len(questions)), len(questions) // 2
+    if starts is not None:
+        order = np.argsort(starts, kind="stable")
+        cuts = np.flatnonzero(np.diff(starts[order])) + 1
+        middle = int(cuts[np.argmin(abs(cuts - middle))]) if len(cuts) else middle
+    answers: dict[int, Found] = {}
+    for half in (order[:middle].tolist(), order[middle:].tolist()):
+        answers.update(zip(half, evaluate([questions[i] for i in half]), strict=True))
+    return [answers[i] for i in range(len(questions))]

@@ -112,17 +112,13 @@ class KVLayout:
     def on_host(self) -> Self:
         """Return the same shapes in the memory of the processor."""
         host = torch.device("cpu")
-        return replace(self, layers=tuple(replace(layer, device=host) for layer in self.layers))
+        layers = tuple(replace(layer, device=host) for layer in self.layers)
+        return replace(self, layers=layers, states=self.states.on_host())
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether all layers are in the memory of the processor."""
-        return all(layer.device.type == "cpu" for layer in self.layers)
-
-    @property
-    def is_on_cuda(self) -> bool:
-        """Whether some layers are on CUDA devices."""
-        return any(layer.device.type == "cuda" for layer in self.layers)
+    def devices(self) -> set[str]:
+        """Types of the devices that some of it is on."""
+        return {each.device.type for each in (*self.layers, *self.states.tensors)}
 
     def num_slots(self, budget: int) -> int:
         """Return how many slots ``budget`` bytes hold beside the one for padding.

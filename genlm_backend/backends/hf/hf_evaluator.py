@@ -64,8 +64,8 @@ class HFEvaluator(Evaluator):
         model: The model, on whatever device; it is put into evaluation mode.
         max_length: Longest context to accept; ``None`` for what its config says.
         kv_cache_bytes: Bytes of keys and values to keep; ``None`` for a part of what is free.
-        host_cache_bytes: Bytes of keys and values to keep on the host when they have to leave the
-            device.
+        host_cache_bytes: Bytes of keys, values and states to keep on the host when they have to
+            leave the device.
         state_cache_bytes: Bytes of running states to keep, of those of ``kv_cache_bytes``; ``None``
             for half of them, or all where no layer attends.
         num_threads: Number of threads of a forward pass on the CPU; ``None`` for torch's own.
@@ -206,24 +206,23 @@ class HFEvaluator(Evaluator):
             )
         with _fits("kv_cache_bytes", wanted):
             store = KVStore(layout, num_slots)
-        host_store, num_host_slots, host = None, 0, self._wanted_host_bytes
-        if host:
-            if not layout.layers:
-                raise OptionError(
-                    f"host_cache_bytes={host} is for keys and values, and "
-                    f"{type(self.passes.runner.model).__name__} has running states alone"
-                )
-            if layout.is_on_host:
-                warnings.warn(
-                    "host_cache_bytes gains nothing here, since all keys and values are in the "
-                    "processor's memory anyway: give the bytes to kv_cache_bytes",
-                    stacklevel=2,
-                )
-            num_host_slots = layout.num_slots(host)
+        host_states = self._host_states(layout, budget)
+        host_store, host = None, self._wanted_host_bytes
+        if host and layout.devices == {"cpu"}:
+            warnings.warn(
+                "host_cache_bytes gains nothing here, since all that is kept is in the "
+                "processor's memory anyway: give the bytes to kv_cache_bytes",
+                stacklevel=2,
+            )
+        of_states = host_states.num_states * layout.states.bytes_per_state if host_states else 0
+        num_host_slots = layout.num_slots(host - of_states) if layout.layers else 0
+        if num_host_slots:
             with _fits("host_cache_bytes", host):
-                host_store = KVStore(layout.on_host(), num_host_slots, pins=layout.is_on_cuda)
+                host_store = KVStore(
+                    layout.on_host(), num_host_slots, pins="cuda" in layout.devices
+                )
         attend = support.attend(store)
-        self.passes.keep(store, num_slots, attend, host_store, num_host_slots, states)
+        self.passes.keep(store, num_slots, attend, host_store, num_host_slots, states, host_states)
         self._budget, self._host_budget = budget, host
 
     def _state_store(self, layout: KVLayout, budget: int, name: str) -> StateStore | None:
@@ -238,6 +237,27 @@ class HFEvaluator(Evaluator):
         self.passes.cost = dataclasses.replace(self.passes.cost, max_rows=most_rows(num_states))
         with _fits("state_cache_bytes", self._state_budget):
             return StateStore(layout.states, num_states)
+
+    def _host_states(self, layout: KVLayout, budget: int) -> StateStore | None:
+        """Return room on the host for running states, in proportion to what they have here.
+
+        Raises:
+            OptionError: (``ValueError``) If it is too little for one.
+        """
+        host, size = self._wanted_host_bytes, layout.states.bytes_per_state
+        if not host or not size:
+            return None
+        num_bytes = host * self._state_budget // budget
+        if num_bytes < size:
+            name = type(self.passes.runner.model).__name__
+            raise OptionError(
+                f"the running state of {name} behind one token takes {size} bytes, and of "
+                f"host_cache_bytes={host} there are {num_bytes} for such: give more to it"
+            )
+        with _fits("host_cache_bytes", host):
+            return StateStore(
+                layout.states.on_host(), num_bytes // size, pins="cuda" in layout.devices
+            )
 
     # ---------------------------------------------------------------- rows and scores
 
@@ -414,7 +434,8 @@ class HFEvaluator(Evaluator):
             tokens_reused=passes.tokens_reused,
             kv_bytes_used=passes.tree.slots.num_used * passes.store.bytes_per_slot,
             kv_bytes_budget=self._budget,
-            host_bytes_used=passes.tree.host_slots.num_used * passes.store.bytes_per_slot,
+            host_bytes_used=passes.tree.host_slots.num_used * passes.store.bytes_per_slot
+            + passes.tree.states.host.num_used * passes.states.layout.bytes_per_state,
             host_bytes_budget=self._host_budget,
             num_evicted_tokens=passes.tree.num_evicted,
             num_tokens_to_host=passes.tree.num_to_host,
@@ -422,6 +443,8 @@ class HFEvaluator(Evaluator):
             state_bytes_used=passes.tree.states.num_used * passes.states.layout.bytes_per_state,
             state_bytes_budget=self._state_budget,
             num_evicted_states=passes.tree.states.num_evicted,
+            num_states_to_host=passes.tree.states.num_to_host,
+            num_states_from_host=passes.tree.states.num_to_device,
             packed_weight_bytes=self._adapters.packed.nbytes,
         )
 

@@ -63,6 +63,11 @@ def budgets(name, num_states, num_slots=400):
     return {"kv_cache_bytes": states + (num_slots + 1) * per_slot, "state_cache_bytes": states}
 
 
+def on_host(name, num_states, num_slots, times):
+    """Room on the host for some times as much."""
+    return {"host_cache_bytes": int(times * budgets(name, num_states, num_slots)["kv_cache_bytes"])}
+
+
 def over(model, **options):
     return AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0, **options)
 
@@ -210,10 +215,25 @@ async def test_rows_where_few_states_are_kept(name, num_states, rounds):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "zaya", "nemotron_h"])
 async def test_rows_where_tokens_go_to_the_host_and_come_back(name, rounds):
-    generator, (_, per_slot) = random.Random(name), sizes_of(name)
-    with opened(name, **budgets(name, 30, 30), host_cache_bytes=101 * per_slot) as lm:
-        await History(lm, generator, of_bare_model(name)).steps(10)
+    with opened(name, **budgets(name, 30, 30), **on_host(name, 30, 30, 4)) as lm:
+        await History(lm, random.Random(name), of_bare_model(name)).steps(10)
         assert lm.statistics().num_tokens_to_host > 0
+
+
+@pytest.mark.parametrize("times", [0.5, 2, 10])
+@pytest.mark.parametrize("num_states", [2, 4])
+@pytest.mark.parametrize("name", FEW)
+async def test_rows_where_states_go_to_the_host_and_come_back(name, num_states, times, rounds):
+    generator = random.Random(f"{name} {num_states} {times}")
+    num_slots = generator.choice([45, 400])
+    sizes = name, num_states, num_slots
+    with opened(name, **budgets(*sizes), **on_host(*sizes, times)) as lm:
+        await History(lm, generator, of_bare_model(name)).steps(8)
+        counts = lm.statistics()
+        assert counts.num_states_to_host > 0 < counts.num_states_from_host or times < 1
+        assert 0 < counts.host_bytes_used <= counts.host_bytes_budget
+        lm.clear_kv_cache()
+        assert lm.statistics().host_bytes_used == 0
 
 
 @pytest.mark.parametrize("kept", ["bfloat16", "int8", "uint4"])
@@ -436,6 +456,13 @@ async def test_few_states_cost_a_few_times_the_tokens():
     assert await _times_computed("qwen3_5", **budgets("qwen3_5", 8, 2000)) < 6
 
 
+@pytest.mark.parametrize("name", KEPT)
+async def test_few_states_and_a_host_with_room_for_the_others_cost_no_token(name):
+    sizes = name, 8, 2000
+    times = await _times_computed(name, **budgets(*sizes), **on_host(*sizes, 40))
+    assert times < 2 if name in BY_TWO else times == 1.0
+
+
 async def _times_computed(name, **options):
     """Tokens computed over the distinct ones, of twenty particles that are resampled at times."""
     generator, seen = random.Random(0), set()
@@ -654,10 +681,16 @@ def test_a_model_without_running_states_has_no_bytes_for_them(model):
         over(families.make(model), state_cache_bytes=1 << 16)
 
 
-@pytest.mark.parametrize("option", [{"host_cache_bytes": 1 << 16}, {"kv_cache_dtype": "int8"}])
-def test_a_model_without_keys_and_values_has_no_options_for_them(option):
+def test_a_model_without_keys_and_values_has_no_options_for_them():
     with pytest.raises(OptionError, match="MambaForCausalLM has running states alone"):
-        opened("mamba", **option)
+        opened("mamba", kv_cache_dtype="int8")
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_host_with_room_for_no_state_says_how_large_one_is(name):
+    size, _ = sizes_of(name)
+    with pytest.raises(OptionError, match=f"takes {size} bytes, and of host_cache_bytes"):
+        opened(name, **budgets(name, 4), host_cache_bytes=size - 1)
 
 
 def test_states_are_not_kept_where_nothing_is():
