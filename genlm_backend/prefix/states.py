@@ -433,7 +433,7 @@ class States:
         """
         state, owners = self._nodes.state, (self._owner, self.host.owner)
         for i in np.flatnonzero(numbers != NO_STATE).tolist():
-            node, number = nodes[i], numbers[i]
+            node, number = nodes[i], int(numbers[i])
             if state[node] == NO_STATE or state[node] < 0 < number:
                 state[node], owners[int(number < 0)][abs(number)] = number, node
 
