@@ -153,7 +153,7 @@ def steps(name: str, device: str, deadline: float) -> Iterator[Line]:
             return logits
 
         passes.runner.forward = timed
-        per_token = passes.layout.bytes_per_slot
+        per_token = passes.cache.layout.bytes_per_slot
         for length in PROMPTS:
             capacity = lm.statistics().kv_bytes_budget // per_token
             for count in PARTICLES:

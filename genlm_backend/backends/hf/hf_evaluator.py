@@ -31,15 +31,15 @@ from genlm_backend.backends.hf.support import (
 )
 from genlm_backend.errors import CacheError, OptionError
 from genlm_backend.model.ends import ends_of_model
-from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.row import Row, rows_of_logits, scores_of_logits
-from genlm_backend.model.scoring import Answer, Question, Scoring
-from genlm_backend.passes.by_adapter import answers_by_adapter
+from genlm_backend.model.row import Row
+from genlm_backend.model.scoring import Scoring
 from genlm_backend.passes.job import Asked, Found
-from genlm_backend.passes.passes import Passes
+from genlm_backend.passes.pass_evaluator import PassEvaluator
 from genlm_backend.passes.prefill_plan import CostModel
-from genlm_backend.prefix import KVCacheDtype, KVLayout, KVStore, StateStore, TierName
+from genlm_backend.passes.prefix_cache import PrefixCache
+from genlm_backend.prefix import KVCacheDtype, KVLayout, KVStore, StateStore
 from genlm_backend.prefix.budgets import (
     check_budgets,
     default_kv_budget,
@@ -48,14 +48,14 @@ from genlm_backend.prefix.budgets import (
 )
 from genlm_backend.prefix.codecs import needs_mean
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
-from genlm_backend.runtime.threads import frequent_switches, use_num_threads
+from genlm_backend.runtime.threads import use_num_threads
 from genlm_backend.vision.picture_rules import PictureRules
 
 logger = logging.getLogger(__name__)
 
 
 @final
-class HFEvaluator(Evaluator):
+class HFEvaluator(PassEvaluator):
     """Answers queries by a causal language model of transformers.
 
     A model of which nothing can be kept runs every context whole.
@@ -95,17 +95,12 @@ class HFEvaluator(Evaluator):
         check_budgets(kv_cache_bytes, host_cache_bytes, state_cache_bytes)
         model.eval()
         self._runner = runner = HFRunner(model)
-        cost = CostModel.on(runner.device.type)
-        self._output_device = output_device
-        self.passes = Passes(
-            runner, cost, self._finished, self._scored, lambda: self.check_wanted()
-        )
+        super().__init__(runner, CostModel.on(runner.device.type), WholeAttend(), output_device)
         self._adapters = Adapters(model)
         self._files = PrefixFiles(self.passes, self._adapters)
         self._max_length = longest_context(model) if max_length is None else max_length
         self._wanted_bytes = kv_cache_bytes
         self._kept_as: KVCacheDtype | None = kv_cache_dtype
-        self._budget = self._host_budget = self._state_budget = 0
         self._wanted_host_bytes, self._wanted_state_bytes = host_cache_bytes, state_cache_bytes
         self._num_threads = num_threads
         self._packs_weights = packs_weights
@@ -140,7 +135,7 @@ class HFEvaluator(Evaluator):
             )
         self.passes.pads, self.passes.aligns = support.pads, support.aligns
         self.passes.going_on = support.going_on
-        self.passes.attend_whole, self.passes.layout = WholeAttend(layout), layout
+        self.passes.attend_whole, self.passes.cache.layout = WholeAttend(layout), layout
         self._attend = support.attend
         if self._wanted_bytes != 0:
             self._make_room(support, layout)
@@ -148,7 +143,7 @@ class HFEvaluator(Evaluator):
         return EvaluatorInfo(
             vocab_size=width,
             max_length=self._max_length,
-            num_slots=self.passes.tree.num_slots if self.passes.keeps else None,
+            num_slots=self.passes.tree.num_slots if self.passes.cache.keeps else None,
             num_host_slots=self.passes.tree.host_slots.num_slots or None,
             kv_cache_dtype=self._kept_as,
             device=str(runner.device),
@@ -222,7 +217,18 @@ class HFEvaluator(Evaluator):
                     layout.on_host(), num_host_slots, pins="cuda" in layout.devices
                 )
         attend = support.attend(store)
-        self.passes.keep(store, num_slots, attend, host_store, num_host_slots, states, host_states)
+        self.passes.keep(
+            PrefixCache(
+                self._runner,
+                attend,
+                store,
+                num_slots,
+                host_store,
+                num_host_slots,
+                states,
+                host_states,
+            )
+        )
         self._budget, self._host_budget = budget, host
 
     def _state_store(self, layout: KVLayout, budget: int, name: str) -> StateStore | None:
@@ -261,11 +267,6 @@ class HFEvaluator(Evaluator):
 
     # ---------------------------------------------------------------- rows and scores
 
-    def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
-        """Return one answer to each query or scoring, adapter by adapter."""
-        with frequent_switches():
-            return answers_by_adapter(queries, self._answers)
-
     def _use(self, adapter: Adapter | None) -> None:
         """Run what computes with an adapter, or as the model came, from now on."""
         self._runner.twin = self._adapters.twin(adapter)
@@ -275,15 +276,7 @@ class HFEvaluator(Evaluator):
         self._use(query.adapter)
         if len(query.context) > self._rotary_limit:
             return self._row_apart(query)
-        (row,) = self.passes.whole([query])
-        return cast(Row, row)
-
-    @torch.inference_mode()  # where its logits come from, which are overwritten
-    def _finished(self, logits: torch.Tensor) -> list[Row]:
-        return rows_of_logits(logits, self._output_device, self.undefined_ids, in_place=True)
-
-    def _scored(self, logits: torch.Tensor, places: list[int], targets: list[int]) -> torch.Tensor:
-        return scores_of_logits(logits, places, targets, self.undefined_ids)
+        return self._whole(query)
 
     def _answers(self, questions: list[Asked]) -> list[Found]:
         """Return the answers to questions of one adapter."""
@@ -321,8 +314,7 @@ class HFEvaluator(Evaluator):
         one comes.
         """
         self.passes.whole([Query([0], query.adapter)])
-        (row,) = self.passes.whole([query])
-        return cast(Row, row)
+        return self._whole(query)
 
     def picture_rules(
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
@@ -334,30 +326,10 @@ class HFEvaluator(Evaluator):
         before = passes.runner.num_forwards, passes.runner.tokens_computed
         self._use(None)
         rules = examine_pictures(
-            self._runner, passes.layout, self._attend, token_ids, inputs, placeholder
+            self._runner, passes.cache.layout, self._attend, token_ids, inputs, placeholder
         )
         passes.runner.num_forwards, passes.runner.tokens_computed = before
         return rules
-
-    # ---------------------------------------------------------------- what is kept
-
-    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
-        """Return how many of a context's tokens have their keys and values in slots."""
-        if len(query.context) > self._rotary_limit:
-            return 0
-        # The last token always goes through the model: its logits are the answer.
-        passes, ids = self.passes, query.context.packed()
-        num_new = passes.going_on.fewest if passes.states.num_states else 1
-        return passes.tree.num_cached(ids[: max(0, len(ids) - num_new)], query.adapter, tier)
-
-    def forget(self, query: Query, keep: int) -> None:
-        """Free the slots of a context beyond its first ``keep`` tokens."""
-        self.passes.tree.forget(query.context.packed(), query.adapter, keep)
-
-    def pin(self, query: Query) -> bool:
-        """Compute a context and keep its slots until ``clear()``; return whether there was room."""
-        node = self.passes.computed(query, self._answers)
-        return node is not None and self.passes.pin(node)
 
     # ---------------------------------------------------------------- files of prefixes
 
@@ -383,7 +355,7 @@ class HFEvaluator(Evaluator):
             raise CacheError(
                 f"the {num_tokens} tokens of {path} are more than max_length={self._max_length}"
             )
-        if not self.passes.fill(
+        if not self.passes.cache.fill(
             prefix.token_ids, prefix.codes, prefix.states, prefix.num_resumed, adapter
         ):
             raise CacheError(
@@ -397,7 +369,7 @@ class HFEvaluator(Evaluator):
         return prefix.token_ids
 
     def _check_can_keep(self, num_tokens: int = 0) -> None:
-        if not self.passes.keeps:
+        if not self.passes.cache.keeps:
             why = "kv_cache_bytes is 0" if self._wanted_bytes == 0 else "it runs contexts whole"
             raise CacheError(f"the model keeps no keys and values to save or to load: {why}")
         if num_tokens > self._rotary_limit:
@@ -416,7 +388,7 @@ class HFEvaluator(Evaluator):
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
         """Load an adapter, and try it by a few tiny passes."""
-        self._adapters.load(adapter, path, self.passes.keeps)
+        self._adapters.load(adapter, path, self.passes.cache.keeps)
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Let go of an adapter, and free all slots."""
@@ -426,33 +398,13 @@ class HFEvaluator(Evaluator):
     # ---------------------------------------------------------------- keeping house
 
     def counts(self) -> EvaluatorCounts:
-        """Return what the runner and the tree have counted."""
-        passes = self.passes
-        return EvaluatorCounts(
-            num_forwards=passes.runner.num_forwards,
-            tokens_computed=passes.runner.tokens_computed,
-            tokens_reused=passes.tokens_reused,
-            kv_bytes_used=passes.tree.slots.num_used * passes.store.bytes_per_slot,
-            kv_bytes_budget=self._budget,
-            host_bytes_used=passes.tree.host_slots.num_used * passes.store.bytes_per_slot
-            + passes.tree.states.host.num_used * passes.states.layout.bytes_per_state,
-            host_bytes_budget=self._host_budget,
-            num_evicted_tokens=passes.tree.num_evicted,
-            num_tokens_to_host=passes.tree.num_to_host,
-            num_tokens_from_host=passes.tree.num_to_device,
-            state_bytes_used=passes.tree.states.num_used * passes.states.layout.bytes_per_state,
-            state_bytes_budget=self._state_budget,
-            num_evicted_states=passes.tree.states.num_evicted,
-            num_states_to_host=passes.tree.states.num_to_host,
-            num_states_from_host=passes.tree.states.num_to_device,
-            packed_weight_bytes=self._adapters.packed.nbytes,
-        )
+        """Return what the runner and the tree have counted, and what packed weights take."""
+        return self._counted(self._adapters.packed.nbytes)
 
     def close(self) -> None:
         """Let go of the model and of the slots."""
-        self.passes.keep_nothing()
-        self._runner.model = self._runner.twin = None
-        self._budget = self._host_budget = self._state_budget = 0
+        self._let_go()
+        self._runner.twin = None
         self._adapters.close()
         release_cached_memory()
 

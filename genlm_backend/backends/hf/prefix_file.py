@@ -197,12 +197,12 @@ class PrefixFiles:
         Raises:
             OSError: If the file cannot be written; nothing of it stays then.
         """
-        passes = self._passes
-        nodes, resumed = passes.tree.nodes, passes.resumed(node)
-        states = [state.cpu() for state in passes.states.read(nodes.state[[resumed]])]
+        cache, nodes = self._passes.cache, self._passes.tree.nodes
+        resumed = cache.resumed(node, self._passes.going_on.fewest)
+        states = [state.cpu() for state in cache.states.read(nodes.state[[resumed]])]
         num_resumed = int(nodes.depth[resumed])
-        prefix = Prefix(tuple(query.context), passes.codes_of(node), states, num_resumed)
-        save(path, prefix, self._fingerprint(query.adapter), passes.store.layout)
+        prefix = Prefix(tuple(query.context), cache.codes_of(node), states, num_resumed)
+        save(path, prefix, self._fingerprint(query.adapter), cache.store.layout)
 
     def load(self, path: Path, adapter: Adapter | None) -> Prefix:
         """Return what is in a file of this model.
@@ -211,7 +211,7 @@ class PrefixFiles:
             PrefixFileError: (``ValueError``) If it is of another model or none at all.
             OSError: If it cannot be read.
         """
-        layout = self._passes.store.layout
+        layout = self._passes.cache.store.layout
         prefix = load(path, self._fingerprint(adapter), layout)
         ids, width = prefix.token_ids, vocab_width(self._passes.runner.model)
         if not ids or not 0 <= min(ids) <= max(ids) < width:
@@ -233,4 +233,4 @@ class PrefixFiles:
                 known = self._digests[wanted] = state, weights_digest(twin)
             return known[1]
 
-        return Fingerprint.of(model, digest(None), digest(adapter), self._passes.store.layout)
+        return Fingerprint.of(model, digest(None), digest(adapter), self._passes.cache.store.layout)

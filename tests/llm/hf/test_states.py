@@ -54,7 +54,7 @@ def sizes_of(name):
     """Bytes of one state and of one slot."""
     with AsyncTransformer(model_of(name), word_tokenizer()) as lm:
         passes = lm._evaluator.passes
-        return passes.states.layout.bytes_per_state, passes.store.bytes_per_slot
+        return passes.cache.states.layout.bytes_per_state, passes.cache.store.bytes_per_slot
 
 
 def budgets(name, num_states, num_slots=400):
@@ -290,7 +290,7 @@ async def test_rows_of_a_model_in_bfloat16(name):
     generator = random.Random(name)
     with over(model) as lm:
         assert lm.kv_reuse
-        kinds = {(t.name, t.dtype) for t in lm._evaluator.passes.states.layout.tensors}
+        kinds = {(t.name, t.dtype) for t in lm._evaluator.passes.cache.states.layout.tensors}
         assert name == "zaya" or ("recurrent_states", torch.float32) in kinds
         contexts = [lm.context(tokens(generator, 12)) for _ in range(3)]
         for _ in range(4):
@@ -503,7 +503,7 @@ async def test_a_nan_stays_in_its_own_row(name):
             assert await lm.num_cached_tokens([91, 5]) == 0
             check_integrity(lm)
             sound = [[*context, *generator.choices(range(3, 80), k=1)] for context in sound]
-        states = lm._evaluator.passes.states
+        states = lm._evaluator.passes.cache.states
         numbers = lm._evaluator.passes.tree.nodes.state
         assert states.is_finite(numbers[numbers > 0])
 
@@ -533,7 +533,7 @@ async def test_a_state_that_could_not_be_written_is_nobodys(name):
     with opened(name) as lm:
         passes = lm._evaluator.passes
         contexts = [lm.context(tokens(generator, 7)) for _ in range(4)]
-        write = passes.states.write
+        write = passes.cache.states.write
         for number in range(4):
             failing = [True]
 
@@ -543,13 +543,13 @@ async def test_a_state_that_could_not_be_written_is_nobodys(name):
                     raise MemoryError
                 write(numbers, states)
 
-            passes.states.write = fails
+            passes.cache.states.write = fails
             await check(lm, name, contexts)
             assert not failing
             contexts = [c + tokens(generator, 1 + number % 2) for c in contexts]
             await check(lm, name, contexts)
             contexts = [c + tokens(generator, 1) for c in contexts]
-        passes.states.write = write
+        passes.cache.states.write = write
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "nemotron_h"])

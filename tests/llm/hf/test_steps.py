@@ -53,7 +53,7 @@ def test_steps_that_go_on_from_one_another_give_the_bare_models_rows(
 ):
     model, generator = families.of(MODELS[name]()), random.Random(name)
     with AsyncTransformer(model, word_tokenizer()) as lm:
-        store = KVStore(lm._evaluator.passes.layout, 300)
+        store = KVStore(lm._evaluator.passes.cache.layout, 300)
     attend = SharedAttend(store, few_tokens) if kind is SharedAttend else GatherAttend(store)
     twin = Twin(model, names_ours=kind is SharedAttend).module
     num_made, made = [], Indices.of
@@ -78,7 +78,7 @@ def test_steps_that_go_on_from_one_another_give_the_bare_models_rows(
 def test_steps_of_others_in_between_do_not_mix_with_those_that_go_on():
     model, generator = families.make("llama"), random.Random(0)
     with AsyncTransformer(model, word_tokenizer()) as lm:
-        attend = SharedAttend(KVStore(lm._evaluator.passes.layout, 300), 4)
+        attend = SharedAttend(KVStore(lm._evaluator.passes.cache.layout, 300), 4)
     both, twin = [], Twin(model, names_ours=True).module
     for first_slot in (1, 150):
         prompt = generator.choices(range(families.VOCAB), k=12)

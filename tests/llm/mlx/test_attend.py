@@ -38,7 +38,7 @@ def over(model, **options):
 
 
 def attend_of(lm):
-    return lm._mlx.passes.attend
+    return lm._mlx.passes.cache.attend
 
 
 def gpt_oss():
@@ -136,7 +136,7 @@ def test_steps_that_go_on_from_one_another_give_the_models_rows(name, few_tokens
 
     model, generator = converted(families.make(name)), random.Random(name)
     with over(model, kv_cache_bytes=1 << 20) as lm:
-        store = MlxStore(lm._mlx.passes.store.shapes, 300)
+        store = MlxStore(lm._mlx.passes.cache.store.shapes, 300)
     attend = MlxGatherAttend(store) if name == "stablelm" else MlxSharedAttend(store, few_tokens)
 
     def run(batch):
