@@ -236,7 +236,7 @@ class States:
 
     def has_room(self, count: int, nodes: Ints) -> bool:
         """Return whether so many states could be given while those of some nodes stay."""
-        is_kept = self._is_used() & self._is_pinned
+        is_kept = self._is_used() & (self._is_pinned | (self._num_held > 0))
         is_kept[self._numbers(nodes)] = True
         is_kept[NO_STATE] = False
         return count <= self.num_states - int(is_kept.sum())

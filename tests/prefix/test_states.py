@@ -105,9 +105,8 @@ class History(RuleBasedStateMachine):
         """Bring states to the device; return whether there was room for them."""
         before, evicted = dict(self.has), self.states.num_evicted
         distinct = {key for key in keys if key in self.has}
-        kept = {key for key in self.pinned if before[key] > 0} | {
-            key for key in distinct if before[key] > 0
-        }
+        others = {*self.pinned, *distinct, *(key for key in self.held if key in before)}
+        kept = {key for key in others if before[key] > 0}
         wanted = {key for key in distinct if before[key] < 0}
         has_come = self.states.fetch(nodes)
         gone = self.see_what_moved()
@@ -236,10 +235,10 @@ class History(RuleBasedStateMachine):
         rows = [(known[i % len(known)], token) for i, token in dict.fromkeys(chosen)]
         nodes = ints(*(self.node_of(key) for key, _ in rows))
         self.tree.use(nodes)
-        if not self.fetch([key for key, _ in rows], nodes):
-            return
         for key, _ in rows:
             self.used[key] = self.batch
+        if not self.fetch([key for key, _ in rows], nodes):
+            return
         slots = self.allocate(len(rows), nodes)
         if slots is None:
             return
@@ -283,6 +282,7 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.has)
     @rule(index=st.integers(0))
     def pin(self, index):
+        self.begin()
         known = sorted(self.has, key=repr)
         key = known[index % len(known)]
         node = self.node_of(key)
