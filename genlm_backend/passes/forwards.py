@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
 
-from genlm_backend.attention.packing import PackedBatch, Span
+from genlm_backend.attention.packing import PackedBatch, Span, pack
+from genlm_backend.attention.paths import Paths
+from genlm_backend.attention.row_states import RowStates
 from genlm_backend.model.row import Row
 from genlm_backend.passes.job import Job
 from genlm_backend.passes.prefill_plan import Segment
 from genlm_backend.passes.runner import Runner
+from genlm_backend.prefix import Nodes
 
 
 @final
@@ -44,15 +48,20 @@ class Forwards:
         """Return the row behind each output of a batch."""
         return self._finish(self.runner.forward(batch, attend))
 
-    def of_segments(self, segments: Sequence[Segment], batch: PackedBatch, attend: Any) -> None:
+    def of_segments(
+        self, segments: Sequence[Segment], nodes: Nodes, states: RowStates | None, attend: Any
+    ) -> None:
         """Run segments in one pass, and hand its outputs to the jobs that want them.
 
         Args:
             segments: The segments.
-            batch: What they have been packed to.
+            nodes: The nodes that they are of.
+            states: The running states of their rows, of a model that has such.
             attend: What they attend to.
         """
-        logits = self.runner.forward(batch, attend)
+        spans = [segment.span(nodes.slot[segment.nodes]) for segment in segments]
+        before = np.array([segment.before for segment in segments], np.int32)
+        logits = self.runner.forward(pack(spans, Paths.of(nodes, before), states), attend)
         wanted = [jobs for segment in segments for jobs in segment.outputs.values()]
         if any(job.targets for jobs in wanted for job in jobs):
             self._hand_out_scores(segments, logits)

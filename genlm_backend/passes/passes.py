@@ -11,9 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.packing import pack
-from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.row_states import RowStates
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.context import Context
 from genlm_backend.model.query import Query
@@ -154,14 +151,15 @@ class Passes:
     def _forward(self, segments: Sequence[Segment], attend: Attend) -> None:
         """Run segments in one pass, and keep the states that they have come to."""
         self.forwards.check_wanted()
-        nodes = self.tree.nodes
-        spans = [segment.span(nodes.slot[segment.nodes]) for segment in segments]
         before = np.array([segment.before for segment in segments], np.int32)
         states = self.cache.states_behind(before) if attend is self.cache.attend else None
-        batch = pack(spans, Paths.of(nodes, before), states)
-        self.forwards.of_segments(segments, batch, attend)
-        if states is not None:
-            self._keep_states(segments, before, states)
+        self.forwards.of_segments(segments, self.tree.nodes, states, attend)
+        if states is None:
+            return
+        self.tree.states.release(before)
+        ends = np.array([self._end(segment) for segment in segments], np.int32)
+        num_behind = np.array([segment.num_behind for segment in segments])
+        self.cache.keep_states(ends, num_behind, before, states)
 
     # ---------------------------------------------------------------- with slots
 
@@ -367,14 +365,6 @@ class Passes:
                 self.tree.drop(nodes)
 
     # ---------------------------------------------------------------- running states
-
-    def _keep_states(
-        self, segments: Sequence[Segment], before: NDArray[np.int32], states: RowStates
-    ) -> None:
-        self.tree.states.release(before)
-        ends = np.array([self._end(segment) for segment in segments], np.int32)
-        num_behind = np.array([segment.num_behind for segment in segments])
-        self.cache.keep_states(ends, num_behind, before, states)
 
     def _end(self, segment: Segment) -> int:
         """Return the node at the end of a segment; 0 where another one has its state already."""
