@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -21,6 +21,7 @@ from genlm_backend.passes.prefill_plan import CostModel
 from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.passes.runner import Runner
 from genlm_backend.prefix import TierName
+from genlm_backend.runtime.memory import release_cached_memory
 from genlm_backend.runtime.threads import frequent_switches
 
 
@@ -29,7 +30,7 @@ class PassEvaluator(Evaluator):
 
     Args:
         runner: What calls the model.
-        cost: Cost of passes on its device.
+        device_type: Type of the device that it computes on: "cpu", "cuda", "mps".
         attend_whole: The way to attend of contexts that are run whole.
         output_device: Where rows are returned; ``None`` for where the model computes them.
 
@@ -40,14 +41,13 @@ class PassEvaluator(Evaluator):
     def __init__(
         self,
         runner: Runner,
-        cost: CostModel,
+        device_type: str,
         attend_whole: Attend,
         output_device: torch.device | None = None,
     ) -> None:
         self._output_device = output_device
         forwards = Forwards(runner, self._finished, self._scored, lambda: self.check_wanted())
-        self.passes = Passes(forwards, cost, attend_whole)
-        self._budget = self._host_budget = self._state_budget = 0
+        self.passes = Passes(forwards, CostModel.on(device_type), attend_whole)
 
     @torch.inference_mode()  # where its logits come from, which are overwritten
     def _finished(self, logits: torch.Tensor) -> list[Row]:
@@ -64,11 +64,6 @@ class PassEvaluator(Evaluator):
         """Return one answer to each query or scoring, adapter by adapter."""
         with frequent_switches():
             return answers_by_adapter(queries, self._answers)
-
-    def _whole(self, query: Query) -> Row:
-        """Return the row of a context that is run whole, by the adapter that is in place."""
-        (row,) = self.passes.whole([query])
-        return cast(Row, row)
 
     # ---------------------------------------------------------------- what is kept
 
@@ -98,14 +93,14 @@ class PassEvaluator(Evaluator):
             tokens_computed=runner.tokens_computed,
             tokens_reused=self.passes.tokens_reused,
             kv_bytes_used=tree.slots.num_used * per_slot,
-            kv_bytes_budget=self._budget,
+            kv_bytes_budget=cache.budgets.kv,
             host_bytes_used=tree.host_slots.num_used * per_slot + states.host.num_used * per_state,
-            host_bytes_budget=self._host_budget,
+            host_bytes_budget=cache.budgets.host,
             num_evicted_tokens=tree.num_evicted,
             num_tokens_to_host=tree.num_to_host,
             num_tokens_from_host=tree.num_to_device,
             state_bytes_used=states.num_used * per_state,
-            state_bytes_budget=self._state_budget,
+            state_bytes_budget=cache.budgets.states,
             num_evicted_states=states.num_evicted,
             num_states_to_host=states.num_to_host,
             num_states_from_host=states.num_to_device,
@@ -113,8 +108,8 @@ class PassEvaluator(Evaluator):
         )
 
     def _let_go(self) -> None:
-        """Let go of the model and of the slots."""
+        """Let go of the model and of the slots, and give their memory back."""
         runner: Any = self.passes.runner
         self.passes.keep(PrefixCache(runner, self.passes.attend_whole))
         runner.model = None
-        self._budget = self._host_budget = self._state_budget = 0
+        release_cached_memory()

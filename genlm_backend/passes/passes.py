@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Final, final
 
@@ -71,6 +72,8 @@ class Passes:
     def keep(self, cache: PrefixCache) -> None:
         """Keep contexts in a cache from now on; in an empty one, run every context whole."""
         self.cache = cache
+        if cache.most_rows is not None:
+            self.cost = replace(self.cost, max_rows=cache.most_rows)
         self._steps, self.roots = DecodeSteps(self.forwards, cache), Roots(self.forwards, cache)
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from genlm_backend.prefix import (
     States,
     StateStore,
 )
+from genlm_backend.prefix.budgets import Budgets, most_rows
+
+NO_BUDGETS: Final = Budgets()
 
 
 @final
@@ -47,6 +50,7 @@ class PrefixCache:
         num_host_slots: Number of its slots.
         states: Where running states are kept, of a model that has such.
         host_states: Another one, for what is evicted from the first; ``None`` for none.
+        budgets: The bytes of all of these.
 
     Attributes:
         tree: The contexts.
@@ -56,6 +60,7 @@ class PrefixCache:
         attend: As given.
         layout: Shapes of keys and values, and how they are kept or would be; it can be set.
         keeps: Whether anything is kept.
+        budgets: As given.
     """
 
     def __init__(
@@ -68,13 +73,14 @@ class PrefixCache:
         num_host_slots: int = 0,
         states: StateStore | None = None,
         host_states: StateStore | None = None,
+        budgets: Budgets = NO_BUDGETS,
     ) -> None:
         none = StateStore(StateLayout(), 0)
         self._runner, self.attend, self.keeps = runner, attend, store is not None
         self.store = KVStore(KVLayout(), 0) if store is None else store
         self.states = none if states is None else states
         self.host_states = none if host_states is None else host_states
-        self.layout = self.store.layout
+        self.layout, self.budgets = self.store.layout, budgets
         moves = None if host_store is None else Mover(self.store, host_store)
         self.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), moves, self._states_of)
 
@@ -82,6 +88,11 @@ class PrefixCache:
         states, host = self.states, self.host_states
         moves = Mover(states, host, first=1) if host.num_states else None
         return States(nodes, states.num_states, host.num_states, moves)
+
+    @property
+    def most_rows(self) -> int | None:
+        """Most rows of a pass, which takes copies of their states; ``None`` for any number."""
+        return most_rows(self.states.num_states) if self.states.num_states else None
 
     # ---------------------------------------------------------------- contexts
 

@@ -7,40 +7,30 @@ import logging
 import threading
 import warnings
 from collections.abc import Collection, Iterator
-from dataclasses import replace
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import mlx.core as mx
 import torch
 
 from genlm_backend.attention.mlx import MlxWholeAttend
 from genlm_backend.backends.mlx.mlx_adapters import MlxAdapters
+from genlm_backend.backends.mlx.mlx_cache import cache_of
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
 from genlm_backend.backends.mlx.mlx_support import (
-    MlxSupport,
     check_model,
     evaluate_all,
     examine,
     is_half,
 )
-from genlm_backend.errors import OptionError
 from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.row import Row
 from genlm_backend.passes.job import Asked, Found
 from genlm_backend.passes.pass_evaluator import PassEvaluator
-from genlm_backend.passes.prefill_plan import CostModel
-from genlm_backend.passes.prefix_cache import PrefixCache
-from genlm_backend.prefix.budgets import most_rows, state_budget
-from genlm_backend.prefix.kv_store import FREE_SLOTS
-from genlm_backend.prefix.mlx_states import MlxStateStore
-from genlm_backend.prefix.mlx_store import MlxStore
-from genlm_backend.runtime.memory import cpu_budget
 
 logger = logging.getLogger(__name__)
 
 _CPU: Final = torch.device("cpu")
-_METAL_FRACTION: Final = 0.5
 
 _turn = threading.Lock()
 """Held by who computes: a pass changes modules of its model for as long as it takes, and several
@@ -82,7 +72,7 @@ class MlxEvaluator(PassEvaluator):
         evaluate_all(model)
         self._runner, self._adapters = MlxRunner(model), MlxAdapters(model)
         whole: Any = MlxWholeAttend()
-        super().__init__(self._runner, CostModel.on("mps" if is_metal else "cpu"), whole, _CPU)
+        super().__init__(self._runner, "mps" if is_metal else "cpu", whole, _CPU)
         self._max_length = _longest_context(model) if max_length is None else max_length
         self._wanted_bytes, self._ends = kv_cache_bytes, eos_token_ids
         self._wanted_state_bytes = state_cache_bytes
@@ -102,7 +92,9 @@ class MlxEvaluator(PassEvaluator):
         self.passes.pads, self.passes.going_on = support.pads, support.going_on
         if support.reason:
             logger.info("%s runs contexts whole: %s", type(runner.model).__name__, support.reason)
-        self._make_room(support)
+        cache = cache_of(runner, support, self._wanted_bytes, self._wanted_state_bytes)
+        if cache is not None:
+            self.passes.keep(cache)
         if not self._is_metal and is_half(runner.model):
             warnings.warn(
                 "MLX computes in half precision slowly on a CPU: wrap a model in float32 (what "
@@ -122,38 +114,6 @@ class MlxEvaluator(PassEvaluator):
             eos_token_ids=self._ends,
         )
 
-    def _make_room(self, support: MlxSupport) -> None:
-        """Make room for keys, values and states, where any are kept."""
-        kept, name = support.kept, type(self._runner.model).__name__
-        wanted = self._wanted_state_bytes
-        if support.reason:
-            if wanted is not None:
-                raise OptionError(
-                    f"state_cache_bytes={wanted} is for models whose running states are kept, and "
-                    f"{name} runs every context whole: {support.reason}"
-                )
-            return
-        budget = _default_budget() if self._wanted_bytes is None else self._wanted_bytes
-        if budget == 0 and wanted is None:
-            return
-        size, per_slot = (
-            kept.states.bytes_per_state,
-            sum(shape.bytes_per_slot for shape in kept.shapes),
-        )
-        self._state_budget = state_budget(wanted, budget, size, name, attends=per_slot > 0)
-        num_slots = FREE_SLOTS
-        if per_slot:
-            num_slots = max(0, (budget - self._state_budget) // per_slot - 1)
-        store: Any = MlxStore(kept.shapes, num_slots)
-        states: Any = None
-        if kept.states:
-            num_states = self._state_budget // size
-            self.passes.cost = replace(self.passes.cost, max_rows=most_rows(num_states))
-            states = MlxStateStore(kept.states, num_states)
-        attend: Any = support.way.over(store)
-        self.passes.keep(PrefixCache(self._runner, attend, store, num_slots, states=states))
-        self._budget = budget
-
     # ---------------------------------------------------------------- rows and scores
 
     def _answers(self, questions: list[Asked]) -> list[Found]:
@@ -170,7 +130,8 @@ class MlxEvaluator(PassEvaluator):
     def evaluate_whole(self, query: Query) -> Row:
         """Return the row of a context run whole and alone, past whatever is kept."""
         with self._in_place(query.adapter):
-            return self._whole(query)
+            (row,) = self.passes.whole([query])
+        return cast(Row, row)
 
     # ---------------------------------------------------------------- keeping house
 
@@ -207,15 +168,3 @@ def _longest_context(model: Any) -> int | None:
         if isinstance(length, int) and length > 0:
             return length
     return None
-
-
-def _default_budget() -> int:
-    """Return the bytes of keys and values to keep where nobody says.
-
-    A quarter of the machine's free memory, 4 GiB at most, on the CPU; half of what Metal
-    recommends and does not use.
-    """
-    if mx.default_device().type != mx.DeviceType.gpu:
-        return cpu_budget()
-    recommended = mx.device_info().get("max_recommended_working_set_size", 0)
-    return int(max(0, int(recommended) - mx.get_active_memory()) * _METAL_FRACTION)
