@@ -211,10 +211,10 @@ class PrefixCache:
         numbers = self.tree.states.give(own, num_needed[rows], before[rows])
         if (numbers[num_needed[rows] > 0] == 0).any():
             raise OutOfStates
-        for store, of_tier in ((self.states, numbers), (self.host_states, -numbers)):
-            given = np.flatnonzero(of_tier > 0)
-            if len(given):
-                with self.tree.states.filling(own[given]):
+        with self.tree.states.filling(own[numbers != 0]):
+            for store, of_tier in ((self.states, numbers), (self.host_states, -numbers)):
+                given = np.flatnonzero(of_tier > 0)
+                if len(given):
                     store.write(of_tier[given], states.behind(rows[given]))
 
     def are_finite(self, nodes: NDArray[np.int32]) -> bool:

@@ -552,6 +552,29 @@ async def test_a_state_that_could_not_be_written_is_nobodys(name):
         passes.cache.states.write = write
 
 
+@pytest.mark.parametrize("of_host", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "mamba"])
+async def test_states_of_neither_tier_are_anybodys_if_one_could_not_be_written(name, of_host):
+    generator = random.Random(0)
+    with opened(name, **budgets(name, 2), **on_host(name, 2, 400, 10)) as lm:
+        cache, prompt = lm._evaluator.passes.cache, lm.context(tokens(generator, 3))
+        await check(lm, name, [prompt])
+        store, failing = cache.host_states if of_host else cache.states, [True]
+        write = store.write
+
+        def fails(numbers, states):
+            if failing:
+                failing.pop()
+                raise MemoryError
+            write(numbers, states)
+
+        store.write = fails
+        contexts = [prompt + [token] for token in (10, 11, 12, 13)]
+        await check(lm, name, contexts)
+        assert not failing
+        await check(lm, name, [context + [20] for context in contexts])
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "nemotron_h"])
 async def test_what_nobody_waits_for_any_more_is_kept_as_far_as_it_came(name):
     context = tokens(random.Random(0), 40)
