@@ -1,163 +1,124 @@
-"""Indices: what a pass reads and writes in the slots of a store, as tensors on one device."""
+"""Indices and masks of a pass: what it reads in the slots of a store, on one device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self, final
+from typing import Any, Generic, Protocol, final
 
 import torch
 
+from genlm_backend.attention.operators import A, Operators
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.reading import Part, Reading, Step
-from genlm_backend.prefix import KVStore
+
+
+class Stored(Protocol[A]):
+    """A store of keys and values, of any library."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is read is what was written."""
+        ...
+
+    def read_by_head(self, layer: int, slots: A | slice) -> tuple[A, A]:
+        """Return keys and values of some slots: ``[B, heads, n, dim]`` each.
+
+        Args:
+            layer: The layer's index.
+            slots: Which: ``[B, n]``; or a slice for one row of them, of which views are returned
+                if the store is exact.
+        """
+        ...
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class PartIndices:
+class PartIndices(Generic[A]):
     """Where the keys and values of a part are, and who attends to them.
 
     Attributes:
-        rows: int64 ``[G]``, or ``None`` for all rows of the pass.
-        slots: int64 ``[n]``, or a slice of the store where they follow one another.
+        rows: ``[G]``, or ``None`` for all rows of the pass.
+        slots: ``[1, n]``, or a slice of the store where they follow one another.
+        num_tokens: ``n``.
     """
 
-    rows: torch.Tensor | None
-    slots: torch.Tensor | slice
+    rows: A | None
+    slots: A | slice
+    num_tokens: int
 
     @classmethod
-    def of(cls, part: Part, num_rows: int, device: torch.device) -> Self:
+    def of(cls, operators: Operators[A], part: Part, num_rows: int, device: Any) -> PartIndices[A]:
         """Return the indices of a part of a pass of ``num_rows`` rows."""
-        rows = _rows_of(part, num_rows, device)
+        rows = _rows_of(operators, part, num_rows, device)
         if part.is_consecutive:
-            return cls(rows, slice(int(part.slots[0]), int(part.slots[-1]) + 1))
-        return cls(rows, torch.from_numpy(part.slots).to(device))
+            return cls(rows, slice(int(part.slots[0]), int(part.slots[-1]) + 1), len(part))
+        slots = operators.put(torch.from_numpy(part.slots), device)
+        return cls(rows, slots[None], len(part))
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of the part."""
-        slots = self.slots
-        return slots.stop - slots.start if isinstance(slots, slice) else len(slots)
-
-    def read(
-        self, store: KVStore, layer: int, num_heads: int, start: int, stop: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of some tokens of the part, ``[1, heads, n, dim]`` each.
-
-        They are views where they lie together and the store is exact.
-        """
+    def between(self, start: int, stop: int) -> A | slice:
+        """Return the slots of some of its tokens."""
         slots = self.slots
         if isinstance(slots, slice):
-            slots = slice(slots.start + start, slots.start + stop)
-        elif stop - start < len(slots):
-            slots = slots[start:stop]
-        keys, values = store.read(layer, slots)
-        shape = 1, len(keys), num_heads, -1
-        return keys.view(shape).transpose(1, 2), values.view(shape).transpose(1, 2)
+            return slice(slots.start + start, slots.start + stop)
+        return slots if stop - start == self.num_tokens else slots[:, start:stop]
 
 
-def _rows_of(part: Part, num_rows: int, device: torch.device) -> torch.Tensor | None:
-    return None if len(part.rows) == num_rows else torch.from_numpy(part.rows).to(device)
+def _rows_of(operators: Operators[A], part: Part, num_rows: int, device: Any) -> A | None:
+    if len(part.rows) == num_rows:
+        return None
+    return operators.put(torch.from_numpy(part.rows), device)
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Indices:
-    """The index tensors of one pass of ``B`` rows, on one device.
+class Indices(Generic[A]):
+    """The indices of one pass of ``B`` rows, on one device.
 
     Attributes:
-        new_slots: As in ``PackedBatch``.
-        new_columns: As there.
-        rest: int64 ``[B, P]``: slots of what each row reads for itself.
+        operators: The operators of the library.
+        device: The device.
+        rest: ``[B, P]``: slots of what each row reads for itself.
         parts: The parts.
     """
 
-    new_slots: torch.Tensor
-    new_columns: torch.Tensor | None
-    rest: torch.Tensor
-    parts: tuple[PartIndices, ...]
+    operators: Operators[A]
+    device: Any
+    rest: A
+    parts: tuple[PartIndices[A], ...]
 
     @classmethod
-    def of(cls, batch: PackedBatch, reading: Reading, device: torch.device) -> Self:
-        """Return those of a packed batch that is read in this way."""
-        columns = batch.new_columns
+    def of(cls, operators: Operators[A], reading: Reading, device: Any) -> Indices[A]:
+        """Return those of a pass that reads so."""
+        num_rows = len(reading.num_past)
         return cls(
-            batch.new_slots.to(device),
-            None if columns is None else columns.to(device),
-            torch.from_numpy(reading.rest.slots).to(device),
-            tuple(PartIndices.of(part, batch.num_rows, device) for part in reading.parts),
+            operators,
+            device,
+            operators.put(torch.from_numpy(reading.rest.slots), device),
+            tuple(PartIndices.of(operators, part, num_rows, device) for part in reading.parts),
         )
 
-    def stepped(self, batch: PackedBatch, reading: Reading, step: Step) -> Indices:
+    def stepped(self, reading: Reading, step: Step) -> Indices[A]:
         """Return those of the next decode step, of which a row and a slot each come to the device.
 
         Args:
-            batch: The packed step.
             reading: How it is read.
             step: The way there from the reading of these indices.
         """
-        device = self.rest.device
-        rows, slots = (torch.from_numpy(own).to(device) for own in (step.rows, step.slots))
-        return Indices(
-            batch.new_slots.to(device),
-            None,
-            torch.cat([self.rest[rows], slots[:, None]], 1),
-            tuple(
-                PartIndices(_rows_of(part, batch.num_rows, device), self.parts[number].slots)
-                for number, part in zip(step.parts, reading.parts, strict=True)
-            ),
-        )
+        operators, device, num_rows = self.operators, self.device, len(step.rows)
+        rows, slots = (operators.put(torch.from_numpy(i), device) for i in (step.rows, step.slots))
+        parts: list[PartIndices[A]] = []
+        for number, part in zip(step.parts, reading.parts, strict=True):
+            own = _rows_of(operators, part, num_rows, device)
+            parts.append(PartIndices(own, self.parts[number].slots, len(part)))
+        rest = operators.concat([self.rest[rows], slots[:, None]], 1)
+        return Indices(operators, device, rest, tuple(parts))
 
-    def write(
-        self, store: KVStore, layer: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store new keys and values, ``[B, heads, Q, dim]``, without the padding.
-
-        Returns:
-            The same as they will be read, with zeros for the padding.
-        """
-        rows = store.write(layer, self.new_slots, by_token(keys, values, self.new_columns))
-        return (keys, values) if store.is_exact else by_head(rows, self.new_columns, keys, values)
-
-    def beside(
-        self, store: KVStore, layer: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def beside(self, store: Stored[A], layer: int, keys: A, values: A) -> tuple[A, A]:
         """Return new keys and values after each row's own past: ``[B, heads, P + Q, dim]``."""
         if not self.rest.shape[1]:
             return keys, values
-        past = store.read(layer, self.rest.view(-1))
-        joined = [
-            torch.cat([kept.view(len(new), -1, new.shape[1], new.shape[3]).transpose(1, 2), new], 2)
-            for kept, new in zip(past, (keys, values), strict=True)
-        ]
-        return joined[0], joined[1]
-
-
-def by_token(
-    keys: torch.Tensor, values: torch.Tensor, columns: torch.Tensor | None
-) -> torch.Tensor:
-    """From ``[B, heads, Q, dim]`` each to rows of both, ``[num_new, width]``, without padding."""
-    states = [keys.transpose(1, 2), values.transpose(1, 2)]  # [B, Q, heads, dim]
-    if keys.shape[3] != values.shape[3]:
-        states = [of_heads.flatten(2) for of_heads in states]
-    rows = torch.cat(states, 2).reshape(len(keys) * keys.shape[2], -1)
-    return rows if columns is None else rows.index_select(0, columns)
-
-
-def by_head(
-    rows: torch.Tensor, columns: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """From rows back to keys and values in the shapes of those given, the padding zeros."""
-    num_rows, num_heads, num_new, dim = keys.shape
-    if columns is not None:
-        padded = rows.new_zeros(num_rows * num_new, rows.shape[1])
-        rows = padded.index_copy_(0, columns, rows)
-    found = rows.view(num_rows, num_new, -1).tensor_split([num_heads * dim], 2)
-    kept = [
-        part.unflatten(2, (states.shape[1], states.shape[3])).transpose(1, 2)
-        for part, states in zip(found, (keys, values), strict=True)
-    ]
-    return kept[0], kept[1]
+        concat, past = self.operators.concat, store.read_by_head(layer, self.rest)
+        return concat([past[0], keys], 2), concat([past[1], values], 2)
 
 
 def new_positions(batch: PackedBatch) -> torch.Tensor:
@@ -168,12 +129,14 @@ def new_positions(batch: PackedBatch) -> torch.Tensor:
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class PassMasks:
+class PassMasks(Generic[A]):
     """Which keys the queries of a pass may attend to, in layers of one kind.
 
     Heads of one group are queries of their own, the first head's ``Q`` before the second's.
 
     Attributes:
+        operators: The operators of the library.
+        device: Where the masks are.
         rest: What is added to scores: float32 ``[B, 1, group * Q, P + Q]`` of 0 and ``-inf``;
             ``None`` for zeros.
         parts: The same for each part, ``[1, 1, G * group * Q, n]``.
@@ -181,23 +144,27 @@ class PassMasks:
         is_causal: Whether ``rest`` says nothing but that new tokens see those before them.
     """
 
-    rest: torch.Tensor | None
-    parts: tuple[torch.Tensor | None, ...]
+    operators: Operators[A]
+    device: Any
+    rest: A | None
+    parts: tuple[A | None, ...]
     is_read: tuple[bool, ...]
     is_causal: bool
 
     @classmethod
     def of(
         cls,
+        operators: Operators[A],
         allowed: torch.Tensor | None,
         batch: PackedBatch,
         reading: Reading,
         group_size: int,
-        device: torch.device,
-    ) -> Self:
+        device: Any,
+    ) -> PassMasks[A]:
         """Return the masks of a pass.
 
         Args:
+            operators: The operators of the library.
             allowed: bool ``[B, 1, Q, L]`` over all positions; ``None`` where all before count.
             batch: The new tokens.
             reading: How what is cached is read.
@@ -221,31 +188,39 @@ class PassMasks:
             ]
         is_causal = allowed is None and bool(is_there.all())
         is_whole = is_causal and num_new == 1
+
+        def added(mask: torch.Tensor) -> A:
+            zeros = torch.zeros(mask.shape, dtype=torch.float32)
+            return operators.put(zeros.masked_fill_(~mask, -torch.inf), device)
+
         return cls(
-            None if is_whole else _added(_grouped(rest, group_size), device),
+            operators,
+            device,
+            None if is_whole else added(_grouped(rest, group_size)),
             tuple(
-                None if part is None or part.all() else _added(_joined(part, group_size), device)
+                None if part is None or part.all() else added(_joined(part, group_size))
                 for part in parts
             ),
             tuple(part is None or bool(part.any()) for part in parts),
             is_causal and not reading.rest.num_columns,
         )
 
-    def stepped(self, reading: Reading, step: Step) -> PassMasks:
+    def stepped(self, reading: Reading, step: Step) -> PassMasks[A]:
         """Return those of the next decode step, where all before count in both.
 
         Args:
             reading: How it is read.
             step: The way there from the decode step that these are for.
         """
-        rest = self.rest
+        operators, device, rest = self.operators, self.device, self.rest
         if rest is not None and not reading.rest.is_padded.any():
             rest = None  # the rows that had padding are gone
         if rest is not None:
-            own = rest[torch.from_numpy(step.rows).to(rest.device)]
-            rest = torch.cat([own, torch.zeros_like(own[..., :1])], 3)
+            own = rest[operators.put(torch.from_numpy(step.rows), device)]
+            rest = operators.concat([own, operators.zeros_like(own[..., :1])], 3)
         num_parts = len(reading.parts)
-        return PassMasks(rest, (None,) * num_parts, (True,) * num_parts, False)
+        nothing, everything = (None,) * num_parts, (True,) * num_parts
+        return PassMasks(operators, device, rest, nothing, everything, False)
 
 
 def _grouped(mask: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -258,7 +233,3 @@ def _grouped(mask: torch.Tensor, group_size: int) -> torch.Tensor:
 def _joined(mask: torch.Tensor, group_size: int) -> torch.Tensor:
     """From ``[G, 1, Q, n]`` to ``[1, 1, G * group * Q, n]``."""
     return _grouped(mask, group_size).reshape(1, 1, -1, mask.shape[-1])
-
-
-def _added(mask: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf).to(device)

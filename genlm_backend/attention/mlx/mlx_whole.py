@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, final
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
-from numpy.typing import NDArray
 
-from genlm_backend.attention.mlx.mlx_attend import MlxAttend, as_caches
+from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.mlx.mlx_attend import Caches
 from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.attention.paths import Paths
 from genlm_backend.prefix.mlx_store import LayerShape
 
 
 @final
-class MlxWholeAttend(MlxAttend):
+class MlxWholeAttend(Attend[Caches]):
     """Attends to the new tokens alone: there are none before them, and nothing is kept.
 
     The model has caches of its own, new ones: some layers read what others have put there.
     """
 
-    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> None:
-        """Return ``None``: there is nothing to read."""
-
-    def attending(
-        self, batch: PackedBatch, model: Any
-    ) -> contextlib.AbstractContextManager[list[Any] | None]:
+    @contextlib.contextmanager
+    def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
         """Yield the model's own caches, empty."""
-        return as_caches(make_prompt_cache(model))
-
-    def keep(self, batch: PackedBatch, layers: list[Any] | None) -> None:
-        """Do nothing."""
+        yield make_prompt_cache(model)
 
 
 @final

@@ -13,11 +13,11 @@ import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from genlm_backend.attention.attend import Way
 from genlm_backend.attention.mlx import (
+    GATHERED,
     WAYS,
     MlxAttend,
-    MlxGatherAttend,
-    MlxWay,
     MlxWholeAttend,
     ShapeLayer,
     caches_of,
@@ -40,7 +40,6 @@ _PROBE_LENGTH: Final = 12
 _SHARE_OF_SPREAD: Final = 0.02
 _ROUNDING: Final = {mx.float32: 1e-4}
 _DEFAULT_ROUNDING: Final = 0.05
-_GATHERED: Final = MlxWay(MlxGatherAttend, MlxGatherAttend)
 
 
 @final
@@ -73,7 +72,7 @@ class MlxSupport:
 
     vocab_size: int
     kept: KeptLayout = field(default_factory=KeptLayout)
-    way: MlxWay = _GATHERED
+    way: Way = GATHERED
     reason: str = ""
     pads: bool = True
     going_on: GoingOn = field(default_factory=GoingOn)
@@ -137,7 +136,7 @@ def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     kept, reason = _kept(runner.model)
     if kept is None:
         return MlxSupport(vocab_size, reason=reason, pads=pads)
-    for way in WAYS if kept.shapes else [_GATHERED]:
+    for way in WAYS if kept.shapes else [GATHERED]:
         difference, reason, going_on = _difference(runner, kept, way, long, short, whole)
         if not reason and difference <= tolerance:
             return MlxSupport(vocab_size, kept, way, pads=pads, going_on=going_on)
@@ -201,14 +200,14 @@ def _seen(model: Any, token_ids: list[int]) -> KeptLayout | None:
 def _difference(
     runner: MlxRunner,
     kept: KeptLayout,
-    way: MlxWay,
+    way: Way,
     long: list[int],
     short: list[int],
     whole: list[torch.Tensor],
 ) -> tuple[float, str, GoingOn]:
     """Return the largest distance of rows from what is kept, or why there are none."""
     size = len(long) + len(short)
-    attend = way.probing(MlxStore(kept.shapes, 4 * size))
+    attend = way.probing(MlxStore(kept.shapes, 4 * size), 0)
     try:
         if kept.states:
             states: Any = MlxStateStore(kept.states, NUM_STATES)
