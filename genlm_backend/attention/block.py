@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final, Generic, final
+from typing import Final, Generic, final
 
 import numpy as np
 
@@ -49,8 +49,7 @@ class Attended(Generic[A]):
             values, logsumexp = values[rows], logsumexp[rows]
         share = operators.sigmoid(other.logsumexp - logsumexp)
         # A query that attends to nothing in either block would have a share of NaN.
-        is_nothing: Any = other.logsumexp == -math.inf
-        share = operators.fill_(share, is_nothing, 0)[..., None]
+        share = operators.fill_(share, other.logsumexp == -math.inf, 0)[..., None]
         values = operators.lerp(values, other.values, operators.as_type_of(share, values))
         logsumexp = operators.logaddexp(logsumexp, other.logsumexp)
         if rows is None:
@@ -66,8 +65,8 @@ class Attended(Generic[A]):
         """
         operators = self.operators
         sums = self.logsumexp - operators.as_type_of(sinks, self.logsumexp)
-        share: Any = operators.sigmoid(sums)
-        return self.values * operators.as_type_of(share[..., None], self.values)
+        share = operators.sigmoid(sums)[..., None]
+        return self.values * operators.as_type_of(share, self.values)
 
     def apart(self, num_rows: int) -> Attended[A]:
         """Return that of ``[1, heads, G * M, …]`` as one of ``[G, heads, M, …]``."""
@@ -150,19 +149,19 @@ class Block(Generic[A]):
 
     def _attend(self, query: A, keys: A, values: A, mask: A | None) -> Attended[A]:
         operators = self.operators
-        scores: Any = operators.products(query, keys, self.scaling)
+        scores = operators.products(query, keys, self.scaling)
         if self.softcap is not None:
             scores /= self.softcap
             scores = operators.tanh_(scores)
             scores *= self.softcap
         if mask is not None:
             scores += mask
-        largest: Any = operators.largest(scores)
+        largest = operators.largest(scores)
         if mask is not None:  # or the weights of a query that attends to nothing would be NaN
             largest = operators.at_least_(largest, _SMALLEST)
         scores -= largest
         weights = operators.exp_(scores)
-        total: Any = operators.total(weights)
+        total = operators.total(weights)
         largest += operators.log(total)
         logsumexp = largest[..., 0]
         if mask is not None:

@@ -4,49 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import torch
 
-
-class Array(Protocol):
-    """An array of any library: what those of all have in common."""
-
-    @property
-    def shape(self) -> Any:
-        """Lengths of its axes."""
-        ...
-
-    def __len__(self) -> int:
-        """Return the length of the first axis."""
-        ...
-
-    def __getitem__(self, index: Any, /) -> Any:
-        """Return elements of it, a copy where the index is an array."""
-        ...
-
-    def __setitem__(self, index: Any, value: Any, /) -> None:
-        """Overwrite elements."""
-        ...
-
-    def reshape(self, *shape: int) -> Any:
-        """Return its elements in another shape."""
-        ...
-
-    def swapaxes(self, first: int, second: int, /) -> Any:
-        """Return it with two axes in each other's place."""
-        ...
-
-    def __mul__(self, other: Any, /) -> Any:
-        """Return products of elements."""
-        ...
-
-    def __sub__(self, other: Any, /) -> Any:
-        """Return differences of elements."""
-        ...
-
-
-A = TypeVar("A", bound=Array)
+A = TypeVar("A", bound=Any)
+"""An array of some library: ``torch.Tensor`` or ``mx.array``, indexed and reshaped alike."""
 
 
 @final

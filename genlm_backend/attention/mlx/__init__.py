@@ -3,7 +3,7 @@
 from functools import partial
 
 from genlm_backend.attention.attend import Way
-from genlm_backend.attention.mlx.mlx_attend import MlxAttend
+from genlm_backend.attention.mlx.mlx_attend import MlxAttend, MlxWholeAttend
 from genlm_backend.attention.mlx.mlx_gathered import MlxGatherAttend
 from genlm_backend.attention.mlx.mlx_row_states import (
     MlxRowStates,
@@ -12,7 +12,6 @@ from genlm_backend.attention.mlx.mlx_row_states import (
     state_caches,
 )
 from genlm_backend.attention.mlx.mlx_shared import MlxSharedAttend
-from genlm_backend.attention.mlx.mlx_whole import MlxWholeAttend, ShapeLayer
 
 _BY_GROUP = partial(MlxGatherAttend, by_group=True)
 GATHERED = Way(MlxGatherAttend, lambda store, _: MlxGatherAttend(store), copies=True)
@@ -31,7 +30,6 @@ __all__ = [
     "MlxRowStates",
     "MlxSharedAttend",
     "MlxWholeAttend",
-    "ShapeLayer",
     "caches_of",
     "leaves",
     "state_caches",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, TypeAlias
+import contextlib
+from collections.abc import Iterator
+from typing import Any, TypeAlias, final
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 
 from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.mlx.mlx_row_states import leaves
@@ -70,3 +73,16 @@ def offset_of(batch: PackedBatch) -> int | mx.array:
     """Return the number of tokens before the new ones: one number for all rows, or ``[B]``."""
     lengths = batch.num_past.astype(np.int32)
     return int(lengths[0]) if (lengths == lengths[0]).all() else mx.array(lengths)
+
+
+@final
+class MlxWholeAttend(Attend[Caches]):
+    """Attends to the new tokens alone: there are none before them, and nothing is kept.
+
+    The model has caches of its own, new ones: some layers read what others have put there.
+    """
+
+    @contextlib.contextmanager
+    def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
+        """Yield the model's own caches, empty."""
+        yield make_prompt_cache(model)

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.indices import new_positions
 from genlm_backend.attention.mlx.mlx_attend import Caches, MlxSlotLayer, keep_new, offset_of
 from genlm_backend.attention.mlx.mlx_dispatch import Dispatch, attends_otherwise
 from genlm_backend.attention.mlx.mlx_gathered import MlxGatherAttend
@@ -21,7 +20,7 @@ from genlm_backend.attention.mlx.mlx_row_states import caches_of
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.reading import FEW_TOKENS, Reading
-from genlm_backend.attention.shared_pass import LastStep, SharedPass
+from genlm_backend.attention.shared_pass import LastStep, SharedPass, new_positions
 from genlm_backend.prefix.mlx_store import MlxStore
 
 
@@ -65,10 +64,9 @@ class MlxSharedAttend(Attend[Caches]):
             return
         if self._dispatch is None or self._dispatch[0] is not model:
             self._dispatch = model, Dispatch(model)
-        shared = SharedPass(MLX, self._store, batch, reading, last, attends_otherwise)
-        masks, offset = _Masks(batch, shared, self._makes_arrays), offset_of(batch)
-        numbers = range(len(self._store.shapes))
-        own = [_SharedLayer(number, shared, masks, offset) for number in numbers]
+        shared = _MlxPass(self._store, batch, reading, last, self._makes_arrays)
+        offset = offset_of(batch)
+        own = [_SharedLayer(i, offset, shared) for i in range(len(self._store.shapes))]
         states: Any = batch.states
         with self._dispatch[1].in_place():
             yield caches_of(model, own, states)
@@ -82,20 +80,31 @@ class MlxSharedAttend(Attend[Caches]):
 
 
 @final
-class _Masks:
-    """What layers are given for masks: only who they are for counts, and ``SharedPass`` knows that.
+class _MlxPass(SharedPass[mx.array]):
+    """The attention of one forward pass, as layers of a model of mlx-lm ask it.
 
     Args:
+        store: Where keys and values are.
         batch: The new tokens.
-        shared: The attention of the pass.
-        makes_arrays: Whether windows get arrays, as for ``MlxSharedAttend``.
+        reading: How what is cached is read.
+        last: Arrays of the last step; ``None`` for none.
+        makes_arrays: Whether windows get masks, as for ``MlxSharedAttend``.
     """
 
+    operators = MLX
+    attends_otherwise = staticmethod(attends_otherwise)
+
     def __init__(
-        self, batch: PackedBatch, shared: SharedPass[mx.array], makes_arrays: bool
+        self,
+        store: MlxStore,
+        batch: PackedBatch,
+        reading: Reading,
+        last: LastStep | None,
+        makes_arrays: bool,
     ) -> None:
-        self._batch, self._shared, self._makes_arrays = batch, shared, makes_arrays
-        self._made: dict[tuple[int | None, bool], mx.array] = {}
+        super().__init__(store, batch, reading, last)
+        self._makes_arrays = makes_arrays
+        self._given: dict[int | None, mx.array] = {}
 
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
         """Return what stands for who sees which: an array over all positions, or a word for it.
@@ -105,41 +114,38 @@ class _Masks:
             window: Number of tokens that one token sees, itself included; ``None`` for all.
             is_array: Whether an array is wanted where ``"causal"`` would do.
         """
-        length = int(self._batch.num_past.max()) + num_new
-        is_array = is_array or (window is not None and self._makes_arrays)
+        length = self.num_past + num_new
         if window is not None and window >= length and not self._makes_arrays:
             window = None
-        if window is None and not is_array:
+        is_array = is_array or window is not None
+        if not is_array:
             return None if num_new == 1 else "causal"
-        if (window, is_array) not in self._made:
-            new = new_positions(self._batch)
-            distance = new[:, None, :, None] - torch.arange(length, dtype=torch.int64)
+        if window not in self._given:
+            distance = new_positions(self._batch)[:, None, :, None] - torch.arange(length)
             allowed = (distance >= 0) & (distance < (window or length))
-            made = self._made[window, is_array] = mx.array(allowed.numpy())
-            self._shared.allow(made, None if window is None else allowed)
-        return self._made[window, is_array]
+            made = self._given[window] = mx.array(allowed.numpy())
+            self._allowed[id(made)] = made, None if window is None else allowed
+        return self._given[window]
 
 
 @final
 class _SharedLayer(MlxSlotLayer):
     """One layer: new keys and values come out as they are, and it attends by itself."""
 
-    def __init__(
-        self, number: int, shared: SharedPass[mx.array], masks: _Masks, offset: int | mx.array
-    ) -> None:
+    def __init__(self, number: int, offset: int | mx.array, shared: _MlxPass) -> None:
         super().__init__(number, offset)
-        self._shared, self._masks = shared, masks
+        self._shared = shared
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None, **_: Any
     ) -> Any:
-        return self._masks.mask(N, window_size, return_array)
+        return self._shared.mask(N, window_size, return_array)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Return the new tokens' keys and values, ``[B, heads, Q, dim]``, as they are."""
         if self.new is not None:
             raise attends_otherwise("a layer has more than one set of keys and values")
-        self._shared.keep(self.number, keys, values)
+        self._shared.take(self.number, keys, values)
         self.new = keys, values
         return keys, values
 
@@ -152,7 +158,16 @@ class _SharedLayer(MlxSlotLayer):
         mask: Any,
         sinks: Any,
     ) -> mx.array:
-        """Attend to the parts and to the rest, and merge: ``[B, heads, Q, value_dim]``."""
+        """Return what queries attend to: ``[B, heads, Q, value_dim]``.
+
+        Args:
+            queries: Queries of the new tokens: ``[B, heads, Q, dim]``.
+            keys: What ``update_and_fetch`` has returned.
+            values: What it has returned beside them.
+            scale: What products are multiplied by.
+            mask: What ``make_mask`` has returned.
+            sinks: One more score for each head, which has no value: ``[heads]``; or ``None``.
+        """
         given = None if isinstance(mask, str) and mask == "causal" else mask
-        found = self._shared.attended(queries, keys, values, given, scale, sinks=sinks)
+        found = self._shared.attend(queries, keys, values, given, scale, sinks=sinks)
         return found.astype(queries.dtype)

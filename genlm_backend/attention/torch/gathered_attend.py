@@ -23,7 +23,7 @@ import torch
 
 from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.attention.torch.layer import NewSlots, Pair, SlotLayer
+from genlm_backend.attention.torch.layer import Pair, SlotLayer, write_new
 from genlm_backend.attention.torch.torch_row_states import cache_of
 from genlm_backend.prefix import PADDING_SLOT, KVStore
 
@@ -81,14 +81,14 @@ class GatherAttend(Attend[dict[str, Any]]):
             cache = cache_of((), layout.states, batch.states)
             yield {"past_key_values": cache, "use_cache": True}
             return
-        gathered, new_slots = gather(batch, self._wider), NewSlots(self._store, batch)
+        gathered = gather(batch, self._wider)
         on: dict[torch.device, torch.Tensor] = {}  # moved once to each device that has a layer
         layers: list[SlotLayer] = []
         for number, layer in enumerate(layout.layers):
             if layer.device not in on:
                 on[layer.device] = gathered.slots.to(layer.device)
-            slots = on[layer.device]
-            layers.append(_GatheredLayer(self._store, number, slots, new_slots, gathered.num_past))
+            own = batch, on[layer.device], gathered.num_past
+            layers.append(_GatheredLayer(self._store, number, *own))
         yield {
             "attention_mask": gathered.mask,
             "past_key_values": cache_of(layers, layout.states, batch.states),
@@ -101,14 +101,14 @@ class _GatheredLayer(SlotLayer):
     """One layer: new keys and values go into their slots, past and new ones come out gathered."""
 
     def __init__(
-        self, store: KVStore, layer: int, slots: torch.Tensor, new_slots: NewSlots, num_past: int
+        self, store: KVStore, layer: int, batch: PackedBatch, slots: torch.Tensor, num_past: int
     ) -> None:
         super().__init__(num_past)
-        self._store, self._layer, self._slots, self._new_slots = store, layer, slots, new_slots
+        self._store, self._layer, self._batch, self._slots = store, layer, batch, slots
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Pair:
         """Store ``[B, heads, Q, dim]`` and return ``[B, heads, P + Q, dim]``, keys and values."""
-        self._new_slots.write(self._layer, key_states, value_states)
+        write_new(self._store, self._layer, self._batch, key_states, value_states)
         return self._store.read_by_head(self._layer, self._slots)

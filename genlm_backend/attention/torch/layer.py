@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -54,33 +54,17 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
 
-@final
-class NewSlots:
-    """Where the keys and values of a batch's new tokens go; moved once to each device.
+def write_new(
+    store: KVStore, layer: int, batch: PackedBatch, keys: torch.Tensor, values: torch.Tensor
+) -> Pair:
+    """Store new keys and values of a layer, ``[B, heads, Q, dim]``, without the padding.
 
-    Args:
-        store: The store.
-        batch: The batch.
+    Returns:
+        The same as they will be read, with zeros for the padding.
     """
-
-    def __init__(self, store: KVStore, batch: PackedBatch) -> None:
-        self._store, self._batch = store, batch
-        self._on: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = {}
-
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> Pair:
-        """Store new keys and values, ``[B, heads, Q, dim]``, without the padding.
-
-        Returns:
-            The same as they will be read, with zeros for the padding.
-        """
-        device = self._store.layout.layers[layer].device
-        if device not in self._on:
-            columns = self._batch.new_columns
-            moved = None if columns is None else columns.to(device)
-            self._on[device] = self._batch.new_slots.to(device), moved
-        slots, columns = self._on[device]
-        rows = self._store.write(layer, slots, by_token(keys, values, columns))
-        return (keys, values) if self._store.is_exact else by_head(rows, columns, keys, values)
+    slots, columns = batch.new_on(store.layout.layers[layer].device)
+    rows = store.write(layer, slots, by_token(keys, values, columns))
+    return (keys, values) if store.is_exact else by_head(rows, columns, keys, values)
 
 
 def by_token(

@@ -10,7 +10,7 @@ import torch
 
 from genlm_backend.attention.block import Attended
 from genlm_backend.attention.operators import Operators
-from genlm_backend.attention.torch.fused import Found, FusedOperator, fused_operator
+from genlm_backend.attention.torch.fused import Found, fused_operator
 
 FEW_QUERIES: Final = 16
 """Queries up to which keys are parted: the fused operator has one thread for each head of them."""
@@ -44,11 +44,6 @@ def _means(weights: torch.Tensor, total: torch.Tensor, values: torch.Tensor) -> 
     return torch.matmul(weights, values).div_(total)
 
 
-def _operator_for(query: torch.Tensor, values: torch.Tensor) -> FusedOperator | None:
-    dim = query.shape[-1]
-    return fused_operator(query.device, query.dtype, dim) if dim == values.shape[-1] else None
-
-
 def _fused(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -56,7 +51,8 @@ def _fused(
     scaling: float,
     mask: torch.Tensor | None,
 ) -> Found | None:
-    fused = _operator_for(query, values)
+    dim = query.shape[-1]
+    fused = fused_operator(query.device, query.dtype, dim) if dim == values.shape[-1] else None
     if fused is None:
         return None
     if mask is not None:
@@ -104,10 +100,10 @@ def _fused_causally(
     scaling: float,
     group_size: int,
 ) -> Found | None:
-    fused = _operator_for(query, values)
+    num_rows, num_groups, num_queries, dim = query.shape
+    fused = fused_operator(query.device, query.dtype, dim) if dim == values.shape[-1] else None
     if fused is None:
         return None
-    num_rows, num_groups, num_queries, dim = query.shape
     shape = num_rows, num_groups * group_size, num_queries // group_size, dim
     keys, values = (all_of.repeat_interleave(group_size, 1) for all_of in (keys, values))
     found, logsumexp = fused.attend(query.reshape(shape), keys, values, scaling, True)

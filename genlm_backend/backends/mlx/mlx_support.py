@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast, final
 
 import mlx.core as mx
+import numpy as np
 import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
@@ -19,7 +20,6 @@ from genlm_backend.attention.mlx import (
     WAYS,
     MlxAttend,
     MlxWholeAttend,
-    ShapeLayer,
     caches_of,
     leaves,
     state_caches,
@@ -180,9 +180,27 @@ def _num_attending(cache: Any) -> int:
     return sum(not isinstance(part, ArraysCache) for part in leaves([cache]))
 
 
+@final
+class _ShapeLayer:
+    """A cache that only notes the shapes of keys and values that it is given."""
+
+    offset = 0
+    shape: LayerShape | None = None
+
+    def make_mask(self, N: int, return_array: bool = False, **_: Any) -> Any:
+        """Return the causal mask of a pass that has nothing before it."""
+        return mx.array(np.tri(N, dtype=bool)) if return_array else "causal"
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return them as they are."""
+        if keys.shape[1] == values.shape[1] and self.shape is None:
+            self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        return keys, values
+
+
 def _seen(model: Any, token_ids: list[int]) -> KeptLayout | None:
     """Return the shapes of what a model gives its caches; ``None`` where some are unknown."""
-    layers = [ShapeLayer() for _ in range(sum(map(_num_attending, make_prompt_cache(model))))]
+    layers = [_ShapeLayer() for _ in range(sum(map(_num_attending, make_prompt_cache(model))))]
     caches = caches_of(model, layers, None)
     mx.eval(model(mx.array([token_ids]), cache=caches))
     shapes = [layer.shape for layer in layers if layer.shape is not None]

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.attention.indices import Indices, PassMasks
 from genlm_backend.attention.packing import Span, pack, pack_step, paths_of
 from genlm_backend.attention.reading import Reading
+from genlm_backend.attention.shared_pass import Indices, PassMasks
 from genlm_backend.attention.torch import GatherAttend, SharedAttend
 from genlm_backend.attention.torch.torch_operators import TORCH
 from genlm_backend.backends.hf.twin import Twin
