@@ -64,7 +64,7 @@ class MlxSharedAttend(Attend[Caches]):
             return
         if self._dispatch is None or self._dispatch[0] is not model:
             self._dispatch = model, Dispatch(model)
-        shared = _MlxPass(self._store, batch, reading, last, self._makes_arrays)
+        shared = MlxPass(self._store, batch, reading, last, self._makes_arrays)
         offset = offset_of(batch)
         own = [_SharedLayer(i, offset, shared) for i in range(len(self._store.shapes))]
         states: Any = batch.states
@@ -80,7 +80,7 @@ class MlxSharedAttend(Attend[Caches]):
 
 
 @final
-class _MlxPass(SharedPass[mx.array]):
+class MlxPass(SharedPass[mx.array]):
     """The attention of one forward pass, as layers of a model of mlx-lm ask it.
 
     Args:
@@ -100,7 +100,7 @@ class _MlxPass(SharedPass[mx.array]):
         batch: PackedBatch,
         reading: Reading,
         last: LastStep | None,
-        makes_arrays: bool,
+        makes_arrays: bool = False,
     ) -> None:
         super().__init__(store, batch, reading, last)
         self._makes_arrays = makes_arrays
@@ -132,7 +132,7 @@ class _MlxPass(SharedPass[mx.array]):
 class _SharedLayer(MlxSlotLayer):
     """One layer: new keys and values come out as they are, and it attends by itself."""
 
-    def __init__(self, number: int, offset: int | mx.array, shared: _MlxPass) -> None:
+    def __init__(self, number: int, offset: int | mx.array, shared: MlxPass) -> None:
         super().__init__(number, offset)
         self._shared = shared
 
