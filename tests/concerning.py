@@ -20,6 +20,9 @@ PURE: dict[str, tuple[str, ...]] = {
         "tests/llm/hf/test_steps.py",
         "tests/llm/hf/test_evaluator.py",
     ),
+    "attention/block.py": ("tests/llm/hf/test_shared_pass.py", "tests/llm/hf/test_sharing.py"),
+    "attention/operators.py": ("tests/llm/hf/test_shared_pass.py",),
+    "attention/shared_pass.py": ("tests/llm/hf/test_shared_pass.py", "tests/llm/hf/test_steps.py"),
     "attention/paths.py": ("tests/llm/hf/test_paths.py",),
     "attention/reading.py": ("tests/llm/hf/test_paths.py", "tests/llm/hf/test_sharing.py"),
     "passes/passes.py": ("tests/llm/hf/test_passes.py", "tests/llm/hf/test_evaluator.py"),
@@ -36,7 +39,7 @@ PURE: dict[str, tuple[str, ...]] = {
 OTHERS: dict[str, tuple[str, ...]] = {
     "": ("tests/test_package.py", "tests/test_docstrings.py", "tests/test_command_line.py"),
     "attention": ("tests/llm/hf/test_paths.py", "tests/llm/hf/test_sharing.py", "tests/llm/hf"),
-    "attention/mlx": ("tests/llm/mlx",),
+    "attention/mlx": ("tests/llm/hf/test_shared_pass.py", "tests/llm/mlx"),
     "backends": ("tests/llm/test_loading.py", "tests/llm/test_mock.py", "tests/test_package.py"),
     "backends/hf": ("tests/llm/hf",),
     "backends/mlx": ("tests/llm/mlx",),

@@ -194,6 +194,23 @@ class KVStore:
         key_width = self.layout.layers[layer].key_width
         return rows[:, :key_width], rows[:, key_width:]
 
+    def read_by_head(
+        self, layer: int, slots: torch.Tensor | slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of rows of slots in one layer: ``[B, heads, n, dim]`` each.
+
+        Args:
+            layer: The layer's index.
+            slots: Which: int64 ``[B, n]`` on the layer's device; or a slice for one row of them,
+                of which views are returned if the store is exact.
+        """
+        num_rows, which = (1, slots) if isinstance(slots, slice) else (len(slots), slots.view(-1))
+        keys, values = self.read(layer, which)
+        shape = self.layout.layers[layer]
+        keys = keys.view(num_rows, -1, shape.num_key_heads, shape.key_dim)
+        values = values.view(num_rows, -1, shape.num_value_heads, shape.value_dim)
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
     def take(self, slots: Sequence[int] | NDArray[Any]) -> list[tuple[torch.Tensor, ...]]:
         """Return copies of the codes of some slots, by layer, in the processor's memory."""
         index = torch.as_tensor(slots, dtype=torch.int64)
