@@ -9,11 +9,10 @@ import torch
 
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.draft import Draft
+from genlm_backend.generation.draft import Draft, Text
 from genlm_backend.generation.generated import GeneratedToken
 from genlm_backend.generation.processors import make_processors, make_warpers
 from genlm_backend.generation.prompt import Prompt
-from genlm_backend.generation.text import Text
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.sampling import Sampler
 

@@ -11,9 +11,8 @@ import torch
 
 from genlm_backend.errors import OutOfSlotsError
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.engine.request import GenerationRequest
+from genlm_backend.generation.engine.request import GenerationRequest, GenerationStatus
 from genlm_backend.generation.engine.served_model import ServedModel
-from genlm_backend.generation.engine.status import GenerationStatus
 from genlm_backend.generation.generated import Generation
 from genlm_backend.generation.generation import make_drafts
 from genlm_backend.generation.prompt import Prompt

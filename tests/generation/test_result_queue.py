@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.generation.engine.result_queue import ResultQueue
-from genlm_backend.generation.engine.status import GenerationStatus
+from genlm_backend.generation.engine.request import GenerationStatus, ResultQueue
 from genlm_backend.generation.generated import GeneratedToken
 
 

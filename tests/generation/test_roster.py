@@ -7,9 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from genlm_backend.generation.engine.places import Phase
-from genlm_backend.generation.engine.roster import Roster
-from genlm_backend.generation.engine.status import GenerationStatus
+from genlm_backend.generation.engine.request import GenerationStatus
+from genlm_backend.generation.engine.roster import Phase, Roster
 from tests.generation.drafts import Draft, adapters, all_prefixes, need
 from tests.generation.rules import Rules, Wanted
 

@@ -19,10 +19,13 @@ from genlm_backend.errors import (
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.draft import Draft
 from genlm_backend.generation.engine.installed_model import InstalledModel, ModelState
-from genlm_backend.generation.engine.request import GenerationRequest
+from genlm_backend.generation.engine.request import (
+    GeneratedElements,
+    GenerationRequest,
+    GenerationStatus,
+)
 from genlm_backend.generation.engine.runtime_config import RuntimeConfig
 from genlm_backend.generation.engine.served_model import ServedModel
-from genlm_backend.generation.engine.status import GeneratedElements, GenerationStatus
 from genlm_backend.generation.generated import Generation
 from genlm_backend.generation.generation import check_streamable, make_config, make_drafts
 from genlm_backend.generation.prompt import Chat, Prompt, check_is_ids, check_texts, ids_of, is_chat

@@ -12,13 +12,10 @@ from typing import TypeAlias, final
 
 from genlm_backend.errors import BatcherClosedError, ModelStateError, RequestQueueFullError
 from genlm_backend.generation.draft import Draft
-from genlm_backend.generation.engine.places import Entry, Phase
-from genlm_backend.generation.engine.request import GenerationRequest
-from genlm_backend.generation.engine.result_queue import wait_until
-from genlm_backend.generation.engine.roster import Roster, RosterChange, Settlement
+from genlm_backend.generation.engine.request import GenerationRequest, GenerationStatus, wait_until
+from genlm_backend.generation.engine.roster import Entry, Phase, Roster, RosterChange, Settlement
 from genlm_backend.generation.engine.runtime_config import RuntimeConfig
 from genlm_backend.generation.engine.signal import Signal
-from genlm_backend.generation.engine.status import GenerationStatus
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.process_lock import ProcessLock
