@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.generation.engine.request import GenerationStatus, ResultQueue
-from genlm_backend.generation.generated import GeneratedToken
+from genlm_backend.generation.engine.request import ResultQueue
+from genlm_backend.generation.generated import GeneratedToken, GenerationStatus
 
 
 def token(token_id, reason=None):

@@ -1,132 +1,38 @@
-"""GenerationRequest: the handle of texts that an engine generates."""
+"""GenerationRequest: the handle of texts that an engine generates, and the queue of its results."""
 
 from __future__ import annotations
 
-import asyncio
-import enum
 import itertools
 import time
 from collections.abc import AsyncIterator, Generator, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import Any, cast, final
 
 from genlm_backend.checks import timeout as check_timeout
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.engine.signal import Signal
-from genlm_backend.generation.generated import GeneratedToken, Generation
-from genlm_backend.readable import Readable
+from genlm_backend.generation.engine.signal import Signal, await_for, wait_for
+from genlm_backend.generation.generated import (
+    GeneratedElements,
+    GeneratedToken,
+    Generation,
+    GenerationStatus,
+    RequestStatistics,
+)
+from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.process_lock import ProcessLock
 
 
-class GenerationStatus(enum.Enum):
-    """How far a request has come. The last three are final."""
-
-    INIT = "init"
-    """It waits for a place, or for its prompt to be computed."""
-    CONTEXT_FINISHED = "context finished"
-    """The prompt has been computed."""
-    GENERATING = "generating"
-    """There are tokens, and there will be more."""
-    FINISHED = "finished"
-    """Every text is complete."""
-    INTERRUPTED = "interrupted"
-    """It was stopped, or its keys and values do not fit; what there is can be read."""
-    FAILED = "failed"
-    """An exception ended it; what there is can be read before it is raised."""
-
-    @property
-    def is_final(self) -> bool:
-        """Whether nothing will follow."""
-        return self in (type(self).FINISHED, type(self).INTERRUPTED, type(self).FAILED)
-
-
 @final
-@dataclass(frozen=True, slots=True)
-class GeneratedElements:
-    """What was generated of one text since it was last asked for. Can be read as every ``Piece``.
+@dataclass(slots=True)
+class _Text:
+    """A text so far, and how far it has been handed out."""
 
-    Attributes:
-        token_ids: The new tokens.
-        text: The characters that are certain with them, never half of one.
-        logprobs: The logarithms of the tokens' probabilities, if asked for.
-        top_logprobs: The most probable tokens at each place and theirs, if asked for.
-        index: The number of the text among the ``n`` of the request.
-        finish_reason: ``"eos"``, ``"stop"``, ``"length"`` or ``"interrupted"`` where the text ends
-            with these; else ``None``.
-        num_cached_tokens: Tokens of the prompt that were found in the prefix cache.
-        num_host_tokens: Tokens among these that were on the host, and had to be fetched.
-        tokens: Each new token with what was asked for of it.
-    """
-
-    token_ids: list[int]
-    text: str
-    logprobs: list[float] | None = None
-    top_logprobs: list[tuple[tuple[int, float], ...]] | None = None
-    index: int = 0
-    finish_reason: str | None = None
-    num_cached_tokens: int = 0
-    num_host_tokens: int = 0
-    tokens: list[GeneratedToken] = field(default_factory=list, repr=False)
-
-    @property
-    def prefix_len_gpu(self) -> int:
-        """Tokens of the prompt that were found in the cache on the model's device."""
-        return self.num_cached_tokens - self.num_host_tokens
-
-    @property
-    def prefix_len_cpu(self) -> int:
-        """Tokens of the prompt that were found in the cache on the host (``num_host_tokens``)."""
-        return self.num_host_tokens
-
-    @property
-    def token_id(self) -> int | None:
-        """The last new token; ``None`` where there are only characters."""
-        return self.token_ids[-1] if self.token_ids else None
-
-    @property
-    def logprob(self) -> float | None:
-        """The logarithm of the last new token's probability, if asked for."""
-        return self.logprobs[-1] if self.logprobs else None
-
-
-@final
-@dataclass(frozen=True, slots=True, repr=False)
-class RequestStatistics(Readable):
-    """Times and counts of a request. Times are in seconds, and ``None`` before their event.
-
-    Attributes:
-        time_in_queue: From its start until the model was first asked.
-        time_to_first_token: From its start until its first token.
-        time_per_token: Between a text's tokens after its first, on average; texts of one request
-            come at the same time.
-        time_in_total: From its start until it ended, or until now.
-        num_prompt_tokens: Tokens of the prompt.
-        num_generated_tokens: Tokens generated, of all texts.
-        num_cached_tokens: Tokens of the prompt that were found in the prefix cache.
-        num_preemptions: How often it had to rest because memory was short.
-    """
-
-    time_in_queue: float | None
-    time_to_first_token: float | None
-    time_per_token: float | None
-    time_in_total: float
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    num_cached_tokens: int
-    num_preemptions: int
-
-
-@final
-class _Written:
-    """One text as it was written, and how far it has been read."""
-
-    def __init__(self) -> None:
-        self.tokens: list[GeneratedToken] = []
-        self.rest = ""
-        self.is_cut = False
-        self.num_read = 0
-        self.is_end_read = False
+    tokens: list[GeneratedToken] = field(default_factory=list)
+    rest: str = ""
+    is_cut: bool = False
+    num_read: int = 0
+    is_end_read: bool = False
 
     def has_news(self) -> bool:
         return self.num_read < len(self.tokens) or (self.is_cut and not self.is_end_read)
@@ -147,7 +53,7 @@ class ResultQueue:
         self._lock = ProcessLock()
         self._lock.claim()  # whoever writes to it lives here
         self._changed = Signal()
-        self._texts = [_Written() for _ in range(num_texts)]
+        self._texts = [_Text() for _ in range(num_texts)]
         self._scores: dict[int, float] = {}
         self._with_logprobs = with_logprobs
         self._status = GenerationStatus.INIT
@@ -165,7 +71,7 @@ class ResultQueue:
 
     def get(self) -> GeneratedElements | None:
         """Return what is new, waiting until there is something; ``None`` at the end."""
-        return self._wait(None)
+        return wait_for(self._next, None)
 
     def get_with_timeout(self, timeout_ms: float) -> GeneratedElements | None:
         """Return what is new, waiting so many milliseconds; ``None`` if there is nothing.
@@ -173,7 +79,7 @@ class ResultQueue:
         ``status().is_final`` tells whether anything can follow.
         """
         milliseconds = check_timeout("timeout_ms", timeout_ms)
-        return self._wait(None if milliseconds is None else milliseconds / 1000)
+        return wait_for(self._next, None if milliseconds is None else milliseconds / 1000)
 
     def get_nowait(self) -> GeneratedElements | None:
         """Return what is new; ``None`` if there is nothing."""
@@ -182,12 +88,7 @@ class ResultQueue:
 
     async def aget(self) -> GeneratedElements | None:
         """Do as ``get``, leaving the event loop free meanwhile."""
-        while True:
-            with self._lock.here:
-                if (found := self._take()) is not None or self._status.is_final:
-                    return found
-                waiter = self._changed.waiter()
-            await asyncio.wrap_future(waiter)
+        return await await_for(self._next)
 
     async def __aiter__(self) -> AsyncIterator[GeneratedElements]:
         while (found := await self.aget()) is not None:
@@ -232,15 +133,12 @@ class ResultQueue:
     def _num_tokens(self) -> int:
         return sum(len(text.tokens) for text in self._texts)
 
-    def _wait(self, timeout: float | None) -> GeneratedElements | None:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            with self._lock.here:
-                if (found := self._take()) is not None or self._status.is_final:
-                    return found
-                waiter = self._changed.waiter()
-            if not wait_until(waiter, deadline):
-                return None
+    def _next(self) -> GeneratedElements | Future[None] | None:
+        """Hand out what is new, ``None`` at the end, or what tells when to try again."""
+        with self._lock.here:
+            found = self._take()
+            is_over = found is not None or self._status.is_final
+            return found if is_over else self._changed.waiter()
 
     def _take(self) -> GeneratedElements | None:
         """Hand out the news of the text that has most of them; under the lock."""
@@ -273,20 +171,15 @@ class ResultQueue:
 
     def wait_for_end(self, timeout: float | None) -> bool:
         """Block until nothing can follow; return whether it came to that in ``timeout`` seconds."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (waiter := self._end_waiter()) is not None:
-            if not wait_until(waiter, deadline):
-                return False
-        return True
+        return bool(wait_for(self._end, timeout))
 
     async def await_end(self) -> None:
         """Wait until nothing can follow, leaving the event loop free."""
-        while (waiter := self._end_waiter()) is not None:
-            await asyncio.wrap_future(waiter)
+        await await_for(self._end)
 
-    def _end_waiter(self) -> Future[None] | None:
+    def _end(self) -> bool | Future[None]:
         with self._lock.here:
-            return None if self._status.is_final else self._changed.waiter()
+            return self._status.is_final or self._changed.waiter()
 
     @property
     def error(self) -> BaseException | None:
@@ -367,23 +260,9 @@ class ResultQueue:
     def drop(self) -> None:
         """Forget what was generated."""
         with self._lock.here:
-            for text in self._texts:
-                text.tokens, text.num_read, text.rest, text.is_cut = [], 0, "", False
+            self._texts = [_Text() for _ in self._texts]
             self._error = None
 
-
-def wait_until(waiter: Future[None], deadline: float | None) -> bool:
-    """Block for a signal; return whether it came before ``deadline`` (of ``time.monotonic``)."""
-    left = None if deadline is None else max(0.0, deadline - time.monotonic())
-    try:
-        waiter.result(left)
-    except TimeoutError:
-        return not waiter.cancel()  # so that whoever notifies can forget it
-    return True
-
-
-if TYPE_CHECKING:
-    from genlm_backend.generation.engine.served_model import ServedModel
 
 _ids = itertools.count()
 
@@ -400,22 +279,23 @@ class GenerationRequest:
         prompt_token_ids: Token ids of the prompt.
         config: How its texts are generated.
         queue: The results as they come.
-        model: What works at the request.
+        model_name: Name of the model in its engine.
+        loop: Event loop of its engine.
     """
 
     def __init__(
-        self, model: ServedModel, prompt_token_ids: tuple[int, ...], config: GenerationConfig
+        self,
+        model_name: str,
+        prompt_token_ids: tuple[int, ...],
+        config: GenerationConfig,
+        loop: BackgroundLoop,
     ) -> None:
         self.id = next(_ids)
+        self.model_name = model_name
         self.prompt_token_ids = prompt_token_ids
         self.config = config
         self.queue = ResultQueue(config.n, len(prompt_token_ids), config.logprobs)
-        self.model = model
-
-    @property
-    def model_name(self) -> str:
-        """The engine's name of the model."""
-        return self.model.name
+        self.loop = loop
 
     def status(self) -> GenerationStatus:
         """Return how far it has come."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar, final
 
 from genlm_backend.common_prefix import common_length
-from genlm_backend.generation.engine.request import GenerationStatus
+from genlm_backend.generation.generated import GenerationStatus
 
 HEADROOM = 16
 """Tokens that must be free beyond its context for a text to begin, or to go on after a rest.
@@ -208,7 +208,7 @@ class Roster(Generic[R, D]):
     Attributes:
         max_batch: Places of a batch.
         capacity: Tokens that fit into memory; it can be set, for the changes to come.
-        is_open: Whether requests are let in.
+        is_open: Whether requests are let in; it can be set.
     """
 
     def __init__(
@@ -250,14 +250,6 @@ class Roster(Generic[R, D]):
         return (text for text in texts if text.is_wanted)
 
     # ---------------------------------------------------------------- admission
-
-    def open(self) -> None:
-        """Let requests in."""
-        self.is_open = True
-
-    def shut(self) -> None:
-        """Let no more requests in."""
-        self.is_open = False
 
     def submit(self, requests: Mapping[R, Sequence[D]]) -> RosterChange[R, D] | None:
         """Take requests, all with one submission, unless as many wait as may.
@@ -331,7 +323,7 @@ class Roster(Generic[R, D]):
 
     def close(self) -> RosterChange[R, D]:
         """Let no more requests in and interrupt those that there are; nobody gets a place."""
-        self.shut()
+        self.is_open = False
         change = RosterChange[R, D]()
         for request in list(self._requests):
             self._take_off(change, request, GenerationStatus.INTERRUPTED)

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from functools import partial
+from typing import Literal, TypeAlias, final
 
-from genlm_backend.errors import BatcherClosedError, ModelStateError, RequestQueueFullError
+from genlm_backend.errors import (
+    BatcherClosedError,
+    GenerationConfigError,
+    ModelStateError,
+    RequestQueueFullError,
+)
+from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.draft import Draft
-from genlm_backend.generation.engine.request import GenerationRequest, GenerationStatus, wait_until
+from genlm_backend.generation.engine.request import GenerationRequest
 from genlm_backend.generation.engine.roster import Entry, Phase, Roster, RosterChange, Settlement
 from genlm_backend.generation.engine.runtime_config import RuntimeConfig
-from genlm_backend.generation.engine.signal import Signal
+from genlm_backend.generation.engine.signal import Signal, await_for, wait_for
+from genlm_backend.generation.generated import GenerationStatus
+from genlm_backend.generation.generation import make_drafts
+from genlm_backend.generation.prompt import Chat, Prompt, ids_of
 from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.query import TokenIds
 from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.process_lock import ProcessLock
+
+Submission: TypeAlias = dict[GenerationRequest, list[Draft]]
+"""Requests that are let in together, and what makes the texts of each."""
 
 _Entry: TypeAlias = Entry[GenerationRequest, Draft]
 _Change: TypeAlias = RosterChange[GenerationRequest, Draft]
@@ -79,40 +92,52 @@ class ServedModel:
     def open(self) -> None:
         """Let requests in."""
         with self._lock.here:
-            self._roster.open()
+            self._roster.is_open = True
 
     def shut(self) -> None:
         """Let no more requests in, and tell whoever waits for room; the others go on."""
         with self._lock.here:
-            self._roster.shut()
+            self._roster.is_open = False
             self._room.notify()
 
-    def submit(
-        self, requests: Mapping[GenerationRequest, list[Draft]], timeout: float | None
-    ) -> None:
+    def prepare(
+        self, prompts: Iterable[tuple[str | Chat | TokenIds, GenerationConfig]]
+    ) -> Submission:
+        """Check everything about requests, and start nothing.
+
+        Args:
+            prompts: The prompt and the configuration of each request.
+        """
+        prepared: Submission = {}
+        for prompt, config in prompts:
+            checked = Prompt.check(self.lm, ids_of(prompt), config, self.config.max_length)
+            drafts = make_drafts(self.lm, checked, config)
+            if drafts[0].width > self.max_batch:
+                raise GenerationConfigError(
+                    f"num_beams={config.num_beams} does not fit into max_batch={self.max_batch}"
+                )
+            prepared[GenerationRequest(self.name, checked.token_ids, config, self.loop)] = drafts
+        return prepared
+
+    def submit(self, requests: Submission, timeout: float | None) -> None:
         """Take requests, all or none of them, blocking while as many submissions wait as may.
 
         Args:
-            requests: What makes the texts of each request.
+            requests: The requests.
             timeout: Seconds to wait for room, at most; ``None`` waits as long as it takes.
 
         Raises:
             RequestQueueFullError: (``queue.Full``) If that took ``timeout`` seconds.
             ModelStateError: (``RuntimeError``) If the model has been stopped.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (waiter := self._try_submit(requests)) is not None:
-            if not wait_until(waiter, deadline):
-                raise self._full()
+        if not wait_for(partial(self._try_submit, requests), timeout):
+            raise self._full()
 
-    async def asubmit(
-        self, requests: Mapping[GenerationRequest, list[Draft]], timeout: float | None
-    ) -> None:
+    async def asubmit(self, requests: Submission, timeout: float | None) -> None:
         """Do as ``submit``, leaving the event loop free."""
         try:
             async with asyncio.timeout(timeout):
-                while (waiter := self._try_submit(requests)) is not None:
-                    await asyncio.wrap_future(waiter)
+                await await_for(partial(self._try_submit, requests))
         except TimeoutError:
             raise self._full() from None
 
@@ -121,7 +146,7 @@ class ServedModel:
             f"{self.num_waiting} requests wait for model {self.name!r} already"
         )
 
-    def _try_submit(self, requests: Mapping[GenerationRequest, list[Draft]]) -> Future[None] | None:
+    def _try_submit(self, requests: Submission) -> Literal[True] | Future[None]:
         """Take requests, or return what tells when to try again."""
         with self._lock.here:
             if not self._roster.is_open:
@@ -136,7 +161,7 @@ class ServedModel:
                 for request in requests:
                     self.end(request, GenerationStatus.INTERRUPTED)
                 raise
-        return None
+        return True
 
     @property
     def num_running(self) -> int:
