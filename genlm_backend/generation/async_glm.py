@@ -435,10 +435,8 @@ class _Task:
             raise OutOfSlotsError("the task's keys and values do not fit into the model's memory")
         longest = max(len(text.token_ids) for _, text in texts)
         padding = [self.pad_token_id] * longest
-        new = [torch.tensor((text.token_ids + padding)[:longest]) for _, text in texts]
-        return torch.stack(
-            [torch.cat([row, ids]) for (row, _), ids in zip(texts, new, strict=True)]
-        )
+        new = torch.tensor([(text.token_ids + padding)[:longest] for _, text in texts])
+        return torch.cat([torch.stack([row for row, _ in texts]), new], dim=1)
 
 
 async def _texts(request: GenerationRequest) -> list[Generation]:

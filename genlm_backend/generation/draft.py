@@ -11,6 +11,7 @@ import torch
 
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.generated import GeneratedToken
+from genlm_backend.generation.processors import make_processors
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.query import TokenIds
@@ -19,7 +20,7 @@ from genlm_backend.model.query import TokenIds
 class Draft(abc.ABC):
     """A generation in progress: contexts that a model is asked, and what its answers add to them.
 
-    Until ``is_finished``: await ``read()``, then call ``write()``. Between the two calls a draft
+    Until ``is_finished``: await ``ask()``, then call ``choose()``. Between the two calls a draft
     may rest for as long as anybody likes.
 
     Args:
@@ -29,43 +30,40 @@ class Draft(abc.ABC):
 
     Attributes:
         contexts: The token ids of each text so far, prompt included; what is asked next.
+        width: Number of contexts asked at once, at most.
+        lora_name: Name of the adapter that the contexts are read with.
         is_finished: Whether every text is complete.
     """
 
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
         self._lm, self._prompt, self._config = lm, prompt, config
         self.contexts: list[list[int]] = [list(prompt.token_ids)]
+        self.width, self.lora_name = config.num_beams, config.lora_name
         self.is_finished = False
-
-    @property
-    @abc.abstractmethod
-    def width(self) -> int:
-        """Number of contexts asked at once, at most."""
-
-    @property
-    def lora_name(self) -> str | None:
-        """Name of the adapter that the contexts are read with."""
-        return self._config.lora_name
+        if prompt.constraint is not None:  # which knows where a token that ends texts is text
+            config = config.replace(min_length=0, min_new_tokens=0)
+        eos = sorted(prompt.eos_token_ids)
+        self._processors = make_processors(config, len(prompt.token_ids), eos)
 
     @abc.abstractmethod
-    async def read(self) -> None:
+    async def ask(self) -> None:
         """Await what the model says of ``contexts``; nothing has changed if it is cancelled."""
 
     @abc.abstractmethod
-    def write(self) -> list[tuple[int, GeneratedToken]]:
+    def choose(self) -> list[tuple[int, GeneratedToken]]:
         """Choose the next token of each text; return the certain ones with their text's number."""
 
     @abc.abstractmethod
-    def unwritten(self) -> list[tuple[int, GeneratedToken]]:
-        """Return the tokens that ``write`` has not returned of texts that are not to go on."""
+    def cut(self) -> tuple[list[tuple[int, GeneratedToken]], list[tuple[int, str]]]:
+        """Return what ``choose`` has not returned of texts that are not to go on.
 
-    @abc.abstractmethod
-    def held_back(self) -> list[tuple[int, str]]:
-        """Return, for each text that is not to go on, the characters held back at its end."""
+        Returns:
+            Tokens, and the characters that were held back at the end of each text.
+        """
 
-    @abc.abstractmethod
     def scores(self) -> dict[int, float]:
         """Return the score of each text that has one, by its number."""
+        return {}
 
     def asked(self) -> list[TokenIds]:
         """Return ``contexts`` as a model is asked them."""
@@ -83,9 +81,9 @@ class Draft(abc.ABC):
         words = self._config.stop_words_ids or ()
         return any(tuple(generated[-len(word) :]) == tuple(word) for word in words)
 
-    @abc.abstractmethod
     def _is_end(self, token_id: int) -> bool:
-        """Whether a token that has been written ends the text, and is none of it."""
+        """Whether a token that has been chosen ends the text, and is none of it."""
+        return token_id in self._prompt.eos_token_ids
 
     def _bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text: none where it is special."""

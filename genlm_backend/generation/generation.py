@@ -48,8 +48,8 @@ async def generate(
 
     async def finish(draft: Draft) -> None:
         while not draft.is_finished:
-            await draft.read()
-            for number, token in draft.write():
+            await draft.ask()
+            for number, token in draft.choose():
                 texts[number].append(token)
 
     await together(map(finish, drafts))
@@ -79,8 +79,8 @@ async def stream(
     check_streamable(config)
     (draft,) = make_drafts(lm, Prompt.check(lm, prompt, config), config)
     while not draft.is_finished:
-        await draft.read()
-        for _, token in draft.write():
+        await draft.ask()
+        for _, token in draft.choose():
             yield token
 
 

@@ -11,7 +11,7 @@ from genlm_backend.errors import ConstraintError
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.draft import Draft, Text
 from genlm_backend.generation.generated import GeneratedToken
-from genlm_backend.generation.processors import make_processors, make_warpers
+from genlm_backend.generation.processors import make_warpers
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.sampling import Sampler
@@ -33,34 +33,26 @@ class Sample(Draft):
     ) -> None:
         super().__init__(lm, prompt, config)
         self._number = number
-        size, eos = len(prompt.token_ids), sorted(prompt.eos_token_ids)
-        self._least = max(config.min_length, size + config.min_new_tokens)
-        if prompt.constraint is not None:  # which knows where such a token would be text
-            config = config.replace(min_length=0, min_new_tokens=0)
-        self._processors = make_processors(config, size, eos)
+        self._least = max(config.min_length, len(prompt.token_ids) + config.min_new_tokens)
         self._warpers = make_warpers(config)
-        self._sampler = Sampler(1.0 if config.do_sample else 0.0, config.seed, number)
+        temperature = 1.0 if self._warpers else config.temperature
+        self._sampler = Sampler(temperature if config.do_sample else 0.0, config.seed, number)
         self._text = Text(config.stop or ())
         self._constraint = None if prompt.constraint is None else prompt.constraint.fork()
         self._logits: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None
 
-    @property
-    def width(self) -> int:
-        """Number of contexts asked at once: one."""
-        return 1
-
-    async def read(self) -> None:
+    async def ask(self) -> None:
         """Await the logits, and what the constraint allows meanwhile."""
-        ask = self._lm.next_token_logits(self.asked()[0], self._config.lora_name)
+        asked = self._lm.next_token_logits(self.asked()[0], self._config.lora_name)
         if self._constraint is None:
-            self._logits = await ask
+            self._logits = await asked
         else:
             may_end = len(self.contexts[0]) >= self._least
             mask = asyncio.to_thread(self._constraint.mask, may_end=may_end)
-            self._logits, self._mask = await asyncio.gather(ask, mask)
+            self._logits, self._mask = await asyncio.gather(asked, mask)
 
-    def write(self) -> list[tuple[int, GeneratedToken]]:
+    def choose(self) -> list[tuple[int, GeneratedToken]]:
         """Choose a token."""
         logits, context = self._logits, self.contexts[0]
         assert logits is not None
@@ -83,17 +75,9 @@ class Sample(Draft):
         logprob, top = self._logprobs(row, token_id)
         return [(self._number, GeneratedToken(token_id, new, logprob, top, reason, self._number))]
 
-    def unwritten(self) -> list[tuple[int, GeneratedToken]]:
-        """Return nothing: ``write`` has returned every token."""
-        return []
-
-    def held_back(self) -> list[tuple[int, str]]:
-        """Return the characters that were held back."""
-        return [] if self.is_finished else [(self._number, self._text.end())]
-
-    def scores(self) -> dict[int, float]:
-        """Return nothing: a text that was drawn has no score."""
-        return {}
+    def cut(self) -> tuple[list[tuple[int, GeneratedToken]], list[tuple[int, str]]]:
+        """Return no token, as ``choose`` has returned them all, and the characters held back."""
+        return [], [] if self.is_finished else [(self._number, self._text.end())]
 
     def _apply(self, processors: Any, logits: torch.Tensor) -> torch.Tensor:
         if not processors:
@@ -102,9 +86,7 @@ class Sample(Draft):
         return processors(ids, logits[None])[0]
 
     def _is_end(self, token_id: int) -> bool:
-        if self._constraint is not None:
-            return self._constraint.is_ended
-        return token_id in self._prompt.eos_token_ids
+        return super()._is_end(token_id) if self._constraint is None else self._constraint.is_ended
 
     def _finish_reason(self, token_id: int) -> str | None:
         if token_id in self._prompt.eos_token_ids and self._is_end(token_id):

@@ -285,7 +285,7 @@ class Roster(Generic[R, D]):
         text.asked = text.draft.contexts
 
     def grew(self, text: Entry[R, D]) -> RosterChange[R, D] | None:
-        """Note that a text has been written one step further and goes on."""
+        """Note that a text is one step longer and goes on."""
         self._num_tokens += text.draft.width
         if self.capacity is None or self._num_tokens <= self.capacity:
             return None

@@ -55,7 +55,7 @@ class _Worker:
 class ServedModel:
     """Works at requests for one model, as its roster decides.
 
-    The lock guards the roster, and every token that is written; the tasks live on the background
+    The lock guards the roster, and every token that is chosen; the tasks live on the background
     loop. Both are the engine's business: nothing here is called by a program.
 
     Args:
@@ -221,7 +221,7 @@ class ServedModel:
 
     async def _work(self, text: _Entry, may_go: asyncio.Event) -> None:
         try:
-            await self._write(text, may_go)
+            await self._generate(text, may_go)
         except asyncio.CancelledError:
             self.end(text.request, GenerationStatus.INTERRUPTED)
         except Exception as error:  # the request's own, and nobody else's
@@ -229,16 +229,16 @@ class ServedModel:
         finally:
             await self._leave(text)
 
-    async def _write(self, text: _Entry, may_go: asyncio.Event) -> None:
-        """Write a text to its end, or until its request has ended."""
+    async def _generate(self, text: _Entry, may_go: asyncio.Event) -> None:
+        """Generate a text to its end, or until its request has ended."""
         queue, draft = text.request.queue, text.draft
         queue.begin()
-        await self._read_first(text)
+        await self._ask_first(text)
         while True:
             with self._lock.here:
                 if not text.is_wanted:
                     return
-                queue.put(draft.write())
+                queue.put(draft.choose())
                 if draft.is_finished:
                     self._roster.finished(text)
                     return
@@ -246,15 +246,15 @@ class ServedModel:
                 self._carry_out(self._roster.grew(text))
             await self._forget(text)
             await may_go.wait()
-            await self._read(text)
+            await self._ask(text)
 
-    async def _read_first(self, text: _Entry) -> None:
+    async def _ask_first(self, text: _Entry) -> None:
         draft = text.draft
-        # The counts are queued before the reading, and so are taken before the prompt is computed.
+        # The counts are queued before the question, and so are taken before the prompt is computed.
         num_cached, num_on_host, _ = await asyncio.gather(
             self.lm.num_cached_tokens(draft.asked()[0], draft.lora_name),
             self._num_on_host(draft),
-            self._read(text),
+            self._ask(text),
         )
         text.request.queue.finish_context(num_cached, num_on_host)
 
@@ -263,10 +263,10 @@ class ServedModel:
             return 0
         return await self.lm.num_cached_tokens(draft.asked()[0], draft.lora_name, tier="host")
 
-    async def _read(self, text: _Entry) -> None:
+    async def _ask(self, text: _Entry) -> None:
         with self._lock.here:
             self._roster.asks(text)
-        await text.draft.read()
+        await text.draft.ask()
 
     async def _leave(self, text: _Entry) -> None:
         with self._lock.here:
@@ -322,8 +322,9 @@ def _settle(settlement: Settlement[GenerationRequest, Draft]) -> None:
     scores: dict[int, float] = {}
     try:
         for text in settlement.texts:
-            queue.put(text.draft.unwritten())
-            held_back += text.draft.held_back()
+            tokens, characters = text.draft.cut()
+            queue.put(tokens)
+            held_back += characters
             scores |= text.draft.scores()
     finally:
         queue.end(settlement.status, held_back, scores, settlement.error)
