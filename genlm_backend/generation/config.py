@@ -243,19 +243,10 @@ def _words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 _MODEL = instance(AsyncLM, "an AsyncLM")
-
-
 _ID = integer()
-
-
 _IDS = sequence(_ID, "a token id, or several")
-
-
 _TEXTS = sequence(text, "non-empty strings")
-
-
 _WORDS = sequence(sequence(_ID, "a list"), "non-empty lists of token ids")
-
 
 _CHECKS = {
     "do_sample": switch,
@@ -289,7 +280,6 @@ _CHECKS = {
     "mm_info": optional(instance(MultiMediaInfo, "a MultiMediaInfo(images=[…])")),
 }
 """Checks of the fields by name; what they return is what the field becomes."""
-
 
 C = TypeVar("C")
 

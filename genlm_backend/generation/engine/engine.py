@@ -7,9 +7,10 @@ import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, final, overload
 
-from genlm_backend.checks import checked, instance, near_names, optional, shown, text
+from genlm_backend.checks import checked, instance, near_names, optional, sequence, shown, text
 from genlm_backend.checks import timeout as check_timeout
 from genlm_backend.errors import (
+    GenerationConfigError,
     ModelStateError,
     RuntimeConfigError,
     UnknownModelError,
@@ -30,6 +31,8 @@ from genlm_backend.runtime.closing import Closing
 from genlm_backend.runtime.process_lock import OfOneProcess, ProcessLock
 
 _RUNTIME_CONFIG = instance(RuntimeConfig, "a RuntimeConfig")
+_CONFIGS = sequence(instance(GenerationConfig, "one"), "GenerationConfigs, one for each prompt")
+_PROMPTS = sequence(lambda _, prompt: prompt, "several prompts in a list")
 
 
 @final
@@ -213,7 +216,9 @@ class Engine(OfOneProcess, Closing):
         *,
         timeout: float | None = None,
     ) -> list[GenerationRequest]:
-        """Start a request for each of several prompts, all or none of them, as one that waits.
+        """Start a request for each of several prompts with one submission, all or none of them.
+
+        They count as one in the queue of those that wait.
 
         Args:
             model_name: Name of a running model.
@@ -222,13 +227,23 @@ class Engine(OfOneProcess, Closing):
             timeout: Seconds to wait for room, at most; 0 refuses at once.
 
         Raises:
-            ValueError: If there are not as many configurations as prompts; otherwise as
-                ``start_request_ids``.
+            OptionTypeError: (``TypeError``) If ``prompts`` are not several.
+            GenerationConfigError: (``ValueError``) If there is not a configuration for each prompt;
+                otherwise as ``start_request_ids``.
         """
         timeout = check_timeout("timeout", timeout)
+        prompts = _PROMPTS("prompts", prompts)
+        configs = checked({"configs": _CONFIGS}, {"configs": configs}, GenerationConfigError)[
+            "configs"
+        ]
+        if len(configs) != len(prompts):
+            raise GenerationConfigError(
+                f"configs must be one for each of {len(prompts)} prompts, got {len(configs)}"
+            )
         served = self._served(model_name)
         prepared = served.prepare(zip(prompts, configs, strict=True))
-        served.submit(prepared, timeout)
+        if prepared:
+            served.submit(prepared, timeout)
         return list(prepared)
 
     @overload

@@ -128,7 +128,7 @@ class ServedModel:
 
         Raises:
             RequestQueueFullError: (``queue.Full``) If that took ``timeout`` seconds.
-            ModelStateError: (``RuntimeError``) If the model has been stopped.
+            ModelStateError: (``RuntimeError``) If the model has been stopped or shut.
         """
         if not wait_for(partial(self._try_submit, requests), timeout):
             raise self._full()
@@ -150,7 +150,9 @@ class ServedModel:
         """Take requests, or return what tells when to try again."""
         with self._lock.here:
             if not self._roster.is_open:
-                raise ModelStateError(f"model {self.name!r} has been stopped")
+                raise ModelStateError(
+                    f"model {self.name!r} has been stopped or shut: no request is let in"
+                )
             try:
                 self._roster.capacity = self.lm.kv_capacity
                 change = self._roster.submit(requests)
@@ -188,15 +190,15 @@ class ServedModel:
                 self.loop.call_soon(self._cancel, text)
             for text in change.rest:
                 text.request.queue.preempt()
-                self.loop.call_soon(self._let_rest, text)
+                self.loop.call_soon(self._let, text, False)
             for text in change.start:
                 self.loop.call_soon(self._start, text)
             for text in change.go_on:
-                self.loop.call_soon(self._let_go_on, text)
+                self.loop.call_soon(self._let, text, True)
             self._room.notify()
 
     def _start(self, text: _Entry) -> None:
-        """Give a text its task; on the loop, as are the next three."""
+        """Give a text its task; on the loop, as are the next two."""
         if text.is_wanted:
             may_go = asyncio.Event()
             may_go.set()
@@ -204,13 +206,11 @@ class ServedModel:
             self._workers[text] = _Worker(task, may_go)
             task.add_done_callback(lambda _: self._workers.pop(text))
 
-    def _let_rest(self, text: _Entry) -> None:
+    def _let(self, text: _Entry, may_go: bool) -> None:
+        """Let a text go on, or have it rest."""
         if text in self._workers:
-            self._workers[text].may_go.clear()
-
-    def _let_go_on(self, text: _Entry) -> None:
-        if text in self._workers:
-            self._workers[text].may_go.set()
+            event = self._workers[text].may_go
+            event.set() if may_go else event.clear()
 
     def _cancel(self, text: _Entry) -> None:
         # One that has noticed is not cancelled, or what it forgets last would stay.

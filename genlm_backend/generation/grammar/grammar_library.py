@@ -1,38 +1,34 @@
-"""The vocabulary of a model as llguidance takes it."""
+"""llguidance: the vocabulary of a model as it takes it, and its messages about a grammar."""
 
 from __future__ import annotations
 
 import re
 import weakref
 from functools import cache
-from typing import Any, final
+from typing import Any, Final, final
 
 from genlm_backend.errors import MissingExtraError
 from genlm_backend.model.async_lm import AsyncLM
 
+_vocabularies: Final[weakref.WeakKeyDictionary[AsyncLM, Any]] = weakref.WeakKeyDictionary()
+"""Vocabularies, each a tenth of a second to make and kept as long as its model is there."""
 
-@final
-class GrammarVocabularies:
-    """The vocabulary of each model that is constrained, in llguidance's own form.
 
-    It takes a tenth of a second to make one, which is kept as long as its model is there.
+def vocabulary_of(lm: AsyncLM) -> Any:
+    """Return the ``LLTokenizer`` of a model's vocabulary.
+
+    Raises:
+        MissingExtraError: (``ImportError``) If llguidance is not installed.
     """
+    if lm not in _vocabularies:
+        _vocabularies[lm] = _tokenizer(_Vocabulary(lm))
+    return _vocabularies[lm]
 
-    def __init__(self) -> None:
-        self._made: weakref.WeakKeyDictionary[AsyncLM, Any] = weakref.WeakKeyDictionary()
 
-    def of(self, lm: AsyncLM) -> Any:
-        """Return the ``LLTokenizer`` of a model's vocabulary.
-
-        Raises:
-            MissingExtraError: (``ImportError``) If llguidance is not installed.
-        """
-        if lm not in self._made:
-            library, vocabulary = load_library(), _Vocabulary(lm)
-            self._made[lm] = library.LLTokenizer(
-                library.TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens)
-            )
-        return self._made[lm]
+def _tokenizer(vocabulary: _Vocabulary | _Bytes) -> Any:
+    library = load_library()
+    wrapper = library.TokenizerWrapper(vocabulary)
+    return library.LLTokenizer(wrapper, n_vocab=len(vocabulary.tokens))
 
 
 def load_library() -> Any:
@@ -69,12 +65,9 @@ def error_of(grammar: str) -> str:
 
 
 def _matcher_of_bytes(grammar: str) -> Any:
-    library, vocabulary = load_library(), _Bytes()
-    return library.LLMatcher(
-        library.LLTokenizer(library.TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens)),
-        library.LLMatcher.grammar_from_lark(grammar),
-        log_level=0,
-    )
+    library = load_library()
+    read = library.LLMatcher.grammar_from_lark(grammar)
+    return library.LLMatcher(_tokenizer(_Bytes()), read, log_level=0)
 
 
 @final

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, final
 from urllib.parse import unquote, urldefrag, urljoin
@@ -24,20 +23,9 @@ from genlm_backend.generation.grammar.schema_numbers import constants, is_number
 
 Schema = dict[str, Any] | bool
 
-
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
 
-
 _DEEPEST = 100
-
-
-@final
-@dataclass(frozen=True)
-class Base:
-    """What the references of a schema are relative to: the nearest schema with an ``$id``."""
-
-    uri: str
-    schema: Schema
 
 
 @final
@@ -58,7 +46,7 @@ class SchemaDocument:
         self.root = root
         self._draft = draft_of(root.get("$schema"))
         self._places: dict[int, str] = {}
-        self._bases: dict[int, Base] = {}
+        self._bases: dict[int, str] = {}  # the URIs that references are relative to
         self._targets: dict[int, Schema] = {}
         self._named: dict[str, Schema] = {"": root}
         self._found: list[dict[str, Any]] = []
@@ -93,7 +81,7 @@ class SchemaDocument:
     # ---------------------------------------------------------------- finding them
 
     def _find_all(self) -> None:
-        self._find(self.root, "#", Base("", self.root))
+        self._find(self.root, "#", "")
         settled = 0
         while settled < len(self._found):  # what is referred to may refer to more
             for schema in self._found[settled:]:
@@ -103,8 +91,8 @@ class SchemaDocument:
                     self._targets[id(schema)] = target
                     self._find(target, place, base)
 
-    def _find(self, schema: Any, place: str, base: Base) -> None:
-        rest: list[tuple[Any, str, Base, int]] = [(schema, place, base, 0)]
+    def _find(self, schema: Any, place: str, base: str) -> None:
+        rest: list[tuple[Any, str, str, int]] = [(schema, place, base, 0)]
         while rest:
             one, place, base, depth = rest.pop()
             if not isinstance(one, dict) or id(one) in self._places:
@@ -120,27 +108,27 @@ class SchemaDocument:
             inner = _within(one, (*HONOURED, *DEFINITIONS))
             rest.extend((part, place + path, base, depth + 1) for path, part in inner)
 
-    def _named_base(self, schema: dict[str, Any], base: Base) -> Base:
-        """Note the names of a schema, and return what its references are relative to."""
+    def _named_base(self, schema: dict[str, Any], base: str) -> str:
+        """Note the names of a schema, and return the URI that its references are relative to."""
         if "$ref" in schema and self._draft <= 7:
             return base  # what stands beside it is passed over
         name = schema.get("id" if self._draft == 4 else "$id")
         if isinstance(name, str) and not name.startswith("#"):
-            base = Base(urldefrag(urljoin(base.uri, name)).url, schema)
-            self._named[base.uri] = schema
+            base = urldefrag(urljoin(base, name)).url
+            self._named[base] = schema
         elif isinstance(name, str):
-            self._named[base.uri + name] = schema
+            self._named[base + name] = schema
         for keyword in ("$anchor", "$dynamicAnchor"):
             if isinstance(anchor := schema.get(keyword), str):
-                self._named[f"{base.uri}#{anchor}"] = schema
+                self._named[f"{base}#{anchor}"] = schema
         return base
 
-    def _resolved(self, schema: dict[str, Any]) -> tuple[Schema, str, Base]:
+    def _resolved(self, schema: dict[str, Any]) -> tuple[Schema, str, str]:
         """Return the schema that another refers to, its place, and its base."""
         reference, place, base = schema["$ref"], self.place(schema), self._bases[id(schema)]
         if not isinstance(reference, str):
             raise ConstraintError(f"$ref at {place} must be a text, got {reference!r}")
-        whole = base.uri + reference if reference[:1] == "#" else urljoin(base.uri, reference)
+        whole = base + reference if reference[:1] == "#" else urljoin(base, reference)
         uri, fragment = urldefrag(whole)
         start = self._named.get(f"{uri}#{fragment}") if fragment[:1] not in ("", "/") else None
         if start is not None:

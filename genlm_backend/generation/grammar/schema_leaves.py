@@ -28,6 +28,7 @@ from genlm_backend.generation.grammar.schema_keywords import (
 )
 from genlm_backend.generation.grammar.schema_numbers import (
     BOUNDS,
+    bound_of,
     constants,
     divisors,
     doubles,
@@ -41,7 +42,6 @@ from genlm_backend.generation.grammar.schema_numbers import (
 from genlm_backend.generation.grammar.schema_patterns import before_line_break, has_end, portable
 
 _NAME = re.compile("[^0-9A-Za-z_]+")
-
 
 _ESCAPES = 'nrbtf\\"'
 """Letters behind a backslash in strings: each character has one spelling.
@@ -332,12 +332,9 @@ def _is_below(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def _bound(schema: dict[str, Any], end: str) -> int | Decimal | None:
     """Return a bound of a schema, which is included or not."""
-    if (listed := constants(schema)) is not None:
-        numbers = [value for value in listed if is_number(value)]
-    else:
-        bounds = (schema.get(f"m{end}"), schema.get(f"exclusiveM{end}"))
-        numbers = [bound for bound in bounds if is_number(bound)]
-        return (min if end == "aximum" else max)(numbers, default=None)
+    if (listed := constants(schema)) is None:
+        return bound_of(schema, end)[0]
+    numbers = filter(is_number, listed)
     return (max if end == "aximum" else min)(numbers, default=None)
 
 

@@ -279,7 +279,7 @@ def excluded_integers(schema: dict[str, Any], is_merged: bool) -> dict[str, Deci
     if "number" not in types_of(schema):
         return {}
     found: dict[str, Decimal] = {}
-    (low, is_above), (high, is_below) = _bound(schema, "inimum"), _bound(schema, "aximum")
+    (low, is_above), (high, is_below) = bound_of(schema, "inimum"), bound_of(schema, "aximum")
     if not is_merged and (low is None or high is None or high - low >= 1):
         return {}
     if low is not None and is_above and low == int(low):
@@ -289,7 +289,7 @@ def excluded_integers(schema: dict[str, Any], is_merged: bool) -> dict[str, Deci
     return found
 
 
-def _bound(schema: dict[str, Any], end: str) -> tuple[int | Decimal | None, bool]:
+def bound_of(schema: dict[str, Any], end: str) -> tuple[int | Decimal | None, bool]:
     """Return a bound of a schema, and whether it is excluded."""
     bound, excluded = schema.get(f"m{end}"), schema.get(f"exclusiveM{end}")
     sign = 1 if end == "inimum" else -1
@@ -312,7 +312,7 @@ def shorter_numbers(schema: dict[str, Any], bounds: dict[str, Any]) -> list[floa
         name: Decimal(repr(bound)) if isinstance(bound, float) else bound
         for name, bound in bounds.items()
     }
-    (low, is_above), (high, is_below) = _bound(exact, "inimum"), _bound(exact, "aximum")
+    (low, is_above), (high, is_below) = bound_of(exact, "inimum"), bound_of(exact, "aximum")
     found = {
         number
         for bound in exact.values()
