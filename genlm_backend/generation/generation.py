@@ -10,10 +10,9 @@ from genlm_backend.checks import instance
 from genlm_backend.errors import GenerationConfigError
 from genlm_backend.generation.beam_search import BeamSearch
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.draft import Draft
+from genlm_backend.generation.draft import Draft, Sample
 from genlm_backend.generation.generated import GeneratedToken, Generation
 from genlm_backend.generation.prompt import Chat, Prompt
-from genlm_backend.generation.sample import Sample
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.query import TokenIds
 from genlm_backend.runtime.together import together

@@ -227,15 +227,12 @@ class Engine(OfOneProcess, Closing):
             timeout: Seconds to wait for room, at most; 0 refuses at once.
 
         Raises:
-            OptionTypeError: (``TypeError``) If ``prompts`` are not several.
+            OptionTypeError: (``TypeError``) If ``prompts`` or ``configs`` are not several.
             GenerationConfigError: (``ValueError``) If there is not a configuration for each prompt;
                 otherwise as ``start_request_ids``.
         """
         timeout = check_timeout("timeout", timeout)
-        prompts = _PROMPTS("prompts", prompts)
-        configs = checked({"configs": _CONFIGS}, {"configs": configs}, GenerationConfigError)[
-            "configs"
-        ]
+        prompts, configs = _PROMPTS("prompts", prompts), _CONFIGS("configs", configs)
         if len(configs) != len(prompts):
             raise GenerationConfigError(
                 f"configs must be one for each of {len(prompts)} prompts, got {len(configs)}"
