@@ -95,6 +95,20 @@ def test_temperatures_at_their_ends(temperature):
     torch.testing.assert_close(probabilities, torch.tensor([expected]))
 
 
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0, float("inf")])
+async def test_equal_seeds_draw_alike_by_generate_by_sample_and_behind_a_cut_of_nothing(
+    temperature,
+):
+    with MockAsyncLM(word_tokenizer()) as lm:
+        for seed in range(5):
+            fields = {"temperature": temperature, "seed": seed, "max_new_tokens": 12}
+            config = GenerationConfig(do_sample=True, eos_token_id=(), **fields)
+            (alone,) = await generate(lm, [1, 2], config)
+            (cut,) = await generate(lm, [1, 2], config, top_k=len(lm.byte_vocab))
+            sampled = await lm.sample([1, 2], 12, [], temperature, seed)
+            assert alone.token_ids == cut.token_ids == list(sampled)
+
+
 def test_penalties_of_presence_and_frequency_count_generated_tokens_only():
     config = GenerationConfig(presence_penalty=0.5, frequency_penalty=0.25)
     ids = torch.tensor([[1, 2, 3, 3, 4]])
