@@ -96,7 +96,7 @@ def test_temperatures_at_their_ends(temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0, float("inf")])
-async def test_equal_seeds_draw_alike_by_generate_by_sample_and_behind_a_cut_of_nothing(
+async def test_equal_seeds_draw_alike_by_generate_and_sample_and_where_nothing_is_cut(
     temperature,
 ):
     with MockAsyncLM(word_tokenizer()) as lm:
