@@ -1,4 +1,4 @@
-"""What is generated: a token, a text, and what any piece of a text can be read as."""
+"""What is generated: tokens, texts and pieces of texts; and how a request for them fares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roster: which texts are worked at, and what is to be done when that changes. Decides only."""
+"""Roster: which texts fit and are worked at, and what is to be done then. Decides only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON schemas as callers give them."""
+"""JSON schemas as callers give them, and what of their values no constraint keeps to."""
 
 from __future__ import annotations
 

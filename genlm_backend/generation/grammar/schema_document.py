@@ -1,4 +1,4 @@
-"""A JSON schema with all the schemas in it: checked, because llguidance passes over much."""
+"""JSON schemas with all the schemas in them: checked, because llguidance passes over much."""
 
 from __future__ import annotations
 

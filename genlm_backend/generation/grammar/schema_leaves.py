@@ -1,4 +1,4 @@
-"""Schemas that llguidance keeps to, as it gets them within a grammar."""
+"""Schemas that llguidance keeps to, as it gets them in a grammar; options that are apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of JSON schemas: those that llguidance keeps to exactly, and patterns of the others."""
+"""Numbers, constants and bounds of JSON schemas: those that llguidance keeps to, and the rest."""
 
 from __future__ import annotations
 
