@@ -26,12 +26,11 @@ PURE: dict[str, tuple[str, ...]] = {
     "attention/paths.py": ("tests/llm/hf/test_paths.py",),
     "attention/reading.py": ("tests/llm/hf/test_paths.py", "tests/llm/hf/test_sharing.py"),
     "passes/passes.py": ("tests/llm/hf/test_passes.py", "tests/llm/hf/test_evaluator.py"),
-    "generation/engine/places.py": (
+    "generation/engine/roster.py": (
         "tests/generation/test_places.py",
         "tests/generation/test_roster.py",
         "tests/generation",
     ),
-    "generation/engine/roster.py": ("tests/generation/test_roster.py", "tests/generation"),
     "backends/vllm/sessions.py": ("tests/llm/vllm/test_sessions.py", "tests/llm/vllm"),
 }
 """Files without a model, or folders of such → the tests that are to notice a change."""
