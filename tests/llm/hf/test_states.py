@@ -569,10 +569,10 @@ async def test_states_of_neither_tier_are_anybodys_if_one_could_not_be_written(n
             write(numbers, states)
 
         store.write = fails
-        contexts = [prompt + [token] for token in (10, 11, 12, 13)]
+        contexts = [prompt.extend(token) for token in (10, 11, 12, 13)]
         await check(lm, name, contexts)
         assert not failing
-        await check(lm, name, [context + [20] for context in contexts])
+        await check(lm, name, [context.extend(20) for context in contexts])
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "nemotron_h"])
