@@ -176,13 +176,13 @@ class Passes:
         Returns:
             Its node; it and the state are on the device. ``None`` if there is no room.
         """
-        answer([query])
         tree, size = self.tree, len(query.context)
         num_before = size - self.going_on.fewest
         if tree.states.num_states and num_before > 0 and query.context.pictures is None:
             node = self.cache.match(query.context, query.adapter, num_before)
             if tree.nodes.depth[node] < num_before or not tree.nodes.state[node]:
                 answer([Query(query.context[:num_before], query.adapter)])
+        answer([query])
         node = self.cache.match(query.context, query.adapter, size)
         is_kept = tree.nodes.depth[node] == size and tree.nodes.slot[node] > 0
         if is_kept and tree.states.num_states:

@@ -118,7 +118,7 @@ def cache_of(
             "processor's memory anyway: give the bytes to kv_cache_bytes",
             stacklevel=2,
         )
-    num_host_states = _num_host_states(host * of_states // budget, host, size, name)
+    num_host_states = _num_host_states(host, size, name, attends=bool(layout.layers))
     num_host_slots = layout.num_slots(host - num_host_states * size) if layout.layers else 0
     pins = "cuda" in layout.devices
     with _fits("host_cache_bytes", host):
@@ -152,16 +152,16 @@ def _check_nothing_wanted(wanted: Wanted, name: str, reason: str) -> None:
         )
 
 
-def _num_host_states(num_bytes: int, host: int, size: int, name: str) -> int:
-    """Return how many states of some size have room in their part of the host's bytes."""
-    if not host or not size:
-        return 0
-    if num_bytes < size:
+def _num_host_states(host: int, size: int, name: str, *, attends: bool) -> int:
+    """Return how many states of some size have room in their half of the host's bytes, or all."""
+    num_bytes = host // 2 if attends else host
+    if host and num_bytes < size:
         raise OptionError(
             f"the running state of {name} behind one token takes {size} bytes, and of "
-            f"host_cache_bytes={host} there are {num_bytes} for such: give more to it"
+            f"host_cache_bytes={host} there are {num_bytes} for such"
+            f"{' (half of them)' if attends else ''}: give more to it"
         )
-    return num_bytes // size
+    return num_bytes // size if size else 0
 
 
 @contextlib.contextmanager

@@ -257,7 +257,7 @@ class PrefixFiles:
         if node is None:
             raise CacheError(
                 f"a prompt of {len(query.context)} tokens does not fit into the "
-                f"{self._passes.tree.num_slots} of kv_cache_bytes, as far as none are pinned, or "
+                f"{self._passes.tree.num_slots} tokens of kv_cache_bytes that are not pinned, or "
                 "has keys and values that are not finite in this format"
             )
         cache, nodes = self._passes.cache, self._passes.tree.nodes

@@ -369,6 +369,16 @@ async def test_what_is_done_between_steps_changes_no_row(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", FEW)
+def test_a_prompt_is_computed_once_to_be_pinned(name):
+    with opened(name) as lm:
+        for size in (1, 2, 24, 60):
+            lm.clear_cache()
+            before = lm.statistics().tokens_computed
+            lm.cache_kv(tokens(random.Random(size), size))
+            assert lm.statistics().tokens_computed - before == size
+
+
+@pytest.mark.parametrize("name", FEW)
 async def test_a_pinned_prompt_is_never_computed_again(name):
     generator = random.Random(0)
     prompt = tokens(generator, 20)
