@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.packing import Span, pack
+from genlm_backend.attention.packing import RowStates, Span, pack
 from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.row_states import RowStates
 from genlm_backend.attention.torch import WholeAttend
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.context import Context
