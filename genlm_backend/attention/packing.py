@@ -6,6 +6,7 @@ its row. What a row's tokens attend to before them is up to an ``Attend``.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,7 +20,6 @@ from genlm_backend.attention.paths import Paths
 
 if TYPE_CHECKING:
     from genlm_backend.attention.reading import Reading
-    from genlm_backend.attention.row_states import RowStates
 
 
 @final
@@ -68,6 +68,22 @@ class Span:
     def num_past(self) -> int:
         """Number of tokens of its runs."""
         return sum(run.num_tokens for run in self.past)
+
+
+class RowStates(abc.ABC):
+    """The running states of the rows of one pass: before it and, once it is made, behind it."""
+
+    @abc.abstractmethod
+    def begin(self, layers: list[Any]) -> None:
+        """Put the states that rows have into fresh layers of a cache, which the pass changes."""
+
+    @abc.abstractmethod
+    def behind(self, rows: NDArray[np.int64]) -> list[Any]:
+        """Return the states behind the last tokens of rows, ``[len(rows), *shape]`` each.
+
+        Args:
+            rows: Indices of the rows, ascending.
+        """
 
 
 @final

@@ -8,9 +8,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from genlm_backend.attention.packing import PackedBatch, Span, pack
+from genlm_backend.attention.packing import PackedBatch, RowStates, Span, pack
 from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.row_states import RowStates
 from genlm_backend.model.row import Row
 from genlm_backend.passes.job import Job
 from genlm_backend.passes.prefill_plan import Segment

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.row_states import RowStates
+from genlm_backend.attention.packing import RowStates
 from genlm_backend.model.context import Context
 from genlm_backend.model.query import Adapter
 from genlm_backend.passes.runner import Runner

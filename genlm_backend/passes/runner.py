@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from genlm_backend.attention.packing import PackedBatch, Span
-from genlm_backend.attention.row_states import RowStates
+from genlm_backend.attention.packing import PackedBatch, RowStates, Span
 
 
 class Runner(abc.ABC):

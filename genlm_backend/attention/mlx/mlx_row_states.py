@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
-from genlm_backend.attention.row_states import RowStates
+from genlm_backend.attention.packing import RowStates
 from genlm_backend.prefix.mlx_states import MlxStateLayout
 from genlm_backend.prefix.nodes import Ints
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from genlm_backend.attention.row_states import RowStates
+from genlm_backend.attention.packing import RowStates
 from genlm_backend.attention.torch.layer import Pair, SlotLayer
 from genlm_backend.prefix import StateLayout
 
