@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, final
 from genlm_backend.batching.evaluation import presentable
 from genlm_backend.batching.worker import Worker
 from genlm_backend.errors import BatcherClosedError, QueryDroppedError
-from genlm_backend.runtime.process_lock import ProcessLock
+from genlm_backend.runtime.forks import ProcessLock
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from genlm_backend.model.row import Row, table_of
 from genlm_backend.model.row_scores import scores_of_rows, scores_of_rows_sync
 from genlm_backend.model.scoring import Question, Scoring, check_scorings, distinct, own_scores
 from genlm_backend.prefix import RowCache, TierName, check_tier
-from genlm_backend.runtime.process_lock import OfOneProcess
+from genlm_backend.runtime.forks import OfOneProcess
 from genlm_backend.runtime.threads import release_idle_threads
 
 T = TypeVar("T")

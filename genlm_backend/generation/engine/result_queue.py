@@ -16,7 +16,7 @@ from genlm_backend.generation.engine.status import (
     RequestStatistics,
 )
 from genlm_backend.generation.generated import GeneratedToken, Generation
-from genlm_backend.runtime.process_lock import ProcessLock
+from genlm_backend.runtime.forks import ProcessLock
 
 
 @final

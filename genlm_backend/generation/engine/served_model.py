@@ -21,7 +21,7 @@ from genlm_backend.generation.engine.signal import Signal
 from genlm_backend.generation.engine.status import GenerationStatus
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.runtime.background_loop import BackgroundLoop
-from genlm_backend.runtime.process_lock import ProcessLock
+from genlm_backend.runtime.forks import ProcessLock
 
 _Entry: TypeAlias = Entry[GenerationRequest, Draft]
 _Change: TypeAlias = RosterChange[GenerationRequest, Draft]

@@ -13,8 +13,8 @@ from genlm_backend.model.evaluator import EvaluatorInfo
 from genlm_backend.model.scoring import Question
 from genlm_backend.remote.replicas.replica import NotAskedError, Replica
 from genlm_backend.remote.replicas.router import Choice, Router
-from genlm_backend.runtime.blocking_loop import Loop
-from genlm_backend.runtime.process_lock import ProcessLock
+from genlm_backend.runtime.background_loop import BackgroundLoop
+from genlm_backend.runtime.forks import ProcessLock
 from genlm_backend.runtime.together import together
 
 T = TypeVar("T")
@@ -58,7 +58,8 @@ class Distributor:
         self._asked: dict[Question, tuple[Choice, int]] = {}
         self._left: deque[_Sent] = deque()  # whose callers wait no more
         self._last_death = "no replica is alive"
-        self._loop = Loop(name)
+        self._name = name
+        self._loop: BackgroundLoop | None = None  # for those who block, once somebody does
 
     def opened(self, infos: list[EvaluatorInfo], per_forward: float) -> None:
         """Begin to send questions to replicas that keep so many tokens."""
@@ -105,14 +106,16 @@ class Distributor:
 
     def submit_sync(self, queries: Iterable[Question]) -> list[Any]:
         """Return the answers to ``queries``, blocking this thread; see ``Batcher``."""
-        self.check_open()
+        with self._lock.here:
+            self.check_open()
+            self._loop = loop = self._loop or BackgroundLoop(self._name)
         wanted = list(queries)
         distinct = list(dict.fromkeys(wanted))
 
         async def ask() -> list[Any]:
             return await together(map(self.submit, distinct))
 
-        found = dict(zip(distinct, self._loop.run(ask()), strict=True))
+        found = dict(zip(distinct, loop.run(ask()), strict=True))
         return [found[query] for query in wanted]
 
     def _send(self, query: Question) -> Choice:
@@ -230,7 +233,10 @@ class Distributor:
         for replica in self._replicas:
             replica.batcher.close()
         self._control.close()
-        self._loop.close()
+        with self._lock.here:
+            loop = self._loop
+        if loop is not None:
+            loop.close()
 
 
 def _packed(query: Question) -> bytes:
