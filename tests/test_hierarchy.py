@@ -37,7 +37,7 @@ DEFAULTS = {
         "statistics",
     },
     "SamplingLM": {"_drawn", "batch_sample", "sample"},
-    "BatchedLM": {"_asking", "_evaluator_counts", "_number_of"},
+    "BatchedLM": {"_asking", "_evaluator_counts", "_is_kept", "_number_of"},
     "Evaluator": {"load_prefix", "picture_rules", "save_prefix"},
     "VocabularyTrie": {"release"},
 }

@@ -16,9 +16,13 @@ from genlm_backend.model.context import Context, Contexts, listed_contexts
 from genlm_backend.model.ends import default_ends
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.model.query import Query, TokenIds
-from genlm_backend.model.row_scores import scores_of_rows, scores_of_rows_sync
 from genlm_backend.model.sampling_lm import SamplingLM
-from genlm_backend.model.scoring import Scoring, check_scorings
+from genlm_backend.model.scoring import (
+    Scoring,
+    check_scorings,
+    scores_of_rows,
+    scores_of_rows_sync,
+)
 from genlm_backend.prefix import TierName
 from genlm_backend.runtime.closing import Closing
 from genlm_backend.runtime.together import together

@@ -16,7 +16,7 @@ from genlm_backend.runtime.forks import ProcessLock, finalize_here
 T = TypeVar("T")
 
 _PASSES_AT_END: Final = 100
-"""Passes in which tasks may end by themselves, and tell their callers, before they are cancelled."""
+"""Passes in which tasks may end by themselves, and tell their callers; then they are cancelled."""
 
 
 @final

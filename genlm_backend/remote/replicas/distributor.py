@@ -60,6 +60,8 @@ class Distributor:
         self._last_death = "no replica is alive"
         self._name = name
         self._loop: BackgroundLoop | None = None  # for those who block, once somebody does
+        for replica in replicas:
+            replica.has_died, replica.is_back = self.died, self.back
 
     def opened(self, infos: list[EvaluatorInfo], per_forward: float) -> None:
         """Begin to send questions to replicas that keep so many tokens."""
