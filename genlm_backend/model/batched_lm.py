@@ -168,15 +168,12 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the log-probabilities of the token after ``token_ids``: float32 ``[vocab]``."""
-        row = await self._row(self._query(token_ids, lora_name))
-        return row.own_logprobs(self.output_device)
-
-    async def _row(self, query: Query) -> Row:
+        query = self._query(token_ids, lora_name)
         row = self._rows.get(query)
-        if row is None:
+        if row is None:  # here, since one coroutine more takes two per cent of a row's time
             self._before_wait()
             row = await self._batcher.submit(query)
-        return row
+        return row.own_logprobs(self.output_device)
 
     async def next_token_logits(
         self, token_ids: TokenIds, lora_name: str | None = None
@@ -185,7 +182,11 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
         Log-probabilities where the evaluator does not know its model's logits.
         """
-        row = await self._row(self._query(token_ids, lora_name))
+        query = self._query(token_ids, lora_name)
+        row = self._rows.get(query)
+        if row is None:
+            self._before_wait()
+            row = await self._batcher.submit(query)
         return row.own_logits(self.output_device)
 
     def next_token_logprobs_sync(
