@@ -28,7 +28,7 @@ __getattr__, __dir__ = lazy_names(
         "AsyncLM": "genlm_backend.model.async_lm",
         "BatchAbandoned": "genlm_backend.errors:QueryDroppedError",
         "MockAsyncLM": "genlm_backend.backends.mock",
-        "UNKNOWN_ADAPTER": "genlm_backend.model.adapters",
+        "UNKNOWN_ADAPTER": "genlm_backend.model.query",
         "batch_abandoned": "genlm_backend.compat.replaced",
         "decode_vocab": "genlm_backend.tokenization.vocab",
         "fail_futures": "genlm_backend.compat.replaced",
