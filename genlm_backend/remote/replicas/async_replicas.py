@@ -193,38 +193,34 @@ class AsyncReplicas(BatchedLM):
     ) -> Self:
         """Load a model of transformers several times, each in an actor of a Ray cluster.
 
-        Ray places the actors. Their nodes need this library in the same version, and the model:
-        what a name means is looked up there. Options of the model, such as ``kv_cache_bytes``, are
-        those of ``from_name``.
+        Ray places the actors, whose nodes need this library in the same version, and the model:
+        what a name means is looked up there. Options that are not named here are ``from_name``'s.
 
         Args:
             model_id: A repository on the hub, ``"smollm2"``, or a directory that every node has.
             num_replicas: Number of actors.
-            address: Address of the cluster, as ``ray.init`` takes it. Default: the cluster that
-                this process is in, what ``RAY_ADDRESS`` says, or a local one.
-            num_cpus: Number of cores that Ray reserves for each, and its threads unless
-                ``num_threads`` is given.
+            address: Address of the cluster for ``ray.init``. Default: the cluster that this process
+                is in, what ``RAY_ADDRESS`` says, or a local one.
+            num_cpus: Cores that Ray reserves for each, its threads unless ``num_threads`` is given.
             num_gpus: Number of GPUs that Ray reserves for each, which may be a fraction.
             max_restarts: Number of times that Ray starts an actor again; -1 for any number.
             **kwargs: For the constructor.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type, or cannot
-                be given to another process; nothing is loaded then.
-            OptionError: (``ValueError``) If one is out of its bounds, or no cluster answers.
+            OptionError: (``ValueError``) If an option is out of its bounds, or no cluster answers.
             MissingExtraError: (``ImportError``) Without Ray.
-            ModelNotFoundError: (``OSError``) If there is no such model.
+            Exception: What ``from_name`` raises.
         """
         count = integer(1)("num_replicas", num_replicas)
         cls.check_options(kwargs)
-        cores = number(0)("num_cpus", num_cpus)
+        own = max(1, int(number(0)("num_cpus", num_cpus)))
         options = HFOptions(
             kv_cache_bytes=kv_cache_bytes,
             kv_cache_dtype=kv_cache_dtype,
             host_cache_bytes=host_cache_bytes,
             state_cache_bytes=state_cache_bytes,
             max_length=max_length,
-            num_threads=max(1, int(cores)) if num_threads is None else num_threads,
+            num_threads=own if num_threads is None else num_threads,
             packs_weights=packs_weights,
         )
         loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, weights, options, cls)
