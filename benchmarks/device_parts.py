@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.block import Block
 from genlm_backend.attention.packing import Span
-from genlm_backend.attention.torch.block import Block
 from genlm_backend.attention.torch.fused import fused_operator
+from genlm_backend.attention.torch.torch_operators import TORCH
 
 Line = dict[str, Any]
 
@@ -153,7 +154,7 @@ def steps(name: str, device: str, deadline: float) -> Iterator[Line]:
             return logits
 
         passes.runner.forward = timed
-        per_token = passes.layout.bytes_per_slot
+        per_token = passes.cache.layout.bytes_per_slot
         for length in PROMPTS:
             capacity = lm.statistics().kv_bytes_budget // per_token
             for count in PARTICLES:
@@ -327,7 +328,7 @@ def attention(device: str, deadline: float) -> Iterator[Line]:
             )
             query = torch.randn(1, 8, 4 * count, 64, device=device).to(dtype)
             one: Line = {**line, "keys": length, "particles": count}
-            block = Block(64**-0.5)
+            block = Block(TORCH, 64**-0.5)
             for label, call in (
                 ("fused_ms", lambda q=query, k=keys, v=values, b=block: b.attend(q, k, v, None)),
                 (

@@ -6,6 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,11 +87,11 @@ def choosing(repeats: int) -> Numbers:
     """
     import numpy as np
 
-    from genlm_backend.prefix import PrefixTree, Slots
+    from genlm_backend.prefix import PrefixTree, Slots, States
 
     numbers: dict[str, list[float]] = {}
     for num_states, is_full in ((1_000, False), (100_000, False), (100_000, True)):
-        tree = PrefixTree(Slots(num_states + 10_000), num_states=num_states)
+        tree = PrefixTree(Slots(num_states + 10_000), states=partial(States, num_states=num_states))
         nodes = np.repeat(np.int32(tree.root(None)), NUM_PARTICLES)
         tokens = np.arange(NUM_PARTICLES, dtype=np.int32)
         num_before = num_states // NUM_PARTICLES if is_full else 0

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from genlm_backend.backends.registry import load_model_by_name
     from genlm_backend.backends.vllm.async_virtual_lm import AsyncVirtualLM
     from genlm_backend.generation.async_glm import AsyncGLM
-    from genlm_backend.generation.config import GenerationConfig
+    from genlm_backend.generation.config import GenerationConfig, MultiMediaInfo
     from genlm_backend.generation.constraint import Constraint
     from genlm_backend.generation.engine.engine import Engine
     from genlm_backend.generation.generation import generate, stream
-    from genlm_backend.generation.multi_media import MultiMediaInfo
     from genlm_backend.model.async_lm import AsyncLM
     from genlm_backend.model.context import Context
     from genlm_backend.model.lm_statistics import LMStatistics
@@ -78,7 +77,7 @@ __getattr__, __dir__ = lazy_names(
         "Context": "genlm_backend.model.context",
         "Engine": "genlm_backend.generation.engine.engine",
         "GenerationConfig": "genlm_backend.generation.config",
-        "MultiMediaInfo": "genlm_backend.generation.multi_media",
+        "MultiMediaInfo": "genlm_backend.generation.config",
         "LMStatistics": "genlm_backend.model.lm_statistics",
         "MockAsyncLM": "genlm_backend.backends.mock",
         "ParallelTokenCharacterTrie": "genlm_backend.trie.parallel",

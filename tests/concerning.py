@@ -20,15 +20,17 @@ PURE: dict[str, tuple[str, ...]] = {
         "tests/llm/hf/test_steps.py",
         "tests/llm/hf/test_evaluator.py",
     ),
+    "attention/block.py": ("tests/llm/hf/test_shared_pass.py", "tests/llm/hf/test_sharing.py"),
+    "attention/operators.py": ("tests/llm/hf/test_shared_pass.py",),
+    "attention/shared_pass.py": ("tests/llm/hf/test_shared_pass.py", "tests/llm/hf/test_steps.py"),
     "attention/paths.py": ("tests/llm/hf/test_paths.py",),
     "attention/reading.py": ("tests/llm/hf/test_paths.py", "tests/llm/hf/test_sharing.py"),
     "passes/passes.py": ("tests/llm/hf/test_passes.py", "tests/llm/hf/test_evaluator.py"),
-    "generation/engine/places.py": (
+    "generation/engine/roster.py": (
         "tests/generation/test_places.py",
         "tests/generation/test_roster.py",
         "tests/generation",
     ),
-    "generation/engine/roster.py": ("tests/generation/test_roster.py", "tests/generation"),
     "backends/vllm/sessions.py": ("tests/llm/vllm/test_sessions.py", "tests/llm/vllm"),
 }
 """Files without a model, or folders of such → the tests that are to notice a change."""
@@ -36,7 +38,7 @@ PURE: dict[str, tuple[str, ...]] = {
 OTHERS: dict[str, tuple[str, ...]] = {
     "": ("tests/test_package.py", "tests/test_docstrings.py", "tests/test_command_line.py"),
     "attention": ("tests/llm/hf/test_paths.py", "tests/llm/hf/test_sharing.py", "tests/llm/hf"),
-    "attention/mlx": ("tests/llm/mlx",),
+    "attention/mlx": ("tests/llm/hf/test_shared_pass.py", "tests/llm/mlx"),
     "backends": ("tests/llm/test_loading.py", "tests/llm/test_mock.py", "tests/test_package.py"),
     "backends/hf": ("tests/llm/hf",),
     "backends/mlx": ("tests/llm/mlx",),

@@ -207,7 +207,7 @@ ARROWS = {
         {"checks", "readable", "runtime", "tokenization", "batching", "prefix", "vision", "errors"},
         BACKENDS,
     ),
-    "attention": ({"prefix", "runtime"}, BACKENDS),
+    "attention": ({"prefix", "runtime", "errors"}, BACKENDS),
     "attention.torch": ({"attention", "prefix", "vision", "errors"}, {"vllm", "mlx"}),
     "attention.mlx": ({"attention", "prefix", "errors"}, {"transformers", "vllm"}),
     "passes": (

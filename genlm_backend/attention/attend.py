@@ -6,7 +6,7 @@ import abc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Generic, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.reading import Reading
-from genlm_backend.prefix import KVStore
+
+Given = TypeVar("Given")
 
 
-class Attend(abc.ABC):
+class Attend(abc.ABC, Generic[Given]):
     """A way for the new tokens of a forward pass to attend to those before them."""
 
-    @abc.abstractmethod
     def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading | None:
         """Return how a pass reads what its rows have cached, made anew.
 
@@ -32,17 +32,29 @@ class Attend(abc.ABC):
             num_new: Number of new tokens of each row: ``[B]``.
 
         Returns:
-            The reading, or ``None`` where this way has no use for one.
+            The reading, or ``None`` where this way has no use for one: it copies each row's past,
+            or there is nothing to read.
         """
+        return None
 
     @abc.abstractmethod
-    def attending(self, batch: PackedBatch, model: Any) -> AbstractContextManager[dict[str, Any]]:
+    def attending(self, batch: PackedBatch, model: Any) -> AbstractContextManager[Given]:
         """Prepare one forward pass, which is made within the context.
 
-        With the pass, the keys and values of the batch's new tokens go to the slots that it names.
+        With the pass, or with ``keep``, the keys and values of the batch's new tokens go to the
+        slots that it names.
 
         Returns:
-            A context of what the model takes beside token ids and positions.
+            A context of what the model takes beside token ids and positions: of transformers a
+            dictionary, of mlx-lm a list of caches or ``None`` for its own.
+        """
+
+    def keep(self, batch: PackedBatch, given: Given) -> None:
+        """Keep what the pass has left to be kept, once it has been evaluated; nothing by default.
+
+        Args:
+            batch: The batch.
+            given: What the model was given.
         """
 
 
@@ -54,12 +66,13 @@ class Way:
     Attributes:
         over: Makes it over a store.
         probing: Makes it so that contexts of a few tokens go through all of it, in passes with so
-            many columns more than their longest past has: as beside a context that is longer.
+            many columns more than their longest past has, which models of transformers count: as
+            beside a context that is longer.
         copies: Whether it copies the columns of every row.
         is_called: Whether the model has to call it, as the attention that its configs name.
     """
 
-    over: Callable[[KVStore], Attend]
-    probing: Callable[[KVStore, int], Attend]
-    copies: bool
-    is_called: bool
+    over: Callable[[Any], Attend[Any]]
+    probing: Callable[[Any, int], Attend[Any]]
+    copies: bool = False
+    is_called: bool = False

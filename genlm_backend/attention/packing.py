@@ -105,6 +105,18 @@ class PackedBatch:
     states: RowStates | None = None
     is_step: bool = False
 
+    _new_on: dict[torch.device, tuple[torch.Tensor, torch.Tensor | None]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def new_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``new_slots`` and ``new_columns`` on a device, to which they are moved once."""
+        if device not in self._new_on:
+            columns = self.new_columns
+            moved = None if columns is None else columns.to(device)
+            self._new_on[device] = self.new_slots.to(device), moved
+        return self._new_on[device]
+
     @property
     def num_rows(self) -> int:
         """``B``."""

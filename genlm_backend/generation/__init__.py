@@ -6,21 +6,21 @@ from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
     from genlm_backend.generation.async_glm import AsyncGLM
-    from genlm_backend.generation.config import GenerationConfig
+    from genlm_backend.generation.config import GenerationConfig, MultiMediaInfo
     from genlm_backend.generation.constraint import Constraint
     from genlm_backend.generation.engine.engine import Engine
     from genlm_backend.generation.engine.installed_model import ModelState
-    from genlm_backend.generation.engine.request import GenerationRequest
-    from genlm_backend.generation.engine.result_queue import ResultQueue
+    from genlm_backend.generation.engine.request import GenerationRequest, ResultQueue
     from genlm_backend.generation.engine.runtime_config import RuntimeConfig
-    from genlm_backend.generation.engine.status import (
+    from genlm_backend.generation.generated import (
         GeneratedElements,
+        GeneratedToken,
+        Generation,
         GenerationStatus,
+        Piece,
         RequestStatistics,
     )
-    from genlm_backend.generation.generated import GeneratedToken, Generation, Piece
     from genlm_backend.generation.generation import generate, stream
-    from genlm_backend.generation.multi_media import MultiMediaInfo
 
 __all__ = [
     "AsyncGLM",
@@ -48,17 +48,17 @@ __getattr__, __dir__ = lazy_names(
         "AsyncGLM": "genlm_backend.generation.async_glm",
         "Constraint": "genlm_backend.generation.constraint",
         "Engine": "genlm_backend.generation.engine.engine",
-        "GeneratedElements": "genlm_backend.generation.engine.status",
+        "GeneratedElements": "genlm_backend.generation.generated",
         "GeneratedToken": "genlm_backend.generation.generated",
         "Generation": "genlm_backend.generation.generated",
         "GenerationConfig": "genlm_backend.generation.config",
         "GenerationRequest": "genlm_backend.generation.engine.request",
-        "GenerationStatus": "genlm_backend.generation.engine.status",
+        "GenerationStatus": "genlm_backend.generation.generated",
         "ModelState": "genlm_backend.generation.engine.installed_model",
-        "MultiMediaInfo": "genlm_backend.generation.multi_media",
+        "MultiMediaInfo": "genlm_backend.generation.config",
         "Piece": "genlm_backend.generation.generated",
-        "RequestStatistics": "genlm_backend.generation.engine.status",
-        "ResultQueue": "genlm_backend.generation.engine.result_queue",
+        "RequestStatistics": "genlm_backend.generation.generated",
+        "ResultQueue": "genlm_backend.generation.engine.request",
         "RuntimeConfig": "genlm_backend.generation.engine.runtime_config",
         "generate": "genlm_backend.generation.generation",
         "stream": "genlm_backend.generation.generation",

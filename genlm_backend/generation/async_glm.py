@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -16,19 +19,22 @@ from genlm_backend.errors import (
     GenerationConfigError,
     ModelStateError,
     OptionTypeError,
+    OutOfSlotsError,
     RequestQueueFullError,
     UnknownTaskError,
 )
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.engine.engine import Engine
-from genlm_backend.generation.engine.served_model import ServedModel
+from genlm_backend.generation.engine.request import GenerationRequest
+from genlm_backend.generation.generated import Generation
 from genlm_backend.generation.hf_config import own_config
 from genlm_backend.generation.hf_inputs import config_of_kwargs, pictures_of, rows_of
 from genlm_backend.generation.prompt import Prompt
-from genlm_backend.generation.task import Task
 from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.context import Context
 from genlm_backend.model.query import TokenIds
 from genlm_backend.runtime.forks import OfOneProcess, ProcessLock
+from genlm_backend.runtime.together import together
 
 _NAME = "model"
 
@@ -84,10 +90,9 @@ class AsyncGLM(OfOneProcess):
         self._max_queue_size: int = given["max_queue_size"]
         self._max_running: int = given["max_running"] or self._lm.batch_size
         self._lock = ProcessLock()
-        self._tasks: dict[int, Task] = {}  # whose results have not been collected
+        self._tasks: dict[int, _Task] = {}  # whose results have not been collected
         self._next_id = 0
         self._engine: Engine | None = None
-        self._served: ServedModel | None = None
         self._is_shut_down = False
 
     # ---------------------------------------------------------------- tasks
@@ -102,14 +107,14 @@ class AsyncGLM(OfOneProcess):
         with self._lock.here:
             self._check_open()
             if self._engine is None:
-                self._engine, self._served = self._start_engine()
+                self._engine = self._start_engine()
                 for task in self._tasks.values():
                     try:
-                        task.submit(self._served, timeout=0)
+                        task.submit(self._engine, timeout=0)
                     except Exception as error:  # a future is settled
                         task.fail(error)
 
-    def _start_engine(self) -> tuple[Engine, ServedModel]:
+    def _start_engine(self) -> Engine:
         engine = Engine()
         try:
             engine.install_model(
@@ -120,7 +125,7 @@ class AsyncGLM(OfOneProcess):
                 warm_up=False,
             )
             engine.start_model(_NAME)
-            return engine, engine.served(_NAME)
+            return engine
         except BaseException:
             engine.close()
             raise
@@ -161,44 +166,44 @@ class AsyncGLM(OfOneProcess):
         rows, mask = rows_of(inputs, self._lm.contexts)
         width = rows.shape[1]
         configs = [config_of_kwargs(self._base, kwargs, row, width) for row in range(len(rows))]
-        prompts: list[Prompt] = []
+        prompts: list[Context] = []
         pictures = pictures_of(inputs, rows, mask)
         for row, keep, config in zip(rows, mask, configs, strict=True):
             ids: TokenIds = row[keep].tolist()
             if pictures is not None:
                 ids = self._lm.context(ids, images=pictures)
-            prompts.append(Prompt.check(self._lm, ids, config))
+            prompts.append(Prompt.check(self._lm, ids, config).context)
             if config.num_beams > self._max_running:
                 raise GenerationConfigError(
                     f"num_beams={config.num_beams} is more than max_running={self._max_running}"
                 )
-        return self._submit(Task(rows, prompts, configs, self._pad(kwargs, configs[0])), timeout)
+        return self._submit(_Task(rows, prompts, configs, self._pad(kwargs, configs[0])), timeout)
 
-    def _submit(self, task: Task, timeout: float | None) -> int:
+    def _submit(self, task: _Task, timeout: float | None) -> int:
         with self._lock.here:
             self._check_open()
-            served = self._served
-            if served is None:  # it waits for the start, if there is room
-                if (num_waiting := self._num_waiting()) >= self._max_queue_size:
+            engine = self._engine
+            if engine is None:  # it waits for the start, if there is room
+                if self._num_waiting() >= self._max_queue_size:
                     if timeout == 0:
-                        raise _full(num_waiting)
+                        raise self._full()
                     self._check_started("the queue is full")
                 return self._add(task)
         try:
-            task.submit(served, timeout)
+            task.submit(engine, timeout)
             with self._lock.here:
                 self._check_open()
                 return self._add(task)
-        except RequestQueueFullError:
-            raise _full(served.num_waiting) from None
         except BaseException as error:  # nobody would have its id
-            task.interrupt()
-            if isinstance(error, ModelStateError):
-                with self._lock.here:
+            task.interrupt(engine)
+            with self._lock.here:
+                if isinstance(error, ModelStateError):
                     self._check_open()
+                if isinstance(error, RequestQueueFullError):
+                    raise self._full() from None
             raise
 
-    def _add(self, task: Task) -> int:
+    def _add(self, task: _Task) -> int:
         """Keep a task, and return its id; under the lock."""
         task_id, self._next_id = self._next_id, self._next_id + 1
         self._tasks[task_id] = task
@@ -234,7 +239,7 @@ class AsyncGLM(OfOneProcess):
             if self._tasks.pop(task_id, None) is None:
                 raise UnknownTaskError(f"the result of task {task_id} has been collected")
 
-    def _task(self, task_id: int) -> Task:
+    def _task(self, task_id: int) -> _Task:
         """Return a task whose result has not been collected; under the lock."""
         task = self._tasks.get(_CHECKS["task_id"]("task_id", task_id))
         if task is None:
@@ -256,8 +261,8 @@ class AsyncGLM(OfOneProcess):
             return self._num_waiting()
 
     def _num_waiting(self) -> int:
-        if self._served is not None:
-            return self._served.num_waiting
+        if self._engine is not None:
+            return self._engine.num_waiting(_NAME)
         return sum(not task.result.done() for task in self._tasks.values())
 
     # ---------------------------------------------------------------- ending
@@ -277,13 +282,13 @@ class AsyncGLM(OfOneProcess):
             return
         with self._lock.here:
             self._is_shut_down = True
-            tasks, served = list(self._tasks.values()), self._served
-        if served is not None:
-            served.shut()  # whoever waits for room is told
+            tasks, engine = list(self._tasks.values()), self._engine
+        if engine is not None:
+            engine.shut_model(_NAME)  # whoever waits for room is told
             if wait:
                 concurrent.futures.wait([task.result for task in tasks], timeout)
         with self._lock.here:
-            engine, self._engine, self._served = self._engine, None, None
+            engine, self._engine = self._engine, None
             for task in self._tasks.values():
                 task.cancel()
         if engine is not None:
@@ -317,6 +322,9 @@ class AsyncGLM(OfOneProcess):
                 f"with statement"
             )
 
+    def _full(self) -> RequestQueueFullError:
+        return RequestQueueFullError(f"{self._num_waiting()} tasks are waiting already")
+
     # ---------------------------------------------------------------- what is asked for
 
     def _pad(self, kwargs: Mapping[str, Any], config: GenerationConfig) -> int:
@@ -325,10 +333,6 @@ class AsyncGLM(OfOneProcess):
         first = next(iter(eos), None) if isinstance(eos, Sequence) else eos
         found = (kwargs.get("pad_token_id"), self._base.pad_token_id, first)
         return next((token_id for token_id in found if token_id is not None), 0)
-
-
-def _full(num_waiting: int) -> RequestQueueFullError:
-    return RequestQueueFullError(f"{num_waiting} tasks are waiting already")
 
 
 def _defaults_of(lm: AsyncLM) -> Any:
@@ -366,3 +370,74 @@ def _wrap(model: Any, tokenizer: Any) -> AsyncLM:
         size = model.get_input_embeddings().num_embeddings
         tokenizer = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(size)}, unk_token="<0>"))
     return AsyncTransformer(model, tokenizer)
+
+
+@final
+@dataclass(eq=False)
+class _Task:
+    """A request of an engine for each of some rows, and one result of them all.
+
+    Attributes:
+        rows: Token ids as they were given, ``[batch, length]``.
+        contexts: The prompt of each row.
+        configs: The configuration of each row.
+        pad_token_id: Token behind shorter texts.
+        requests: The request of each row; none before ``submit``.
+        result: Future of the result, settled once.
+    """
+
+    rows: torch.Tensor
+    contexts: list[Context]
+    configs: list[GenerationConfig]
+    pad_token_id: int
+    requests: list[GenerationRequest] = field(default_factory=list)
+    result: Future[torch.Tensor] = field(default_factory=Future)
+
+    def submit(self, engine: Engine, timeout: float | None) -> None:
+        self.requests = engine.start_requests(_NAME, self.contexts, self.configs, timeout=timeout)
+        engine.loop.submit(self._complete(engine))
+
+    def interrupt(self, engine: Engine) -> None:
+        for request in self.requests:
+            engine.stop_request(request)
+
+    def fail(self, error: BaseException) -> None:
+        """Settle the result, unless it has been."""
+        with contextlib.suppress(InvalidStateError):
+            self.result.set_exception(error)
+
+    def cancel(self) -> None:
+        self.fail(CancelledError("the task was cancelled by shutdown()"))
+
+    async def _complete(self, engine: Engine) -> None:
+        """Settle the result when all requests have ended, or the first has failed."""
+        try:
+            found = self._joined(await together(map(_texts, self.requests)))
+        except Exception as error:  # a future is settled
+            self.interrupt(engine)
+            self.fail(error)
+        except BaseException:
+            self.interrupt(engine)
+            self.cancel()
+            raise
+        else:
+            with contextlib.suppress(InvalidStateError):
+                self.result.set_result(found)
+
+    def _joined(self, found: list[list[Generation]]) -> torch.Tensor:
+        """Return each row with its continuations, padded.
+
+        Raises:
+            OutOfSlotsError: If a text was interrupted, which only the lack of memory does to it.
+        """
+        texts = [(row, t) for row, several in zip(self.rows, found, strict=True) for t in several]
+        if any(text.finish_reason == "interrupted" for _, text in texts):
+            raise OutOfSlotsError("the task's keys and values do not fit into the model's memory")
+        longest = max(len(text.token_ids) for _, text in texts)
+        padding = [self.pad_token_id] * longest
+        new = torch.tensor([(text.token_ids + padding)[:longest] for _, text in texts])
+        return torch.cat([torch.stack([row for row, _ in texts]), new], dim=1)
+
+
+async def _texts(request: GenerationRequest) -> list[Generation]:
+    return await request

@@ -9,11 +9,9 @@ from typing import final
 import torch
 
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.draft import Draft
+from genlm_backend.generation.draft import Draft, Text
 from genlm_backend.generation.generated import GeneratedToken
-from genlm_backend.generation.processors import make_processors
 from genlm_backend.generation.prompt import Prompt
-from genlm_backend.generation.text import Text
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.draw import check_possible
 
@@ -48,9 +46,6 @@ class BeamSearch(Draft):
 
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
         super().__init__(lm, prompt, config)
-        self._processors = make_processors(
-            config, len(prompt.token_ids), sorted(prompt.eos_token_ids)
-        )
         first = _Beam(list(prompt.token_ids), 0.0)
         self._beams = [first] + [_Beam(first.context, _NEVER)] * (config.num_beams - 1)
         self._ended: list[_Beam] = []
@@ -58,12 +53,7 @@ class BeamSearch(Draft):
         # More candidates than beams, so that enough are left when some of them end.
         self._num_candidates = max(2, 1 + len(prompt.eos_token_ids)) * config.num_beams
 
-    @property
-    def width(self) -> int:
-        """Number of contexts asked at once: the number of beams."""
-        return self._config.num_beams
-
-    async def read(self) -> None:
+    async def ask(self) -> None:
         """Await the log-probabilities of every beam."""
         lora = self._config.lora_name
         contexts = self.asked()
@@ -72,7 +62,7 @@ class BeamSearch(Draft):
             rows = rows * len(self._beams)
         self._rows = torch.stack(list(rows))
 
-    def write(self) -> list[tuple[int, GeneratedToken]]:
+    def choose(self) -> list[tuple[int, GeneratedToken]]:
         """Go one token further; return the texts once the search has ended."""
         rows, beams, config = self._rows, self._beams, self._config
         assert rows is not None
@@ -99,17 +89,16 @@ class BeamSearch(Draft):
         self.is_finished = True
         return self._texts(self._ended[: self._config.n])
 
-    def unwritten(self) -> list[tuple[int, GeneratedToken]]:
+    def cut(self) -> tuple[list[tuple[int, GeneratedToken]], list[tuple[int, str]]]:
         """Return the ``n`` best texts of a search that is not to go on, ended or not."""
-        if self.is_finished or len(self.contexts[0]) == len(self._prompt.token_ids):
-            return []
+        if self.is_finished:
+            return [], []
+        nothing_held_back = [(number, "") for number in range(self._config.n)]
+        if len(self.contexts[0]) == len(self._prompt.token_ids):
+            return [], nothing_held_back
         found = [*self._ended, *map(self._scored, self._beams)]
         best = sorted(found, key=lambda beam: -beam.score)[: self._config.n]
-        return self._texts(best)
-
-    def held_back(self) -> list[tuple[int, str]]:
-        """Return nothing for each text: ``unwritten`` has the last of its characters."""
-        return [] if self.is_finished else [(number, "") for number in range(self._config.n)]
+        return self._texts(best), nothing_held_back
 
     def scores(self) -> dict[int, float]:
         """Return the score of each text of a search that has ended."""
@@ -153,9 +142,6 @@ class BeamSearch(Draft):
         if self._ends_with_stop_word(context) or self._is_stopped(context):
             return "stop"
         return "length" if len(context) >= self._prompt.max_length else None
-
-    def _is_end(self, token_id: int) -> bool:
-        return token_id in self._prompt.eos_token_ids
 
     def _is_stopped(self, context: list[int]) -> bool:
         if not self._config.stop:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from types import MappingProxyType
+from typing import Any, Literal, Self, TypeVar, final
 
 from genlm_backend.checks import (
+    check_names,
     checked,
     instance,
     integer,
+    listed,
     number,
     one_of,
     optional,
@@ -18,11 +22,31 @@ from genlm_backend.checks import (
     switch,
     text,
 )
-from genlm_backend.errors import GenerationConfigError, OptionError
-from genlm_backend.generation.fields import check_fields, replaced
+from genlm_backend.errors import GenerationConfigError, OptionError, OptionTypeError
 from genlm_backend.generation.hf_config import ELSEWHERE, fields_of_hf, own_config
-from genlm_backend.generation.multi_media import MultiMediaInfo
 from genlm_backend.model.async_lm import AsyncLM
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class MultiMediaInfo:
+    """The pictures of a prompt, for the field ``mm_info`` of a ``GenerationConfig``.
+
+    Attributes:
+        images: One for each place in the prompt that the model's own token for a picture marks: PIL
+            images, arrays ``[height, width, 3]`` of uint8, paths or the bytes of files.
+
+    Raises:
+        GenerationConfigError: (``ValueError``) If they are no list.
+    """
+
+    images: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "images", tuple(listed("images", self.images)))
+        except OptionTypeError as error:
+            raise GenerationConfigError(str(error)) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +243,6 @@ def _words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 _MODEL = instance(AsyncLM, "an AsyncLM")
-
 _ID = integer()
 _IDS = sequence(_ID, "a token id, or several")
 _TEXTS = sequence(text, "non-empty strings")
@@ -257,3 +280,34 @@ _CHECKS = {
     "mm_info": optional(instance(MultiMediaInfo, "a MultiMediaInfo(images=[…])")),
 }
 """Checks of the fields by name; what they return is what the field becomes."""
+
+C = TypeVar("C")
+
+
+def check_fields(
+    kind: type,
+    names: Iterable[str],
+    error: type[Exception],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raise an error, as ``replaced`` does, unless every name is a field of a dataclass."""
+    known = [field.name for field in dataclasses.fields(kind)]
+    check_names(names, known, f"field of {kind.__name__}", error, elsewhere=elsewhere)
+
+
+def replaced(
+    config: C,
+    fields: Mapping[str, Any],
+    error: type[Exception],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> C:
+    """Return a dataclass with fields changed.
+
+    Args:
+        config: The dataclass.
+        fields: New values by name.
+        error: What to raise for a name that is no field.
+        elsewhere: Names of other libraries, and the field that each is here.
+    """
+    check_fields(type(config), fields, error, elsewhere)
+    return dataclasses.replace(config, **fields)  # pyright: ignore[reportArgumentType]

@@ -10,33 +10,32 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Self, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, final
 
 import numpy as np
 import torch
 
-from genlm_backend.checks import shown
+from genlm_backend.checks import Check, checked, instance, integer, sequence, shown, text
 from genlm_backend.errors import (
     ConstraintError,
     ConstraintTypeError,
     ConstraintViolation,
     NotPicklableError,
     OptionError,
+    OptionTypeError,
 )
-from genlm_backend.generation.constraint_arguments import (
-    check_arguments,
-    check_mask,
-    check_row,
-    check_token_id,
-    eos_of,
+from genlm_backend.generation.grammar.grammar_library import (
+    fault_of_generated,
+    fault_of_own,
+    load_library,
+    vocabulary_of,
 )
-from genlm_backend.generation.grammar.grammar_fault import fault_of_generated, fault_of_own
-from genlm_backend.generation.grammar.grammar_vocabulary import GrammarVocabularies, load_library
 from genlm_backend.generation.grammar.json_schema import check_schema, unwrapped
 from genlm_backend.generation.grammar.schema_grammar import fault_of_schema, schema_grammar
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.draw import as_scores
 from genlm_backend.model.drawing import log_mass, log_sum
+from genlm_backend.model.query import check_known_ids
 
 _MOST_OF_A_ROW: Final = 0.1
 """Logarithm up to which the sum of a row may be above one by rounding, in 8 bits of precision."""
@@ -46,7 +45,6 @@ _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 They come last, so that the lines of a grammar have the numbers that its writer knows.
 """
-
 
 _INSTEAD: Final = {
     "is_finished": "a loop that draws a text runs while not is_ended, since the token that ends it "
@@ -78,8 +76,6 @@ class Constraint:
     Attributes:
         token_ids: The tokens that it has been advanced by.
     """
-
-    _vocabularies: ClassVar[GrammarVocabularies] = GrammarVocabularies()
 
     def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._matcher = matcher
@@ -114,7 +110,7 @@ class Constraint:
                 ``title``, ``description``, ``default``, ``examples``, … and whatever begins with
                 ``x-``.
         """
-        check_arguments(whitespace=whitespace)
+        _check_arguments(whitespace=whitespace)
         document = check_schema(schema)
         grammar = schema_grammar(document, whitespace)
         fault_of = partial(fault_of_schema, document, whitespace)
@@ -140,7 +136,7 @@ class Constraint:
         Raises:
             ConstraintError: If it is no such expression.
         """
-        check_arguments(pattern=pattern)
+        _check_arguments(pattern=pattern)
         grammar = json.loads(load_library().LLMatcher.grammar_from_regex(pattern))
         return cls._make(lm, grammar["grammars"][0]["lark_grammar"] + _OPTIONS, eos_token_ids)
 
@@ -156,7 +152,7 @@ class Constraint:
         """
         if isinstance(choices, (str, bytes)) or not isinstance(choices, Iterable):
             raise ConstraintTypeError(f"choices must be several texts in a list, got {choices!r}")
-        texts: tuple[str, ...] = check_arguments(choices=choices)["choices"]
+        texts: tuple[str, ...] = _check_arguments(choices=choices)["choices"]
         if not texts:
             raise ConstraintError("choices must be texts of at least one letter, got none")
         # One terminal: as a rule, each text would be an item of the parser's row, which is bounded.
@@ -179,7 +175,7 @@ class Constraint:
             ConstraintError: If it is no such grammar.
             MissingExtraError: (``ImportError``) Without llguidance.
         """
-        check_arguments(grammar=grammar)
+        _check_arguments(grammar=grammar)
         options = "" if "%llguidance" in grammar else _OPTIONS
         fault_of = partial(fault_of_own, num_lines=grammar.count("\n") + 1)
         return cls._make(lm, grammar + options, eos_token_ids, fault_of)
@@ -213,7 +209,7 @@ class Constraint:
         }
         if hasattr(response_format, "model_json_schema"):
             check_schema(response_format)  # which says what to hand over
-        check_arguments(response_format=response_format)
+        _check_arguments(response_format=response_format)
         named = response_format.get("type")
         kind = named if isinstance(named, str) else ""
         if kind == "json_object" and set(response_format) == {"type"}:
@@ -237,10 +233,10 @@ class Constraint:
         fault_of: Callable[[str], str] = fault_of_generated,
     ) -> Self:
         library = load_library()
-        check_arguments(lm=lm)
-        eos = eos_of(lm, eos_token_ids)
+        _check_arguments(lm=lm)
+        eos = _eos_of(lm, eos_token_ids)
         matcher = library.LLMatcher(
-            cls._vocabularies.of(lm),
+            vocabulary_of(lm),
             library.LLMatcher.grammar_from_lark(grammar),
             log_level=0,
         )
@@ -290,9 +286,9 @@ class Constraint:
             OptionError: (``ValueError``) If one of them is of another shape or dtype, or the row is
                 none of log-probabilities: the allowed ones have a sum above one.
         """
-        check_row(row, self._vocab_size)
+        _check_row(row, self._vocab_size)
         mask = self.mask() if mask is None else mask
-        check_mask(mask, self._vocab_size)
+        _check_mask(mask, self._vocab_size)
         if self._is_ended:
             raise ConstraintViolation("the text has ended: no token follows that could be weighed")
         allowed = row.masked_fill(~mask.to(row.device), -torch.inf)
@@ -313,7 +309,7 @@ class Constraint:
                 changed then.
             OptionTypeError: (``TypeError``) If the id is no integer.
         """
-        token_id = check_token_id("token_id", token_id)
+        token_id = _check_token_id("token_id", token_id)
         is_known = 0 <= token_id < self._vocab_size and not self._is_ended
         if is_known and self._matcher.validate_tokens([token_id]) == 1:
             self._matcher.consume_token(token_id)
@@ -387,3 +383,67 @@ class Constraint:
                     f"the {len(self.token_ids)} that there are"
                 )
             raise ConstraintError(f"the constraint broke down: {error}")
+
+
+_check_token_id: Check[int] = integer()
+"""Check of a token id."""
+
+
+def _check_arguments(**arguments: Any) -> dict[str, Any]:
+    return checked(_CHECKS, arguments, ConstraintError)
+
+
+def _eos_of(lm: AsyncLM, given: Collection[int] | None) -> frozenset[int]:
+    ends: Any = lm.eos_token_ids if given is None else given
+    listed = [ends] if isinstance(ends, int) else ends
+    ids = frozenset(_check_arguments(eos_token_ids=listed)["eos_token_ids"])
+    if not ids:
+        raise ConstraintError("the model names no token that ends a text: pass eos_token_ids")
+    check_known_ids("eos_token_ids", ids, len(lm.byte_vocab), ConstraintError)
+    return ids
+
+
+def _check_row(row: Any, vocab_size: int) -> None:
+    wanted = f"a tensor of the log-probabilities of all tokens, float [{vocab_size}]"
+    _check_tensor("row", row, wanted, torch.is_floating_point, vocab_size)
+
+
+def _check_mask(mask: Any, vocab_size: int) -> None:
+    wanted = f"a tensor of which tokens are allowed, bool [{vocab_size}]"
+    _check_tensor("mask", mask, wanted, lambda tensor: tensor.dtype is torch.bool, vocab_size)
+
+
+def _check_tensor(
+    name: str, value: Any, wanted: str, is_kind: Callable[[torch.Tensor], bool], size: int
+) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise OptionTypeError(f"{name} must be {wanted}, got {shown(value)}")
+    if not is_kind(value) or value.shape != (size,):
+        got = f"{value.dtype} of shape {list(value.shape)}"
+        raise OptionError(f"{name} must be {wanted}, got {got}")
+
+
+def _writable(check: Check[str]) -> Check[str]:
+    """Return a check of a text that refuses lone surrogates, which UTF-8 cannot write."""
+
+    def check_text(name: str, value: Any) -> str:
+        found = check(name, value)
+        try:
+            found.encode()
+        except UnicodeEncodeError as error:
+            letter = found[error.start]
+            raise OptionError(f"{name} has {letter!r}, which UTF-8 cannot write") from error
+        return found
+
+    return check_text
+
+
+_CHECKS = {
+    "lm": instance(AsyncLM, "an AsyncLM"),
+    "whitespace": _writable(instance(str, "a pattern")),
+    "pattern": _writable(instance(str, "a regular expression")),
+    "grammar": _writable(text),
+    "choices": sequence(_writable(text), "texts of at least one letter that UTF-8 can write"),
+    "response_format": instance(Mapping, "a mapping with a 'type'"),
+    "eos_token_ids": sequence(_check_token_id, "token ids"),
+}

@@ -1,23 +1,29 @@
-"""Draft: texts of one prompt in the making, a token at a time."""
+"""Draft: texts of one prompt in the making; Sample: one of them, chosen token after token."""
 
 from __future__ import annotations
 
 import abc
+import asyncio
+import codecs
 from collections.abc import Sequence
+from typing import Any, final
 
 import torch
 
+from genlm_backend.errors import ConstraintError
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.generated import GeneratedToken
+from genlm_backend.generation.processors import make_processors, make_warpers
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.query import TokenIds
+from genlm_backend.model.sampling import Sampler
 
 
 class Draft(abc.ABC):
     """A generation in progress: contexts that a model is asked, and what its answers add to them.
 
-    Until ``is_finished``: await ``read()``, then call ``write()``. Between the two calls a draft
+    Until ``is_finished``: await ``ask()``, then call ``choose()``. Between the two calls a draft
     may rest for as long as anybody likes.
 
     Args:
@@ -27,43 +33,40 @@ class Draft(abc.ABC):
 
     Attributes:
         contexts: The token ids of each text so far, prompt included; what is asked next.
+        width: Number of contexts asked at once, at most.
+        lora_name: Name of the adapter that the contexts are read with.
         is_finished: Whether every text is complete.
     """
 
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
         self._lm, self._prompt, self._config = lm, prompt, config
         self.contexts: list[list[int]] = [list(prompt.token_ids)]
+        self.width, self.lora_name = config.num_beams, config.lora_name
         self.is_finished = False
-
-    @property
-    @abc.abstractmethod
-    def width(self) -> int:
-        """Number of contexts asked at once, at most."""
-
-    @property
-    def lora_name(self) -> str | None:
-        """Name of the adapter that the contexts are read with."""
-        return self._config.lora_name
+        if prompt.constraint is not None:  # which knows where a token that ends texts is text
+            config = config.replace(min_length=0, min_new_tokens=0)
+        eos = sorted(prompt.eos_token_ids)
+        self._processors = make_processors(config, len(prompt.token_ids), eos)
 
     @abc.abstractmethod
-    async def read(self) -> None:
+    async def ask(self) -> None:
         """Await what the model says of ``contexts``; nothing has changed if it is cancelled."""
 
     @abc.abstractmethod
-    def write(self) -> list[tuple[int, GeneratedToken]]:
+    def choose(self) -> list[tuple[int, GeneratedToken]]:
         """Choose the next token of each text; return the certain ones with their text's number."""
 
     @abc.abstractmethod
-    def unwritten(self) -> list[tuple[int, GeneratedToken]]:
-        """Return the tokens that ``write`` has not returned of texts that are not to go on."""
+    def cut(self) -> tuple[list[tuple[int, GeneratedToken]], list[tuple[int, str]]]:
+        """Return what ``choose`` has not returned of texts that are not to go on.
 
-    @abc.abstractmethod
-    def held_back(self) -> list[tuple[int, str]]:
-        """Return, for each text that is not to go on, the characters held back at its end."""
+        Returns:
+            Tokens, and the characters that were held back at the end of each text.
+        """
 
-    @abc.abstractmethod
     def scores(self) -> dict[int, float]:
         """Return the score of each text that has one, by its number."""
+        return {}
 
     def asked(self) -> list[TokenIds]:
         """Return ``contexts`` as a model is asked them."""
@@ -81,9 +84,9 @@ class Draft(abc.ABC):
         words = self._config.stop_words_ids or ()
         return any(tuple(generated[-len(word) :]) == tuple(word) for word in words)
 
-    @abc.abstractmethod
     def _is_end(self, token_id: int) -> bool:
-        """Whether a token that has been written ends the text, and is none of it."""
+        """Whether a token that has been chosen ends the text, and is none of it."""
+        return token_id in self._prompt.eos_token_ids
 
     def _bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text: none where it is special."""
@@ -98,3 +101,135 @@ class Draft(abc.ABC):
         top = row.topk(min(self._config.top_logprobs, len(row)))
         pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         return float(row[token_id]), pairs
+
+
+@final
+class Text:
+    """Bytes in, characters out: never half of one, and none that a stop string may still take back.
+
+    Args:
+        stops: Strings that end the text; none of them is empty.
+    """
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._stops = [stop.encode() for stop in stops]
+        self._longest = max(map(len, self._stops), default=0)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._bytes = bytearray()
+        self._num_shown = 0
+        self.is_stopped = False
+
+    def add(self, new: bytes) -> str:
+        """Add the bytes of a token; return the characters that are certain now."""
+        begin = max(0, len(self._bytes) - self._longest + 1)
+        self._bytes += new
+        found = [self._bytes.find(stop, begin) for stop in self._stops]
+        ends = [position for position in found if position >= 0]
+        if ends:
+            self.is_stopped = True
+            del self._bytes[min(ends) :]
+            return self.end()
+        return self._show(len(self._bytes) - self._num_held_back())
+
+    def end(self) -> str:
+        """Return what is left; half a character becomes U+FFFD."""
+        return self._show(len(self._bytes)) + self._decoder.decode(b"", final=True)
+
+    def _num_held_back(self) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        sizes = range(min(self._longest - 1, len(self._bytes)), 0, -1)
+        ends = (
+            size
+            for size in sizes
+            if any(stop.startswith(self._bytes[-size:]) for stop in self._stops)
+        )
+        return next(ends, 0)
+
+    def _show(self, end: int) -> str:
+        # A stop string may begin within what is shown only if it has been ruled out already.
+        end = max(end, self._num_shown)
+        shown = self._decoder.decode(bytes(self._bytes[self._num_shown : end]))
+        self._num_shown = end
+        return shown
+
+
+@final
+class Sample(Draft):
+    """One text: awaits logits, processes them, chooses a token, and knows which is the last.
+
+    Args:
+        lm: The model.
+        prompt: Checked.
+        config: How.
+        number: Number of the text among those of the prompt, and of its random stream.
+    """
+
+    def __init__(
+        self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig, number: int = 0
+    ) -> None:
+        super().__init__(lm, prompt, config)
+        self._number = number
+        self._least = max(config.min_length, len(prompt.token_ids) + config.min_new_tokens)
+        self._warpers = make_warpers(config)
+        temperature = 1.0 if self._warpers else config.temperature
+        self._sampler = Sampler(temperature if config.do_sample else 0.0, config.seed, number)
+        self._text = Text(config.stop or ())
+        self._constraint = None if prompt.constraint is None else prompt.constraint.fork()
+        self._logits: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None
+
+    async def ask(self) -> None:
+        """Await the logits, and what the constraint allows meanwhile."""
+        asked = self._lm.next_token_logits(self.asked()[0], self._config.lora_name)
+        if self._constraint is None:
+            self._logits = await asked
+        else:
+            may_end = len(self.contexts[0]) >= self._least
+            mask = asyncio.to_thread(self._constraint.mask, may_end=may_end)
+            self._logits, self._mask = await asyncio.gather(asked, mask)
+
+    def choose(self) -> list[tuple[int, GeneratedToken]]:
+        """Choose a token."""
+        logits, context = self._logits, self.contexts[0]
+        assert logits is not None
+        self._logits = None
+        row = logits.log_softmax(-1) if self._config.logprobs else None
+        logits = self._apply(self._processors, logits)
+        if self._mask is not None:
+            logits = logits.masked_fill(~self._mask.to(logits.device), -torch.inf)
+        if logits.max() == -torch.inf:
+            raise ConstraintError(f"no token may follow the {len(context)} that there are")
+        token_id = self._sampler.draw(self._apply(self._warpers, logits))
+        context.append(token_id)
+        if self._constraint is not None:
+            self._constraint.advance(token_id)
+        new = self._text.add(self._bytes(token_id))
+        reason = self._finish_reason(token_id)
+        if reason is not None:
+            self.is_finished = True
+            new += "" if self._text.is_stopped else self._text.end()
+        logprob, top = self._logprobs(row, token_id)
+        return [(self._number, GeneratedToken(token_id, new, logprob, top, reason, self._number))]
+
+    def cut(self) -> tuple[list[tuple[int, GeneratedToken]], list[tuple[int, str]]]:
+        """Return no token, as ``choose`` has returned them all, and the characters held back."""
+        return [], [] if self.is_finished else [(self._number, self._text.end())]
+
+    def _apply(self, processors: Any, logits: torch.Tensor) -> torch.Tensor:
+        if not processors:
+            return logits
+        ids = torch.tensor([self.contexts[0]], dtype=torch.int64, device=logits.device)
+        return processors(ids, logits[None])[0]
+
+    def _is_end(self, token_id: int) -> bool:
+        return super()._is_end(token_id) if self._constraint is None else self._constraint.is_ended
+
+    def _finish_reason(self, token_id: int) -> str | None:
+        if token_id in self._prompt.eos_token_ids and self._is_end(token_id):
+            return "eos"
+        is_stopped = self._text.is_stopped or self._ends_with_stop_word(self.contexts[0])
+        if self._constraint is not None:  # its text is whole; nobody weighs its end here
+            is_stopped |= self._constraint.is_ended or self._constraint.must_end
+        if is_stopped:
+            return "stop"
+        return "length" if len(self.contexts[0]) >= self._prompt.max_length else None

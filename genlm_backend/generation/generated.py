@@ -1,10 +1,13 @@
-"""What is generated: a token, a text, and what any piece of a text can be read as."""
+"""What is generated: tokens, texts and pieces of texts; and how a request for them fares."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, final
+
+from genlm_backend.readable import Readable
 
 
 class Piece(Protocol):
@@ -137,3 +140,101 @@ class Generation:
             tokens=tokens,
             score=score,
         )
+
+
+class GenerationStatus(enum.Enum):
+    """How far a request has come. The last three are final."""
+
+    INIT = "init"
+    """It waits for a place, or for its prompt to be computed."""
+    CONTEXT_FINISHED = "context finished"
+    """The prompt has been computed."""
+    GENERATING = "generating"
+    """There are tokens, and there will be more."""
+    FINISHED = "finished"
+    """Every text is complete."""
+    INTERRUPTED = "interrupted"
+    """It was stopped, or its keys and values do not fit; what there is can be read."""
+    FAILED = "failed"
+    """An exception ended it; what there is can be read before it is raised."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether nothing will follow."""
+        return self in (type(self).FINISHED, type(self).INTERRUPTED, type(self).FAILED)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GeneratedElements:
+    """What was generated of one text since it was last asked for. Can be read as every ``Piece``.
+
+    Attributes:
+        token_ids: The new tokens.
+        text: The characters that are certain with them, never half of one.
+        logprobs: The logarithms of the tokens' probabilities, if asked for.
+        top_logprobs: The most probable tokens at each place and theirs, if asked for.
+        index: The number of the text among the ``n`` of the request.
+        finish_reason: ``"eos"``, ``"stop"``, ``"length"`` or ``"interrupted"`` where the text ends
+            with these; else ``None``.
+        num_cached_tokens: Tokens of the prompt that were found in the prefix cache.
+        num_host_tokens: Tokens among these that were on the host, and had to be fetched.
+        tokens: Each new token with what was asked for of it.
+    """
+
+    token_ids: list[int]
+    text: str
+    logprobs: list[float] | None = None
+    top_logprobs: list[tuple[tuple[int, float], ...]] | None = None
+    index: int = 0
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0
+    num_host_tokens: int = 0
+    tokens: list[GeneratedToken] = field(default_factory=list, repr=False)
+
+    @property
+    def prefix_len_gpu(self) -> int:
+        """Tokens of the prompt that were found in the cache on the model's device."""
+        return self.num_cached_tokens - self.num_host_tokens
+
+    @property
+    def prefix_len_cpu(self) -> int:
+        """Tokens of the prompt that were found in the cache on the host (``num_host_tokens``)."""
+        return self.num_host_tokens
+
+    @property
+    def token_id(self) -> int | None:
+        """The last new token; ``None`` where there are only characters."""
+        return self.token_ids[-1] if self.token_ids else None
+
+    @property
+    def logprob(self) -> float | None:
+        """The logarithm of the last new token's probability, if asked for."""
+        return self.logprobs[-1] if self.logprobs else None
+
+
+@final
+@dataclass(frozen=True, slots=True, repr=False)
+class RequestStatistics(Readable):
+    """Times and counts of a request. Times are in seconds, and ``None`` before their event.
+
+    Attributes:
+        time_in_queue: From its start until the model was first asked.
+        time_to_first_token: From its start until its first token.
+        time_per_token: Between a text's tokens after its first, on average; texts of one request
+            come at the same time.
+        time_in_total: From its start until it ended, or until now.
+        num_prompt_tokens: Tokens of the prompt.
+        num_generated_tokens: Tokens generated, of all texts.
+        num_cached_tokens: Tokens of the prompt that were found in the prefix cache.
+        num_preemptions: How often it had to rest because memory was short.
+    """
+
+    time_in_queue: float | None
+    time_to_first_token: float | None
+    time_per_token: float | None
+    time_in_total: float
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int

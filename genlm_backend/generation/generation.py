@@ -10,10 +10,9 @@ from genlm_backend.checks import instance
 from genlm_backend.errors import GenerationConfigError
 from genlm_backend.generation.beam_search import BeamSearch
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.draft import Draft
+from genlm_backend.generation.draft import Draft, Sample
 from genlm_backend.generation.generated import GeneratedToken, Generation
 from genlm_backend.generation.prompt import Chat, Prompt
-from genlm_backend.generation.sample import Sample
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.query import TokenIds
 from genlm_backend.runtime.together import together
@@ -48,8 +47,8 @@ async def generate(
 
     async def finish(draft: Draft) -> None:
         while not draft.is_finished:
-            await draft.read()
-            for number, token in draft.write():
+            await draft.ask()
+            for number, token in draft.choose():
                 texts[number].append(token)
 
     await together(map(finish, drafts))
@@ -79,8 +78,8 @@ async def stream(
     check_streamable(config)
     (draft,) = make_drafts(lm, Prompt.check(lm, prompt, config), config)
     while not draft.is_finished:
-        await draft.read()
-        for _, token in draft.write():
+        await draft.ask()
+        for _, token in draft.choose():
             yield token
 
 

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from genlm_backend.checks import checked, integer, optional, shown
@@ -14,6 +13,7 @@ from genlm_backend.errors import ContextError, GenerationConfigError
 from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.hf_config import SHARED_FIELDS
 from genlm_backend.model.context import Context, Contexts
+from genlm_backend.model.sampling import seed_of
 
 HONOURED = (*SHARED_FIELDS, "early_stopping", "num_return_sequences", "pad_token_id", "seed")
 """The ``generation_kwargs`` that are honoured: those of ``model.generate``, and ``seed``."""
@@ -48,9 +48,7 @@ def config_of_kwargs(
         else:
             setattr(merged, name, _plain(name, value))
     if kwargs.get("seed") is not None:
-        seed = _SEED("seed", kwargs["seed"])
-        mixed = np.random.SeedSequence([seed, row]).generate_state(1, np.uint64)
-        ours["seed"] = int(mixed[0])
+        ours["seed"] = seed_of(_SEED("seed", kwargs["seed"]), row)
     if merged.max_new_tokens is None and merged.max_length is None:
         merged.max_new_tokens = 20  # as model.generate
     config = GenerationConfig.from_hf(merged)

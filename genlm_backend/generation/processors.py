@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.model.draw import as_scores, tempered
 
 
 def make_processors(
@@ -51,37 +52,35 @@ def make_processors(
 
 
 def make_warpers(config: GenerationConfig) -> LogitsProcessorList:
-    """Return what sharpens and cuts a distribution to be drawn from; nothing without sampling."""
-    made = LogitsProcessorList()
-    if not config.do_sample:
-        return made
-    if config.temperature != 1:
-        made.append(Temperature(config.temperature))
+    """Return what cuts a distribution to be drawn from at temperature 1, sharpened first.
+
+    There is nothing to cut without sampling, and where a temperature is all that there is: a
+    ``Sampler`` has one itself.
+    """
+    cuts = LogitsProcessorList()
     if config.top_k:
-        made.append(TopKLogitsWarper(config.top_k))
+        cuts.append(TopKLogitsWarper(config.top_k))
     if config.top_p < 1:
-        made.append(TopPLogitsWarper(config.top_p))
+        cuts.append(TopPLogitsWarper(config.top_p))
     if config.min_p:
-        made.append(MinPLogitsWarper(config.min_p))
-    return made
+        cuts.append(MinPLogitsWarper(config.min_p))
+    if cuts and config.temperature != 1:
+        cuts.insert(0, Temperature(config.temperature))
+    return cuts
 
 
 @final
 class Temperature(LogitsProcessor):
-    """Divides logits, less their largest, by a temperature, however large or small it is.
-
-    The probabilities are those of transformers' warper. What is impossible stays so at an infinite
-    temperature, and nothing overflows at the smallest.
-    """
+    """Divides logits, less their largest, by a temperature, as whatever draws does it."""
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Return the processed logits."""
-        shifted = scores - scores.amax(-1, keepdim=True)
-        divided = (shifted.double() / self._temperature).to(scores.dtype)
-        return divided.masked_fill_(shifted == -torch.inf, -torch.inf)  # pyright: ignore
+        row = as_scores(scores[0])
+        found = tempered(row, row.max(), self._temperature)
+        return torch.from_numpy(found)[None].to(scores)  # pyright: ignore
 
 
 @final

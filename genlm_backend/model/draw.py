@@ -88,16 +88,33 @@ def draw_token(
     check_possible(largest, error)
     if temperature == 0:
         return int(scores.argmax())
+    weights = tempered(scores, largest, temperature)
+    with np.errstate(under="ignore"):
+        np.exp(weights, out=weights)
+    return invert(weights, uniform())
+
+
+def tempered(
+    scores: NDArray[np.float32], largest: np.float32, temperature: float
+) -> NDArray[np.float32]:
+    """Return scores less the largest of them and divided by a temperature, in a new array.
+
+    However large or small the temperature is, what is impossible stays so, and nothing overflows.
+
+    Args:
+        scores: Scores of the tokens, normalised or not, ``[vocab]``.
+        largest: The largest of them.
+        temperature: Divisor of the scores, above zero, infinity included.
+    """
     # One array for all steps: the pages of new ones would cost more than the arithmetic.
     with np.errstate(over="ignore", under="ignore"):
-        weights = scores - largest
+        found = scores - largest
         if temperature != 1:
             # An infinite divisor would make a NaN of what is impossible; the largest finite one
             # makes a zero of everything else as well.
             divisor = min(temperature, sys.float_info.max)
-            np.divide(weights, divisor, out=weights, dtype=np.float64, casting="same_kind")
-        np.exp(weights, out=weights)
-    return invert(weights, uniform())
+            np.divide(found, divisor, out=found, dtype=np.float64, casting="same_kind")
+    return found
 
 
 def check_possible(score: float, error: type[Exception] = EvaluationError) -> None:

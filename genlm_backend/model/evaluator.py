@@ -134,7 +134,7 @@ class EvaluatorCounts:
         tokens_reused: Number of tokens whose keys and values were there.
         kv_bytes_used: Bytes of the keys and values that are kept.
         kv_bytes_budget: Bytes that they may take.
-        host_bytes_used: Bytes of those that are kept on the host.
+        host_bytes_used: Bytes of keys, values and running states that are kept on the host.
         host_bytes_budget: Bytes that they may take.
         num_evicted_tokens: Number of tokens whose keys and values had to go for others.
         num_tokens_to_host: Number of tokens whose keys and values went to the host.
@@ -142,6 +142,8 @@ class EvaluatorCounts:
         state_bytes_used: Bytes of the running states that are kept.
         state_bytes_budget: Bytes that they may take, of ``kv_bytes_budget``.
         num_evicted_states: Number of running states that had to go for others.
+        num_states_to_host: Number of running states that went to the host.
+        num_states_from_host: Number of running states that came back.
         packed_weight_bytes: Bytes of weights that are there a second time, in a faster layout.
     """
 
@@ -158,6 +160,8 @@ class EvaluatorCounts:
     state_bytes_used: int = 0
     state_bytes_budget: int = 0
     num_evicted_states: int = 0
+    num_states_to_host: int = 0
+    num_states_from_host: int = 0
     packed_weight_bytes: int = 0
 
 

@@ -36,7 +36,7 @@ class LMStatistics(Readable):
         row_bytes_budget: Bytes that they may take.
         kv_bytes_used: Bytes of the cached keys and values.
         kv_bytes_budget: Bytes that they may take.
-        host_bytes_used: Bytes of the keys and values that are kept on the host.
+        host_bytes_used: Bytes of the keys, values and running states that are kept on the host.
         host_bytes_budget: Bytes that they may take.
         num_evicted_rows: Rows dropped to stay within the budget.
         num_evicted_tokens: Tokens whose keys and values were dropped to stay within the budget.
@@ -45,6 +45,8 @@ class LMStatistics(Readable):
         state_bytes_used: Bytes of the running states that are kept, of models that have such.
         state_bytes_budget: Bytes that they may take, of ``kv_bytes_budget``.
         num_evicted_states: Running states dropped to stay within the budget.
+        num_states_to_host: Running states that were moved to the host.
+        num_states_from_host: Running states that were moved back.
     """
 
     _derived: ClassVar[tuple[str, ...]] = ("mean_batch_size",)
@@ -71,6 +73,8 @@ class LMStatistics(Readable):
     state_bytes_used: int = 0
     state_bytes_budget: int = 0
     num_evicted_states: int = 0
+    num_states_to_host: int = 0
+    num_states_from_host: int = 0
 
     @classmethod
     def of(cls, batching: BatcherStatistics, counts: EvaluatorCounts, rows: RowCache[Row]) -> Self:

@@ -57,8 +57,7 @@ class Sampler:
     def __init__(self, temperature: float = 1.0, seed: int | None = None, stream: int = 0) -> None:
         given = checked(CHECKS, {"temperature": temperature, "seed": seed, "stream": stream})
         self.temperature: float = given["temperature"]
-        entropy = None if seed is None else [given["seed"], given["stream"]]
-        self._random = np.random.default_rng(entropy)
+        self._random = np.random.default_rng(entropy_of(given["seed"], given["stream"]))
 
     def draw(self, row: torch.Tensor) -> int:
         """Return a token id drawn from ``row``, float ``[vocab]``, normalised or not.
@@ -72,6 +71,21 @@ class Sampler:
         """Return what asks for the token that ``draw`` would return of the context's row."""
         uniform = self._random.random() if self.temperature else 0.0
         return Drawing(query, self.temperature, uniform)
+
+
+def entropy_of(seed: int | None, stream: int) -> np.random.SeedSequence:
+    """Return what the random numbers of a stream are made of.
+
+    Args:
+        seed: Seed of the streams; ``None`` for fresh ones.
+        stream: Number of the stream among the independent ones of ``seed``.
+    """
+    return np.random.SeedSequence(None if seed is None else [seed, stream])
+
+
+def seed_of(seed: int | None, stream: int) -> int:
+    """Return a seed of 64 bits for a stream, for whatever takes a single number."""
+    return int(entropy_of(seed, stream).generate_state(1, np.uint64)[0])
 
 
 CHECKS: Final = {

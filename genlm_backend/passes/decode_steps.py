@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,11 +14,8 @@ from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.reading import Reading
 from genlm_backend.model.context import Context
 from genlm_backend.model.row import Row
-from genlm_backend.passes.job import Asked, Found
-
-if TYPE_CHECKING:
-    from genlm_backend.passes.passes import Passes
-
+from genlm_backend.passes.forwards import Forwards
+from genlm_backend.passes.prefix_cache import PrefixCache
 
 NUM_REMEMBERED: Final = 8
 """Decode steps whose readings are remembered: as many batches as particles may take in turn."""
@@ -55,36 +52,37 @@ class DecodeSteps:
     from rows of one; and is found out anew otherwise.
 
     Args:
-        passes: What runs the model and keeps keys and values.
+        forwards: What runs the model.
+        cache: What is kept.
     """
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
+    def __init__(self, forwards: Forwards, cache: PrefixCache) -> None:
+        self._forwards, self._cache = forwards, cache
         self._steps: deque[_Step] = deque(maxlen=NUM_REMEMBERED)
         self._of: tuple[object, ...] = ()  # what their readings depend on beside their nodes
 
-    def answers(
-        self, questions: Sequence[Asked], contexts: Sequence[Context], nodes: NDArray[np.int32]
-    ) -> list[Found] | None:
-        """Return the rows behind contexts; ``None`` if there is no room for their tokens.
+    def rows(
+        self, contexts: Sequence[Context], nodes: NDArray[np.int32]
+    ) -> tuple[list[Row], NDArray[np.int32]] | None:
+        """Compute the rows behind contexts.
 
         Args:
-            questions: Queries of one adapter.
-            contexts: Their contexts.
+            contexts: The contexts, of one adapter.
             nodes: The nodes of the tokens before the last ones, used in this batch: ``[B]``.
+
+        Returns:
+            The rows, and the nodes of the contexts, 0 for one that a NaN came of and that is not
+            kept; ``None`` if there is no room for their tokens.
         """
-        tree = self._passes.tree
+        tree = self._cache.tree
         tokens = np.frombuffer(b"".join([c.last_packed for c in contexts]), np.int32)
         slots = tree.allocate(len(nodes), nodes)
         if slots is None:
             return None
         rows, kept = self._computed(nodes, tokens, slots)
-        self._passes.tokens_reused += int(tree.nodes.depth[nodes].sum())
         for context, place in zip(contexts, tree.nodes.places(kept), strict=True):
             context.place = place
-        answers: list[Found] = [*rows]
-        spoilt = np.flatnonzero(kept == 0).tolist()
-        return self._passes.sound_answers(questions, answers, spoilt)
+        return rows, kept
 
     def _computed(
         self, nodes: NDArray[np.int32], tokens: NDArray[np.int32], slots: NDArray[np.int64]
@@ -94,15 +92,15 @@ class DecodeSteps:
         Returns:
             The rows, and the nodes of the tokens; 0 for one that is not kept.
         """
-        passes, tree = self._passes, self._passes.tree
+        forwards, cache, tree = self._forwards, self._cache, self._cache.tree
         new = tree.grow(nodes, tokens, slots)
         try:
-            passes.check_wanted()
+            forwards.check_wanted()
             past = Paths.of(tree.nodes, nodes)
             reading = self._reading(nodes, past)
-            states = passes.states_behind(nodes)
+            states = cache.states_behind(nodes)
             batch = pack_step(tokens.astype(np.int64), slots, past, reading, states)
-            rows = passes.finish(passes.runner.forward(batch, passes.attend))
+            rows = forwards.rows(batch, cache.attend)
             is_sound = ~np.isnan(np.array([row.normaliser for row in rows], np.float64))
         except BaseException:
             tree.drop(new)
@@ -114,7 +112,7 @@ class DecodeSteps:
         else:
             kept = tree.link(new)
         if states is not None:
-            passes.keep_states(kept, np.zeros(len(kept), np.int64), nodes, states)
+            cache.keep_states(kept, np.zeros(len(kept), np.int64), nodes, states)
         if not is_sound.all():
             return rows, kept
         if reading is not None:
@@ -125,7 +123,7 @@ class DecodeSteps:
 
     def _reading(self, nodes: NDArray[np.int32], past: Paths) -> Reading | None:
         """Return how a step behind nodes reads what is cached."""
-        attend, tree = self._passes.attend, self._passes.tree
+        attend, tree = self._cache.attend, self._cache.tree
         of = tree.nodes.key, tree.num_returned, attend  # while it is so, nodes are where they were
         if of != self._of:
             self._of = of

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Final, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.packing import Span, pack
-from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.row_states import RowStates
-from genlm_backend.attention.torch import WholeAttend
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.context import Context
-from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.row import Row, rows_of_logits, scores_of_logits
+from genlm_backend.model.query import Query
 from genlm_backend.passes.decode_steps import DecodeSteps
+from genlm_backend.passes.forwards import Forwards
 from genlm_backend.passes.going_on import GoingOn
 from genlm_backend.passes.job import Asked, Found, Job, first_output
 from genlm_backend.passes.overflow import search, still_spoilt
@@ -33,16 +29,11 @@ from genlm_backend.passes.prefill_plan import (
     plan_waves,
     plan_whole,
 )
+from genlm_backend.passes.prefix_cache import OutOfStates, PrefixCache
 from genlm_backend.passes.roots import Roots
 from genlm_backend.passes.runner import Runner
 from genlm_backend.prefix import (
-    KVLayout,
-    KVStore,
-    Mover,
     PrefixTree,
-    Slots,
-    StateLayout,
-    StateStore,
 )
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 
@@ -56,84 +47,44 @@ class Passes:
     decode step, and nothing is planned. Without slots, every context is run whole.
 
     Args:
-        runner: What calls the model.
+        forwards: What calls the model, and makes answers of what it says.
         cost: Cost of passes, by which a batch is divided.
-        finish: Makes one row of each vector of logits, ``[n, vocab]``, which it may overwrite, and
-            knows what it was normalised by.
-        score: Makes scores of logits, as ``scores_of_logits`` does.
-        check_wanted: Called before each pass; raises a ``QueryDroppedError`` where nobody waits.
+        attend_whole: The way to attend of contexts that are run whole.
 
     Attributes:
-        runner: As given.
+        forwards: As given.
         cost: As given; it can be set.
-        tree: The contexts that are kept.
-        store: Their keys and values.
-        states: Their running states; none of most models.
-        attend: The way to attend to them.
-        attend_whole: The way of contexts that are run whole; it can be set.
-        layout: Shapes of keys and values, and how they are kept or would be; it can be set.
+        attend_whole: As given; it can be set.
+        cache: What is kept.
         roots: The beginnings of contexts that are pictures.
-        keeps: Whether keys and values are kept.
         pads: Whether contexts that are run whole may be padded beside longer ones; it can be set.
         aligns: Whether rows of a pass have to have as many past tokens each; it can be set.
         going_on: How many tokens go on from a running state in one pass; it can be set.
         tokens_reused: Number of tokens whose keys and values were there.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        cost: CostModel,
-        finish: Callable[[torch.Tensor], list[Row]] = rows_of_logits,
-        score: Callable[[torch.Tensor, list[int], list[int]], torch.Tensor] = scores_of_logits,
-        check_wanted: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.runner = runner
-        self.cost = cost
+    def __init__(self, forwards: Forwards, cost: CostModel, attend_whole: Attend) -> None:
+        self.forwards, self.cost, self.attend_whole = forwards, cost, attend_whole
         self.pads, self.aligns, self.going_on = True, False, GoingOn()
         self.tokens_reused = 0
-        self.finish = finish
-        self._score = score
-        self.check_wanted = check_wanted
-        self.roots = Roots(self)
-        self.layout = KVLayout()
-        self.keep_nothing()
+        self.keep(PrefixCache(forwards.runner, attend_whole))
 
-    def keep_nothing(self) -> None:
-        """Let go of all slots, and run every context whole from now on."""
-        self.keeps, self._steps = False, DecodeSteps(self)
-        self.tree = PrefixTree(Slots(0))
-        self.store, self.states = KVStore(KVLayout(), 0), StateStore(StateLayout(), 0)
-        self.attend: Attend = WholeAttend()
-        self.attend_whole = WholeAttend()
+    def keep(self, cache: PrefixCache) -> None:
+        """Keep contexts in a cache from now on; in an empty one, run every context whole."""
+        self.cache = cache
+        if cache.most_rows is not None:
+            self.cost = replace(self.cost, max_rows=cache.most_rows)
+        self._steps, self.roots = DecodeSteps(self.forwards, cache), Roots(self.forwards, cache)
 
-    def keep(
-        self,
-        store: KVStore,
-        num_slots: int,
-        attend: Attend,
-        host_store: KVStore | None = None,
-        num_host_slots: int = 0,
-        states: StateStore | None = None,
-    ) -> None:
-        """Keep keys and values in a store from now on, and attend to them in one way.
+    @property
+    def runner(self) -> Runner:
+        """What calls the model."""
+        return self.forwards.runner
 
-        Args:
-            store: The store.
-            num_slots: Number of its slots.
-            attend: The way to attend to them.
-            host_store: Another one, for what is evicted from the first; ``None`` for none.
-            num_host_slots: Number of its slots.
-            states: Where running states are kept, of a model that has such.
-        """
-        self.keeps = True
-        moves = None if host_store is None else Mover(store, host_store)
-        self.states = StateStore(StateLayout(), 0) if states is None else states
-        num_states = self.states.num_states
-        self.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), moves, num_states)
-        self.store, self.attend = store, attend
-        self.attend_whole = WholeAttend(store.layout)
-        self.layout = store.layout
+    @property
+    def tree(self) -> PrefixTree:
+        """The contexts that are kept."""
+        return self.cache.tree
 
     def evaluate(self, questions: list[Asked]) -> list[Found]:
         """Return one answer to each question; out of memory, halve the batch and try again."""
@@ -201,83 +152,19 @@ class Passes:
         return padded
 
     def _forward(self, segments: Sequence[Segment], attend: Attend) -> None:
-        """Run segments in one pass, and hand its outputs to the jobs that want them."""
-        self.check_wanted()
-        nodes = self.tree.nodes
-        spans = [segment.span(nodes.slot[segment.nodes]) for segment in segments]
+        """Run segments in one pass, and keep the states that they have come to."""
+        self.forwards.check_wanted()
         before = np.array([segment.before for segment in segments], np.int32)
-        states = self.states_behind(before) if attend is self.attend else None
-        logits = self.runner.forward(pack(spans, Paths.of(nodes, before), states), attend)
-        if states is not None:
-            self._keep_states(segments, before, states)
-        wanted = [jobs for segment in segments for jobs in segment.outputs.values()]
-        if any(job.targets for jobs in wanted for job in jobs):
-            self._hand_out_scores(segments, logits)
-        places = [i for i, jobs in enumerate(wanted) if not all(job.targets for job in jobs)]
-        if places:
-            rows = self.finish(logits if len(places) == len(wanted) else logits[places])
-            for i, row in zip(places, rows, strict=True):
-                for job in wanted[i]:
-                    job.row = None if job.targets else row
-
-    def forward_alone(self, job: Job, span: Span, attend: Attend, start: int = 0) -> None:
-        """Run tokens of one context in a pass of their own, and hand the job its outputs.
-
-        Args:
-            job: Whose tokens they are.
-            span: The tokens.
-            attend: What they attend to.
-            start: Number of tokens of the context before them.
-        """
-        self.check_wanted()
-        logits = self.runner.forward([span], attend)
-        if not job.targets:
-            job.row = next(iter(self.finish(logits)), None) if len(span.outputs) else None
+        states = self.cache.states_behind(before) if attend is self.cache.attend else None
+        self.forwards.of_segments(segments, self.tree.nodes, states, attend)
+        if states is None:
             return
-        wanted = [start + position - job.first for position in span.outputs]
-        if wanted:
-            targets = [job.targets[i] for i in wanted]
-            scores = self._score(logits, [*range(len(wanted))], targets)
-            for i, score in zip(wanted, scores.tolist(), strict=True):
-                job.scores[i] = score
-
-    def _hand_out_scores(self, segments: Sequence[Segment], logits: torch.Tensor) -> None:
-        outputs = [output for segment in segments for output in segment.outputs.items()]
-        wanted = [
-            (place, job, position - job.first)
-            for place, (position, jobs) in enumerate(outputs)
-            for job in jobs
-            if job.targets
-        ]
-        places = sorted({place for place, _, _ in wanted})
-        if len(places) < len(outputs):
-            logits = logits[places]
-        index = {place: i for i, place in enumerate(places)}
-        targets = [job.targets[i] for _, job, i in wanted]
-        scores = self._score(logits, [index[place] for place, _, _ in wanted], targets)
-        for (_, job, i), score in zip(wanted, scores.tolist(), strict=True):
-            job.scores[i] = score
+        self.tree.states.release(before)
+        ends = np.array([self._end(segment) for segment in segments], np.int32)
+        num_behind = np.array([segment.num_behind for segment in segments])
+        self.cache.keep_states(ends, num_behind, before, states)
 
     # ---------------------------------------------------------------- with slots
-
-    def match(self, context: Context, adapter: Adapter | None, most: int) -> int:
-        """Return the node of the longest cached prefix of a context, of up to ``most`` tokens.
-
-        It is not evicted before the next batch.
-        """
-        return self.tree.match(context.packed(0, most), adapter, context.place)
-
-    def pin(self, node: int) -> bool:
-        """Keep the path to a node until ``clear()``, and the state that contexts go on from.
-
-        Returns:
-            Whether there is such a state, and others have room; nothing is kept otherwise.
-        """
-        tree = self.tree
-        if tree.states.num_states and not tree.states.pin(self.resumed(node)):
-            return False
-        tree.pin(node)
-        return True
 
     def computed(self, query: Query, answer: Callable[[list[Asked]], object]) -> int | None:
         """Compute a context, with a state that it goes on from when it is asked again.
@@ -287,75 +174,23 @@ class Passes:
             answer: Answers questions by these passes.
 
         Returns:
-            Its node on the device; ``None`` if there is no room.
+            Its node; it and the state are on the device. ``None`` if there is no room.
         """
         answer([query])
         tree, size = self.tree, len(query.context)
         num_before = size - self.going_on.fewest
         if tree.states.num_states and num_before > 0 and query.context.pictures is None:
-            node = self.match(query.context, query.adapter, num_before)
+            node = self.cache.match(query.context, query.adapter, num_before)
             if tree.nodes.depth[node] < num_before or not tree.nodes.state[node]:
                 answer([Query(query.context[:num_before], query.adapter)])
-        node = self.match(query.context, query.adapter, size)
+        node = self.cache.match(query.context, query.adapter, size)
         is_kept = tree.nodes.depth[node] == size and tree.nodes.slot[node] > 0
-        has_state = not tree.states.num_states or tree.nodes.state[self.resumed(node)] > 0
-        return node if is_kept and has_state else None
-
-    def resumed(self, node: int) -> int:
-        """Return the node whose state a context goes on from when it is asked, or its own."""
-        tree = self.tree
-        depth = max(0, int(tree.nodes.depth[node]) - self.going_on.fewest)
-        before = tree.nodes.ancestors(np.array([node], np.int32), np.array([depth], np.int32))
-        start = int(tree.states.last(before)[0])
-        return start if tree.nodes.depth[start] else node
-
-    def codes_of(self, node: int) -> list[tuple[torch.Tensor, ...]]:
-        """Return the keys and values up to a node as the store has them, by layer."""
-        nodes = self.tree.nodes
-        return self.store.take(nodes.slot[nodes.path(node)])
-
-    def fill(
-        self,
-        token_ids: Sequence[int],
-        codes: Sequence[tuple[torch.Tensor, ...]],
-        states: Sequence[torch.Tensor],
-        num_resumed: int,
-        adapter: Adapter | None,
-    ) -> bool:
-        """Keep a context whose keys and values are known; return whether there was room.
-
-        Args:
-            token_ids: The context.
-            codes: The codes of each layer's keys and values, ``[len(token_ids), columns]`` each.
-            states: The tensors of a running state, ``[1, *shape]`` each.
-            num_resumed: Number of its first tokens that the state is behind.
-            adapter: The adapter that it was computed with.
-        """
-        tree = self.tree
-        tree.begin()
-        node = tree.match(token_ids, adapter)
-        start = int(tree.nodes.depth[node])
-        slots = tree.allocate(len(token_ids) - start, [node])
-        if slots is None:
-            return False
-        new = tree.grow_chain(node, np.array(token_ids[start:], np.int32), slots)
-        try:
-            self.store.put(slots, [tuple(c[start:] for c in layer) for layer in codes])
-        except BaseException:
-            tree.drop(new)
-            raise
-        end = tree.link(new)[-1:] if len(new) else np.array([node], np.int32)
-        end = tree.nodes.ancestors(end, np.array([num_resumed], np.int32))
-        if not states or tree.nodes.state[end[0]]:
-            return True
-        numbers = tree.states.give(end, np.ones(1, np.int64))  # whatever goes for it
-        if numbers[0]:
-            with tree.states.filling(end):
-                self.states.write(numbers, states)
-        return bool(numbers[0])
+        if is_kept and tree.states.num_states:
+            is_kept = self.cache.has_state(self.cache.resumed(node, self.going_on.fewest))
+        return node if is_kept else None
 
     def _from_slots(self, questions: list[Asked]) -> list[Found]:
-        if not self.keeps:
+        if not self.cache.keeps:
             return self.whole(questions)
         answers = self.roots.begin(questions) if any(map(_PICTURES, questions)) else {}
         if not answers:
@@ -381,19 +216,34 @@ class Passes:
             lambda i, start: contexts[i].packed(start, int(sizes[i])),
         )
         known = self.tree.nodes.depth[nodes]
-        if self.states.num_states:
+        if self.cache.states.num_states:
             known = np.minimum(known, sizes + 1 - self.going_on.fewest)
             nodes = self._at_states(nodes, sizes, np.array([*map(len, contexts)], np.int32))
         self.tree.use(nodes)
-        if are_queries and self.is_step(questions, nodes, sizes):
-            answers: list[Found] | None = self._steps.answers(questions, contexts, nodes)
+        answers: list[Found] | None
+        if self.cache.host_states.num_states and not self.tree.states.fetch(nodes):
+            answers = None
+        elif are_queries and self.is_step(questions, nodes, sizes):
+            answers = self._stepped(questions, contexts, nodes)
         else:
             answers = self._planned(questions, nodes, known)
         if answers is not None:
             return answers
         if len(questions) == 1:
             return self.whole(questions)
-        return _in_halves(questions, self._from_slots)
+        fetched = nodes if self.cache.host_states.num_states else None
+        return _in_halves(questions, self._from_slots, fetched)
+
+    def _stepped(
+        self, questions: list[Asked], contexts: list[Context], nodes: NDArray[np.int32]
+    ) -> list[Found] | None:
+        """Answer questions by a decode step; ``None`` if there is no room for it."""
+        found = self._steps.rows(contexts, nodes)
+        if found is None:
+            return None
+        rows, kept = found
+        self.tokens_reused += int(self.tree.nodes.depth[nodes].sum())
+        return self._sound_answers(questions, [*rows], np.flatnonzero(kept == 0).tolist())
 
     def _at_states(
         self, nodes: NDArray[np.int32], sizes: NDArray[np.int32], lengths: NDArray[np.int32]
@@ -424,7 +274,7 @@ class Passes:
         return (
             len(questions) <= min(self.cost.max_tokens, self.cost.max_rows)
             and bool((depths == sizes).all())
-            and (not self.states.num_states or least > 0 or deepest == 0)
+            and (not self.cache.states.num_states or least > 0 or deepest == 0)
             and (deepest == least if self.aligns else deepest <= 2 * least + 64)
             and not any(map(_PICTURES, questions))
         )
@@ -446,7 +296,7 @@ class Passes:
             job.shift = self.roots.shift(job.context)
         if not all(map(_has_root, jobs)):
             return None
-        has_states = self.states.num_states > 0
+        has_states = self.cache.states.num_states > 0
         segments = plan_segments(jobs, self.cost, self.going_on if has_states else None)
         if has_states and len(questions) > 1 and not self._has_room(segments):
             return None
@@ -455,7 +305,7 @@ class Passes:
             return None
         try:
             self._run(jobs, segments, slots)
-        except _OutOfStates:
+        except OutOfStates:
             return None
         self.tokens_reused += sum(starts)
         places = self.tree.nodes.places(np.array([job.node for job in jobs], np.int32))
@@ -463,9 +313,9 @@ class Passes:
             question.context.place = place
         answers = [job.answer for job in jobs]
         spoilt = [i for i, job in enumerate(jobs) if job.is_spoilt(job.outputs)]
-        return self.sound_answers(questions, answers, spoilt)
+        return self._sound_answers(questions, answers, spoilt)
 
-    def sound_answers(
+    def _sound_answers(
         self, questions: Sequence[Asked], answers: list[Found], spoilt: Sequence[int]
     ) -> list[Found]:
         """Return answers, of which those at some places have NaN and are computed whole.
@@ -485,7 +335,7 @@ class Passes:
 
         Where nobody waits for them any more, what has been computed is kept all the same.
         """
-        start, has_states = 0, self.states.num_states > 0
+        start, has_states = 0, self.cache.states.num_states > 0
         for segment in segments:
             own = slots[start : start + segment.num_tokens]
             tokens = np.asarray(segment.token_ids, np.int32)
@@ -501,7 +351,7 @@ class Passes:
                 for group in plan_groups(
                     sizes, self.cost, aligns=self.aligns, has_states=has_states
                 ):
-                    self._forward([wave[i] for i in group], self.attend)
+                    self._forward([wave[i] for i in group], self.cache.attend)
                     computed += [wave[i] for i in group]
             if any(job.is_spoilt(job.outputs) for job in jobs):
                 cut_to_sound(segments)
@@ -510,7 +360,7 @@ class Passes:
         except QueryDroppedError:
             # There may be no row yet that would tell whether they have overflown.
             own = [segment.nodes for segment in computed]
-            if own and self._are_finite(np.concatenate(own)):
+            if own and self.cache.are_finite(np.concatenate(own)):
                 self._link(computed, held)
             raise
         finally:
@@ -518,50 +368,6 @@ class Passes:
                 self.tree.drop(nodes)
 
     # ---------------------------------------------------------------- running states
-
-    def states_behind(self, nodes: NDArray[np.int32]) -> RowStates | None:
-        """Return the running states of rows that go on from nodes; ``None`` where there are none.
-
-        Either all are roots or none is.
-        """
-        if not self.states.num_states:
-            return None
-        begins = not self.tree.nodes.depth[nodes].any()
-        before = None if begins else self.states.read(self.tree.nodes.state[nodes])
-        return self.runner.running_states(self.states.layout, before)
-
-    def keep_states(
-        self,
-        nodes: NDArray[np.int32],
-        num_needed: NDArray[Any],
-        before: NDArray[np.int32],
-        states: RowStates,
-    ) -> None:
-        """Give the states that rows have come to to nodes, as far as there is room.
-
-        Args:
-            nodes: The node that each row has come to, or 0 for one that is not kept: ``[B]``.
-            num_needed: How often each is needed in this batch: ``[B]``.
-            before: The node that each row went on from: ``[B]``.
-            states: The states.
-        """
-        _, rows = np.unique(nodes, return_index=True)
-        rows = np.sort(rows[nodes[rows] > 0])
-        own = nodes[rows]
-        numbers = self.tree.states.give(own, num_needed[rows], before[rows])
-        if (numbers[num_needed[rows] > 0] == 0).any():
-            raise _OutOfStates
-        given = np.flatnonzero(numbers)
-        with self.tree.states.filling(own[given]):
-            self.states.write(numbers[given], states.behind(rows[given]))
-
-    def _keep_states(
-        self, segments: Sequence[Segment], before: NDArray[np.int32], states: RowStates
-    ) -> None:
-        self.tree.states.release(before)
-        ends = np.array([self._end(segment) for segment in segments], np.int32)
-        num_behind = np.array([segment.num_behind for segment in segments])
-        self.keep_states(ends, num_behind, before, states)
 
     def _end(self, segment: Segment) -> int:
         """Return the node at the end of a segment; 0 where another one has its state already."""
@@ -579,13 +385,6 @@ class Passes:
         # What a wave has come to is needed by the next one, while that one comes to its own.
         count = max((inner[wave] + inner[wave + 1] for wave in inner), default=0)
         return self.tree.states.has_room(count, np.array(starts, np.int32))
-
-    def _are_finite(self, nodes: NDArray[np.int32]) -> bool:
-        """Return whether nothing that is kept of nodes is infinite or NaN."""
-        states = self.tree.nodes.state[nodes]
-        return self.store.is_finite(self.tree.nodes.slot[nodes]) and self.states.is_finite(
-            states[states > 0]
-        )
 
     def _link(self, segments: Sequence[Segment], held: dict[Segment, NDArray[np.int32]]) -> None:
         """Have the tokens of segments found, and their jobs be where they end."""
@@ -606,11 +405,6 @@ class Passes:
 _PICTURES: Final = attrgetter("context.pictures")
 
 
-@final
-class _OutOfStates(Exception):
-    """There is no room for a running state that others of the batch go on from."""
-
-
 def _has_root(job: Job) -> bool:
     """Return whether the root of a context is kept: it may have had to go for another one's."""
     pictures = job.context.pictures
@@ -618,7 +412,24 @@ def _has_root(job: Job) -> bool:
 
 
 def _in_halves(
-    questions: list[Asked], evaluate: Callable[[list[Asked]], list[Found]]
+    questions: list[Asked],
+    evaluate: Callable[[list[Asked]], list[Found]],
+    starts: NDArray[np.int32] | None = None,
 ) -> list[Found]:
-    middle = len(questions) // 2
-    return evaluate(questions[:middle]) + evaluate(questions[middle:])
+    """Return answers to two halves of a batch.
+
+    Args:
+        questions: The batch.
+        evaluate: Answers a half.
+        starts: The node that each goes on from, where its state may have to be fetched: those of
+            one node stay together, so that it is fetched once.
+    """
+    order, middle = np.arange(len(questions)), len(questions) // 2
+    if starts is not None:
+        order = np.argsort(starts, kind="stable")
+        cuts = np.flatnonzero(np.diff(starts[order])) + 1
+        middle = int(cuts[np.argmin(abs(cuts - middle))]) if len(cuts) else middle
+    answers: dict[int, Found] = {}
+    for half in (order[:middle].tolist(), order[middle:].tolist()):
+        answers.update(zip(half, evaluate([questions[i] for i in half]), strict=True))
+    return [answers[i] for i in range(len(questions))]

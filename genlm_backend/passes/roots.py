@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, final
+from typing import Final, final
 
 import numpy as np
 import torch
@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from genlm_backend.attention.packing import Span
 from genlm_backend.attention.torch.root_attend import RootAttend, positions_of
 from genlm_backend.model.context import Context
+from genlm_backend.passes.forwards import Forwards
 from genlm_backend.passes.job import Asked, Found, Job, first_output
+from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.vision.pictures import Pictures
-
-if TYPE_CHECKING:
-    from genlm_backend.passes.passes import Passes
 
 SHORT_REST: Final = 64
 """Tokens behind a root, at most, that go through the model with it."""
@@ -30,11 +29,12 @@ class Roots:
     What follows a root is text: its tokens are computed with those of all other contexts.
 
     Args:
-        passes: What runs the model and keeps keys and values.
+        forwards: What runs the model.
+        cache: What is kept.
     """
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
+    def __init__(self, forwards: Forwards, cache: PrefixCache) -> None:
+        self._forwards, self._cache = forwards, cache
         self._shifts: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
 
     def begin(self, questions: Sequence[Asked]) -> dict[Asked, Found]:
@@ -47,7 +47,7 @@ class Roots:
             pictures = question.context.pictures
             if pictures is None:
                 continue
-            if not pictures.keeps or self._passes.layout.states:
+            if not pictures.keeps or self._cache.layout.states:
                 answers[question] = self.whole(question)
                 continue
             answer = self._begun(question, pictures)
@@ -64,16 +64,16 @@ class Roots:
         job, pictures = Job.of(question), question.context.pictures
         assert pictures is not None
         is_apart = _holds_parts(job, pictures)
-        attend = RootAttend(pictures, self._passes.layout, goes_on=is_apart)
+        attend = RootAttend(pictures, self._cache.layout, goes_on=is_apart)
         end, size = pictures.num_tokens, len(question.context)
         if not is_apart:
-            self._passes.forward_alone(job, _span(job, pictures, size), attend)
+            self._forwards.alone(job, _span(job, pictures, size), attend)
             return job.answer
-        self._passes.forward_alone(job, _span(job, pictures, end), attend)
+        self._forwards.alone(job, _span(job, pictures, end), attend)
         outputs = [position - end for position in job.outputs_in(end, size)]
         shift = end + self.shift(question.context)
         rest = Span(job.context.packed(end), outputs=outputs, shift=shift)
-        self._passes.forward_alone(job, rest, attend, end)
+        self._forwards.alone(job, rest, attend, end)
         return job.answer
 
     def shift(self, context: Context) -> int:
@@ -83,15 +83,15 @@ class Roots:
             return 0
         if pictures not in self._shifts:
             ids = torch.frombuffer(bytearray(pictures.token_ids), dtype=torch.int32).long()
-            _, shift = positions_of(self._passes.runner.model, ids[None], pictures)
+            _, shift = positions_of(self._forwards.runner.model, ids[None], pictures)
             self._shifts[pictures] = shift
         return self._shifts[pictures]
 
     def _begun(self, question: Asked, pictures: Pictures) -> Found | None:
         """Have a root kept; return the answer if it came with it."""
-        tree, end, size = self._passes.tree, pictures.num_tokens, len(question.context)
+        tree, end, size = self._cache.tree, pictures.num_tokens, len(question.context)
         tree.begin()
-        node = self._passes.match(question.context, question.adapter, end)
+        node = self._cache.match(question.context, question.adapter, end)
         start, is_within = int(tree.nodes.depth[node]), first_output(question) < end
         if start == end and not is_within:
             return None
@@ -111,16 +111,16 @@ class Roots:
         self, job: Job, pictures: Pictures, node: int, slots: NDArray[np.int64], stop: int
     ) -> None:
         """Run the first tokens of a context; those that have slots are kept if no NaN came."""
-        passes, tree = self._passes, self._passes.tree
+        cache, tree = self._cache, self._cache.tree
         tokens = np.asarray(job.context.packed(stop - len(slots), stop), np.int32)
         new = tree.grow_chain(node, tokens, slots)
         try:
-            store = passes.store if len(slots) else None
-            attend = RootAttend(pictures, passes.layout, store, slots.tolist(), stop)
+            store = cache.store if len(slots) else None
+            attend = RootAttend(pictures, cache.layout, store, slots.tolist(), stop)
             span = _span(job, pictures, stop)
-            passes.forward_alone(job, span, attend)
+            self._forwards.alone(job, span, attend)
             is_spoilt = any(job.is_spoilt(range(i, i + 1)) for i in span.outputs)
-            if len(slots) and not is_spoilt and passes.store.is_finite(slots):
+            if len(slots) and not is_spoilt and cache.store.is_finite(slots):
                 new = tree.link(new)[:0]
         finally:
             tree.drop(new)

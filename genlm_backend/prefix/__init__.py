@@ -7,7 +7,7 @@ from genlm_backend.prefix.prefix_tree import PrefixTree
 from genlm_backend.prefix.row_cache import RowCache
 from genlm_backend.prefix.slot_mover import Mover
 from genlm_backend.prefix.slots import PADDING_SLOT, Slots
-from genlm_backend.prefix.states import CacheLayer, StateLayout, StateStore, StateTensor
+from genlm_backend.prefix.states import CacheLayer, StateLayout, States, StateStore, StateTensor
 from genlm_backend.prefix.tiers import TierName, check_tier
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "StateLayout",
     "StateStore",
     "StateTensor",
+    "States",
     "TierName",
     "check_tier",
 ]

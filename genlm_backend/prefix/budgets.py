@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Final
+from typing import Final, NamedTuple, final
 
 import torch
 
@@ -15,6 +15,21 @@ CUDA_FRACTION: Final = 0.5
 
 _FEWEST_ROWS: Final = 8
 """Rows of a pass for which there is always memory for copies of their running states."""
+
+
+@final
+class Budgets(NamedTuple):
+    """Bytes that may be taken by what is kept of contexts.
+
+    Attributes:
+        kv: Bytes of keys, values and states on the device.
+        host: Bytes of them on the host.
+        states: Bytes of states, of those on the device.
+    """
+
+    kv: int = 0
+    host: int = 0
+    states: int = 0
 
 
 def default_kv_budget(layout: KVLayout) -> int:

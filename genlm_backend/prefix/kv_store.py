@@ -112,17 +112,13 @@ class KVLayout:
     def on_host(self) -> Self:
         """Return the same shapes in the memory of the processor."""
         host = torch.device("cpu")
-        return replace(self, layers=tuple(replace(layer, device=host) for layer in self.layers))
+        layers = tuple(replace(layer, device=host) for layer in self.layers)
+        return replace(self, layers=layers, states=self.states.on_host())
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether all layers are in the memory of the processor."""
-        return all(layer.device.type == "cpu" for layer in self.layers)
-
-    @property
-    def is_on_cuda(self) -> bool:
-        """Whether some layers are on CUDA devices."""
-        return any(layer.device.type == "cuda" for layer in self.layers)
+    def devices(self) -> set[str]:
+        """Types of the devices that some of it is on."""
+        return {each.device.type for each in (*self.layers, *self.states.tensors)}
 
     def num_slots(self, budget: int) -> int:
         """Return how many slots ``budget`` bytes hold beside the one for padding.
@@ -197,6 +193,23 @@ class KVStore:
         rows = self._codecs[layer].decode(found)
         key_width = self.layout.layers[layer].key_width
         return rows[:, :key_width], rows[:, key_width:]
+
+    def read_by_head(
+        self, layer: int, slots: torch.Tensor | slice
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of rows of slots in one layer: ``[B, heads, n, dim]`` each.
+
+        Args:
+            layer: The layer's index.
+            slots: Which: int64 ``[B, n]`` on the layer's device; or a slice for one row of them,
+                of which views are returned if the store is exact.
+        """
+        num_rows, which = (1, slots) if isinstance(slots, slice) else (len(slots), slots.view(-1))
+        keys, values = self.read(layer, which)
+        shape = self.layout.layers[layer]
+        keys = keys.view(num_rows, -1, shape.num_key_heads, shape.key_dim)
+        values = values.view(num_rows, -1, shape.num_value_heads, shape.value_dim)
+        return keys.transpose(1, 2), values.transpose(1, 2)
 
     def take(self, slots: Sequence[int] | NDArray[Any]) -> list[tuple[torch.Tensor, ...]]:
         """Return copies of the codes of some slots, by layer, in the processor's memory."""

@@ -52,10 +52,12 @@ class MlxStore:
     Attributes:
         shapes: As given.
         bytes_per_slot: Number of bytes of one token's keys and values across all layers.
+        is_exact: Whether what is read is what was written: it is.
         layout: No layers of torch.
     """
 
     layout = KVLayout()
+    is_exact = True
 
     def __init__(self, shapes: Sequence[LayerShape], num_slots: int) -> None:
         self.shapes = tuple(shapes)
@@ -66,25 +68,18 @@ class MlxStore:
             [_zeros(rows, shape, of_keys) for of_keys in (True, False)] for shape in shapes
         ]
 
-    def read(self, layer: int, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
-        """Return keys and values of some slots: ``[heads, n, dim]`` each.
+    def read_by_head(self, layer: int, slots: mx.array | slice) -> tuple[mx.array, mx.array]:
+        """Return keys and values of rows of slots in one layer: ``[B, heads, n, dim]`` each.
 
         Args:
             layer: The layer's index.
-            slots: Which: ``[n]``, or a slice, of which they are views.
+            slots: Which: ``[B, n]``, of which copies are returned; or a slice for one row of them,
+                of which views are.
         """
-        keys, values = (kept[:, slots] for kept in self._kept[layer])
-        return keys, values
-
-    def read_rows(self, layer: int, slots: mx.array) -> tuple[mx.array, mx.array]:
-        """Return copies of the keys and values of some slots: ``[B, heads, P, dim]`` each.
-
-        Args:
-            layer: The layer's index.
-            slots: Which: ``[B, P]``.
-        """
-        keys, values = (kept[:, slots].swapaxes(0, 1) for kept in self._kept[layer])
-        return keys, values
+        kept = [of_slots[:, slots] for of_slots in self._kept[layer]]
+        if isinstance(slots, slice):
+            return kept[0][None], kept[1][None]
+        return kept[0].swapaxes(0, 1), kept[1].swapaxes(0, 1)
 
     def write(self, slots: np.ndarray, new: Sequence[tuple[mx.array, mx.array]]) -> None:
         """Store keys and values of some tokens in all layers.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 
@@ -12,17 +12,7 @@ from genlm_backend.prefix import node_loops
 from genlm_backend.prefix.nodes import NOWHERE, PINNED, Ints, Nodes, Place
 from genlm_backend.prefix.slots import Slots
 from genlm_backend.prefix.states import NO_STATE, States
-from genlm_backend.prefix.tiers import TierName
-
-
-class Moves(Protocol):
-    """Copies of keys and values between the device and the host."""
-
-    def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
-        """Copy slots of the device to as many distinct ones of the host."""
-
-    def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
-        """Copy slots of the host to as many distinct ones of the device."""
+from genlm_backend.prefix.tiers import Moves, TierName
 
 
 @final
@@ -38,7 +28,7 @@ class PrefixTree:
         host_slots: Slots on the host, where what is evicted from the others is kept; ``None`` for
             none.
         moves: Copies between the two, where there are slots on the host.
-        num_states: Number of running states that nodes may have, of a model that has such.
+        states: Makes the running states of the nodes, of a model that has such; ``None`` for none.
 
     Attributes:
         slots: As given.
@@ -57,12 +47,12 @@ class PrefixTree:
         slots: Slots,
         host_slots: Slots | None = None,
         moves: Moves | None = None,
-        num_states: int = 0,
+        states: Callable[[Nodes], States] | None = None,
     ) -> None:
         self.slots = slots
         self.host_slots = Slots(0) if host_slots is None else host_slots
         self.nodes = Nodes()
-        self.states = States(self.nodes, num_states)
+        self.states = States(self.nodes, 0) if states is None else states(self.nodes)
         self.num_evicted = self.num_to_host = self.num_to_device = self.num_returned = 0
         self._moves = moves
         self._roots: dict[Hashable, int] = {}

@@ -1,21 +1,29 @@
-"""Mover: copies keys and values between two stores."""
+"""Mover: copies keys and values, or running states, between two stores."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Final, Protocol, final
 
 import torch
-
-from genlm_backend.prefix.kv_store import KVStore
 
 LONG_STRETCH: Final = 16
 """Slots in a row, on average, from which on stretches are copied one by one."""
 
 
+class Kept(Protocol):
+    """Tensors whose rows are kept by number.
+
+    Attributes:
+        codes: Groups of them, with as many rows each.
+    """
+
+    codes: list[tuple[torch.Tensor, ...]]
+
+
 @final
 class Mover:
-    """Copies tokens from one store to another of the same layout, as they are coded.
+    """Copies slots from one store to another of the same layout, as they are coded.
 
     Where slots follow one another on both sides they are copied where they lie. Between a CUDA
     device and pinned memory that does not wait for the device: what is computed there afterwards
@@ -24,21 +32,31 @@ class Mover:
     Args:
         device: The store that is computed with.
         host: The store in the memory of the host.
+        first: Number of the slot that the first row of both is.
     """
 
-    def __init__(self, device: KVStore, host: KVStore) -> None:
-        self._device, self._host = device, host
+    def __init__(self, device: Kept, host: Kept, first: int = 0) -> None:
+        self._device, self._host, self._first = device, host, first
 
     def to_host(self, device_slots: Sequence[int], host_slots: Sequence[int]) -> None:
         """Copy slots of the device to as many distinct ones of the host."""
-        _copy(self._device, device_slots, self._host, host_slots)
+        self._copy(self._device, device_slots, self._host, host_slots)
 
     def to_device(self, host_slots: Sequence[int], device_slots: Sequence[int]) -> None:
         """Copy slots of the host to as many distinct ones of the device."""
-        _copy(self._host, host_slots, self._device, device_slots)
+        self._copy(self._host, host_slots, self._device, device_slots)
+
+    def _copy(
+        self, source: Kept, from_slots: Sequence[int], to: Kept, to_slots: Sequence[int]
+    ) -> None:
+        if self._first:
+            from_slots, to_slots = (
+                [slot - self._first for slot in slots] for slots in (from_slots, to_slots)
+            )
+        _copy(source, from_slots, to, to_slots)
 
 
-def _copy(source: KVStore, from_slots: Sequence[int], to: KVStore, to_slots: Sequence[int]) -> None:
+def _copy(source: Kept, from_slots: Sequence[int], to: Kept, to_slots: Sequence[int]) -> None:
     stretches = _stretches(from_slots, to_slots)
     if len(from_slots) >= LONG_STRETCH * len(stretches):
         _copy_stretches(source, to, stretches)
@@ -54,7 +72,7 @@ def _copy(source: KVStore, from_slots: Sequence[int], to: KVStore, to_slots: Seq
             kept.index_copy_(0, places.to(kept.device), found)
 
 
-def _copy_stretches(source: KVStore, to: KVStore, stretches: list[tuple[int, int, int]]) -> None:
+def _copy_stretches(source: Kept, to: Kept, stretches: list[tuple[int, int, int]]) -> None:
     for old, new in zip(source.codes, to.codes, strict=True):
         for codes, kept in zip(old, new, strict=True):
             waits_not = codes.is_cuda or kept.is_cuda

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple, final
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, Self, final
 
 import numpy as np
 import torch
@@ -20,9 +20,13 @@ from numpy.typing import NDArray
 from genlm_backend.errors import CacheError
 from genlm_backend.prefix import node_loops
 from genlm_backend.prefix.nodes import Ints, Nodes
+from genlm_backend.prefix.tiers import Moves
 
 _NUM_RECENT: Final = 4
 """Batches in which particles may be asked one after the other, so that all their states stay."""
+
+_FEWEST_TO_MOVE: Final = 32
+"""Tokens that take about as long to compute again as a state takes to the host and back."""
 
 NO_STATE: Final = 0
 """The number that stands for no state: of a context that begins, or that is not kept."""
@@ -88,6 +92,11 @@ class StateLayout:
         """Number of bytes of the state behind one token."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def on_host(self) -> Self:
+        """Return the same states in the memory of the processor."""
+        host = torch.device("cpu")
+        return replace(self, tensors=tuple(replace(each, device=host) for each in self.tensors))
+
 
 @final
 class StateStore:
@@ -96,18 +105,26 @@ class StateStore:
     Args:
         layout: Their tensors.
         num_states: Number of states.
+        pins: Whether the processor's memory is pinned, as of a ``KVStore``.
 
     Attributes:
         layout: As given.
         num_states: As given.
+        codes: The tensors, ``[num_states, *shape]`` each, as of the one layer of a store.
     """
 
-    def __init__(self, layout: StateLayout, num_states: int) -> None:
+    def __init__(self, layout: StateLayout, num_states: int, pins: bool = False) -> None:
         self.layout, self.num_states = layout, num_states
         self._tensors = [
-            torch.empty((num_states, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+            torch.empty(
+                (num_states, *tensor.shape),
+                dtype=tensor.dtype,
+                device=tensor.device,
+                pin_memory=pins and tensor.device.type == "cpu",
+            )
             for tensor in layout.tensors
         ]
+        self.codes = [tuple(self._tensors)]
 
     def read(self, numbers: Ints) -> list[torch.Tensor]:
         """Return copies of states, ``[n, *shape]`` each, in the order of the layout."""
@@ -134,20 +151,29 @@ class States:
     """The running states of nodes of a prefix tree, by number, within a fixed budget.
 
     A node's state goes with the node. Others go for new ones in the order that ``give`` tells; of
-    those that were last used at one time, the ones that are the fewest tokens behind another.
+    those that were last used at one time, the ones that are the fewest tokens behind another. What
+    goes may be kept on the host, from where ``fetch`` brings it back.
 
     Args:
         nodes: The nodes of the tree.
         num_states: Number of states that there are.
+        num_on_host: Number of states that the host has room for.
+        moves: Copies between the two, where the host has room.
 
     Attributes:
         num_states: As given.
-        num_evicted: Number of states that had to go for others so far.
+        host: The states on the host; without any where there is no host tier.
+        num_evicted: Number of states that had to go for others so far, and are nowhere.
+        num_to_host: Number of states that have gone to the host so far.
+        num_to_device: Number of states that have come back so far.
     """
 
-    def __init__(self, nodes: Nodes, num_states: int) -> None:
+    def __init__(
+        self, nodes: Nodes, num_states: int, num_on_host: int = 0, moves: Moves | None = None
+    ) -> None:
         self._nodes, self.num_states = nodes, num_states
-        self.num_evicted = 0
+        self.host, self._moves = HostStates(nodes, num_on_host), moves
+        self.num_evicted = self.num_to_host = self.num_to_device = 0
         self.clear()
 
     def clear(self) -> None:
@@ -161,6 +187,7 @@ class States:
         self._now = 1
         self._free = np.arange(1, size)
         self._num_handed_out = 0
+        self.host.clear()
 
     # ---------------------------------------------------------------- reading
 
@@ -191,22 +218,53 @@ class States:
 
     def use(self, nodes: Ints) -> None:
         """Note that nodes, and the states that they may have, are used in this batch."""
-        self._stamp[self._nodes.state[nodes]] = self._now
+        self._stamp[self._numbers(nodes)] = self._now
+        if self.host.num_states:
+            self.host.use(nodes, self._now)
+
+    def _numbers(self, nodes: Ints) -> Ints:
+        """Return the states of nodes, ``NO_STATE`` of those that have none on the device."""
+        return np.maximum(self._nodes.state[nodes], NO_STATE)
 
     def hold(self, nodes: Ints) -> None:
         """Keep the states of nodes, if they have any, until they are released as often."""
-        np.add.at(self._num_held, self._nodes.state[nodes], 1)
+        np.add.at(self._num_held, self._numbers(nodes), 1)
 
     def release(self, nodes: Ints) -> None:
         """Undo ``hold``."""
-        np.subtract.at(self._num_held, self._nodes.state[nodes], 1)
+        np.subtract.at(self._num_held, self._numbers(nodes), 1)
 
     def has_room(self, count: int, nodes: Ints) -> bool:
         """Return whether so many states could be given while those of some nodes stay."""
-        is_kept = self._is_used() & self._is_pinned
-        is_kept[self._nodes.state[nodes]] = True
+        is_kept = self._is_used() & (self._is_pinned | (self._num_held > 0))
+        is_kept[self._numbers(nodes)] = True
         is_kept[NO_STATE] = False
         return count <= self.num_states - int(is_kept.sum())
+
+    def fetch(self, nodes: Ints) -> bool:
+        """Bring states of nodes, of those that have any, to the device while the others stay.
+
+        Returns:
+            Whether there is room for them; nothing comes where there is not.
+        """
+        state = self._nodes.state
+        wanted = np.unique(nodes[state[nodes] < 0])
+        if not len(wanted):
+            return True
+        if self._moves is None or not self.has_room(len(wanted), nodes):
+            return False
+        self.use(wanted)  # so that none goes for one that comes to the host
+        others = np.setdiff1d(nodes, wanted)
+        self.hold(others)
+        try:
+            is_needed, no_rows = np.ones(len(wanted), np.bool_), np.zeros(len(wanted), np.int64)
+            numbers = self._taken(self._num_tokens(wanted), is_needed, no_rows)
+            self._moves.to_device((-state[wanted]).tolist(), numbers.tolist())
+        finally:
+            self.release(others)
+        self._assign(numbers, wanted)
+        self.num_to_device += len(wanted)
+        return True
 
     def give(self, nodes: Ints, num_needed: Ints, before: Ints | None = None) -> Ints:
         """Return numbers of states for nodes that have none; 0 where there is no room.
@@ -214,29 +272,40 @@ class States:
         What is held and what is pinned stays. Where none is free, one goes that no recent batch has
         used, the oldest first; or the one that its row alone went on from; or one of a recent
         batch; or, for a state that is not needed, one of this batch that is fewer tokens to compute
-        again.
+        again. A state that is not needed and finds no room may be one of the host: a negative
+        number stands for that.
 
         Args:
             nodes: The nodes, each once: int32 ``[n]``.
             num_needed: How often each is held from now on: ``[n]``. These are served first.
             before: The nodes that rows went on from, by row; ``None`` for none.
         """
-        state, numbers = self._nodes.state, np.zeros(len(nodes), np.int64)
+        numbers = np.zeros(len(nodes), np.int64)
         before = np.zeros(len(nodes), np.int32) if before is None else before
-        np.add.at(self._num_rows, state[before], 1)
-        asked = np.flatnonzero(state[nodes] == NO_STATE)
+        np.add.at(self._num_rows, self._numbers(before), 1)
+        asked = np.flatnonzero(self._nodes.state[nodes] <= 0)
         num_tokens = self._num_tokens(nodes[asked])
         order = np.lexsort((-num_tokens, -num_needed[asked]))
         asked = asked[order]
-        free = self._taken(num_tokens[order], num_needed[asked] > 0, state[before[asked]])
-        asked, free = asked[free > 0], free[free > 0]
-        own = nodes[asked]
+        free = self._taken(num_tokens[order], num_needed[asked] > 0, self._numbers(before[asked]))
+        rest, asked, free = asked[free == 0], asked[free > 0], free[free > 0]
         numbers[asked] = free
-        state[own], self._owner[free] = free, own
-        self._stamp[free], self._num_rows[free] = self._now, 0
-        self._is_pinned[free] = False
+        self._assign(free, nodes[asked])
         self._num_held[free] = num_needed[asked]
+        if self.host.num_states:
+            rest = rest[(num_needed[rest] == 0) & (self._nodes.state[nodes[rest]] == NO_STATE)]
+            rest = rest[::-1]  # the most tokens last
+            on_host, num_evicted = self.host.assign(nodes[rest], self._now, self._now)
+            self.num_evicted += num_evicted
+            self.num_to_host += int((on_host > 0).sum())
+            numbers[rest] = -on_host
         return numbers
+
+    def _assign(self, numbers: Ints, nodes: Ints) -> None:
+        """Have nodes own states that nothing is known of yet."""
+        self._nodes.state[nodes], self._owner[numbers] = numbers, nodes
+        self._stamp[numbers], self._num_rows[numbers] = self._now, 0
+        self._num_held[numbers], self._is_pinned[numbers] = 0, False
 
     @contextlib.contextmanager
     def filling(self, nodes: Ints) -> Iterator[None]:
@@ -302,9 +371,42 @@ class States:
                 found[i] = other
             gone[found[i]] = True
         gone[NO_STATE] = False
-        self._nodes.state[self._owner[gone]] = NO_STATE
-        self.num_evicted += int(gone.sum())
+        self._let_go(np.flatnonzero(gone))
         return found
+
+    def _let_go(self, gone: Ints) -> None:
+        """Take states from their nodes, and copy those to the host that are worth it."""
+        moved = self._worth_moving(gone) if self.host.num_states else gone[:0]
+        moved = moved[np.argsort(self._stamp[moved], kind="stable")]
+        stamps, nodes = self._stamp[moved], self._owner[moved]
+        self._nodes.state[self._owner[gone]] = NO_STATE
+        self.num_evicted += len(gone) - len(moved)
+        if not len(moved):
+            return
+        assert self._moves is not None
+        on_host, num_evicted = self.host.assign(nodes, stamps, self._now)
+        has_room = on_host > 0
+        self.num_evicted += num_evicted + int((~has_room).sum())
+        self.num_to_host += int(has_room.sum())
+        with self.filling(nodes):
+            self._moves.to_host(moved[has_room].tolist(), on_host[has_room].tolist())
+
+    def _worth_moving(self, gone: Ints) -> Ints:
+        """Return the states, of some that go, that are many tokens or soon asked for again.
+
+        Where every step leaves a state behind it, so many stay that few tokens are between them. A
+        context that goes on from its last token is not computed again, however few they are.
+        """
+        nodes, worth = self._nodes, list[int]()
+        owners = self._owner[gone]
+        is_next = (nodes.num_children[owners] == 0) & (self._num_rows[gone] == 0)
+        is_next &= self._stamp[gone] >= self._now - _NUM_RECENT
+        for i in np.argsort(nodes.depth[owners], kind="stable").tolist():
+            if is_next[i] or self._num_tokens(owners[i : i + 1])[0] >= _FEWEST_TO_MOVE:
+                worth.append(i)
+            else:
+                nodes.state[owners[i]] = NO_STATE  # what comes behind it is more tokens by these
+        return gone[worth]
 
     def _num_tokens(self, nodes: Ints) -> Ints:
         """Return how many tokens the states of nodes are to compute again."""
@@ -314,11 +416,10 @@ class States:
     # ---------------------------------------------------------------- beside batches
 
     def pin(self, node: int) -> bool:
-        """Keep a node's state until ``clear()``, if it has one and others have room."""
-        number = self._nodes.state[node]
-        others = self._is_pinned.copy()
+        """Keep a node's state until ``clear()``, if it has one here and others have room."""
+        number, others = self._nodes.state[node], self._is_pinned.copy()
         others[number] = True
-        if number == NO_STATE or int((others & self._is_used()).sum()) >= self.num_states:
+        if number <= NO_STATE or int((others & self._is_used()).sum()) >= self.num_states:
             return False
         self._is_pinned[number] = True
         return True
@@ -330,9 +431,11 @@ class States:
             numbers: The states, 0 for none: ``[n]``.
             nodes: The node that each is behind now: int32 ``[n]``.
         """
-        (wanted,) = np.nonzero((numbers != NO_STATE) & (self._nodes.state[nodes] == NO_STATE))
-        for i in wanted.tolist():
-            self._nodes.state[nodes[i]], self._owner[numbers[i]] = numbers[i], nodes[i]
+        state, owners = self._nodes.state, (self._owner, self.host.owner)
+        for i in np.flatnonzero(numbers != NO_STATE).tolist():
+            node, number = nodes[i], int(numbers[i])
+            if state[node] == NO_STATE or state[node] < 0 < number:
+                state[node], owners[int(number < 0)][abs(number)] = number, node
 
     def check(self, linked: Ints) -> None:
         """Compare what nodes and states say of each other.
@@ -344,10 +447,78 @@ class States:
             CacheError: If something is wrong.
         """
         states = self._nodes.state[linked]
-        own = states[states != NO_STATE]
-        if len(np.unique(own)) != len(own):
-            raise CacheError("two nodes have one state")
-        if (self._owner[states[states != NO_STATE]] != linked[states != NO_STATE]).any():
-            raise CacheError("a state is another node's")
-        if len(own) != self.num_used:
-            raise CacheError(f"{self.num_used} states are used, and {len(own)} can be found")
+        for of_tier, owner, num_used in (
+            (states, self._owner, self.num_used),
+            (-states, self.host.owner, self.host.num_used),
+        ):
+            own = of_tier[of_tier > NO_STATE]
+            if len(np.unique(own)) != len(own):
+                raise CacheError("two nodes have one state")
+            if (owner[own] != linked[of_tier > NO_STATE]).any():
+                raise CacheError("a state is another node's")
+            if len(own) != num_used:
+                raise CacheError(f"{num_used} states are used, and {len(own)} can be found")
+
+
+@final
+class HostStates:
+    """The running states of nodes that are in the memory of the host; ``Nodes.state`` is minus one.
+
+    Those that no node has are free; after them, the ones go that were used least recently.
+
+    Args:
+        nodes: The nodes of the tree.
+        num_states: Number of states that there are.
+
+    Attributes:
+        num_states: As given.
+        owner: The node that has had each last: int32 ``[num_states + 1]``.
+    """
+
+    def __init__(self, nodes: Nodes, num_states: int) -> None:
+        self._nodes, self.num_states = nodes, num_states
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all states."""
+        self.owner = np.zeros(self.num_states + 1, np.int32)
+        self._stamp = np.zeros(self.num_states + 1, np.int64)
+
+    @property
+    def num_used(self) -> int:
+        """Number of states that nodes have."""
+        return int(self._is_used().sum())
+
+    def _is_used(self) -> NDArray[np.bool_]:
+        is_used = self._nodes.state[self.owner] == -np.arange(self.num_states + 1)
+        is_used[NO_STATE] = False
+        return is_used
+
+    def use(self, nodes: Ints, now: int) -> None:
+        """Note that the states that nodes may have here are used in a batch."""
+        self._stamp[np.maximum(-self._nodes.state[nodes], NO_STATE)] = now
+
+    def assign(self, nodes: Ints, stamps: Ints | int, now: int) -> tuple[Ints, int]:
+        """Have nodes own states here, as far as there is room; none of this batch goes for them.
+
+        Args:
+            nodes: Nodes that have no state, the ones that matter most last: int32 ``[n]``.
+            stamps: Batch of the last use of each.
+            now: This batch.
+
+        Returns:
+            The number of each state, 0 where there is no room: int64 ``[n]``; and how many others
+            had to go.
+        """
+        is_used = self._is_used()
+        free = np.flatnonzero(~is_used)[1:][: len(nodes)]
+        old = np.flatnonzero(is_used & (self._stamp < now))
+        old = old[np.argsort(self._stamp[old], kind="stable")][: len(nodes) - len(free)]
+        self._nodes.state[self.owner[old]] = NO_STATE
+        found = np.concatenate([free, old])
+        numbers = np.zeros(len(nodes), np.int64)
+        numbers[len(nodes) - len(found) :] = found
+        has_room = numbers > 0
+        self.owner[found], self._nodes.state[nodes[has_room]] = nodes[has_room], -found
+        self._stamp[found] = np.broadcast_to(stamps, len(nodes))[has_room]
+        return numbers, len(old)

@@ -211,6 +211,11 @@ SUBJECTS: dict[str, Subject] = {
         lambda **given: AsyncGLM(LM).shutdown(**given), declared=(AsyncGLM.shutdown,)
     ),
 }
+SUBJECTS["Engine.start_requests"] = Subject(
+    engine_method("start_requests"),
+    {"model_name": "m", "prompts": [[1]], "configs": [GenerationConfig(max_new_tokens=1)]},
+    (Engine.start_requests,),
+)
 for _name in ("start_request_ids", "start_request_text", "generate", "stream"):
     _declared = getattr(Engine, _name)
     _prompt = [p for p in inspect.signature(_declared).parameters if p != "self"][1]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from genlm_backend.generation.engine.places import HEADROOM
+from genlm_backend.generation.engine.roster import HEADROOM
 from tests.generation.drafts import Draft, need
 
 

@@ -192,7 +192,7 @@ def test_whoever_waits_for_room_is_told_by_shutdown_and_the_others_are_completed
     ids = [glm.submit([i]) for i in (1, 2)]
     blocked = threading.Thread(target=submit)
     blocked.start()
-    while not glm._served._room._waiters:
+    while not glm._engine._served("model")._room._waiters:
         time.sleep(0.001)
     glm.shutdown()  # which waits for those that wait for the gate
     assert told.is_set()

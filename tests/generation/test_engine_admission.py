@@ -14,6 +14,7 @@ from genlm_backend.errors import (
     RequestQueueFullError,
 )
 from genlm_backend.generation import (
+    GenerationConfig,
     GenerationStatus,
     generate,
 )
@@ -31,6 +32,41 @@ def test_so_many_at_once_and_the_rest_in_order(engine, gated):
     assert max(gated.statistics().batch_sizes) <= 3
     firsts = [request.queue._first for request in requests]
     assert firsts == sorted(firsts)
+
+
+def test_several_prompts_with_one_submission_wait_as_one_and_are_refused_as_one(engine, gated):
+    serve(engine, gated, max_batch=1, max_queue_size=1)
+    config = GenerationConfig(max_new_tokens=2)
+    configs = [config.replace(max_new_tokens=1 + i) for i in range(3)]
+    first = engine.start_request_ids("m", [9], config)
+    requests = engine.start_requests("m", [[1], [2], [3]], configs)
+    assert (engine.num_running("m"), engine.num_waiting("m")) == (1, 1)
+    with pytest.raises(RequestQueueFullError):
+        engine.start_requests("m", [[4], [5]], [config, config], timeout=0)
+    for prompts, given in (([[4], [5, 96]], [config] * 2), ([[4], [5]], [config])):
+        with pytest.raises(ValueError, match=r"96|one for each of 2 prompts, got 1"):
+            engine.start_requests("m", prompts, given)
+    assert engine.num_waiting("m") == 1
+    assert engine.start_requests("m", [], []) == []
+    gated.let()
+    assert same(first.result(30), alone(gated, [9], max_new_tokens=2))
+    for i, request in enumerate(requests):
+        assert same(request.result(30), alone(gated, [1 + i], max_new_tokens=1 + i))
+
+
+def test_a_model_that_is_shut_completes_what_it_has_and_refuses_the_rest(engine, gated):
+    serve(engine, gated, max_batch=1)
+    running, waiting = (engine.start_request_ids("m", [i], max_new_tokens=2) for i in (1, 2))
+    engine.shut_model("m")
+    with pytest.raises(ModelStateError, match="'m' has been stopped or shut"):
+        engine.start_request_ids("m", [3], max_new_tokens=2)
+    gated.let()
+    for i, request in ((1, running), (2, waiting)):
+        assert same(request.result(30), alone(gated, [i], max_new_tokens=2))
+    engine.stop_model("m")
+    engine.start_model("m")
+    request = engine.start_request_ids("m", [3], max_new_tokens=2)
+    assert same(request.result(30), alone(gated, [3], max_new_tokens=2))
 
 
 async def test_a_full_queue_blocks_times_out_or_refuses(engine, gated):
@@ -155,7 +191,7 @@ def test_the_draft_of_one_that_can_never_fit_keeps_nobody_from_being_told(engine
         hopeless = [engine.start_request_ids("m", [i] * 41, max_new_tokens=4) for i in range(3)]
         fitting = engine.start_request_ids("m", [2], max_new_tokens=4)
         for text in engine._models["m"].served._roster.texts[1:3]:
-            monkeypatch.setattr(text.draft, "held_back", lambda: 1 / 0)
+            monkeypatch.setattr(text.draft, "cut", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.stop_request(stopped)
         lm.let()

@@ -170,7 +170,7 @@ def test_a_request_is_settled_whatever_its_draft_does(engine, gated, monkeypatch
     request = engine.start_request_ids("m", [1], max_new_tokens=9)
     other = engine.start_request_ids("m", [2], max_new_tokens=3)
     draft = engine._models["m"].served._roster.texts[0].draft
-    monkeypatch.setattr(draft, "held_back", lambda: 1 / 0)
+    monkeypatch.setattr(draft, "cut", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.stop_request(request)
     assert request.result(30)[0].token_ids == []

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.generation.engine.places import (
+from genlm_backend.generation.engine.roster import (
     HEADROOM,
     Entry,
     Phase,

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.generation.engine.result_queue import ResultQueue
-from genlm_backend.generation.engine.status import GenerationStatus
-from genlm_backend.generation.generated import GeneratedToken
+from genlm_backend.generation.engine.request import ResultQueue
+from genlm_backend.generation.generated import GeneratedToken, GenerationStatus
 
 
 def token(token_id, reason=None):

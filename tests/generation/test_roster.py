@@ -7,9 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from genlm_backend.generation.engine.places import Phase
-from genlm_backend.generation.engine.roster import Roster
-from genlm_backend.generation.engine.status import GenerationStatus
+from genlm_backend.generation.engine.roster import Phase, Roster
+from genlm_backend.generation.generated import GenerationStatus
 from tests.generation.drafts import Draft, adapters, all_prefixes, need
 from tests.generation.rules import Rules, Wanted
 
@@ -28,7 +27,7 @@ class Histories(RuleBasedStateMachine):
     )
     def begin(self, max_batch, max_waiting, capacity, keeps_contexts):
         self.roster = Roster(max_batch, max_waiting, capacity, keeps_contexts)
-        self.roster.open()
+        self.roster.is_open = True
         self.plain = Rules(max_batch, max_waiting, capacity)
         self.keeps_contexts = keeps_contexts
         self.num_submitted = 0
@@ -250,7 +249,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: not self.roster.is_open)
     @rule()
     def open(self):
-        self.roster.open()
+        self.roster.is_open = True
 
     # ---------------------------------------------------------------- what holds
 
@@ -313,7 +312,7 @@ TestHistories = Histories.TestCase
 @pytest.mark.parametrize("max_batch", [1, 3])
 def test_thousands_that_can_never_fit_are_all_told_at_once(max_batch):
     roster = Roster(max_batch, None, 40)
-    roster.open()
+    roster.is_open = True
     first = roster.submit({0: [Draft([[1, 2]], width=max_batch)]})
     for i in range(1, 5000):
         decision = roster.submit({i: [Draft([[i] * 41])]})

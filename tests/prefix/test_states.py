@@ -1,5 +1,7 @@
 """Running states of a prefix tree, against a plain dictionary of whose state each one is."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -7,19 +9,35 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from genlm_backend.errors import CacheError
-from genlm_backend.prefix import PrefixTree, Slots
+from genlm_backend.prefix import PrefixTree, Slots, States
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
 namespaces = st.sampled_from([None, None, "adapter"])
 
 
 class Copies:
-    """Moves nothing: what slots hold is another test's."""
+    """Knows which context each state is of; where keys and values are is another test's."""
 
-    def to_host(self, device_slots, host_slots):
-        assert len(device_slots) == len(host_slots)
+    def __init__(self):
+        self.device, self.host = {}, {}
 
-    to_device = to_host
+    def to_host(self, device_numbers, host_numbers):
+        assert len(set(host_numbers)) == len(device_numbers) == len(host_numbers)
+        self.host.update(
+            {h: self.device.get(d) for d, h in zip(device_numbers, host_numbers, strict=True)}
+        )
+
+    def to_device(self, host_numbers, device_numbers):
+        assert len(set(device_numbers)) == len(device_numbers) == len(host_numbers)
+        self.device.update(
+            {d: self.host.get(h) for d, h in zip(device_numbers, host_numbers, strict=True)}
+        )
+
+    def write(self, number, key):
+        (self.device if number > 0 else self.host)[abs(number)] = key
+
+    def read(self, number):
+        return (self.device if number > 0 else self.host)[abs(number)]
 
 
 def ints(*numbers):
@@ -29,12 +47,21 @@ def ints(*numbers):
 class History(RuleBasedStateMachine):
     """Knows of each context that has a state which one that is."""
 
-    num_slots, num_host_slots, num_states = 24, 0, 4
+    num_slots, num_host_slots, num_states, num_on_host = 24, 0, 4, 0
 
     def __init__(self):
         super().__init__()
+        self.copies = Copies()
         self.tree = PrefixTree(
-            Slots(self.num_slots), Slots(self.num_host_slots), Copies(), self.num_states
+            Slots(self.num_slots),
+            Slots(self.num_host_slots),
+            Copies(),
+            partial(
+                States,
+                num_states=self.num_states,
+                num_on_host=self.num_on_host,
+                moves=self.copies,
+            ),
         )
         self.states = self.tree.states
         self.has = {}  # number of its state, by namespace and context
@@ -64,6 +91,36 @@ class History(RuleBasedStateMachine):
         for key in [key for key in self.has if self.node_of(key) is None]:
             del self.has[key]
 
+    def see_what_moved(self):
+        """Note which states are elsewhere now, and return those that are nowhere."""
+        gone = set()
+        for key in list(self.has):
+            self.has[key] = int(self.tree.nodes.state[self.node_of(key)])
+            if not self.has[key]:
+                gone.add(key)
+                del self.has[key]
+        return gone
+
+    def fetch(self, keys, nodes):
+        """Bring states to the device; return whether there was room for them."""
+        before, evicted = dict(self.has), self.states.num_evicted
+        distinct = {key for key in keys if key in self.has}
+        others = {*self.pinned, *distinct, *(key for key in self.held if key in before)}
+        kept = {key for key in others if before[key] > 0}
+        wanted = {key for key in distinct if before[key] < 0}
+        has_come = self.states.fetch(nodes)
+        gone = self.see_what_moved()
+        assert has_come == (not wanted or len(wanted) + len(kept) <= self.num_states)
+        assert not gone & (distinct | kept)
+        assert self.states.num_evicted - evicted == len(gone)
+        if not has_come:
+            assert self.has == before
+            return False
+        assert all(self.has[key] > 0 for key in distinct)
+        for key in distinct:
+            self.used[key] = self.batch
+        return True
+
     def is_on_device(self, key):
         return self.tree.nodes.slot[self.node_of(key)] > 0
 
@@ -80,20 +137,23 @@ class History(RuleBasedStateMachine):
 
     def give(self, nodes, keys, num_needed, before):
         """Give states; check who has had to go for them."""
-        others = dict(self.has)
+        others = {key: number for key, number in self.has.items() if number > 0}
         can_go = {k for k in others if k not in self.held and k not in self.pinned}
         old = {k for k in can_go if self.used[k] < self.batch}
         costs = {key: (self.used[key], self.num_tokens(key)) for key in can_go}
         num_evicted = self.states.num_evicted
         starts = self.tree.nodes.state[before].tolist()
         numbers = self.states.give(nodes, np.array(num_needed), before)
+        assert not self.num_on_host or all(numbers[i] >= 0 for i, n in enumerate(num_needed) if n)
         given = [n for n in numbers.tolist() if n]
         assert len(set(given)) == len(given)
         gone = {key for key, number in others.items() if number in given}
         assert gone <= can_go
-        assert len(gone) <= self.states.num_evicted - num_evicted <= len(given)
-        for key in gone:
-            del self.has[key]
+        nowhere = self.see_what_moved()
+        assert len(gone) <= len(given)
+        assert len(nowhere) <= self.states.num_evicted - num_evicted <= 2 * len(given)
+        if not self.num_on_host:
+            assert nowhere == gone
         passed = {key for key, number in others.items() if starts.count(number) == 1}
         left = old - gone
         if left:  # of what earlier batches have used, the oldest and then the cheapest
@@ -104,6 +164,8 @@ class History(RuleBasedStateMachine):
             assert all(number or key in others for number, key in pairs)
         for number, count, key in zip(numbers, num_needed, keys, strict=True):
             assert number or not count or can_go <= gone
+            if number:
+                self.copies.write(int(number), key)
             if number and count:
                 self.held.append(key)
         return numbers.tolist()
@@ -116,7 +178,7 @@ class History(RuleBasedStateMachine):
         self.tree.use(ints(node))
         if start:
             self.used[namespace, context[:start]] = self.batch
-        if start == len(context):
+        if start == len(context) or not self.fetch([(namespace, context[:start])], ints(node)):
             return None
         slots = self.allocate(len(context) - start, [node])
         if slots is None:
@@ -139,14 +201,17 @@ class History(RuleBasedStateMachine):
         self.begin()
         grown = [(key, self.chain(key)) for key in wanted]
         grown = [(key, *chain) for key, chain in grown if chain is not None]
-        if not grown:
+        befores = ints(*(before for *_, before in grown))
+        starts = [(key[0], key[1][: len(key[1]) - len(new)]) for key, new, _ in grown]
+        if not grown or not self.fetch(starts, befores):  # as one may have gone for another
+            for _, new, _ in grown:
+                self.tree.drop(new)
             return
         ends = np.concatenate([new[-1:] for _, new, _ in grown])
-        befores = ints(*(before for *_, before in grown))
         self.states.hold(befores)
         self.states.release(befores)
         keys, needed = [key for key, *_ in grown], num_needed[: len(grown)]
-        numbers = self.give(ends, [("new", i) for i in range(len(ends))], needed, befores)
+        numbers = self.give(ends, keys, needed, befores)
         new = np.concatenate([new for _, new, _ in grown])
         if not is_sound:
             self.tree.drop(new)
@@ -172,6 +237,8 @@ class History(RuleBasedStateMachine):
         self.tree.use(nodes)
         for key, _ in rows:
             self.used[key] = self.batch
+        if not self.fetch([key for key, _ in rows], nodes):
+            return
         slots = self.allocate(len(rows), nodes)
         if slots is None:
             return
@@ -184,7 +251,6 @@ class History(RuleBasedStateMachine):
         numbers = self.give(own, keys, [0] * len(own), nodes[first])
         for key, number in zip(keys, numbers, strict=True):
             if number:
-                assert key not in self.has
                 self.has[key] = number
 
     @precondition(lambda self: self.has)
@@ -200,6 +266,8 @@ class History(RuleBasedStateMachine):
         self.tree.use(nodes)
         for each in held:
             self.used[each] = self.batch
+        if not self.fetch(held, nodes):
+            return
         self.states.hold(nodes)
         self.held = list(held)
         grown = self.chain(key)
@@ -214,10 +282,15 @@ class History(RuleBasedStateMachine):
     @precondition(lambda self: self.has)
     @rule(index=st.integers(0))
     def pin(self, index):
+        self.begin()
         known = sorted(self.has, key=repr)
         key = known[index % len(known)]
         node = self.node_of(key)
         if not self.is_on_device(key):
+            return
+        if self.has[key] < 0:
+            assert not self.states.pin(node)
+        if not self.fetch([key], ints(node)):
             return
         others = {*self.pinned, key}
         assert self.states.pin(node) == (len(others) < self.num_states)
@@ -267,18 +340,21 @@ class History(RuleBasedStateMachine):
     @invariant()
     def adds_up(self):
         self.tree.check_integrity()
-        assert self.states.num_used == len(self.has) <= self.num_states
+        assert self.states.num_used == sum(n > 0 for n in self.has.values()) <= self.num_states
+        on_host = self.states.host.num_used
+        assert on_host == sum(n < 0 for n in self.has.values()) <= self.num_on_host
 
     @invariant()
     def each_state_is_its_contexts(self):
         assert len(set(self.has.values())) == len(self.has)
         for key, number in self.has.items():
             assert self.tree.nodes.state[self.node_of(key)] == number
+            assert self.copies.read(number) == key
 
     @invariant()
     def pins_hold(self):
         for key in self.pinned:
-            assert key in self.has
+            assert self.has[key] > 0
             assert self.tree.num_cached(key[1], key[0]) == len(key[1])
 
     @rule(key=st.tuples(namespaces, contexts))
@@ -298,12 +374,36 @@ class StatesAboveTiers(History):
     num_slots, num_host_slots, num_states = 12, 10, 5
 
 
-for _machine in (History, OneState, ManyStates, StatesAboveTiers):
+class StatesOnHost(History):
+    num_states, num_on_host = 3, 4
+
+
+class StatesAndTokensOnHost(History):
+    num_slots, num_host_slots, num_states, num_on_host = 12, 30, 3, 20
+
+
+class OneStateOnHost(History):
+    num_states, num_on_host = 2, 1
+
+
+_MACHINES = (
+    History,
+    OneState,
+    ManyStates,
+    StatesAboveTiers,
+    StatesOnHost,
+    StatesAndTokensOnHost,
+    OneStateOnHost,
+)
+for _machine in _MACHINES:
     _machine.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
 TestHistory = History.TestCase
 TestOneState = OneState.TestCase
 TestManyStates = ManyStates.TestCase
 TestStatesAboveTiers = StatesAboveTiers.TestCase
+TestStatesOnHost = StatesOnHost.TestCase
+TestStatesAndTokensOnHost = StatesAndTokensOnHost.TestCase
+TestOneStateOnHost = OneStateOnHost.TestCase
 
 
 # ---------------------------------------------------------------- one at a time
@@ -311,7 +411,7 @@ TestStatesAboveTiers = StatesAboveTiers.TestCase
 
 def tree_of(num_states, *computed):
     """A tree in which contexts were given states, one batch after the other."""
-    tree = PrefixTree(Slots(100), num_states=num_states)
+    tree = PrefixTree(Slots(100), states=partial(States, num_states=num_states))
     for context in computed:
         add(tree, context)
     return tree

@@ -1,6 +1,9 @@
 """Ways for the new tokens of a forward pass of MLX to attend to those before them."""
 
-from genlm_backend.attention.mlx.mlx_attend import MlxAttend, MlxWay
+from functools import partial
+
+from genlm_backend.attention.attend import Way
+from genlm_backend.attention.mlx.mlx_attend import MlxAttend, MlxWholeAttend
 from genlm_backend.attention.mlx.mlx_gathered import MlxGatherAttend
 from genlm_backend.attention.mlx.mlx_row_states import (
     MlxRowStates,
@@ -9,24 +12,24 @@ from genlm_backend.attention.mlx.mlx_row_states import (
     state_caches,
 )
 from genlm_backend.attention.mlx.mlx_shared import MlxSharedAttend
-from genlm_backend.attention.mlx.mlx_whole import MlxWholeAttend, ShapeLayer
 
+_BY_GROUP = partial(MlxGatherAttend, by_group=True)
+GATHERED = Way(MlxGatherAttend, lambda store, _: MlxGatherAttend(store), copies=True)
 WAYS = (
-    MlxWay(MlxSharedAttend, lambda store: MlxSharedAttend(store, few_tokens=0, makes_arrays=True)),
-    MlxWay(MlxGatherAttend, MlxGatherAttend),
-    MlxWay(*2 * [lambda store: MlxGatherAttend(store, by_group=True)]),
+    Way(MlxSharedAttend, lambda store, _: MlxSharedAttend(store, 0, True), is_called=True),
+    GATHERED,
+    Way(_BY_GROUP, lambda store, _: _BY_GROUP(store), copies=True),
 )
 """Ways to attend to keys and values in slots; the first is taken that suits a model."""
 
 __all__ = [
+    "GATHERED",
     "WAYS",
     "MlxAttend",
     "MlxGatherAttend",
     "MlxRowStates",
     "MlxSharedAttend",
-    "MlxWay",
     "MlxWholeAttend",
-    "ShapeLayer",
     "caches_of",
     "leaves",
     "state_caches",

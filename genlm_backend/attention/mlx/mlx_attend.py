@@ -1,75 +1,39 @@
-"""MlxAttend: from slots to what a model of mlx-lm takes for its caches."""
+"""Layers that a model of mlx-lm takes for its caches, over the slots of a store."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Iterator
+from typing import Any, TypeAlias, final
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
+from mlx_lm.models.cache import make_prompt_cache
 
+from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.mlx.mlx_row_states import leaves
 from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.reading import Reading
 from genlm_backend.prefix.mlx_store import MlxStore
 
+Caches: TypeAlias = list[Any] | None
+"""What a model takes for its caches, one for each; ``None`` for none."""
 
-class MlxAttend(abc.ABC):
-    """A way for the new tokens of a forward pass to attend to those before them."""
-
-    @abc.abstractmethod
-    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading | None:
-        """Return how a pass reads what its rows have cached, made anew; see ``Attend.reading``."""
-
-    @abc.abstractmethod
-    def attending(
-        self, batch: PackedBatch, model: Any
-    ) -> contextlib.AbstractContextManager[list[Any] | None]:
-        """Yield what the model takes for its caches, one for each, or ``None`` for none.
-
-        Only while the context lasts does the model attend in this way.
-        """
-
-    @abc.abstractmethod
-    def keep(self, batch: PackedBatch, layers: list[Any] | None) -> None:
-        """Keep the new tokens' keys and values, once the pass has been evaluated."""
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class MlxWay:
-    """A way to attend to keys and values in slots.
-
-    Attributes:
-        over: Makes it over a store.
-        probing: Makes it so that contexts of a few tokens go through all of it.
-    """
-
-    over: Callable[[MlxStore], MlxAttend]
-    probing: Callable[[MlxStore], MlxAttend]
+MlxAttend: TypeAlias = Attend[Caches]
+"""A way for the new tokens of a forward pass of MLX to attend to those before them."""
 
 
 class MlxSlotLayer(abc.ABC):
     """What a model takes for one of its caches, for one forward pass.
 
     Args:
-        store: What has the keys and values of the tokens before.
-        number: Number of the layer in it.
+        number: Number of the layer in the store.
+        offset: Position of the first new token: one number, or ``[B]``.
     """
 
-    def __init__(self, store: MlxStore, number: int) -> None:
-        self.store, self.number = store, number
+    def __init__(self, number: int, offset: int | mx.array) -> None:
+        self.number, self.offset = number, offset
         self.new: tuple[mx.array, mx.array] | None = None
-
-    @property
-    @abc.abstractmethod
-    def offset(self) -> int | mx.array:
-        """Position of the first new token: one number, or ``[B]``."""
 
     @abc.abstractmethod
     def make_mask(
@@ -96,7 +60,7 @@ class MlxSlotLayer(abc.ABC):
         return found[0], found[1]
 
 
-def keep_new(store: MlxStore, batch: PackedBatch, layers: list[Any] | None) -> None:
+def keep_new(store: MlxStore, batch: PackedBatch, layers: Caches) -> None:
     """Write what layers have taken into the slots that the batch names."""
     columns = None if batch.new_columns is None else mx.array(batch.new_columns.numpy())
     own = [layer for layer in leaves(layers or ()) if isinstance(layer, MlxSlotLayer)]
@@ -105,7 +69,20 @@ def keep_new(store: MlxStore, batch: PackedBatch, layers: list[Any] | None) -> N
     store.write(batch.new_slots.numpy(), new)
 
 
-@contextlib.contextmanager
-def as_caches(layers: list[Any] | None) -> Iterator[list[Any] | None]:
-    """Yield layers that need nothing but to be a model's caches."""
-    yield layers
+def offset_of(batch: PackedBatch) -> int | mx.array:
+    """Return the number of tokens before the new ones: one number for all rows, or ``[B]``."""
+    lengths = batch.num_past.astype(np.int32)
+    return int(lengths[0]) if (lengths == lengths[0]).all() else mx.array(lengths)
+
+
+@final
+class MlxWholeAttend(Attend[Caches]):
+    """Attends to the new tokens alone: there are none before them, and nothing is kept.
+
+    The model has caches of its own, new ones: some layers read what others have put there.
+    """
+
+    @contextlib.contextmanager
+    def attending(self, batch: PackedBatch, model: Any) -> Iterator[Caches]:
+        """Yield the model's own caches, empty."""
+        yield make_prompt_cache(model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any, Final, Protocol, final, runtime_checkable
+from typing import Any, Final, final
 
 import mlx.core as mx
 from mlx_lm.models import base
@@ -18,32 +18,6 @@ from mlx_lm.models import base
 from genlm_backend.errors import ModelStateError
 
 _NAME: Final = "scaled_dot_product_attention"
-
-
-@runtime_checkable
-class Attending(Protocol):
-    """A cache that attends by itself."""
-
-    def attended(
-        self,
-        queries: mx.array,
-        keys: mx.array,
-        values: mx.array,
-        scale: float,
-        mask: Any,
-        sinks: Any,
-    ) -> mx.array:
-        """Return what queries attend to: ``[B, heads, Q, value_dim]``.
-
-        Args:
-            queries: Queries of the new tokens: ``[B, heads, Q, dim]``.
-            keys: What ``update_and_fetch`` has returned.
-            values: What it has returned beside them.
-            scale: What products are multiplied by.
-            mask: What ``make_mask`` has returned.
-            sinks: One more score for each head, which has no value: ``[heads]``; or ``None``.
-        """
-        ...
 
 
 def attends_otherwise(how: str) -> ModelStateError:
@@ -96,8 +70,9 @@ def _asking(theirs: Any) -> Any:
         mask: Any,
         sinks: Any = None,
     ) -> mx.array:
-        if isinstance(cache, Attending):
-            return cache.attended(queries, keys, values, scale, mask, sinks)
+        attended = getattr(cache, "attended", None)
+        if attended is not None:
+            return attended(queries, keys, values, scale, mask, sinks)
         return theirs(queries, keys, values, cache, scale=scale, mask=mask, sinks=sinks)
 
     return scaled_dot_product_attention

@@ -8,7 +8,6 @@ hand on to that function.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import inspect
@@ -26,45 +25,11 @@ from transformers.masking_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from genlm_backend.attention.shared_pass import SharedPass, new_positions
+from genlm_backend.attention.torch.torch_operators import TORCH
 from genlm_backend.errors import ModelStateError
 
 PREFIX: Final = "genlm_backend-"
-
-
-class Attention(abc.ABC):
-    """Attention of one forward pass, layer by layer."""
-
-    @abc.abstractmethod
-    def attended(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor | None,
-        **options: Any,
-    ) -> torch.Tensor:
-        """Return what the new tokens attend to: ``[B, Q, heads, value_dim]``.
-
-        Args:
-            query: Queries of the new tokens: ``[B, heads, Q, dim]``.
-            keys: Their keys: ``[B, key_heads, Q, dim]``.
-            values: Their values: ``[B, key_heads, Q, value_dim]``.
-            mask: What ``mask`` has returned for layers of this kind.
-            options: Whatever else the model passes to its attention functions.
-        """
-
-    @abc.abstractmethod
-    def mask(
-        self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
-    ) -> torch.Tensor | None:
-        """Return what the layers of one kind pass to ``attended``.
-
-        Args:
-            allows: Whether a token may attend to another one, given the numbers of row and head
-                and both positions in the context.
-            is_causal: Whether that means all tokens before it, and itself.
-            window: How many tokens it allows at most, if that is all beside causality.
-        """
 
 
 def attends_otherwise(how: str) -> ModelStateError:
@@ -78,18 +43,105 @@ def attends_otherwise(how: str) -> ModelStateError:
     )
 
 
+_HARMLESS: Final = frozenset(
+    {
+        "dropout",  # which is none in a model that is not being trained
+        "sliding_window",  # which the mask says too
+        "cache_position",
+        "max_length_k",
+        "max_length_q",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""Options of attention functions that change nothing."""
+
+
+@final
+class TorchPass(SharedPass[torch.Tensor]):
+    """The attention of one forward pass, as the layers of a model of transformers call it."""
+
+    operators = TORCH
+    attends_otherwise = staticmethod(attends_otherwise)
+
+    def mask(
+        self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
+    ) -> torch.Tensor | None:
+        """Return what the layers of one kind pass to ``attended``.
+
+        Args:
+            allows: Whether a token may attend to another one, given the numbers of row and head
+                and both positions in the context.
+            is_causal: Whether that means all tokens before it, and itself.
+            window: How many tokens it allows at most, if that is all beside causality.
+
+        Returns:
+            bool ``[B, 1, Q, L]`` over all positions, or ``None`` where all before count.
+        """
+        num_rows, num_new = self._batch.input_ids.shape
+        length = self.num_past + num_new
+        if is_causal or (window is not None and window >= length):
+            return None
+        allowed = allows(
+            torch.arange(num_rows, dtype=torch.int64)[:, None, None, None],
+            torch.zeros(1, 1, 1, 1, dtype=torch.int64),
+            new_positions(self._batch)[:, None, :, None],
+            torch.arange(length, dtype=torch.int64)[None, None, None, :],
+        ).expand(num_rows, 1, num_new, length)
+        self._allowed[id(allowed)] = allowed, allowed
+        return allowed
+
+    def attended(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Return what the new tokens attend to: ``[B, Q, heads, value_dim]``.
+
+        Args:
+            query: Queries of the new tokens: ``[B, heads, Q, dim]``.
+            keys: What ``take`` was given last.
+            values: The same.
+            mask: What ``mask`` has returned for layers of this kind.
+            scaling: What products are multiplied by; ``None`` for what is usual.
+            softcap: Bound that scores approach; ``None`` for no bound.
+            s_aux: One more score for each head, which has no value; ``None`` for none.
+            is_causal: Nothing but ``False`` says anything.
+            options: Whatever else the model passes to its attention functions.
+        """
+        unknown = {name for name, value in options.items() if value is not None} - _HARMLESS
+        if unknown or is_causal is False:
+            raise attends_otherwise(f"with {sorted(unknown) or 'is_causal=False'}")
+        scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
+        found = self.attend(query, keys, values, mask, scale, softcap, s_aux)
+        return found.transpose(1, 2).contiguous()
+
+
 @final
 class _Current(threading.local):
     """The attention of the pass that runs on this thread, if one of ours does."""
 
-    attention: Attention | None = None
+    attention: TorchPass | None = None
 
 
 _current = _Current()
 
 
 @contextlib.contextmanager
-def dispatched_to(attention: Attention) -> Iterator[None]:
+def dispatched_to(attention: TorchPass) -> Iterator[None]:
     """Have the layers of twins whose configs name our functions call an attention, on this thread.
 
     A layer of another model does not, which the attention finds out.

@@ -16,17 +16,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.indices import by_token
 from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.torch.layer import SlotLayer
+from genlm_backend.attention.torch.layer import Pair, SlotLayer, write_new
 from genlm_backend.attention.torch.torch_row_states import cache_of
 from genlm_backend.prefix import PADDING_SLOT, KVStore
 
@@ -37,7 +34,7 @@ class Gathered:
     """The columns of one pass of ``B`` rows, ``P`` past and ``Q`` new ones.
 
     Attributes:
-        slots: int64 ``[B * (P + Q)]``: the slot behind each column; padding is slot 0.
+        slots: int64 ``[B, P + Q]``: the slot behind each column; padding is slot 0.
         mask: int64 ``[B, P + Q]``; 0 on the left padding.
         num_past: ``P``.
     """
@@ -61,11 +58,11 @@ def gather(batch: PackedBatch, wider: int = 0) -> Gathered:
     slots = np.concatenate([batch.past.columns(num_past), new], 1)
     mask = np.arange(slots.shape[1]) >= num_past - batch.num_past[:, None]
     mask = torch.from_numpy(mask.astype(np.int64))
-    return Gathered(torch.from_numpy(slots.reshape(-1)), mask, num_past)
+    return Gathered(torch.from_numpy(slots), mask, num_past)
 
 
 @final
-class GatherAttend(Attend):
+class GatherAttend(Attend[dict[str, Any]]):
     """Attends to copies of the keys and values in the slots of a store.
 
     Args:
@@ -76,9 +73,6 @@ class GatherAttend(Attend):
     def __init__(self, store: KVStore, wider: int = 0) -> None:
         self._store, self._wider = store, wider
 
-    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> None:
-        """Return ``None``: each row's past is copied."""
-
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Yield the mask of the left padding, and a cache of transformers over the slots."""
@@ -88,17 +82,13 @@ class GatherAttend(Attend):
             yield {"past_key_values": cache, "use_cache": True}
             return
         gathered = gather(batch, self._wider)
-        on: dict[torch.device, _Indices] = {}  # moved once to each device that has a layer
+        on: dict[torch.device, torch.Tensor] = {}  # moved once to each device that has a layer
         layers: list[SlotLayer] = []
         for number, layer in enumerate(layout.layers):
             if layer.device not in on:
-                columns = batch.new_columns
-                on[layer.device] = _Indices(
-                    gathered.slots.to(layer.device),
-                    batch.new_slots.to(layer.device),
-                    None if columns is None else columns.to(layer.device),
-                )
-            layers.append(_GatheredLayer(self._store, number, on[layer.device], gathered.num_past))
+                on[layer.device] = gathered.slots.to(layer.device)
+            own = batch, on[layer.device], gathered.num_past
+            layers.append(_GatheredLayer(self._store, number, *own))
         yield {
             "attention_mask": gathered.mask,
             "past_key_values": cache_of(layers, layout.states, batch.states),
@@ -106,32 +96,19 @@ class GatherAttend(Attend):
         }
 
 
-class _Indices(NamedTuple):
-    """The index tensors of one batch, on one device; see ``Gathered`` and ``PackedBatch``."""
-
-    slots: torch.Tensor
-    new_slots: torch.Tensor
-    new_columns: torch.Tensor | None
-
-
 @final
 class _GatheredLayer(SlotLayer):
     """One layer: new keys and values go into their slots, past and new ones come out gathered."""
 
-    def __init__(self, store: KVStore, layer: int, indices: _Indices, num_past: int) -> None:
+    def __init__(
+        self, store: KVStore, layer: int, batch: PackedBatch, slots: torch.Tensor, num_past: int
+    ) -> None:
         super().__init__(num_past)
-        self._store, self._layer, self._indices = store, layer, indices
+        self._store, self._layer, self._batch, self._slots = store, layer, batch, slots
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         """Store ``[B, heads, Q, dim]`` and return ``[B, heads, P + Q, dim]``, keys and values."""
-        indices, states = self._indices, (key_states, value_states)
-        new = by_token(key_states, value_states, indices.new_columns)
-        self._store.write(self._layer, indices.new_slots, new)
-        kept = self._store.read(self._layer, indices.slots)
-        keys, values = (
-            flat.view(len(of_heads), -1, of_heads.shape[1], of_heads.shape[3]).transpose(1, 2)
-            for flat, of_heads in zip(kept, states, strict=True)
-        )
-        return keys, values
+        write_new(self._store, self._layer, self._batch, key_states, value_states)
+        return self._store.read_by_head(self._layer, self._slots)

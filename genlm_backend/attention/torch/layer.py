@@ -1,12 +1,18 @@
-"""SlotLayer: what a model of transformers takes for one layer of its cache."""
+"""Layers of a cache of transformers, and the keys and values that go into slots through them."""
 
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
+
+from genlm_backend.attention.packing import PackedBatch
+from genlm_backend.prefix import KVStore
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values."""
 
 
 class SlotLayer(CacheLayerMixin):
@@ -29,7 +35,7 @@ class SlotLayer(CacheLayerMixin):
     @abc.abstractmethod
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         """Store new keys and values, ``[B, heads, Q, dim]``; return what is to be attended to."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -46,3 +52,43 @@ class SlotLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Return -1: there is no maximum."""
         return -1
+
+
+def write_new(
+    store: KVStore, layer: int, batch: PackedBatch, keys: torch.Tensor, values: torch.Tensor
+) -> Pair:
+    """Store new keys and values of a layer, ``[B, heads, Q, dim]``, without the padding.
+
+    Returns:
+        The same as they will be read, with zeros for the padding.
+    """
+    slots, columns = batch.new_on(store.layout.layers[layer].device)
+    rows = store.write(layer, slots, by_token(keys, values, columns))
+    return (keys, values) if store.is_exact else by_head(rows, columns, keys, values)
+
+
+def by_token(
+    keys: torch.Tensor, values: torch.Tensor, columns: torch.Tensor | None
+) -> torch.Tensor:
+    """From ``[B, heads, Q, dim]`` each to rows of both, ``[num_new, width]``, without padding."""
+    states = [keys.transpose(1, 2), values.transpose(1, 2)]  # [B, Q, heads, dim]
+    if keys.shape[3] != values.shape[3]:
+        states = [of_heads.flatten(2) for of_heads in states]
+    rows = torch.cat(states, 2).reshape(len(keys) * keys.shape[2], -1)
+    return rows if columns is None else rows.index_select(0, columns)
+
+
+def by_head(
+    rows: torch.Tensor, columns: torch.Tensor | None, keys: torch.Tensor, values: torch.Tensor
+) -> Pair:
+    """From rows back to keys and values in the shapes of those given, the padding zeros."""
+    num_rows, num_heads, num_new, dim = keys.shape
+    if columns is not None:
+        padded = rows.new_zeros(num_rows * num_new, rows.shape[1])
+        rows = padded.index_copy_(0, columns, rows)
+    found = rows.view(num_rows, num_new, -1).tensor_split([num_heads * dim], 2)
+    kept = [
+        part.unflatten(2, (states.shape[1], states.shape[3])).transpose(1, 2)
+        for part, states in zip(found, (keys, values), strict=True)
+    ]
+    return kept[0], kept[1]

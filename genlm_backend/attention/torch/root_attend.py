@@ -7,23 +7,19 @@ import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformers.cache_utils import DynamicCache
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.indices import by_head, by_token
 from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.torch.layer import SlotLayer
+from genlm_backend.attention.torch.layer import Pair, SlotLayer, by_head, by_token
 from genlm_backend.attention.torch.torch_row_states import cache_of
 from genlm_backend.prefix import KVLayout, KVStore, LayerLayout
 from genlm_backend.vision.pictures import Pictures
 
 
 @final
-class RootAttend(Attend):
+class RootAttend(Attend[dict[str, Any]]):
     """Attends to one context's own tokens, as the model does where it is given pictures.
 
     A second pass goes on behind the root, as the model does by a cache of its own, and is given no
@@ -55,9 +51,6 @@ class RootAttend(Attend):
         self._cache = cache_of(self._layers, layout.states, None) if is_own else DynamicCache()
         self._is_used = bool(self._layers or goes_on)
         self._is_first = True
-
-    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> None:
-        """Return ``None``: the model reads what it has cached by itself."""
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
@@ -98,11 +91,11 @@ class _RootLayer(SlotLayer):
         super().__init__(0)
         self._layout, self._store, self._number = layout, store, number
         self._slots, self._stop = slots, stop
-        self._past: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._past: Pair | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         """Return ``[1, heads, num_past + Q, dim]``, keys and values."""
         new = self._as_read(key_states, value_states)
         if self._past is not None:
@@ -111,9 +104,7 @@ class _RootLayer(SlotLayer):
         self._past, self.num_past = new, new[0].shape[-2]
         return new
 
-    def _as_read(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _as_read(self, key_states: torch.Tensor, value_states: torch.Tensor) -> Pair:
         """Return new keys and values as they will be read; those that have slots are written."""
         rows = by_token(key_states, value_states, None)
         if self._store is not None and self._slots and self._past is None:

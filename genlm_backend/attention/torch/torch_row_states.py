@@ -15,7 +15,7 @@ from transformers.cache_utils import (
 )
 
 from genlm_backend.attention.row_states import RowStates
-from genlm_backend.attention.torch.layer import SlotLayer
+from genlm_backend.attention.torch.layer import Pair, SlotLayer
 from genlm_backend.prefix import StateLayout
 
 
@@ -104,7 +104,7 @@ class _AttendingStateLayer(LinearAttentionAndFullAttentionLayer):
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         """Store new keys and values; return what is to be attended to."""
         return self._slots.update(key_states, value_states, *args, **kwargs)
 

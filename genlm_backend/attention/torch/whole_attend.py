@@ -8,19 +8,16 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.indices import by_head, by_token
 from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.attention.paths import Paths
-from genlm_backend.attention.torch.layer import SlotLayer
+from genlm_backend.attention.torch.layer import Pair, SlotLayer, by_head, by_token
 from genlm_backend.attention.torch.torch_row_states import cache_of
 from genlm_backend.prefix import KVLayout, LayerLayout, StateLayout
 
 
 @final
-class WholeAttend(Attend):
+class WholeAttend(Attend[dict[str, Any]]):
     """Attends to the new tokens alone: there are none before them, and nothing is kept.
 
     Args:
@@ -33,9 +30,6 @@ class WholeAttend(Attend):
         layers = () if layout is None else layout.layers
         self._rounding = [layer for layer in layers if layer.kept is not None]
         self._states = StateLayout() if layout is None else layout.states
-
-    def reading(self, past: Paths, num_new: NDArray[np.int64]) -> None:
-        """Return ``None``: there is nothing to read."""
 
     @contextlib.contextmanager
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
@@ -59,7 +53,7 @@ class _RoundedLayer(SlotLayer):
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Pair:
         """Return ``[B, heads, Q, dim]``, keys and values."""
         codes = self._codec.encode(by_token(key_states, value_states, None))
         return by_head(self._codec.decode(codes), None, key_states, value_states)

@@ -2,60 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 
 from genlm_backend.attention.torch import WholeAttend
 from genlm_backend.backends.hf.architecture import check_predicts
+from genlm_backend.backends.hf.hf_cache import Wanted, cache_of, layout_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
+from genlm_backend.backends.hf.long_contexts import LongContexts
 from genlm_backend.backends.hf.lora import Adapters
 from genlm_backend.backends.hf.model_picture_rules import examine_pictures, image_token_id
 from genlm_backend.backends.hf.prefix_file import PrefixFiles
 from genlm_backend.backends.hf.support import (
-    KVSupport,
     check_model,
     examine,
     longest_context,
-    mean_keys,
-    rotary_limit,
     tried,
     vocab_width,
 )
-from genlm_backend.errors import CacheError, OptionError
 from genlm_backend.model.ends import ends_of_model
-from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.row import Row, rows_of_logits, scores_of_logits
-from genlm_backend.model.scoring import Answer, Question, Scoring
-from genlm_backend.passes.by_adapter import answers_by_adapter
+from genlm_backend.model.row import Row
 from genlm_backend.passes.job import Asked, Found
-from genlm_backend.passes.passes import Passes
-from genlm_backend.passes.prefill_plan import CostModel
-from genlm_backend.prefix import KVCacheDtype, KVLayout, KVStore, StateStore, TierName
-from genlm_backend.prefix.budgets import (
-    check_budgets,
-    default_kv_budget,
-    most_rows,
-    state_budget,
-)
-from genlm_backend.prefix.codecs import needs_mean
-from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
-from genlm_backend.runtime.threads import frequent_switches, use_num_threads
+from genlm_backend.passes.pass_evaluator import PassEvaluator
+from genlm_backend.prefix import KVCacheDtype
+from genlm_backend.runtime.threads import use_num_threads
 from genlm_backend.vision.picture_rules import PictureRules
 
 logger = logging.getLogger(__name__)
 
 
 @final
-class HFEvaluator(Evaluator):
+class HFEvaluator(PassEvaluator):
     """Answers queries by a causal language model of transformers.
 
     A model of which nothing can be kept runs every context whole.
@@ -64,8 +49,8 @@ class HFEvaluator(Evaluator):
         model: The model, on whatever device; it is put into evaluation mode.
         max_length: Longest context to accept; ``None`` for what its config says.
         kv_cache_bytes: Bytes of keys and values to keep; ``None`` for a part of what is free.
-        host_cache_bytes: Bytes of keys and values to keep on the host when they have to leave the
-            device.
+        host_cache_bytes: Bytes of keys, values and states to keep on the host when they have to
+            leave the device.
         state_cache_bytes: Bytes of running states to keep, of those of ``kv_cache_bytes``; ``None``
             for half of them, or all where no layer attends.
         num_threads: Number of threads of a forward pass on the CPU; ``None`` for torch's own.
@@ -92,25 +77,17 @@ class HFEvaluator(Evaluator):
         packs_weights: bool = False,
     ) -> None:
         check_model(model)
-        check_budgets(kv_cache_bytes, host_cache_bytes, state_cache_bytes)
+        wanted = Wanted(kv_cache_bytes, host_cache_bytes, state_cache_bytes, kv_cache_dtype)
+        wanted.check()
         model.eval()
         self._runner = runner = HFRunner(model)
-        cost = CostModel.on(runner.device.type)
-        self._output_device = output_device
-        self.passes = Passes(
-            runner, cost, self._finished, self._scored, lambda: self.check_wanted()
-        )
+        super().__init__(runner, runner.device.type, WholeAttend(), output_device)
         self._adapters = Adapters(model)
         self._files = PrefixFiles(self.passes, self._adapters)
+        self._long = LongContexts(self.passes, model)
         self._max_length = longest_context(model) if max_length is None else max_length
-        self._wanted_bytes = kv_cache_bytes
-        self._kept_as: KVCacheDtype | None = kv_cache_dtype
-        self._budget = self._host_budget = self._state_budget = 0
-        self._wanted_host_bytes, self._wanted_state_bytes = host_cache_bytes, state_cache_bytes
-        self._num_threads = num_threads
+        self._wanted, self._num_threads = wanted, num_threads
         self._packs_weights = packs_weights
-        limit = rotary_limit(model)
-        self._rotary_limit = math.inf if limit is None else limit
 
     # ---------------------------------------------------------------- getting ready
 
@@ -129,7 +106,8 @@ class HFEvaluator(Evaluator):
         self._use(None)
         check_predicts(runner, width)
         support = examine(runner, width, self._max_length)
-        layout = self._layout(support, width)
+        longest = min(longest_context(runner.model) or math.inf, self._long.limit)
+        layout = layout_of(runner, support, self._wanted.kept_as, width, longest)
         if support.spread_alone:
             warnings.warn(
                 f"rows of this {type(runner.model).__name__} depend on what they are computed "
@@ -140,17 +118,18 @@ class HFEvaluator(Evaluator):
             )
         self.passes.pads, self.passes.aligns = support.pads, support.aligns
         self.passes.going_on = support.going_on
-        self.passes.attend_whole, self.passes.layout = WholeAttend(layout), layout
+        self.passes.attend_whole, self.passes.cache.layout = WholeAttend(layout), layout
         self._attend = support.attend
-        if self._wanted_bytes != 0:
-            self._make_room(support, layout)
+        cache = cache_of(runner, support, layout, self._wanted)
+        if cache is not None:
+            self.passes.keep(cache)
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
         return EvaluatorInfo(
             vocab_size=width,
             max_length=self._max_length,
-            num_slots=self.passes.tree.num_slots if self.passes.keeps else None,
+            num_slots=self.passes.tree.num_slots if self.passes.cache.keeps else None,
             num_host_slots=self.passes.tree.host_slots.num_slots or None,
-            kv_cache_dtype=self._kept_as,
+            kv_cache_dtype=self._wanted.kept_as,
             device=str(runner.device),
             can_forget=True,
             takes_adapters=True,
@@ -161,90 +140,7 @@ class HFEvaluator(Evaluator):
             eos_token_ids=ends_of_model(runner.model),
         )
 
-    def _layout(self, support: KVSupport, vocab_size: int) -> KVLayout:
-        """Return the shapes of keys and values, and how they are kept."""
-        kept, runner = self._kept_as, self._runner
-        if kept is None:
-            return support.layout
-        if support.reason:
-            raise OptionError(
-                f"kv_cache_dtype={kept!r} is for models whose keys and values are kept, and "
-                f"{type(runner.model).__name__} runs every context whole: {support.reason}"
-            )
-        if not support.layout.layers:
-            raise OptionError(
-                f"kv_cache_dtype={kept!r} is for models whose keys and values are kept, and "
-                f"{type(runner.model).__name__} has running states alone, which stay as they are"
-            )
-        longest = min(longest_context(runner.model) or math.inf, self._rotary_limit)
-        means = mean_keys(runner, support.layout, vocab_size, longest) if needs_mean(kept) else None
-        return support.layout.kept_as(kept, means)
-
-    def _make_room(self, support: KVSupport, layout: KVLayout) -> None:
-        wanted = self._wanted_bytes
-        if support.reason:
-            name = type(self.passes.runner.model).__name__
-            if self._wanted_host_bytes:
-                raise OptionError(
-                    f"host_cache_bytes={self._wanted_host_bytes} is for models whose keys and "
-                    f"values are kept, and {name} runs every context whole: {support.reason}"
-                )
-            if self._wanted_state_bytes is not None:
-                raise OptionError(
-                    f"state_cache_bytes={self._wanted_state_bytes} is for models with running "
-                    f"states that are kept, and {name} runs every context whole: {support.reason}"
-                )
-            logger.info("%s runs every context whole: %s", name, support.reason)
-            return
-        budget = default_kv_budget(layout) if wanted is None else wanted
-        states = self._state_store(layout, budget, type(self.passes.runner.model).__name__)
-        num_slots = layout.num_slots(budget - self._state_budget)
-        if states is not None and not num_slots:
-            raise OptionError(
-                f"state_cache_bytes={self._state_budget} leaves no room for keys and values of "
-                f"kv_cache_bytes={budget}: a token takes {layout.bytes_per_slot} bytes"
-            )
-        with _fits("kv_cache_bytes", wanted):
-            store = KVStore(layout, num_slots)
-        host_store, num_host_slots, host = None, 0, self._wanted_host_bytes
-        if host:
-            if not layout.layers:
-                raise OptionError(
-                    f"host_cache_bytes={host} is for keys and values, and "
-                    f"{type(self.passes.runner.model).__name__} has running states alone"
-                )
-            if layout.is_on_host:
-                warnings.warn(
-                    "host_cache_bytes gains nothing here, since all keys and values are in the "
-                    "processor's memory anyway: give the bytes to kv_cache_bytes",
-                    stacklevel=2,
-                )
-            num_host_slots = layout.num_slots(host)
-            with _fits("host_cache_bytes", host):
-                host_store = KVStore(layout.on_host(), num_host_slots, pins=layout.is_on_cuda)
-        attend = support.attend(store)
-        self.passes.keep(store, num_slots, attend, host_store, num_host_slots, states)
-        self._budget, self._host_budget = budget, host
-
-    def _state_store(self, layout: KVLayout, budget: int, name: str) -> StateStore | None:
-        """Return room for running states, if the model has such, and note how much it takes."""
-        size = layout.states.bytes_per_state
-        self._state_budget = state_budget(
-            self._wanted_state_bytes, budget, size, name, attends=bool(layout.layers)
-        )
-        if not layout.states:
-            return None
-        num_states = self._state_budget // size
-        self.passes.cost = dataclasses.replace(self.passes.cost, max_rows=most_rows(num_states))
-        with _fits("state_cache_bytes", self._state_budget):
-            return StateStore(layout.states, num_states)
-
     # ---------------------------------------------------------------- rows and scores
-
-    def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
-        """Return one answer to each query or scoring, adapter by adapter."""
-        with frequent_switches():
-            return answers_by_adapter(queries, self._answers)
 
     def _use(self, adapter: Adapter | None) -> None:
         """Run what computes with an adapter, or as the model came, from now on."""
@@ -253,56 +149,12 @@ class HFEvaluator(Evaluator):
     def evaluate_whole(self, query: Query) -> Row:
         """Return the row of a context run whole and alone, past whatever is kept."""
         self._use(query.adapter)
-        if len(query.context) > self._rotary_limit:
-            return self._row_apart(query)
-        (row,) = self.passes.whole([query])
-        return cast(Row, row)
-
-    @torch.inference_mode()  # where its logits come from, which are overwritten
-    def _finished(self, logits: torch.Tensor) -> list[Row]:
-        return rows_of_logits(logits, self._output_device, self.undefined_ids, in_place=True)
-
-    def _scored(self, logits: torch.Tensor, places: list[int], targets: list[int]) -> torch.Tensor:
-        return scores_of_logits(logits, places, targets, self.undefined_ids)
+        return self._long.row(query)
 
     def _answers(self, questions: list[Asked]) -> list[Found]:
         """Return the answers to questions of one adapter."""
         self._use(questions[0].adapter)
-        # Where the model computes other rotary frequencies for long contexts, no key of a shorter
-        # one is theirs: they share no keys, values or pass with others.
-        limit = self._rotary_limit
-        apart = [q for q in questions if len(q.context) > limit] if limit < math.inf else []
-        if not apart:
-            return self.passes.evaluate(questions)
-        answers = {question: self._apart(question) for question in apart}
-        others = [question for question in questions if question not in answers]
-        if others:
-            answers.update(zip(others, self.passes.evaluate(others), strict=True))
-        return [answers[question] for question in questions]
-
-    def _apart(self, question: Asked) -> Found:
-        """Return the answer to a question about contexts that are longer than the limit."""
-        if isinstance(question, Query):
-            return self._row_apart(question)
-        text, limit = question.text, int(self._rotary_limit)
-        scores: list[torch.Tensor] = []
-        if question.start <= limit:
-            up_to_limit = Scoring(text.prefix(limit + 1), question.start)
-            scores.extend(cast(list[torch.Tensor], self.passes.evaluate([up_to_limit])))
-        for end in range(max(question.start, limit + 1), len(text.token_ids)):
-            row = self._row_apart(text.prefix(end)).logprobs  # a model of its own for each length
-            scores.append(row[text.token_ids[end]].cpu().unsqueeze(0))
-        return torch.cat(scores)
-
-    def _row_apart(self, query: Query) -> Row:
-        """Return the row of a context that is longer than the limit, whatever was run before.
-
-        A model whose frequencies grow with its contexts keeps those of the longest until a short
-        one comes.
-        """
-        self.passes.whole([Query([0], query.adapter)])
-        (row,) = self.passes.whole([query])
-        return cast(Row, row)
+        return self._long.answers(questions)
 
     def picture_rules(
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
@@ -314,77 +166,29 @@ class HFEvaluator(Evaluator):
         before = passes.runner.num_forwards, passes.runner.tokens_computed
         self._use(None)
         rules = examine_pictures(
-            self._runner, passes.layout, self._attend, token_ids, inputs, placeholder
+            self._runner, passes.cache.layout, self._attend, token_ids, inputs, placeholder
         )
         passes.runner.num_forwards, passes.runner.tokens_computed = before
         return rules
-
-    # ---------------------------------------------------------------- what is kept
-
-    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
-        """Return how many of a context's tokens have their keys and values in slots."""
-        if len(query.context) > self._rotary_limit:
-            return 0
-        # The last token always goes through the model: its logits are the answer.
-        passes, ids = self.passes, query.context.packed()
-        num_new = passes.going_on.fewest if passes.states.num_states else 1
-        return passes.tree.num_cached(ids[: max(0, len(ids) - num_new)], query.adapter, tier)
-
-    def forget(self, query: Query, keep: int) -> None:
-        """Free the slots of a context beyond its first ``keep`` tokens."""
-        self.passes.tree.forget(query.context.packed(), query.adapter, keep)
-
-    def pin(self, query: Query) -> bool:
-        """Compute a context and keep its slots until ``clear()``; return whether there was room."""
-        node = self.passes.computed(query, self._answers)
-        return node is not None and self.passes.pin(node)
 
     # ---------------------------------------------------------------- files of prefixes
 
     def save_prefix(self, query: Query, path: str) -> None:
         """Compute a context and write its keys and values into a file."""
         self._check_can_keep(len(query.context))
-        node = self.passes.computed(query, self._answers)
-        if node is None:
-            raise CacheError(
-                f"a prompt of {len(query.context)} tokens does not fit into the "
-                f"{self.passes.tree.num_slots} of kv_cache_bytes, as far as none are pinned, or "
-                "has keys and values that are not finite in this format"
-            )
-        self._files.save(node, query, Path(path))
+        self._files.save(self.passes.computed(query, self._answers), query, Path(path))
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
         """Keep the keys and values of a file."""
-        self._check_can_keep()
+        self._check_can_keep(0)
         prefix = self._files.load(Path(path), adapter)
-        num_tokens = len(prefix.token_ids)
-        self._check_can_keep(num_tokens)
-        if self._max_length is not None and num_tokens > self._max_length:
-            raise CacheError(
-                f"the {num_tokens} tokens of {path} are more than max_length={self._max_length}"
-            )
-        if not self.passes.fill(
-            prefix.token_ids, prefix.codes, prefix.states, prefix.num_resumed, adapter
-        ):
-            raise CacheError(
-                f"the {num_tokens} tokens of {path} do not fit into the "
-                f"{self.passes.tree.num_slots} of kv_cache_bytes, or their running state into "
-                f"state_cache_bytes={self._state_budget}, as far as none are pinned"
-                if self._state_budget
-                else f"the {num_tokens} tokens of {path} do not fit into the "
-                f"{self.passes.tree.num_slots} of kv_cache_bytes, as far as none are pinned"
-            )
+        self._check_can_keep(len(prefix.token_ids))
+        self._files.fill(path, prefix, adapter, self._max_length)
         return prefix.token_ids
 
-    def _check_can_keep(self, num_tokens: int = 0) -> None:
-        if not self.passes.keeps:
-            why = "kv_cache_bytes is 0" if self._wanted_bytes == 0 else "it runs contexts whole"
-            raise CacheError(f"the model keeps no keys and values to save or to load: {why}")
-        if num_tokens > self._rotary_limit:
-            raise CacheError(
-                f"contexts of more than {self._rotary_limit} tokens are run whole, and nothing is "
-                "kept of them"
-            )
+    def _check_can_keep(self, num_tokens: int) -> None:
+        has_bytes = self._wanted.kv_bytes != 0
+        self._files.check_can_keep(num_tokens, self._long.limit, has_bytes=has_bytes)
 
     def clear(self) -> None:
         """Free all slots, pinned ones too, and look whether weights are others now."""
@@ -396,7 +200,7 @@ class HFEvaluator(Evaluator):
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
         """Load an adapter, and try it by a few tiny passes."""
-        self._adapters.load(adapter, path, self.passes.keeps)
+        self._adapters.load(adapter, path, self.passes.cache.keeps)
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Let go of an adapter, and free all slots."""
@@ -406,40 +210,11 @@ class HFEvaluator(Evaluator):
     # ---------------------------------------------------------------- keeping house
 
     def counts(self) -> EvaluatorCounts:
-        """Return what the runner and the tree have counted."""
-        passes = self.passes
-        return EvaluatorCounts(
-            num_forwards=passes.runner.num_forwards,
-            tokens_computed=passes.runner.tokens_computed,
-            tokens_reused=passes.tokens_reused,
-            kv_bytes_used=passes.tree.slots.num_used * passes.store.bytes_per_slot,
-            kv_bytes_budget=self._budget,
-            host_bytes_used=passes.tree.host_slots.num_used * passes.store.bytes_per_slot,
-            host_bytes_budget=self._host_budget,
-            num_evicted_tokens=passes.tree.num_evicted,
-            num_tokens_to_host=passes.tree.num_to_host,
-            num_tokens_from_host=passes.tree.num_to_device,
-            state_bytes_used=passes.tree.states.num_used * passes.states.layout.bytes_per_state,
-            state_bytes_budget=self._state_budget,
-            num_evicted_states=passes.tree.states.num_evicted,
-            packed_weight_bytes=self._adapters.packed.nbytes,
-        )
+        """Return what the runner and the tree have counted, and what packed weights take."""
+        return self._counted(self._adapters.packed.nbytes)
 
     def close(self) -> None:
         """Let go of the model and of the slots."""
-        self.passes.keep_nothing()
-        self._runner.model = self._runner.twin = None
-        self._budget = self._host_budget = self._state_budget = 0
+        self._runner.twin = None
         self._adapters.close()
-        release_cached_memory()
-
-
-@contextlib.contextmanager
-def _fits(name: str, num_bytes: int | None) -> Iterator[None]:
-    """Say which option asks for more memory than there is."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if num_bytes is None or not is_out_of_memory(error):
-            raise
-        raise OptionError(f"{name}={num_bytes} do not fit into memory") from error
+        self._let_go()

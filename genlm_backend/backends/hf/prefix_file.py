@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from genlm_backend.backends.hf.fingerprint import Fingerprint, weights_digest, weights_state
 from genlm_backend.backends.hf.lora import Adapters
 from genlm_backend.backends.hf.support import vocab_width
-from genlm_backend.errors import PrefixFileError
+from genlm_backend.errors import CacheError, PrefixFileError
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.passes.passes import Passes
 from genlm_backend.prefix import KVLayout
@@ -191,18 +191,81 @@ class PrefixFiles:
         # What a digest was made of, and the digest.
         self._digests: dict[Adapter | None, tuple[object, str]] = {}
 
-    def save(self, node: int, query: Query, path: Path) -> None:
-        """Write what is kept up to the node of a context.
+    def check_can_keep(self, num_tokens: int, limit: float, *, has_bytes: bool) -> None:
+        """Check that contexts of so many tokens are kept.
+
+        Args:
+            num_tokens: The number.
+            limit: Number of tokens beyond which contexts are run whole.
+            has_bytes: Whether options leave bytes to keep any.
 
         Raises:
+            CacheError: If they are not.
+        """
+        if not self._passes.cache.keeps:
+            why = "it runs contexts whole" if has_bytes else "kv_cache_bytes is 0"
+            raise CacheError(f"the model keeps no keys and values to save or to load: {why}")
+        if num_tokens > limit:
+            raise CacheError(
+                f"contexts of more than {limit} tokens are run whole, and nothing is kept of them"
+            )
+
+    def fill(
+        self, path: str, prefix: Prefix, adapter: Adapter | None, max_length: int | None
+    ) -> None:
+        """Keep what is in a file.
+
+        Args:
+            path: The file, for messages.
+            prefix: What is in it.
+            adapter: The adapter that it was computed with.
+            max_length: Longest context to accept; ``None`` for any.
+
+        Raises:
+            CacheError: If it is too long, or there is no room.
+        """
+        num_tokens, cache = len(prefix.token_ids), self._passes.cache
+        if max_length is not None and num_tokens > max_length:
+            raise CacheError(
+                f"the {num_tokens} tokens of {path} are more than max_length={max_length}"
+            )
+        if not cache.fill(
+            prefix.token_ids, prefix.codes, prefix.states, prefix.num_resumed, adapter
+        ):
+            of_states = (
+                f" or their running state into state_cache_bytes={cache.budgets.states},"
+                if cache.budgets.states
+                else ""
+            )
+            raise CacheError(
+                f"the {num_tokens} tokens of {path} do not fit into the "
+                f"{cache.tree.num_slots} of kv_cache_bytes,{of_states} as far as none are pinned"
+            )
+
+    def save(self, node: int | None, query: Query, path: Path) -> None:
+        """Write what is kept up to the node of a context.
+
+        Args:
+            node: The node; ``None`` if there was no room for the context.
+            query: The context.
+            path: The file.
+
+        Raises:
+            CacheError: If there was no room.
             OSError: If the file cannot be written; nothing of it stays then.
         """
-        passes = self._passes
-        nodes, resumed = passes.tree.nodes, passes.resumed(node)
-        states = [state.cpu() for state in passes.states.read(nodes.state[[resumed]])]
+        if node is None:
+            raise CacheError(
+                f"a prompt of {len(query.context)} tokens does not fit into the "
+                f"{self._passes.tree.num_slots} of kv_cache_bytes, as far as none are pinned, or "
+                "has keys and values that are not finite in this format"
+            )
+        cache, nodes = self._passes.cache, self._passes.tree.nodes
+        resumed = cache.resumed(node, self._passes.going_on.fewest)
+        states = [state.cpu() for state in cache.states.read(nodes.state[[resumed]])]
         num_resumed = int(nodes.depth[resumed])
-        prefix = Prefix(tuple(query.context), passes.codes_of(node), states, num_resumed)
-        save(path, prefix, self._fingerprint(query.adapter), passes.store.layout)
+        prefix = Prefix(tuple(query.context), cache.codes_of(node), states, num_resumed)
+        save(path, prefix, self._fingerprint(query.adapter), cache.store.layout)
 
     def load(self, path: Path, adapter: Adapter | None) -> Prefix:
         """Return what is in a file of this model.
@@ -211,7 +274,7 @@ class PrefixFiles:
             PrefixFileError: (``ValueError``) If it is of another model or none at all.
             OSError: If it cannot be read.
         """
-        layout = self._passes.store.layout
+        layout = self._passes.cache.store.layout
         prefix = load(path, self._fingerprint(adapter), layout)
         ids, width = prefix.token_ids, vocab_width(self._passes.runner.model)
         if not ids or not 0 <= min(ids) <= max(ids) < width:
@@ -233,4 +296,4 @@ class PrefixFiles:
                 known = self._digests[wanted] = state, weights_digest(twin)
             return known[1]
 
-        return Fingerprint.of(model, digest(None), digest(adapter), self._passes.store.layout)
+        return Fingerprint.of(model, digest(None), digest(adapter), self._passes.cache.store.layout)

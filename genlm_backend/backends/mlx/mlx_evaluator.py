@@ -6,8 +6,7 @@ import contextlib
 import logging
 import threading
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator
 from typing import Any, Final, cast, final
 
 import mlx.core as mx
@@ -15,35 +14,23 @@ import torch
 
 from genlm_backend.attention.mlx import MlxWholeAttend
 from genlm_backend.backends.mlx.mlx_adapters import MlxAdapters
+from genlm_backend.backends.mlx.mlx_cache import cache_of
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
 from genlm_backend.backends.mlx.mlx_support import (
-    MlxSupport,
     check_model,
     evaluate_all,
     examine,
     is_half,
 )
-from genlm_backend.errors import OptionError
-from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.row import Row, rows_of_logits, scores_of_logits
-from genlm_backend.model.scoring import Answer, Question
-from genlm_backend.passes.by_adapter import answers_by_adapter
+from genlm_backend.model.row import Row
 from genlm_backend.passes.job import Asked, Found
-from genlm_backend.passes.passes import Passes
-from genlm_backend.passes.prefill_plan import CostModel
-from genlm_backend.prefix import TierName
-from genlm_backend.prefix.budgets import most_rows, state_budget
-from genlm_backend.prefix.kv_store import FREE_SLOTS
-from genlm_backend.prefix.mlx_states import MlxStateStore
-from genlm_backend.prefix.mlx_store import MlxStore
-from genlm_backend.runtime.memory import cpu_budget
-from genlm_backend.runtime.threads import frequent_switches
+from genlm_backend.passes.pass_evaluator import PassEvaluator
 
 logger = logging.getLogger(__name__)
 
 _CPU: Final = torch.device("cpu")
-_METAL_FRACTION: Final = 0.5
 
 _turn = threading.Lock()
 """Held by who computes: a pass changes modules of its model for as long as it takes, and several
@@ -51,7 +38,7 @@ evaluators may be over one model."""
 
 
 @final
-class MlxEvaluator(Evaluator):
+class MlxEvaluator(PassEvaluator):
     """Answers queries by a language model of mlx-lm, on MLX's default device.
 
     A model of which nothing can be kept runs every context whole.
@@ -84,17 +71,11 @@ class MlxEvaluator(Evaluator):
             mx.disable_compile()
         evaluate_all(model)
         self._runner, self._adapters = MlxRunner(model), MlxAdapters(model)
-        self.passes = Passes(
-            self._runner,
-            CostModel.on("mps" if is_metal else "cpu"),
-            self._finished,
-            self._scored,
-            lambda: self.check_wanted(),
-        )
+        whole: Any = MlxWholeAttend()
+        super().__init__(self._runner, "mps" if is_metal else "cpu", whole, _CPU)
         self._max_length = _longest_context(model) if max_length is None else max_length
         self._wanted_bytes, self._ends = kv_cache_bytes, eos_token_ids
         self._wanted_state_bytes = state_cache_bytes
-        self._budget = self._state_budget = 0
 
     @property
     def model(self) -> Any:
@@ -108,13 +89,12 @@ class MlxEvaluator(Evaluator):
         runner = self._runner
         with _turn:
             support = examine(runner, self._max_length)
-        whole: Any = MlxWholeAttend()
         self.passes.pads, self.passes.going_on = support.pads, support.going_on
         if support.reason:
             logger.info("%s runs contexts whole: %s", type(runner.model).__name__, support.reason)
-        self._make_room(support)
-        whole: Any = MlxWholeAttend()
-        self.passes.attend_whole = whole
+        cache = cache_of(runner, support, self._wanted_bytes, self._wanted_state_bytes)
+        if cache is not None:
+            self.passes.keep(cache)
         if not self._is_metal and is_half(runner.model):
             warnings.warn(
                 "MLX computes in half precision slowly on a CPU: wrap a model in float32 (what "
@@ -125,53 +105,16 @@ class MlxEvaluator(Evaluator):
         return EvaluatorInfo(
             vocab_size=support.vocab_size,
             max_length=self._max_length,
-            num_slots=self.passes.tree.num_slots if self.passes.keeps else None,
+            num_slots=self.passes.tree.num_slots if self.passes.cache.keeps else None,
             device="cpu",  # where rows are
             can_forget=True,
             takes_adapters=True,
-            scores=support.pads or self.passes.keeps,
+            scores=support.pads or self.passes.cache.keeps,
             omits_undefined=True,
             eos_token_ids=self._ends,
         )
 
-    def _make_room(self, support: MlxSupport) -> None:
-        """Make room for keys, values and states, where any are kept."""
-        kept, name = support.kept, type(self._runner.model).__name__
-        wanted = self._wanted_state_bytes
-        if support.reason:
-            if wanted is not None:
-                raise OptionError(
-                    f"state_cache_bytes={wanted} is for models whose running states are kept, and "
-                    f"{name} runs every context whole: {support.reason}"
-                )
-            return
-        budget = _default_budget() if self._wanted_bytes is None else self._wanted_bytes
-        if budget == 0 and wanted is None:
-            return
-        size, per_slot = (
-            kept.states.bytes_per_state,
-            sum(shape.bytes_per_slot for shape in kept.shapes),
-        )
-        self._state_budget = state_budget(wanted, budget, size, name, attends=per_slot > 0)
-        num_slots = FREE_SLOTS
-        if per_slot:
-            num_slots = max(0, (budget - self._state_budget) // per_slot - 1)
-        store: Any = MlxStore(kept.shapes, num_slots)
-        states: Any = None
-        if kept.states:
-            num_states = self._state_budget // size
-            self.passes.cost = replace(self.passes.cost, max_rows=most_rows(num_states))
-            states = MlxStateStore(kept.states, num_states)
-        attend: Any = support.way.over(store)
-        self.passes.keep(store, num_slots, attend, states=states)
-        self._budget = budget
-
     # ---------------------------------------------------------------- rows and scores
-
-    def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
-        """Return one answer to each query or scoring, adapter by adapter."""
-        with frequent_switches():
-            return answers_by_adapter(queries, self._answers)
 
     def _answers(self, questions: list[Asked]) -> list[Found]:
         """Return the answers to questions of one adapter."""
@@ -190,35 +133,11 @@ class MlxEvaluator(Evaluator):
             (row,) = self.passes.whole([query])
         return cast(Row, row)
 
-    def _finished(self, logits: torch.Tensor) -> list[Row]:
-        return rows_of_logits(logits, _CPU, self.undefined_ids, in_place=True)
-
-    def _scored(self, logits: torch.Tensor, places: list[int], targets: list[int]) -> torch.Tensor:
-        return scores_of_logits(logits, places, targets, self.undefined_ids)
-
-    # ---------------------------------------------------------------- what is kept
-
-    def num_cached(self, query: Query, tier: TierName | None = None) -> int:
-        """Return how many of a context's tokens have their keys and values in slots."""
-        # The last token always goes through the model: its logits are the answer.
-        passes, ids = self.passes, query.context.packed()
-        num_new = passes.going_on.fewest if passes.states.num_states else 1
-        return passes.tree.num_cached(ids[: max(0, len(ids) - num_new)], query.adapter, tier)
-
-    def forget(self, query: Query, keep: int) -> None:
-        """Free the slots of a context beyond its first ``keep`` tokens."""
-        self.passes.tree.forget(query.context.packed(), query.adapter, keep)
-
-    def pin(self, query: Query) -> bool:
-        """Compute a context and keep its slots until ``clear()``; return whether there was room."""
-        node = self.passes.computed(query, self._answers)
-        return node is not None and self.passes.pin(node)
+    # ---------------------------------------------------------------- keeping house
 
     def clear(self) -> None:
         """Free all slots, pinned ones too."""
         self.passes.tree.clear()
-
-    # ---------------------------------------------------------------- keeping house
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
         """Load an adapter in mlx-lm's format, and try it by a tiny pass."""
@@ -232,26 +151,12 @@ class MlxEvaluator(Evaluator):
 
     def counts(self) -> EvaluatorCounts:
         """Return what the runner and the tree have counted."""
-        passes = self.passes
-        used = passes.tree.slots.num_used
-        return EvaluatorCounts(
-            num_forwards=self._runner.num_forwards,
-            tokens_computed=self._runner.tokens_computed,
-            tokens_reused=passes.tokens_reused,
-            kv_bytes_used=used * getattr(passes.store, "bytes_per_slot", 0),
-            kv_bytes_budget=self._budget,
-            num_evicted_tokens=passes.tree.num_evicted,
-            state_bytes_used=passes.tree.states.num_used * passes.states.layout.bytes_per_state,
-            state_bytes_budget=self._state_budget,
-            num_evicted_states=passes.tree.states.num_evicted,
-        )
+        return self._counted()
 
     def close(self) -> None:
         """Let go of the model and of the slots, and give their memory back."""
-        self.passes.keep_nothing()
-        self._runner.model = None
+        self._let_go()
         self._adapters.close()
-        self._budget = self._state_budget = 0
         mx.clear_cache()
 
 
@@ -263,15 +168,3 @@ def _longest_context(model: Any) -> int | None:
         if isinstance(length, int) and length > 0:
             return length
     return None
-
-
-def _default_budget() -> int:
-    """Return the bytes of keys and values to keep where nobody says.
-
-    A quarter of the machine's free memory, 4 GiB at most, on the CPU; half of what Metal
-    recommends and does not use.
-    """
-    if mx.default_device().type != mx.DeviceType.gpu:
-        return cpu_budget()
-    recommended = mx.device_info().get("max_recommended_working_set_size", 0)
-    return int(max(0, int(recommended) - mx.get_active_memory()) * _METAL_FRACTION)

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast, final
 
 import mlx.core as mx
+import numpy as np
 import torch
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from genlm_backend.attention.attend import Way
 from genlm_backend.attention.mlx import (
+    GATHERED,
     WAYS,
     MlxAttend,
-    MlxGatherAttend,
-    MlxWay,
     MlxWholeAttend,
-    ShapeLayer,
     caches_of,
     leaves,
     state_caches,
@@ -40,7 +40,6 @@ _PROBE_LENGTH: Final = 12
 _SHARE_OF_SPREAD: Final = 0.02
 _ROUNDING: Final = {mx.float32: 1e-4}
 _DEFAULT_ROUNDING: Final = 0.05
-_GATHERED: Final = MlxWay(MlxGatherAttend, MlxGatherAttend)
 
 
 @final
@@ -73,7 +72,7 @@ class MlxSupport:
 
     vocab_size: int
     kept: KeptLayout = field(default_factory=KeptLayout)
-    way: MlxWay = _GATHERED
+    way: Way = GATHERED
     reason: str = ""
     pads: bool = True
     going_on: GoingOn = field(default_factory=GoingOn)
@@ -137,7 +136,7 @@ def examine(runner: MlxRunner, max_length: int | None) -> MlxSupport:
     kept, reason = _kept(runner.model)
     if kept is None:
         return MlxSupport(vocab_size, reason=reason, pads=pads)
-    for way in WAYS if kept.shapes else [_GATHERED]:
+    for way in WAYS if kept.shapes else [GATHERED]:
         difference, reason, going_on = _difference(runner, kept, way, long, short, whole)
         if not reason and difference <= tolerance:
             return MlxSupport(vocab_size, kept, way, pads=pads, going_on=going_on)
@@ -181,9 +180,27 @@ def _num_attending(cache: Any) -> int:
     return sum(not isinstance(part, ArraysCache) for part in leaves([cache]))
 
 
+@final
+class _ShapeLayer:
+    """A cache that only notes the shapes of keys and values that it is given."""
+
+    offset = 0
+    shape: LayerShape | None = None
+
+    def make_mask(self, N: int, return_array: bool = False, **_: Any) -> Any:
+        """Return the causal mask of a pass that has nothing before it."""
+        return mx.array(np.tri(N, dtype=bool)) if return_array else "causal"
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Return them as they are."""
+        if keys.shape[1] == values.shape[1] and self.shape is None:
+            self.shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        return keys, values
+
+
 def _seen(model: Any, token_ids: list[int]) -> KeptLayout | None:
     """Return the shapes of what a model gives its caches; ``None`` where some are unknown."""
-    layers = [ShapeLayer() for _ in range(sum(map(_num_attending, make_prompt_cache(model))))]
+    layers = [_ShapeLayer() for _ in range(sum(map(_num_attending, make_prompt_cache(model))))]
     caches = caches_of(model, layers, None)
     mx.eval(model(mx.array([token_ids]), cache=caches))
     shapes = [layer.shape for layer in layers if layer.shape is not None]
@@ -201,14 +218,14 @@ def _seen(model: Any, token_ids: list[int]) -> KeptLayout | None:
 def _difference(
     runner: MlxRunner,
     kept: KeptLayout,
-    way: MlxWay,
+    way: Way,
     long: list[int],
     short: list[int],
     whole: list[torch.Tensor],
 ) -> tuple[float, str, GoingOn]:
     """Return the largest distance of rows from what is kept, or why there are none."""
     size = len(long) + len(short)
-    attend = way.probing(MlxStore(kept.shapes, 4 * size))
+    attend = way.probing(MlxStore(kept.shapes, 4 * size), 0)
     try:
         if kept.states:
             states: Any = MlxStateStore(kept.states, NUM_STATES)

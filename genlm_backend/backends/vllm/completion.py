@@ -7,11 +7,9 @@ import itertools
 from collections.abc import Collection
 from typing import final
 
-import numpy as np
-
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.query import Query
-from genlm_backend.model.sampling import Sampled
+from genlm_backend.model.sampling import Sampled, seed_of
 
 _numbers = itertools.count()
 
@@ -49,8 +47,7 @@ class Completion:
         self.prompt = prompt
         self.eos_token_ids = frozenset(eos_token_ids)
         self.temperature = temperature
-        entropy = np.random.SeedSequence(None if seed is None else [seed, stream])
-        self.seed = int(entropy.generate_state(1, np.uint64)[0] >> np.uint64(1))
+        self.seed = seed_of(seed, stream) >> 1  # which vLLM takes as a signed number
         self.max_tokens = max_tokens
         self.max_length = max_length
         self.token_ids: list[int] = []

@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, final, overload
 
-from genlm_backend.checks import checked, instance, near_names, optional, shown, text
+from genlm_backend.checks import checked, instance, near_names, optional, sequence, shown, text
 from genlm_backend.checks import timeout as check_timeout
 from genlm_backend.errors import (
     GenerationConfigError,
@@ -17,15 +17,13 @@ from genlm_backend.errors import (
     UnknownRequestError,
 )
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.generation.draft import Draft
 from genlm_backend.generation.engine.installed_model import InstalledModel, ModelState
 from genlm_backend.generation.engine.request import GenerationRequest
 from genlm_backend.generation.engine.runtime_config import RuntimeConfig
-from genlm_backend.generation.engine.served_model import ServedModel
-from genlm_backend.generation.engine.status import GeneratedElements, GenerationStatus
-from genlm_backend.generation.generated import Generation
-from genlm_backend.generation.generation import check_streamable, make_config, make_drafts
-from genlm_backend.generation.prompt import Chat, Prompt, check_is_ids, check_texts, ids_of, is_chat
+from genlm_backend.generation.engine.served_model import ServedModel, Submission
+from genlm_backend.generation.generated import GeneratedElements, Generation
+from genlm_backend.generation.generation import check_streamable, make_config
+from genlm_backend.generation.prompt import Chat, check_is_ids, check_texts, is_chat
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.query import TokenIds
 from genlm_backend.runtime.background_loop import BackgroundLoop
@@ -33,6 +31,8 @@ from genlm_backend.runtime.closing import Closing
 from genlm_backend.runtime.forks import OfOneProcess, ProcessLock
 
 _RUNTIME_CONFIG = instance(RuntimeConfig, "a RuntimeConfig")
+_CONFIGS = sequence(instance(GenerationConfig, "one"), "GenerationConfigs, one for each prompt")
+_PROMPTS = sequence(lambda _, prompt: prompt, "several prompts in a list")
 
 
 @final
@@ -110,6 +110,15 @@ class Engine(OfOneProcess, Closing):
         """
         self._model(name).start()
 
+    def shut_model(self, name: str) -> None:
+        """Let no more requests for a model in, and tell whoever waits for room; the others go on.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) Unless it is running.
+            UnknownModelError: (``KeyError``) If there is no such name.
+        """
+        self._served(name).shut()
+
     def stop_model(self, name: str) -> None:
         """Interrupt a model's requests with what they have, and take no more; blocks until done.
 
@@ -144,19 +153,13 @@ class Engine(OfOneProcess, Closing):
 
     def num_running(self, name: str) -> int:
         """Return how many texts of a model are under way."""
-        return self.served(name).num_running
+        return self._served(name).num_running
 
     def num_waiting(self, name: str) -> int:
         """Return how many requests for a model wait to begin."""
-        return self.served(name).num_waiting
+        return self._served(name).num_waiting
 
-    def served(self, name: str) -> ServedModel:
-        """Return the served model of a name.
-
-        Raises:
-            ModelStateError: (``RuntimeError``) Unless the model is running.
-            UnknownModelError: (``KeyError``) If there is no such name.
-        """
+    def _served(self, name: str) -> ServedModel:
         return self._model(name).served
 
     def _model(self, name: str) -> InstalledModel:
@@ -201,9 +204,44 @@ class Engine(OfOneProcess, Closing):
         """
         timeout = check_timeout("timeout", timeout)
         check_is_ids(input_ids)
-        request, drafts = self._prepare(model_name, input_ids, config, fields)
-        request.model.submit({request: drafts}, timeout)
-        return request
+        served, prepared = self._prepare(model_name, [input_ids], config, fields)
+        served.submit(prepared, timeout)
+        return next(iter(prepared))
+
+    def start_requests(
+        self,
+        model_name: str,
+        prompts: Sequence[str | Chat | TokenIds],
+        configs: Sequence[GenerationConfig],
+        *,
+        timeout: float | None = None,
+    ) -> list[GenerationRequest]:
+        """Start a request for each of several prompts with one submission, all or none of them.
+
+        They count as one in the queue of those that wait.
+
+        Args:
+            model_name: Name of a running model.
+            prompts: Texts, chats or token ids.
+            configs: The configuration of each.
+            timeout: Seconds to wait for room, at most; 0 refuses at once.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If ``prompts`` or ``configs`` are not several.
+            GenerationConfigError: (``ValueError``) If there is not a configuration for each prompt;
+                otherwise as ``start_request_ids``.
+        """
+        timeout = check_timeout("timeout", timeout)
+        prompts, configs = _PROMPTS("prompts", prompts), _CONFIGS("configs", configs)
+        if len(configs) != len(prompts):
+            raise GenerationConfigError(
+                f"configs must be one for each of {len(prompts)} prompts, got {len(configs)}"
+            )
+        served = self._served(model_name)
+        prepared = served.prepare(zip(prompts, configs, strict=True))
+        if prepared:
+            served.submit(prepared, timeout)
+        return list(prepared)
 
     @overload
     def start_request_text(
@@ -253,12 +291,11 @@ class Engine(OfOneProcess, Closing):
         timeout = check_timeout("timeout", timeout)
         is_one = isinstance(text, str) or is_chat(text)
         texts: Sequence[Any] = [text] if is_one else check_texts("text", text)
-        prepared = [self._prepare(model_name, one, config, fields) for one in texts]
-        requests: list[GenerationRequest] = []
+        served, prepared = self._prepare(model_name, texts, config, fields)
+        requests = list(prepared)
         try:
-            for request, drafts in prepared:
-                request.model.submit({request: drafts}, timeout)
-                requests.append(request)
+            for request, drafts in prepared.items():
+                served.submit({request: drafts}, timeout)
         except BaseException:  # nobody would have their handles
             for request in requests:
                 self.stop_request(request)
@@ -272,7 +309,9 @@ class Engine(OfOneProcess, Closing):
             UnknownRequestError: (``ValueError``) If it is not this engine's.
         """
         self._check_request(request)
-        request.model.end(request, GenerationStatus.INTERRUPTED)
+        with self._lock.here:
+            model = self._models[request.model_name]
+        model.interrupt(request)
 
     def release_request(self, request: GenerationRequest) -> None:
         """Interrupt a request and forget what it has generated; again has no effect.
@@ -298,23 +337,15 @@ class Engine(OfOneProcess, Closing):
     def _prepare(
         self,
         model_name: str,
-        prompt: str | Chat | TokenIds,
+        prompts: Iterable[str | Chat | TokenIds],
         config: GenerationConfig | None,
         fields: dict[str, Any],
-    ) -> tuple[GenerationRequest, list[Draft]]:
-        """Check everything about a request, and start nothing."""
-        served = self.served(model_name)
-        config = make_config(config, fields)
-        checked = Prompt.check(served.lm, ids_of(prompt), config, served.config.max_length)
-        drafts = make_drafts(served.lm, checked, config)
-        if drafts[0].width > served.max_batch:
-            raise GenerationConfigError(
-                f"num_beams={config.num_beams} does not fit into max_batch={served.max_batch}"
-            )
-        return GenerationRequest(served, checked.token_ids, config), drafts
+    ) -> tuple[ServedModel, Submission]:
+        served, config = self._served(model_name), make_config(config, fields)
+        return served, served.prepare((prompt, config) for prompt in prompts)
 
     def _check_request(self, request: GenerationRequest) -> None:
-        if not isinstance(request, GenerationRequest) or request.model.loop is not self.loop:
+        if not isinstance(request, GenerationRequest) or request.loop is not self.loop:
             raise UnknownRequestError(f"{shown(request)} is no request of this engine")
 
     # ---------------------------------------------------------------- short forms
@@ -335,8 +366,9 @@ class Engine(OfOneProcess, Closing):
                 otherwise as ``start_request_ids`` and the request itself.
         """
         timeout = check_timeout("timeout", timeout)
-        request, drafts = self._prepare(model_name, prompt, config, fields)
-        await request.model.asubmit({request: drafts}, timeout)
+        served, prepared = self._prepare(model_name, [prompt], config, fields)
+        await served.asubmit(prepared, timeout)
+        (request,) = prepared
         try:
             return await request
         except GeneratorExit:  # of the garbage collector, maybe where its thread holds a lock
@@ -363,8 +395,9 @@ class Engine(OfOneProcess, Closing):
         """
         check_streamable(make_config(config, fields))
         timeout = check_timeout("timeout", timeout)
-        request, drafts = self._prepare(model_name, prompt, config, fields)
-        await request.model.asubmit({request: drafts}, timeout)
+        served, prepared = self._prepare(model_name, [prompt], config, fields)
+        await served.asubmit(prepared, timeout)
+        (request,) = prepared
         try:
             async for elements in request.queue:
                 yield elements

@@ -10,8 +10,10 @@ from typing import final
 from genlm_backend.backends.registry import check_loading, default_backend, load_model_by_name
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, RuntimeConfigError
+from genlm_backend.generation.engine.request import GenerationRequest
 from genlm_backend.generation.engine.runtime_config import RuntimeConfig
 from genlm_backend.generation.engine.served_model import ServedModel
+from genlm_backend.generation.generated import GenerationStatus
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.runtime.background_loop import BackgroundLoop
 
@@ -82,6 +84,11 @@ class InstalledModel:
                 self._served = self._load()
             self._served.open()
             self.state = ModelState.RUNNING
+
+    def interrupt(self, request: GenerationRequest) -> None:
+        """Interrupt a request; one that has ended stays as it is."""
+        if (served := self._served) is not None:
+            served.end(request, GenerationStatus.INTERRUPTED)
 
     def stop(self) -> None:
         """Interrupt its requests and take no more."""

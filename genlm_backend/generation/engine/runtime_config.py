@@ -22,7 +22,7 @@ from genlm_backend.checks import (
     thread_count,
 )
 from genlm_backend.errors import DeviceError, OptionError, RuntimeConfigError
-from genlm_backend.generation.fields import replaced
+from genlm_backend.generation.config import replaced
 from genlm_backend.model.async_lm import AsyncLM
 
 _MODES: Final[Mapping[str | None, str]] = {

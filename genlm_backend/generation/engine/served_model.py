@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from functools import partial
+from typing import Literal, TypeAlias, final
 
-from genlm_backend.errors import BatcherClosedError, ModelStateError, RequestQueueFullError
+from genlm_backend.errors import (
+    BatcherClosedError,
+    GenerationConfigError,
+    ModelStateError,
+    RequestQueueFullError,
+)
+from genlm_backend.generation.config import GenerationConfig
 from genlm_backend.generation.draft import Draft
-from genlm_backend.generation.engine.places import Entry, Phase
 from genlm_backend.generation.engine.request import GenerationRequest
-from genlm_backend.generation.engine.result_queue import wait_until
-from genlm_backend.generation.engine.roster import Roster, RosterChange, Settlement
+from genlm_backend.generation.engine.roster import Entry, Phase, Roster, RosterChange, Settlement
 from genlm_backend.generation.engine.runtime_config import RuntimeConfig
-from genlm_backend.generation.engine.signal import Signal
-from genlm_backend.generation.engine.status import GenerationStatus
+from genlm_backend.generation.engine.signal import Signal, await_for, wait_for
+from genlm_backend.generation.generated import GenerationStatus
+from genlm_backend.generation.generation import make_drafts
+from genlm_backend.generation.prompt import Chat, Prompt, ids_of
 from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.query import TokenIds
 from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.forks import ProcessLock
+
+Submission: TypeAlias = dict[GenerationRequest, list[Draft]]
+"""Requests that are let in together, and what makes the texts of each."""
 
 _Entry: TypeAlias = Entry[GenerationRequest, Draft]
 _Change: TypeAlias = RosterChange[GenerationRequest, Draft]
@@ -45,7 +55,7 @@ class _Worker:
 class ServedModel:
     """Works at requests for one model, as its roster decides.
 
-    The lock guards the roster, and every token that is written; the tasks live on the background
+    The lock guards the roster, and every token that is chosen; the tasks live on the background
     loop. Both are the engine's business: nothing here is called by a program.
 
     Args:
@@ -82,40 +92,52 @@ class ServedModel:
     def open(self) -> None:
         """Let requests in."""
         with self._lock.here:
-            self._roster.open()
+            self._roster.is_open = True
 
     def shut(self) -> None:
         """Let no more requests in, and tell whoever waits for room; the others go on."""
         with self._lock.here:
-            self._roster.shut()
+            self._roster.is_open = False
             self._room.notify()
 
-    def submit(
-        self, requests: Mapping[GenerationRequest, list[Draft]], timeout: float | None
-    ) -> None:
+    def prepare(
+        self, prompts: Iterable[tuple[str | Chat | TokenIds, GenerationConfig]]
+    ) -> Submission:
+        """Check everything about requests, and start nothing.
+
+        Args:
+            prompts: The prompt and the configuration of each request.
+        """
+        prepared: Submission = {}
+        for prompt, config in prompts:
+            checked = Prompt.check(self.lm, ids_of(prompt), config, self.config.max_length)
+            drafts = make_drafts(self.lm, checked, config)
+            if drafts[0].width > self.max_batch:
+                raise GenerationConfigError(
+                    f"num_beams={config.num_beams} does not fit into max_batch={self.max_batch}"
+                )
+            prepared[GenerationRequest(self.name, checked.token_ids, config, self.loop)] = drafts
+        return prepared
+
+    def submit(self, requests: Submission, timeout: float | None) -> None:
         """Take requests, all or none of them, blocking while as many submissions wait as may.
 
         Args:
-            requests: What makes the texts of each request.
+            requests: The requests.
             timeout: Seconds to wait for room, at most; ``None`` waits as long as it takes.
 
         Raises:
             RequestQueueFullError: (``queue.Full``) If that took ``timeout`` seconds.
-            ModelStateError: (``RuntimeError``) If the model has been stopped.
+            ModelStateError: (``RuntimeError``) If the model has been stopped or shut.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (waiter := self._try_submit(requests)) is not None:
-            if not wait_until(waiter, deadline):
-                raise self._full()
+        if not wait_for(partial(self._try_submit, requests), timeout):
+            raise self._full()
 
-    async def asubmit(
-        self, requests: Mapping[GenerationRequest, list[Draft]], timeout: float | None
-    ) -> None:
+    async def asubmit(self, requests: Submission, timeout: float | None) -> None:
         """Do as ``submit``, leaving the event loop free."""
         try:
             async with asyncio.timeout(timeout):
-                while (waiter := self._try_submit(requests)) is not None:
-                    await asyncio.wrap_future(waiter)
+                await await_for(partial(self._try_submit, requests))
         except TimeoutError:
             raise self._full() from None
 
@@ -124,11 +146,13 @@ class ServedModel:
             f"{self.num_waiting} requests wait for model {self.name!r} already"
         )
 
-    def _try_submit(self, requests: Mapping[GenerationRequest, list[Draft]]) -> Future[None] | None:
+    def _try_submit(self, requests: Submission) -> Literal[True] | Future[None]:
         """Take requests, or return what tells when to try again."""
         with self._lock.here:
             if not self._roster.is_open:
-                raise ModelStateError(f"model {self.name!r} has been stopped")
+                raise ModelStateError(
+                    f"model {self.name!r} has been stopped or shut: no request is let in"
+                )
             try:
                 self._roster.capacity = self.lm.kv_capacity
                 change = self._roster.submit(requests)
@@ -139,7 +163,7 @@ class ServedModel:
                 for request in requests:
                     self.end(request, GenerationStatus.INTERRUPTED)
                 raise
-        return None
+        return True
 
     @property
     def num_running(self) -> int:
@@ -166,15 +190,15 @@ class ServedModel:
                 self.loop.call_soon(self._cancel, text)
             for text in change.rest:
                 text.request.queue.preempt()
-                self.loop.call_soon(self._let_rest, text)
+                self.loop.call_soon(self._let, text, False)
             for text in change.start:
                 self.loop.call_soon(self._start, text)
             for text in change.go_on:
-                self.loop.call_soon(self._let_go_on, text)
+                self.loop.call_soon(self._let, text, True)
             self._room.notify()
 
     def _start(self, text: _Entry) -> None:
-        """Give a text its task; on the loop, as are the next three."""
+        """Give a text its task; on the loop, as are the next two."""
         if text.is_wanted:
             may_go = asyncio.Event()
             may_go.set()
@@ -182,13 +206,11 @@ class ServedModel:
             self._workers[text] = _Worker(task, may_go)
             task.add_done_callback(lambda _: self._workers.pop(text))
 
-    def _let_rest(self, text: _Entry) -> None:
+    def _let(self, text: _Entry, may_go: bool) -> None:
+        """Let a text go on, or have it rest."""
         if text in self._workers:
-            self._workers[text].may_go.clear()
-
-    def _let_go_on(self, text: _Entry) -> None:
-        if text in self._workers:
-            self._workers[text].may_go.set()
+            event = self._workers[text].may_go
+            event.set() if may_go else event.clear()
 
     def _cancel(self, text: _Entry) -> None:
         # One that has noticed is not cancelled, or what it forgets last would stay.
@@ -199,7 +221,7 @@ class ServedModel:
 
     async def _work(self, text: _Entry, may_go: asyncio.Event) -> None:
         try:
-            await self._write(text, may_go)
+            await self._generate(text, may_go)
         except asyncio.CancelledError:
             self.end(text.request, GenerationStatus.INTERRUPTED)
         except Exception as error:  # the request's own, and nobody else's
@@ -207,16 +229,16 @@ class ServedModel:
         finally:
             await self._leave(text)
 
-    async def _write(self, text: _Entry, may_go: asyncio.Event) -> None:
-        """Write a text to its end, or until its request has ended."""
+    async def _generate(self, text: _Entry, may_go: asyncio.Event) -> None:
+        """Generate a text to its end, or until its request has ended."""
         queue, draft = text.request.queue, text.draft
         queue.begin()
-        await self._read_first(text)
+        await self._ask_first(text)
         while True:
             with self._lock.here:
                 if not text.is_wanted:
                     return
-                queue.put(draft.write())
+                queue.put(draft.choose())
                 if draft.is_finished:
                     self._roster.finished(text)
                     return
@@ -224,15 +246,15 @@ class ServedModel:
                 self._carry_out(self._roster.grew(text))
             await self._forget(text)
             await may_go.wait()
-            await self._read(text)
+            await self._ask(text)
 
-    async def _read_first(self, text: _Entry) -> None:
+    async def _ask_first(self, text: _Entry) -> None:
         draft = text.draft
-        # The counts are queued before the reading, and so are taken before the prompt is computed.
+        # The counts are queued before the question, and so are taken before the prompt is computed.
         num_cached, num_on_host, _ = await asyncio.gather(
             self.lm.num_cached_tokens(draft.asked()[0], draft.lora_name),
             self._num_on_host(draft),
-            self._read(text),
+            self._ask(text),
         )
         text.request.queue.finish_context(num_cached, num_on_host)
 
@@ -241,10 +263,10 @@ class ServedModel:
             return 0
         return await self.lm.num_cached_tokens(draft.asked()[0], draft.lora_name, tier="host")
 
-    async def _read(self, text: _Entry) -> None:
+    async def _ask(self, text: _Entry) -> None:
         with self._lock.here:
             self._roster.asks(text)
-        await text.draft.read()
+        await text.draft.ask()
 
     async def _leave(self, text: _Entry) -> None:
         with self._lock.here:
@@ -300,8 +322,9 @@ def _settle(settlement: Settlement[GenerationRequest, Draft]) -> None:
     scores: dict[int, float] = {}
     try:
         for text in settlement.texts:
-            queue.put(text.draft.unwritten())
-            held_back += text.draft.held_back()
+            tokens, characters = text.draft.cut()
+            queue.put(tokens)
+            held_back += characters
             scores |= text.draft.scores()
     finally:
         queue.end(settlement.status, held_back, scores, settlement.error)

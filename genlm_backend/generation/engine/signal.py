@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import final
+from typing import TypeVar, final
+
+T = TypeVar("T")
 
 
 @final
 class Signal:
     """Wakes everybody who waits for a change of something that a lock guards.
 
-    Both methods are called under that lock. A thread then waits for ``future.result(timeout)``
-    without it, a coroutine for ``asyncio.wrap_future(future)``.
+    Both methods are called under that lock; ``wait_for`` and ``await_for`` wait without it.
     """
 
     def __init__(self) -> None:
@@ -29,3 +33,27 @@ class Signal:
         for waiter in waiters:
             if waiter.set_running_or_notify_cancel():
                 waiter.set_result(None)
+
+
+def wait_for(attempt: Callable[[], T | Future[None]], timeout: float | None) -> T | None:
+    """Return what a function returns once it is no waiter, blocking for each waiter before.
+
+    Args:
+        attempt: Function to call, and to call again at each signal.
+        timeout: Seconds to wait, at most, before ``None`` is returned.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while isinstance(found := attempt(), Future):
+        try:
+            found.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except TimeoutError:
+            if found.cancel():  # so that whoever notifies can forget it
+                return None
+    return found
+
+
+async def await_for(attempt: Callable[[], T | Future[None]]) -> T:
+    """Do as ``wait_for``, leaving the event loop free meanwhile."""
+    while isinstance(found := attempt(), Future):
+        await asyncio.wrap_future(found)
+    return found

@@ -1,38 +1,31 @@
-"""A JSON schema with all the schemas in it: checked, because llguidance passes over much."""
+"""JSON schemas with all the schemas in them: checked, because llguidance passes over much."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, final
 from urllib.parse import unquote, urldefrag, urljoin
 
 from genlm_backend.errors import ConstraintError
-from genlm_backend.generation.grammar.schema_idle import is_idle
+from genlm_backend.generation.grammar.schema_formats import FORMATS, UNCHECKED
 from genlm_backend.generation.grammar.schema_keywords import (
     ALL_TYPES,
     ANNOTATIONS,
     DEFINITIONS,
     HONOURED,
     draft_of,
+    rules,
+    types_of,
 )
-from genlm_backend.generation.grammar.schema_names import keep_names
+from genlm_backend.generation.grammar.schema_numbers import constants, is_number
 
 Schema = dict[str, Any] | bool
 
 _IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
+
 _DEEPEST = 100
-
-
-@final
-@dataclass(frozen=True)
-class Base:
-    """What the references of a schema are relative to: the nearest schema with an ``$id``."""
-
-    uri: str
-    schema: Schema
 
 
 @final
@@ -53,7 +46,7 @@ class SchemaDocument:
         self.root = root
         self._draft = draft_of(root.get("$schema"))
         self._places: dict[int, str] = {}
-        self._bases: dict[int, Base] = {}
+        self._bases: dict[int, str] = {}  # the URIs that references are relative to
         self._targets: dict[int, Schema] = {}
         self._named: dict[str, Schema] = {"": root}
         self._found: list[dict[str, Any]] = []
@@ -88,7 +81,7 @@ class SchemaDocument:
     # ---------------------------------------------------------------- finding them
 
     def _find_all(self) -> None:
-        self._find(self.root, "#", Base("", self.root))
+        self._find(self.root, "#", "")
         settled = 0
         while settled < len(self._found):  # what is referred to may refer to more
             for schema in self._found[settled:]:
@@ -98,8 +91,8 @@ class SchemaDocument:
                     self._targets[id(schema)] = target
                     self._find(target, place, base)
 
-    def _find(self, schema: Any, place: str, base: Base) -> None:
-        rest: list[tuple[Any, str, Base, int]] = [(schema, place, base, 0)]
+    def _find(self, schema: Any, place: str, base: str) -> None:
+        rest: list[tuple[Any, str, str, int]] = [(schema, place, base, 0)]
         while rest:
             one, place, base, depth = rest.pop()
             if not isinstance(one, dict) or id(one) in self._places:
@@ -115,27 +108,27 @@ class SchemaDocument:
             inner = _within(one, (*HONOURED, *DEFINITIONS))
             rest.extend((part, place + path, base, depth + 1) for path, part in inner)
 
-    def _named_base(self, schema: dict[str, Any], base: Base) -> Base:
-        """Note the names of a schema, and return what its references are relative to."""
+    def _named_base(self, schema: dict[str, Any], base: str) -> str:
+        """Note the names of a schema, and return the URI that its references are relative to."""
         if "$ref" in schema and self._draft <= 7:
             return base  # what stands beside it is passed over
         name = schema.get("id" if self._draft == 4 else "$id")
         if isinstance(name, str) and not name.startswith("#"):
-            base = Base(urldefrag(urljoin(base.uri, name)).url, schema)
-            self._named[base.uri] = schema
+            base = urldefrag(urljoin(base, name)).url
+            self._named[base] = schema
         elif isinstance(name, str):
-            self._named[base.uri + name] = schema
+            self._named[base + name] = schema
         for keyword in ("$anchor", "$dynamicAnchor"):
             if isinstance(anchor := schema.get(keyword), str):
-                self._named[f"{base.uri}#{anchor}"] = schema
+                self._named[f"{base}#{anchor}"] = schema
         return base
 
-    def _resolved(self, schema: dict[str, Any]) -> tuple[Schema, str, Base]:
+    def _resolved(self, schema: dict[str, Any]) -> tuple[Schema, str, str]:
         """Return the schema that another refers to, its place, and its base."""
         reference, place, base = schema["$ref"], self.place(schema), self._bases[id(schema)]
         if not isinstance(reference, str):
             raise ConstraintError(f"$ref at {place} must be a text, got {reference!r}")
-        whole = base.uri + reference if reference[:1] == "#" else urljoin(base.uri, reference)
+        whole = base + reference if reference[:1] == "#" else urljoin(base, reference)
         uri, fragment = urldefrag(whole)
         start = self._named.get(f"{uri}#{fragment}") if fragment[:1] not in ("", "/") else None
         if start is not None:
@@ -224,31 +217,6 @@ class SchemaDocument:
         return (part for part in parts if isinstance(part, dict))
 
 
-def rules(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema without annotations."""
-    return {name: value for name, value in schema.items() if name in HONOURED}
-
-
-def types_of(schema: dict[str, Any]) -> tuple[str, ...]:
-    """Return the types that a schema allows, by its ``type`` alone."""
-    named = schema.get("type")
-    if isinstance(named, list):
-        return tuple(map(str, named))
-    return (named,) if isinstance(named, str) else ALL_TYPES
-
-
-def texts_of(schema: dict[str, Any], keyword: str) -> list[str]:
-    """Return the texts in the list that a keyword has as its value."""
-    value = schema.get(keyword)
-    return [part for part in value if isinstance(part, str)] if isinstance(value, list) else []
-
-
-def properties_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schemas of the properties that a schema declares."""
-    value = schema.get("properties")
-    return value if isinstance(value, dict) else {}
-
-
 def _within(schema: dict[str, Any], keywords: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """Yield the schemas in the values of some keywords, each with its place in the schema."""
     for keyword in keywords:
@@ -282,3 +250,151 @@ def _at(value: Any, pointer: str) -> Any:
         else:
             return None
     return value
+
+
+def merges(schema: dict[str, Any]) -> bool:
+    """Tell whether a value may be kept to several schemas by way of this one."""
+    in_place = {"$ref", "allOf", "anyOf", "oneOf"} & schema.keys()
+    return (
+        "allOf" in schema
+        or (bool(in_place) and len(rules(schema)) > 1)
+        or bool(schema.get("patternProperties"))
+    )
+
+
+_OF_TYPES = {
+    "uniqueItems": "array", "contains": "array", "minContains": "array", "maxContains": "array",
+    "unevaluatedItems": "array", "dependentRequired": "object", "dependentSchemas": "object",
+    "dependencies": "object", "unevaluatedProperties": "object",
+}  # fmt: skip
+"""Keywords that no constraint keeps to, and the type of values that each is about."""
+
+
+def is_idle(keyword: str, schema: dict[str, Any], types: tuple[str, ...], draft: int) -> bool:
+    """Tell whether a keyword that no constraint keeps to rules nothing out where it is.
+
+    Args:
+        keyword: A keyword of the schema.
+        schema: The schema that has it.
+        types: The types of values that the schema allows.
+        draft: The draft that the schema is of.
+    """
+    value = schema[keyword]
+    if keyword in _OF_TYPES and _OF_TYPES[keyword] not in types:
+        return True
+    if keyword in ("not", "nullable"):
+        return value is False
+    if keyword == "uniqueItems":
+        most = schema.get("maxItems")
+        return value is False or (is_number(most) and most <= 1)
+    if keyword in ("unevaluatedItems", "unevaluatedProperties"):
+        return is_anything(value)
+    if keyword in ("contains", "minContains", "maxContains"):
+        least = schema.get("minContains")
+        is_counted = draft >= 2019 and is_number(least) and least == 0
+        return "contains" not in schema or (is_counted and "maxContains" not in schema)
+    if keyword in ("if", "then", "else"):
+        return "if" not in schema or not (_binds(schema, "then") or _binds(schema, "else"))
+    if keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        parts = value.values() if isinstance(value, dict) else [False]
+        return all(part == [] or is_anything(part) for part in parts)
+    return False
+
+
+def is_anything(schema: object) -> bool:
+    """Tell whether every value is known to fit a schema, as it is ``true`` or has no keyword."""
+    if not isinstance(schema, dict):
+        return schema is True
+    return all(name in ANNOTATIONS or name.startswith("x-") for name in schema)
+
+
+def _binds(schema: dict[str, Any], branch: str) -> bool:
+    """Tell whether a value may be kept to ``then``, or to ``else``, behind an ``if``."""
+    is_never = schema["if"] is False if branch == "then" else is_anything(schema["if"])
+    return not is_never and not is_anything(schema.get(branch, True))
+
+
+def keep_names(
+    schema: dict[str, Any], names: dict[str, Any] | bool, types: tuple[str, ...], place: str
+) -> None:
+    """Write the ``propertyNames`` of a schema as other keywords, in place.
+
+    Args:
+        schema: A schema of objects.
+        names: The schema of their keys, behind a reference.
+        types: The types of values that this one allows.
+        place: The place of the schema of objects.
+
+    Raises:
+        ConstraintError: (``ValueError``) If it cannot be written so.
+    """
+    del schema["propertyNames"]
+    found = _rules_of_strings(names)
+    others = schema.get("additionalProperties", True)
+    if names is False or "string" not in types:
+        _declare(schema, (), others)
+    elif (listed := constants(found)) is not None and found.keys() <= {"const", "enum"}:
+        if schema.get("patternProperties"):
+            raise _refused(place, "a list of names, beside patternProperties")
+        _declare(schema, (name for name in listed if isinstance(name, str)), others)
+    elif found:
+        pattern = _pattern(found)
+        if pattern is None:
+            raise _refused(place, f"{_listed(found)} together")
+        if schema.get("properties") or schema.get("patternProperties"):
+            raise _refused(place, f"{_listed(found)}, beside properties or patternProperties")
+        schema |= {"patternProperties": {pattern: others}, "additionalProperties": False}
+
+
+def _rules_of_strings(names: dict[str, Any] | bool) -> dict[str, Any]:
+    """Return the keywords of a schema that rule strings out."""
+    if is_anything(names) or isinstance(names, bool):
+        return {}
+    return {
+        name: value
+        for name, value in names.items()
+        if name in HONOURED
+        and name != "type"
+        and (not HONOURED[name].types or "string" in HONOURED[name].types)
+        and not _fits_all(name, value)
+    }
+
+
+def _fits_all(keyword: str, value: Any) -> bool:
+    """Tell whether all strings fit a keyword."""
+    if keyword == "format":
+        return isinstance(value, str) and value not in FORMATS and value not in UNCHECKED
+    return (keyword, value) in (("minLength", 0), ("pattern", ""))
+
+
+def _declare(schema: dict[str, Any], names: Iterable[str], others: Any) -> None:
+    """Allow an object some keys alone, in the order in which they are declared, or listed."""
+    declared, allowed = schema.get("properties") or {}, dict.fromkeys(names)
+    ordered = [*(name for name in declared if name in allowed), *allowed]
+    schema["properties"] = {name: declared.get(name, others) for name in ordered}
+    schema["additionalProperties"] = False
+    schema.pop("patternProperties", None)
+
+
+def _pattern(found: dict[str, Any]) -> str | None:
+    """Return a pattern of the strings that fit a format, a pattern or bounds of their length."""
+    if found.keys() == {"pattern"} and isinstance(found["pattern"], str):
+        return found["pattern"]
+    if found.keys() == {"format"}:
+        patterns = FORMATS.get(str(found["format"]), ())
+        return f"^(?:{patterns[0]})$" if len(patterns) == 1 else None
+    if found.keys() <= {"minLength", "maxLength"} and all(map(is_number, found.values())):
+        least, most = int(found.get("minLength", 0)), found.get("maxLength")
+        return rf"^[^\x00]{{{least},{'' if most is None else int(most)}}}$"
+    return None
+
+
+def _listed(found: dict[str, Any]) -> str:
+    return ", ".join(map(repr, sorted(found)))
+
+
+def _refused(place: str, fault: str) -> ConstraintError:
+    return ConstraintError(
+        f"no constraint keeps to propertyNames at {place} with {fault}: give names one 'enum', or "
+        "one 'pattern', 'format' or bounds of their length in an object without other properties"
+    )

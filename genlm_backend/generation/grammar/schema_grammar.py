@@ -13,26 +13,29 @@ from collections.abc import Iterable, Iterator
 from typing import Any, final
 
 from genlm_backend.errors import ConstraintError
-from genlm_backend.generation.grammar.grammar_fault import fault_of_generated
-from genlm_backend.generation.grammar.grammar_vocabulary import error_of, is_beginning
-from genlm_backend.generation.grammar.schema_document import (
-    Schema,
-    SchemaDocument,
+from genlm_backend.generation.grammar.grammar_library import (
+    error_of,
+    fault_of_generated,
+    is_beginning,
+)
+from genlm_backend.generation.grammar.schema_document import Schema, SchemaDocument
+from genlm_backend.generation.grammar.schema_keywords import (
+    HONOURED,
     properties_of,
     rules,
     texts_of,
     types_of,
 )
-from genlm_backend.generation.grammar.schema_keywords import HONOURED
 from genlm_backend.generation.grammar.schema_leaves import Leaves
-from genlm_backend.generation.grammar.schema_literals import (
+from genlm_backend.generation.grammar.schema_numbers import (
     constants,
+    inexact_bounds,
+    integer_bounds,
+    integers_within,
     is_plain,
     scalar_texts,
     type_of,
 )
-from genlm_backend.generation.grammar.schema_numbers import integers_within
-from genlm_backend.generation.grammar.schema_values import inexact_bounds, integer_bounds
 
 _IN_LARK = {"/": "\\/", "\n": "\\n"}
 _CHARACTER = r'[^"\\\x00-\x1f\x7f]|\\["\\bfnrt]'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Any, Literal, final
 
 ALL_TYPES = ("null", "boolean", "number", "string", "array", "object")
 """The types of JSON values; an integer is a number."""
@@ -94,3 +94,28 @@ def draft_of(uri: object) -> int:
     if not isinstance(uri, str):
         return 2020
     return _DRAFTS.get(uri.rstrip("#").removeprefix("https://").removeprefix("http://"), 2020)
+
+
+def rules(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema without annotations."""
+    return {name: value for name, value in schema.items() if name in HONOURED}
+
+
+def types_of(schema: dict[str, Any]) -> tuple[str, ...]:
+    """Return the types that a schema allows, by its ``type`` alone."""
+    named = schema.get("type")
+    if isinstance(named, list):
+        return tuple(map(str, named))
+    return (named,) if isinstance(named, str) else ALL_TYPES
+
+
+def texts_of(schema: dict[str, Any], keyword: str) -> list[str]:
+    """Return the texts in the list that a keyword has as its value."""
+    value = schema.get(keyword)
+    return [part for part in value if isinstance(part, str)] if isinstance(value, list) else []
+
+
+def properties_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schemas of the properties that a schema declares."""
+    value = schema.get("properties")
+    return value if isinstance(value, dict) else {}

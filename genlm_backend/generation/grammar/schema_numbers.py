@@ -1,12 +1,15 @@
-"""Numbers of JSON schemas: those that llguidance keeps to exactly, and patterns of the others."""
+"""Numbers, constants and bounds of JSON schemas: those that llguidance keeps to, and the rest."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from decimal import ROUND_DOWN, Context, Decimal
-from math import gcd, lcm, prod
+from math import ceil, floor, gcd, lcm, prod
 from typing import Any, TypeGuard
+
+from genlm_backend.generation.grammar.schema_keywords import types_of
 
 _MOST = 2**53
 _MOST_EXPONENT = 22  # the largest power of ten that a double holds exactly
@@ -179,3 +182,144 @@ def _parts(number: Decimal) -> tuple[int, int]:
     sign, digits, exponent = number.normalize(exact).as_tuple()
     whole = int("".join(map(str, digits)))
     return -whole if sign else whole, int(exponent)
+
+
+_ESCAPED_BY_NUMBER = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether llguidance writes a constant as it is."""
+    if isinstance(value, list):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(map(is_plain, [*value, *value.values()]))
+    if isinstance(value, str):
+        return not _ESCAPED_BY_NUMBER.search(value)
+    if is_number(value):
+        return is_exact(value) and "e" not in repr(float(value))
+    return True
+
+
+def scalar_texts(value: Any) -> list[str]:
+    """Return the texts of a constant that is neither a list nor an object."""
+    if is_number(value):
+        return spellings(value)
+    return [json.dumps(value, ensure_ascii=False)]
+
+
+def type_of(value: Any) -> str:
+    """Return the type of a value, the narrowest one."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if is_number(value):
+        return "integer" if value == int(value) else "number"
+    return {str: "string", list: "array", dict: "object"}[type(value)]
+
+
+def key_of(value: Any) -> Any:
+    """Return what values have in common that are equal for JSON, where no boolean is a number."""
+    if isinstance(value, list):
+        return ("array", *map(key_of, value))
+    if isinstance(value, dict):
+        return ("object", frozenset((name, key_of(part)) for name, part in value.items()))
+    return (type_of(value), value)
+
+
+def constants(schema: dict[str, Any]) -> list[Any] | None:
+    """Return the constants that a schema is restricted to; ``None`` if it is to none."""
+    if "const" in schema:
+        listed = schema.get("enum", [schema["const"]])
+        keys = {key_of(value) for value in listed} if isinstance(listed, list) else set()
+        return [schema["const"]] if key_of(schema["const"]) in keys else []
+    listed = schema.get("enum")
+    return listed if isinstance(listed, list) else None
+
+
+def doubles(value: Any) -> Any:
+    """Return plain JSON whose numbers are integers and doubles."""
+    if isinstance(value, dict):
+        return {name: doubles(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [doubles(part) for part in value]
+    return float(value) if isinstance(value, Decimal) else value
+
+
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+
+
+def inexact_bounds(schema: dict[str, Any]) -> list[str]:
+    """Return the bounds of a schema that llguidance would take for others."""
+    return [name for name in BOUNDS if is_number(bound := schema.get(name)) and not is_exact(bound)]
+
+
+def integer_bounds(schema: dict[str, Any]) -> tuple[int | None, int | None]:
+    """Return the least and the greatest integer that the bounds of a schema allow."""
+    low, high = schema.get("minimum"), schema.get("maximum")
+    lows = [ceil(low)] if is_number(low) else []
+    highs = [floor(high)] if is_number(high) else []
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    above = low if above is True else above  # as in draft 4
+    below = high if below is True else below
+    lows += [floor(above) + 1] if is_number(above) else []
+    highs += [ceil(below) - 1] if is_number(below) else []
+    return max(lows, default=None), min(highs, default=None)
+
+
+def excluded_integers(schema: dict[str, Any], is_merged: bool) -> dict[str, Decimal]:
+    """Return the bounds to have in the place of exclusive ones, where llguidance includes these.
+
+    It lets an integer through that is excluded, where there is no other one up to the opposite
+    bound: 0 where a number is above 0 and at most 0.5. The bounds that are returned are inclusive,
+    and next to the integers.
+
+    Args:
+        schema: A schema.
+        is_merged: Whether the opposite bound may be another schema's.
+    """
+    if "number" not in types_of(schema):
+        return {}
+    found: dict[str, Decimal] = {}
+    (low, is_above), (high, is_below) = bound_of(schema, "inimum"), bound_of(schema, "aximum")
+    if not is_merged and (low is None or high is None or high - low >= 1):
+        return {}
+    if low is not None and is_above and low == int(low):
+        found["minimum"] = beside(low, 1)
+    if high is not None and is_below and high == int(high):
+        found["maximum"] = beside(high, -1)
+    return found
+
+
+def bound_of(schema: dict[str, Any], end: str) -> tuple[int | Decimal | None, bool]:
+    """Return a bound of a schema, and whether it is excluded."""
+    bound, excluded = schema.get(f"m{end}"), schema.get(f"exclusiveM{end}")
+    sign = 1 if end == "inimum" else -1
+    bound = bound if is_number(bound) else None
+    if is_number(excluded) and (bound is None or excluded * sign >= bound * sign):
+        return excluded, True
+    return bound, excluded is True  # as in draft 4
+
+
+def shorter_numbers(schema: dict[str, Any], bounds: dict[str, Any]) -> list[float]:
+    """Return the numbers within bounds that have fewer digits than one of these begins with.
+
+    Args:
+        schema: A schema.
+        bounds: Its bounds as llguidance gets them: numbers that are doubles, or booleans.
+    """
+    if "number" not in types_of(schema):
+        return []
+    exact = {
+        name: Decimal(repr(bound)) if isinstance(bound, float) else bound
+        for name, bound in bounds.items()
+    }
+    (low, is_above), (high, is_below) = bound_of(exact, "inimum"), bound_of(exact, "aximum")
+    found = {
+        number
+        for bound in exact.values()
+        if is_number(bound)
+        for number in shortened(bound)
+        if number != int(number)
+        and (low is None or number > low or (number == low and not is_above))
+        and (high is None or number < high or (number == high and not is_below))
+    }
+    return sorted(map(float, found))

@@ -10,9 +10,12 @@ from genlm_backend.attention.torch import WholeAttend
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.context import of_no_model
 from genlm_backend.model.query import Query
+from genlm_backend.model.row import rows_of_logits, scores_of_logits
 from genlm_backend.model.scoring import Scoring
+from genlm_backend.passes.forwards import Forwards
 from genlm_backend.passes.passes import Passes
 from genlm_backend.passes.prefill_plan import CostModel
+from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix import KVLayout, KVStore
 
 VOCAB = 5
@@ -100,12 +103,18 @@ def make(num_slots, runner=None, **cost):
         if wanted and not wanted.pop():
             raise QueryDroppedError("by the test")
 
-    passes = Passes(runner, CostModel(**cost), check_wanted=check_wanted)
+    passes = passes_over(runner, check_wanted, **cost)
     runner.max_outputs = passes.cost.max_outputs
     passes.wanted = wanted
     if num_slots is not None:
-        passes.keep(KVStore(KVLayout(), num_slots), num_slots, Slotted())
+        store = KVStore(KVLayout(), num_slots)
+        passes.keep(PrefixCache(runner, Slotted(), store, num_slots))
     return passes
+
+
+def passes_over(runner, check_wanted, **cost):
+    forwards = Forwards(runner, rows_of_logits, scores_of_logits, check_wanted)
+    return Passes(forwards, CostModel(**cost), WholeAttend())
 
 
 class Afresh:

@@ -9,8 +9,7 @@ import torch
 
 from genlm_backend import ParallelTokenCharacterTrie, TokenCharacterTrie
 from genlm_backend.attention import reading as sharing
-from genlm_backend.attention.torch import fused
-from genlm_backend.attention.torch.block import Block
+from genlm_backend.attention.torch import fused, torch_operators
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.model.query import Query
 from genlm_backend.model.scoring import Scoring
@@ -81,15 +80,15 @@ def counted(operator, asked):
 
 def rows_here(model, options):
     """Return the rows by the operators that a device is given, on the processor."""
-    own = Block.fused
-    Block.fused = lambda *_: None
+    own = torch_operators.fused_operator
+    torch_operators.fused_operator = lambda *_: None
     try:
         evaluator = HFEvaluator(model, **options)
         evaluator.open()
         batches = [[Query(context) for context in batch] for batch in BATCHES]
         return [[row.logprobs for row in evaluator.evaluate(batch)] for batch in batches]
     finally:
-        Block.fused = own
+        torch_operators.fused_operator = own
 
 
 def of_trie():

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
-from genlm_backend.attention.torch import fused
-from genlm_backend.attention.torch.block import Block
+from genlm_backend.attention.block import Block
+from genlm_backend.attention.torch import fused, torch_operators
 from genlm_backend.attention.torch.fused import OPERATORS, FusedOperator, fused_operator
+from genlm_backend.attention.torch.torch_operators import TORCH
 
 RIGHT = OPERATORS["cpu"][0].attend
 DEVICE = torch.device("cpu")
@@ -108,8 +109,9 @@ def test_a_block_without_masks_and_one_with_agree_with_the_formula(monkeypatch):
     query = torch.randn(2, 3, 5, 8, generator=generator)
     keys, values = torch.randn(2, 2, 3, 40, 8, generator=generator)
     mask = torch.zeros(2, 1, 5, 40).masked_fill_(torch.rand(2, 1, 5, 40) < 0.3, -torch.inf)
-    block = Block(0.3)
-    monkeypatch.setattr(Block, "fused", lambda *_: FusedOperator(RIGHT))  # which takes no masks
+    block = Block(TORCH, 0.3)
+    without_masks = FusedOperator(RIGHT)
+    monkeypatch.setattr(torch_operators, "fused_operator", lambda *_: without_masks)
     for added in (None, mask):
         found = block.attend(query, keys, values, added)
         expected = block.attend_if_any(query, keys, values, added)
@@ -123,7 +125,7 @@ def test_a_query_that_attends_to_nothing_in_two_blocks_merges_with_a_third():
     keys, values = torch.randn(2, 1, 2, 30, 8, generator=generator)
     mask = torch.zeros(1, 1, 3, 30)
     mask[:, :, 0, :20] = -torch.inf
-    block = Block(0.3)
+    block = Block(TORCH, 0.3)
     parts = [
         block.attend_if_any(query, keys[:, :, i:j], values[:, :, i:j], mask[..., i:j])
         for i, j in ((0, 10), (10, 20), (20, 30))

@@ -24,7 +24,7 @@ MODEL = families.make("llama")
 @functools.cache
 def bytes_per_slot(model=MODEL, **options):
     with AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=1 << 16, **options) as lm:
-        return lm._evaluator.passes.store.bytes_per_slot
+        return lm._evaluator.passes.cache.store.bytes_per_slot
 
 
 def tiered(num_slots, num_host_slots, model=MODEL, per_slot=None, **options):
@@ -211,7 +211,7 @@ def test_options_that_make_no_sense():
 def test_a_store_of_the_host_has_the_layout_of_the_device():
     per_slot = bytes_per_slot(kv_cache_dtype="int8")
     with tiered(10, 20, kv_cache_dtype="int8", per_slot=per_slot) as lm:
-        store = lm._evaluator.passes.store
+        store = lm._evaluator.passes.cache.store
         host = KVStore(store.layout.on_host(), 20)
         for layer, codes in zip(host.codes, store.codes, strict=True):
             assert [c.shape[1:] for c in layer] == [c.shape[1:] for c in codes]

@@ -148,15 +148,15 @@ def test_a_context_without_room_is_rounded_all_the_same():
 
 
 def test_long_shared_stretches_are_decoded_in_pieces(monkeypatch):
-    from genlm_backend.attention.torch import shared_attend as shared
+    from genlm_backend.attention import shared_pass
 
-    monkeypatch.setattr(shared, "LONG_COPY", 5)
+    monkeypatch.setattr(shared_pass, "LONG_COPY", 5)
     prompt = [i % families.VOCAB for i in range(3, 60)]
     contexts = [[*prompt, i, i + 1] for i in range(6)]
     options = {"kv_cache_dtype": "int8", "row_cache_bytes": 0}
     with AsyncTransformer(_DOUBLE, word_tokenizer(), **options) as lm:
         lm.cache_kv(prompt)
-        assert isinstance(lm._evaluator.passes.attend, SharedAttend)
+        assert isinstance(lm._evaluator.passes.cache.attend, SharedAttend)
         for context, row in zip(contexts, lm.batch_next_token_logprobs_sync(contexts), strict=True):
             expected = rounded_row(_DOUBLE, context, int8)
             torch.testing.assert_close(row, expected, rtol=0, atol=1e-6)

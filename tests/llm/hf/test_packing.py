@@ -38,7 +38,7 @@ def test_the_drawing_in_the_docstring():
 def test_a_run_may_be_the_beginning_of_its_owners_slots():
     spans = [Span([1], (Run("a", [4, 5, 6], 2), Run("b", [9], 1)), [7], [0])]
     assert spans[0].num_past == 3
-    assert gather(pack(spans)).slots.tolist() == [4, 5, 9, 7]
+    assert gather(pack(spans)).slots.tolist() == [[4, 5, 9, 7]]
     assert pack(spans).position_ids.tolist() == [[3]]
 
 

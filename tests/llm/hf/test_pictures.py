@@ -103,7 +103,7 @@ def test_what_has_to_go_is_computed_again():
     name, generator = "smolvlm", random.Random(1)
     prompts = [prompt_of(name, [i]) for i in range(4)]
     layout = over(name)
-    per_slot = layout._hf.passes.layout.bytes_per_slot
+    per_slot = layout._hf.passes.cache.layout.bytes_per_slot
     layout.close()
     with over(name, kv_cache_bytes=per_slot * 70) as lm:
         contexts = [lm.context(text, images=images) for text, images in prompts]

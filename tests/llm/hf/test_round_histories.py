@@ -16,10 +16,9 @@ from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.context import of_no_model
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.scoring import Scoring
-from genlm_backend.passes.passes import Passes
-from genlm_backend.passes.prefill_plan import CostModel
+from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix import KVLayout, KVStore, PrefixTree, Slots
-from tests.llm.hf.fake_runner import VOCAB, FakeRunner, logprobs_after
+from tests.llm.hf.fake_runner import VOCAB, FakeRunner, logprobs_after, passes_over
 from tests.llm.hf.paths_of import read_by_row
 
 BAD = VOCAB - 1
@@ -105,11 +104,12 @@ def passes_of(num_slots, num_host_slots=0, few_tokens=3, runner=None, **cost):
         if wanted and not wanted.pop():
             raise QueryDroppedError("by the test")
 
-    passes = Passes(runner, CostModel(**cost), check_wanted=check_wanted)
+    passes = passes_over(runner, check_wanted, **cost)
     runner.max_outputs, passes.wanted = passes.cost.max_outputs, wanted
-    passes.keep(KVStore(KVLayout(), num_slots), num_slots, Reads(few_tokens))
-    passes.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), runner)
-    passes.store.is_finite = lambda slots: (
+    store = KVStore(KVLayout(), num_slots)
+    passes.keep(PrefixCache(runner, Reads(few_tokens), store, num_slots))
+    passes.cache.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), runner)
+    passes.cache.store.is_finite = lambda slots: (
         not any(BAD in runner.written[slot][1] for slot in slots.tolist())
     )
     return passes
@@ -267,7 +267,7 @@ class Histories(RuleBasedStateMachine):
         context = self.seen[index % len(self.seen)]
         self.ask([context])
         nodes = self.passes.tree.nodes
-        node = self.passes.match(context, None, len(context))
+        node = self.passes.cache.match(context, None, len(context))
         if nodes.depth[node] and nodes.slot[node] > 0:
             self.passes.tree.pin(node)
             self.is_pinned = True
@@ -283,8 +283,8 @@ class Histories(RuleBasedStateMachine):
                 ids = tuple(context)[: len(context) + 1 + size]
                 self.passes.runner.written[slot] = (None, ids)
 
-        self.passes.store.put = put
-        if not self.passes.fill(context.packed(), [], [], len(context), None):
+        self.passes.cache.store.put = put
+        if not self.passes.cache.fill(context.packed(), [], [], len(context), None):
             assert self.passes.runner.written == slots_before
         self.seen.append(context)
 

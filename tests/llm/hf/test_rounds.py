@@ -32,7 +32,7 @@ def model_of(name):
 @lru_cache
 def slot_bytes(name):
     with AsyncTransformer(model_of(name), word_tokenizer(), kv_cache_bytes=1 << 16) as lm:
-        return lm._evaluator.passes.store.bytes_per_slot
+        return lm._evaluator.passes.cache.store.bytes_per_slot
 
 
 @lru_cache(4096)
@@ -44,7 +44,7 @@ def expected(name, context):
 def counts(request, monkeypatch):
     """How many rounds have been made, and how many that read as the last one did."""
     found = {"rounds": 0, "stepped": 0, "wanted": request.param == "rounds"}
-    answers, stepped = DecodeSteps.answers, Reading.stepped
+    answers, stepped = DecodeSteps.rows, Reading.stepped
 
     def counted(self, *given):
         found["rounds"] += 1
@@ -54,7 +54,7 @@ def counts(request, monkeypatch):
         found["stepped"] += 1
         return stepped(self, *given)
 
-    monkeypatch.setattr(DecodeSteps, "answers", counted)
+    monkeypatch.setattr(DecodeSteps, "rows", counted)
     monkeypatch.setattr(Reading, "stepped", counted_step)
     if request.param == "no-rounds":
         monkeypatch.setattr(Passes, "is_step", lambda *_: False)

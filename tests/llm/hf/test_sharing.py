@@ -14,10 +14,11 @@ from transformers import LlamaForCausalLM
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.attention import reading as sharing
+from genlm_backend.attention.block import Block
 from genlm_backend.attention.packing import Run, Span, paths_of
 from genlm_backend.attention.reading import Reading
-from genlm_backend.attention.torch import SharedAttend, block, dispatch
-from genlm_backend.attention.torch.block import Block
+from genlm_backend.attention.torch import SharedAttend, dispatch, torch_operators
+from genlm_backend.attention.torch.torch_operators import TORCH
 from genlm_backend.errors import ModelStateError
 from genlm_backend.prefix import KVLayout, KVStore, LayerLayout
 from tests.llm import families
@@ -131,7 +132,7 @@ def test_the_model_attends_as_ever_on_other_threads_and_afterwards(name):
             other.join()
 
     with AsyncTransformer(model, word_tokenizer()) as lm:
-        assert isinstance(lm._evaluator.passes.attend, SharedAttend)
+        assert isinstance(lm._evaluator.passes.cache.attend, SharedAttend)
         assert model.config._attn_implementation == before
         lm.next_token_logprobs_sync(ids[:-1])
         hook = model.get_input_embeddings().register_forward_pre_hook(meanwhile)
@@ -223,8 +224,8 @@ def test_keys_that_are_parted_are_attended_to_as_one(num_keys, num_queries, dtyp
         for n in (num_queries, num_keys, num_keys)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block, "SHORTEST_STRETCH", shortest)
-        found = Block(0.7).attend(query, keys, values, None)
+        patch.setattr(torch_operators, "SHORTEST_STRETCH", shortest)
+        found = Block(TORCH, 0.7).attend(query, keys, values, None)
     scores = query.double() @ keys.double().transpose(2, 3) * 0.7
     tolerance = {"rtol": 0, "atol": 1e-5 if dtype is torch.float32 else 3e-2}
     torch.testing.assert_close(found.logsumexp.double(), scores.logsumexp(-1), **tolerance)
@@ -239,7 +240,7 @@ def test_large_values_of_many_tokens_do_not_overflow(dtype):
         torch.randn(1, 1, n, 8, generator=generator).mul(0.01).to(dtype) for n in (2, 6000)
     )
     values = (torch.randn(1, 1, 6000, 8, generator=generator) + 14).to(dtype)
-    found = Block(0.1, softcap=50.0).attend(query, keys, values, None).values
+    found = Block(TORCH, 0.1, softcap=50.0).attend(query, keys, values, None).values
     assert float((found.float() - 14).abs().max()) < 0.1
 
 
@@ -279,8 +280,8 @@ def test_a_layer_that_attends_otherwise_meanwhile_is_noticed():
 
 def test_a_slice_of_a_store_is_no_copy():
     store = KVStore(KVLayout((LayerLayout(2, 3, 1, 4, torch.float32, torch.device("cpu")),)), 20)
-    keys, values = store.read(0, slice(3, 9))
+    keys, values = store.read_by_head(0, slice(3, 9))
     (codes,) = store.codes[0]
     assert keys.data_ptr() == codes[3].data_ptr()
     assert values.data_ptr() == codes[3, 6:].data_ptr()
-    assert (keys.shape, values.shape) == ((6, 6), (6, 4))
+    assert (keys.shape, values.shape) == ((1, 2, 6, 3), (1, 1, 6, 4))

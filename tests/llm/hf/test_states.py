@@ -54,13 +54,18 @@ def sizes_of(name):
     """Bytes of one state and of one slot."""
     with AsyncTransformer(model_of(name), word_tokenizer()) as lm:
         passes = lm._evaluator.passes
-        return passes.states.layout.bytes_per_state, passes.store.bytes_per_slot
+        return passes.cache.states.layout.bytes_per_state, passes.cache.store.bytes_per_slot
 
 
 def budgets(name, num_states, num_slots=400):
     per_state, per_slot = sizes_of(name)
     states = num_states * per_state
     return {"kv_cache_bytes": states + (num_slots + 1) * per_slot, "state_cache_bytes": states}
+
+
+def on_host(name, num_states, num_slots, times):
+    """Room on the host for some times as much."""
+    return {"host_cache_bytes": int(times * budgets(name, num_states, num_slots)["kv_cache_bytes"])}
 
 
 def over(model, **options):
@@ -210,10 +215,25 @@ async def test_rows_where_few_states_are_kept(name, num_states, rounds):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "zaya", "nemotron_h"])
 async def test_rows_where_tokens_go_to_the_host_and_come_back(name, rounds):
-    generator, (_, per_slot) = random.Random(name), sizes_of(name)
-    with opened(name, **budgets(name, 30, 30), host_cache_bytes=101 * per_slot) as lm:
-        await History(lm, generator, of_bare_model(name)).steps(10)
+    with opened(name, **budgets(name, 30, 30), **on_host(name, 30, 30, 4)) as lm:
+        await History(lm, random.Random(name), of_bare_model(name)).steps(10)
         assert lm.statistics().num_tokens_to_host > 0
+
+
+@pytest.mark.parametrize("times", [0.5, 2, 10])
+@pytest.mark.parametrize("num_states", [2, 4])
+@pytest.mark.parametrize("name", FEW)
+async def test_rows_where_states_go_to_the_host_and_come_back(name, num_states, times, rounds):
+    generator = random.Random(f"{name} {num_states} {times}")
+    num_slots = generator.choice([45, 400])
+    sizes = name, num_states, num_slots
+    with opened(name, **budgets(*sizes), **on_host(*sizes, times)) as lm:
+        await History(lm, generator, of_bare_model(name)).steps(8)
+        counts = lm.statistics()
+        assert counts.num_states_to_host > 0 < counts.num_states_from_host or times < 1
+        assert 0 < counts.host_bytes_used <= counts.host_bytes_budget
+        lm.clear_kv_cache()
+        assert lm.statistics().host_bytes_used == 0
 
 
 @pytest.mark.parametrize("kept", ["bfloat16", "int8", "uint4"])
@@ -270,7 +290,7 @@ async def test_rows_of_a_model_in_bfloat16(name):
     generator = random.Random(name)
     with over(model) as lm:
         assert lm.kv_reuse
-        kinds = {(t.name, t.dtype) for t in lm._evaluator.passes.states.layout.tensors}
+        kinds = {(t.name, t.dtype) for t in lm._evaluator.passes.cache.states.layout.tensors}
         assert name == "zaya" or ("recurrent_states", torch.float32) in kinds
         contexts = [lm.context(tokens(generator, 12)) for _ in range(3)]
         for _ in range(4):
@@ -436,6 +456,13 @@ async def test_few_states_cost_a_few_times_the_tokens():
     assert await _times_computed("qwen3_5", **budgets("qwen3_5", 8, 2000)) < 6
 
 
+@pytest.mark.parametrize("name", KEPT)
+async def test_few_states_and_a_host_with_room_for_the_others_cost_no_token(name):
+    sizes = name, 8, 2000
+    times = await _times_computed(name, **budgets(*sizes), **on_host(*sizes, 40))
+    assert times < 2 if name in BY_TWO else times == 1.0
+
+
 async def _times_computed(name, **options):
     """Tokens computed over the distinct ones, of twenty particles that are resampled at times."""
     generator, seen = random.Random(0), set()
@@ -476,7 +503,7 @@ async def test_a_nan_stays_in_its_own_row(name):
             assert await lm.num_cached_tokens([91, 5]) == 0
             check_integrity(lm)
             sound = [[*context, *generator.choices(range(3, 80), k=1)] for context in sound]
-        states = lm._evaluator.passes.states
+        states = lm._evaluator.passes.cache.states
         numbers = lm._evaluator.passes.tree.nodes.state
         assert states.is_finite(numbers[numbers > 0])
 
@@ -506,7 +533,7 @@ async def test_a_state_that_could_not_be_written_is_nobodys(name):
     with opened(name) as lm:
         passes = lm._evaluator.passes
         contexts = [lm.context(tokens(generator, 7)) for _ in range(4)]
-        write = passes.states.write
+        write = passes.cache.states.write
         for number in range(4):
             failing = [True]
 
@@ -516,13 +543,36 @@ async def test_a_state_that_could_not_be_written_is_nobodys(name):
                     raise MemoryError
                 write(numbers, states)
 
-            passes.states.write = fails
+            passes.cache.states.write = fails
             await check(lm, name, contexts)
             assert not failing
             contexts = [c + tokens(generator, 1 + number % 2) for c in contexts]
             await check(lm, name, contexts)
             contexts = [c + tokens(generator, 1) for c in contexts]
-        passes.states.write = write
+        passes.cache.states.write = write
+
+
+@pytest.mark.parametrize("of_host", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "mamba"])
+async def test_states_of_neither_tier_are_anybodys_if_one_could_not_be_written(name, of_host):
+    generator = random.Random(0)
+    with opened(name, **budgets(name, 2), **on_host(name, 2, 400, 10)) as lm:
+        cache, prompt = lm._evaluator.passes.cache, lm.context(tokens(generator, 3))
+        await check(lm, name, [prompt])
+        store, failing = cache.host_states if of_host else cache.states, [True]
+        write = store.write
+
+        def fails(numbers, states):
+            if failing:
+                failing.pop()
+                raise MemoryError
+            write(numbers, states)
+
+        store.write = fails
+        contexts = [prompt.extend(token) for token in (10, 11, 12, 13)]
+        await check(lm, name, contexts)
+        assert not failing
+        await check(lm, name, [context.extend(20) for context in contexts])
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "nemotron_h"])
@@ -654,10 +704,16 @@ def test_a_model_without_running_states_has_no_bytes_for_them(model):
         over(families.make(model), state_cache_bytes=1 << 16)
 
 
-@pytest.mark.parametrize("option", [{"host_cache_bytes": 1 << 16}, {"kv_cache_dtype": "int8"}])
-def test_a_model_without_keys_and_values_has_no_options_for_them(option):
+def test_a_model_without_keys_and_values_has_no_options_for_them():
     with pytest.raises(OptionError, match="MambaForCausalLM has running states alone"):
-        opened("mamba", **option)
+        opened("mamba", kv_cache_dtype="int8")
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_host_with_room_for_no_state_says_how_large_one_is(name):
+    size, _ = sizes_of(name)
+    with pytest.raises(OptionError, match=f"takes {size} bytes, and of host_cache_bytes"):
+        opened(name, **budgets(name, 4), host_cache_bytes=size - 1)
 
 
 def test_states_are_not_kept_where_nothing_is():

@@ -38,7 +38,7 @@ def over(model, **options):
 
 
 def attend_of(lm):
-    return lm._mlx.passes.attend
+    return lm._mlx.passes.cache.attend
 
 
 def gpt_oss():
@@ -101,27 +101,21 @@ def test_rows_of_forks_are_those_of_contexts_run_whole(name, few_tokens):
 def test_what_is_shared_is_read_once(monkeypatch):
     from genlm_backend.prefix.mlx_store import MlxStore
 
-    read, copied = [], []
-    own_read, own_rows = MlxStore.read, MlxStore.read_rows
+    read, own_read = [], MlxStore.read_by_head
 
     def reading(store, layer, slots):
         found = own_read(store, layer, slots)
-        read.append(found[0].shape[1])
+        read.append((isinstance(slots, slice), found[0].shape[0], found[0].shape[2]))
         return found
-
-    def copying(store, layer, slots):
-        copied.append(slots.shape)
-        return own_rows(store, layer, slots)
 
     model = families.make("llama")
     with over(converted(model), kv_cache_bytes=1 << 20) as lm:
         prompt = random.Random(0).choices(range(families.VOCAB), k=100)
         lm.next_token_logprobs_sync(prompt)
-        monkeypatch.setattr(MlxStore, "read", reading)
-        monkeypatch.setattr(MlxStore, "read_rows", copying)
+        monkeypatch.setattr(MlxStore, "read_by_head", reading)
         contexts = [[*prompt, i] for i in range(8)]
         rows = lm.batch_next_token_logprobs_sync(contexts)
-        assert (read, copied) == ([100, 100], [])  # in each of two layers, and nothing beside
+        assert read == [(True, 1, 100)] * 2  # in each of two layers, and nothing beside
         for row, context in zip(rows, contexts, strict=True):
             torch.testing.assert_close(row, fresh_row(model, context), atol=1e-4, rtol=0)
 
@@ -136,7 +130,7 @@ def test_steps_that_go_on_from_one_another_give_the_models_rows(name, few_tokens
 
     model, generator = converted(families.make(name)), random.Random(name)
     with over(model, kv_cache_bytes=1 << 20) as lm:
-        store = MlxStore(lm._mlx.passes.store.shapes, 300)
+        store = MlxStore(lm._mlx.passes.cache.store.shapes, 300)
     attend = MlxGatherAttend(store) if name == "stablelm" else MlxSharedAttend(store, few_tokens)
 
     def run(batch):
@@ -175,7 +169,8 @@ def test_blocks_that_are_merged_are_attention_to_all_of_them(
 ):
     import mlx.core as mx
 
-    from genlm_backend.attention.mlx import mlx_block as block
+    from genlm_backend.attention import block
+    from genlm_backend.attention.mlx.mlx_operators import MLX
 
     generator = np.random.default_rng(seed)
     size = sum(sizes)
@@ -199,7 +194,7 @@ def test_blocks_that_are_merged_are_attention_to_all_of_them(
         for n in sizes:
             part = slice(start, start + n)
             added = array(np.where(seen[..., part], 0.0, -np.inf))
-            one = block.attend(
+            one = block.Block(MLX, 1.0).attend(
                 array(query), array(keys[:, :, part]), array(values[:, :, part]), added
             )
             if found is None:
@@ -209,19 +204,19 @@ def test_blocks_that_are_merged_are_attention_to_all_of_them(
             start += n
     finally:
         block.MAX_SCORES = before
-    if has_sinks:
-        found.dampen(array(sinks))
-    np.testing.assert_allclose(np.array(found.values), expected, atol=2e-5)
+    mean = found.dampened(array(sinks)) if has_sinks else found.values
+    np.testing.assert_allclose(np.array(mean), expected, atol=2e-5)
 
 
 def test_some_rows_are_merged_and_others_stay():
     import mlx.core as mx
 
-    from genlm_backend.attention.mlx.mlx_block import MlxAttended
+    from genlm_backend.attention.block import Attended
+    from genlm_backend.attention.mlx.mlx_operators import MLX
 
     zeros = mx.zeros((3, 2, 2))
-    total = MlxAttended(mx.zeros((3, 2, 2, 4)), zeros)
-    total.merge(MlxAttended(mx.ones((2, 2, 2, 4)), zeros[:2] + 50), mx.array([2, 0]))
+    total = Attended(MLX, mx.zeros((3, 2, 2, 4)), zeros)
+    total.merge(Attended(MLX, mx.ones((2, 2, 2, 4)), zeros[:2] + 50), mx.array([2, 0]))
     np.testing.assert_allclose(np.array(total.values)[:, 0, 0, 0], [1, 0, 1])
     np.testing.assert_allclose(np.array(total.logsumexp)[:, 0, 0], [50, 0, 50])
 

@@ -1,37 +1,34 @@
-"""The vocabulary of a model as llguidance takes it."""
+"""llguidance: the vocabulary of a model as it takes it, and its messages about a grammar."""
 
 from __future__ import annotations
 
+import re
 import weakref
 from functools import cache
-from typing import Any, final
+from typing import Any, Final, final
 
 from genlm_backend.errors import MissingExtraError
 from genlm_backend.model.async_lm import AsyncLM
 
+_vocabularies: Final[weakref.WeakKeyDictionary[AsyncLM, Any]] = weakref.WeakKeyDictionary()
+"""Vocabularies, each a tenth of a second to make and kept as long as its model is there."""
 
-@final
-class GrammarVocabularies:
-    """The vocabulary of each model that is constrained, in llguidance's own form.
 
-    It takes a tenth of a second to make one, which is kept as long as its model is there.
+def vocabulary_of(lm: AsyncLM) -> Any:
+    """Return the ``LLTokenizer`` of a model's vocabulary.
+
+    Raises:
+        MissingExtraError: (``ImportError``) If llguidance is not installed.
     """
+    if lm not in _vocabularies:
+        _vocabularies[lm] = _tokenizer(_Vocabulary(lm))
+    return _vocabularies[lm]
 
-    def __init__(self) -> None:
-        self._made: weakref.WeakKeyDictionary[AsyncLM, Any] = weakref.WeakKeyDictionary()
 
-    def of(self, lm: AsyncLM) -> Any:
-        """Return the ``LLTokenizer`` of a model's vocabulary.
-
-        Raises:
-            MissingExtraError: (``ImportError``) If llguidance is not installed.
-        """
-        if lm not in self._made:
-            library, vocabulary = load_library(), _Vocabulary(lm)
-            self._made[lm] = library.LLTokenizer(
-                library.TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens)
-            )
-        return self._made[lm]
+def _tokenizer(vocabulary: _Vocabulary | _Bytes) -> Any:
+    library = load_library()
+    wrapper = library.TokenizerWrapper(vocabulary)
+    return library.LLTokenizer(wrapper, n_vocab=len(vocabulary.tokens))
 
 
 def load_library() -> Any:
@@ -68,12 +65,9 @@ def error_of(grammar: str) -> str:
 
 
 def _matcher_of_bytes(grammar: str) -> Any:
-    library, vocabulary = load_library(), _Bytes()
-    return library.LLMatcher(
-        library.LLTokenizer(library.TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens)),
-        library.LLMatcher.grammar_from_lark(grammar),
-        log_level=0,
-    )
+    library = load_library()
+    read = library.LLMatcher.grammar_from_lark(grammar)
+    return library.LLMatcher(_tokenizer(_Bytes()), read, log_level=0)
 
 
 @final
@@ -119,3 +113,42 @@ class _Vocabulary:
             found.append(self._ids[rest[:size]])
             rest = rest[size:]
         return found
+
+
+_PLACE = re.compile(r"(?:at )?(\d+)\(\d+\): ")
+_EXCERPT = re.compile(r"(?=[ \d]{4,} \|) {0,3}(\d+) \|")
+_COMPILING = "failed to compile JSON schema: "
+_REFERENCE = re.compile(r"\n  while processing \S+")  # by a name that is not the caller's
+_REGEX = re.compile(
+    r"(?:invalid regex .* \(in regex\): )?regex parse error:\n(.*)\nerror: (.*)", re.S
+)
+
+
+def fault_of_generated(message: str) -> str:
+    """Return llguidance's message about a grammar that was made of a schema, pattern or choice.
+
+    Args:
+        message: The message, with the place in the grammar and an excerpt of it at the end.
+    """
+    place = _PLACE.match(message)
+    first = max(1, int(place[1]) - 2) if place else 1  # two lines before the fault are shown
+    fault = message.rpartition(f"\n{first:4} | ")[0] or message
+    fault = fault[place.end() :] if place else fault
+    fault = _REFERENCE.sub("", fault.removeprefix(_COMPILING)).strip()
+    if regex := _REGEX.fullmatch(fault):
+        shown, error = regex.groups()
+        lines = [line.strip() for line in shown.split("\n") if line.strip(" ^~")]
+        pattern = " ".join(lines).replace("\\/", "/")
+        return f"in the regular expression {pattern}: {error}"
+    return fault
+
+
+def fault_of_own(message: str, num_lines: int) -> str:
+    """Return llguidance's message about a grammar that a caller has written.
+
+    Args:
+        message: The message, with the place in the grammar and an excerpt of it.
+        num_lines: Number of lines that the caller has written; there may be more behind them.
+    """
+    numbers = [(_EXCERPT.match(line), line) for line in message.rstrip().split("\n")]
+    return "\n".join(line for found, line in numbers if not found or int(found[1]) <= num_lines)

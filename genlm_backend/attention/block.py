@@ -1,0 +1,169 @@
+"""Block: attention to some keys and values, with the logarithm of what the weights sum to.
+
+Blocks that are attended to one by one are merged by these logarithms (Milakov and Gimelshein,
+2018, arXiv:1805.02867; Hydragen: Juravsky et al., 2024, arXiv:2402.05099).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, Generic, final
+
+import numpy as np
+
+from genlm_backend.attention.operators import A, Operators
+
+MAX_SCORES: Final = 4 << 20
+"""Number of scores that are held at once, at most; more queries go one stretch after another."""
+
+_SMALLEST: Final = float(np.finfo(np.float32).min)
+_TINIEST: Final = float(np.finfo(np.float32).tiny)
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Attended(Generic[A]):
+    """Partial attention of some queries.
+
+    Attributes:
+        operators: The operators of the library.
+        values: Weighted means of the values: ``[N, heads, M, value_dim]``.
+        logsumexp: Logarithms of the sums of the exponentials of the scores: float32
+            ``[N, heads, M]``; ``-inf`` where everything was masked.
+    """
+
+    operators: Operators[A]
+    values: A
+    logsumexp: A
+
+    def merge(self, other: Attended[A], rows: A | None) -> None:
+        """Add what the queries of some rows have attended to in another block.
+
+        Args:
+            other: With as many ``N`` as there are rows.
+            rows: Their numbers; ``None`` for all.
+        """
+        operators, values, logsumexp = self.operators, self.values, self.logsumexp
+        if rows is not None:
+            values, logsumexp = values[rows], logsumexp[rows]
+        share = operators.sigmoid(other.logsumexp - logsumexp)
+        # A query that attends to nothing in either block would have a share of NaN.
+        share = operators.fill_(share, other.logsumexp == -math.inf, 0)[..., None]
+        values = operators.lerp(values, other.values, operators.as_type_of(share, values))
+        logsumexp = operators.logaddexp(logsumexp, other.logsumexp)
+        if rows is None:
+            self.values, self.logsumexp = values, logsumexp
+        else:
+            self.values[rows], self.logsumexp[rows] = values, logsumexp
+
+    def dampened(self, sinks: A) -> A:
+        """Return the values with one more score for each query, which has no value.
+
+        Args:
+            sinks: The scores: what is broadcast to ``[heads, M]``.
+        """
+        operators = self.operators
+        sums = self.logsumexp - operators.as_type_of(sinks, self.logsumexp)
+        share = operators.sigmoid(sums)[..., None]
+        return self.values * operators.as_type_of(share, self.values)
+
+    def apart(self, num_rows: int) -> Attended[A]:
+        """Return that of ``[1, heads, G * M, …]`` as one of ``[G, heads, M, …]``."""
+        _, num_heads, _, dim = self.values.shape
+        return Attended(
+            self.operators,
+            self.values.reshape(num_heads, num_rows, -1, dim).swapaxes(0, 1),
+            self.logsumexp.reshape(num_heads, num_rows, -1).swapaxes(0, 1),
+        )
+
+
+def together(queries: A) -> A:
+    """From ``[G, heads, M, dim]`` to ``[1, heads, G * M, dim]``."""
+    num_rows, num_heads, num_queries, dim = queries.shape
+    return queries.swapaxes(0, 1).reshape(1, num_heads, num_rows * num_queries, dim)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Block(Generic[A]):
+    """How scores are made of the products of queries and keys.
+
+    Attributes:
+        operators: The operators of the library.
+        scaling: What products are multiplied by.
+        softcap: Bound that scores approach, as in Gemma 2; ``None`` for no bound.
+    """
+
+    operators: Operators[A]
+    scaling: float
+    softcap: float | None = None
+
+    def attend(self, query: A, keys: A, values: A, mask: A | None) -> Attended[A]:
+        """Attend from ``M`` queries to ``n`` keys and values.
+
+        Args:
+            query: ``[N, heads, M, dim]``.
+            keys: ``[N, heads, n, dim]``.
+            values: ``[N, heads, n, value_dim]``.
+            mask: What is added to the scores: float32 ``[N, 1, M, n]`` of 0 and ``-inf``; ``None``
+                for zeros. Each query attends to something.
+        """
+        if self.softcap is None:
+            found = self.operators.fused(query, keys, values, self.scaling, mask)
+            if found is not None:
+                return Attended(self.operators, *found)
+        return self.attend_if_any(query, keys, values, mask)
+
+    def attend_causally(self, query: A, keys: A, values: A, group_size: int) -> Attended[A] | None:
+        """Attend from each of ``Q`` tokens to itself and to those before it, if it can be at once.
+
+        Args:
+            query: ``[N, heads, group * Q, dim]``: heads of a group one after another.
+            keys: ``[N, heads, Q, dim]``.
+            values: ``[N, heads, Q, value_dim]``.
+            group_size: Number of heads of a group.
+        """
+        if self.softcap is not None:
+            return None
+        found = self.operators.fused_causally(query, keys, values, self.scaling, group_size)
+        return None if found is None else Attended(self.operators, *found)
+
+    def attend_if_any(self, query: A, keys: A, values: A, mask: A | None) -> Attended[A]:
+        """Attend like ``attend``, by the formula, where some queries may attend to nothing."""
+        num_queries = query.shape[2]
+        size = max(1, MAX_SCORES // (query.shape[0] * query.shape[1] * keys.shape[2]))
+        if num_queries <= size:
+            return self._attend(query, keys, values, mask)
+        found: list[Attended[A]] = []
+        for start in range(0, num_queries, size):
+            part = slice(start, start + size)
+            own = None if mask is None else mask[:, :, part]
+            found.append(self._attend(query[:, :, part], keys, values, own))
+        concat = self.operators.concat
+        return Attended(
+            self.operators,
+            concat([one.values for one in found], 2),
+            concat([one.logsumexp for one in found], 2),
+        )
+
+    def _attend(self, query: A, keys: A, values: A, mask: A | None) -> Attended[A]:
+        operators = self.operators
+        scores = operators.products(query, keys, self.scaling)
+        if self.softcap is not None:
+            scores /= self.softcap
+            scores = operators.tanh_(scores)
+            scores *= self.softcap
+        if mask is not None:
+            scores += mask
+        largest = operators.largest(scores)
+        if mask is not None:  # or the weights of a query that attends to nothing would be NaN
+            largest = operators.at_least_(largest, _SMALLEST)
+        scores -= largest
+        weights = operators.exp_(scores)
+        total = operators.total(weights)
+        largest += operators.log(total)
+        logsumexp = largest[..., 0]
+        if mask is not None:
+            total = operators.at_least_(total, _TINIEST)
+        return Attended(operators, operators.means_(weights, total, values), logsumexp)

@@ -1,0 +1,420 @@
+"""Attention of one forward pass in which what several rows have cached is read once for all.
+
+The queries of all rows that share a stretch of tokens go to it in one product, those of a row go
+to the rest of its past and to its new tokens in another, and the two are merged by the logarithms
+of their sums (Hydragen: Juravsky et al., 2024, arXiv:2402.05099)::
+
+    rows 0 1 2 ──▶ ┌ shared: 4,096 tokens, read once ┐ ──▶ ┌ rest 0 ┬ new 0 ┐
+                   └─────────────────────────────────┘     ├ rest 1 ┼ new 1 ┤
+                                                           └ rest 2 ┴ new 2 ┘
+"""
+
+from __future__ import annotations
+
+import abc
+import itertools
+from dataclasses import dataclass
+from typing import Any, Final, Generic, NamedTuple, Protocol, final
+
+import torch
+
+from genlm_backend.attention.block import Attended, Block, together
+from genlm_backend.attention.operators import A, Operators
+from genlm_backend.attention.packing import PackedBatch
+from genlm_backend.attention.reading import Part, Reading, Step
+from genlm_backend.errors import ModelStateError
+
+LONG_COPY: Final = 4096
+"""Tokens of a part, about, whose keys and values are decoded at once where they are in codes."""
+
+
+class Stored(Protocol[A]):
+    """A store of keys and values, of any library."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether what is read is what was written."""
+        ...
+
+    def read_by_head(self, layer: int, slots: A | slice) -> tuple[A, A]:
+        """Return keys and values of some slots: ``[B, heads, n, dim]`` each.
+
+        Args:
+            layer: The layer's index.
+            slots: Which: ``[B, n]``; or a slice for one row of them, of which views are returned
+                if the store is exact.
+        """
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class PartIndices(Generic[A]):
+    """Where the keys and values of a part are, and who attends to them.
+
+    Attributes:
+        rows: ``[G]``, or ``None`` for all rows of the pass.
+        slots: ``[1, n]``, or a slice of the store where they follow one another.
+        num_tokens: ``n``.
+    """
+
+    rows: A | None
+    slots: A | slice
+    num_tokens: int
+
+    @classmethod
+    def of(cls, operators: Operators[A], part: Part, num_rows: int, device: Any) -> PartIndices[A]:
+        """Return the indices of a part of a pass of ``num_rows`` rows."""
+        rows = _rows_of(operators, part, num_rows, device)
+        if part.is_consecutive:
+            return cls(rows, slice(int(part.slots[0]), int(part.slots[-1]) + 1), len(part))
+        slots = operators.put(torch.from_numpy(part.slots), device)
+        return cls(rows, slots[None], len(part))
+
+    def between(self, start: int, stop: int) -> A | slice:
+        """Return the slots of some of its tokens."""
+        slots = self.slots
+        if isinstance(slots, slice):
+            return slice(slots.start + start, slots.start + stop)
+        return slots if stop - start == self.num_tokens else slots[:, start:stop]
+
+
+def _rows_of(operators: Operators[A], part: Part, num_rows: int, device: Any) -> A | None:
+    if len(part.rows) == num_rows:
+        return None
+    return operators.put(torch.from_numpy(part.rows), device)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class Indices(Generic[A]):
+    """The indices of one pass of ``B`` rows, on one device.
+
+    Attributes:
+        operators: The operators of the library.
+        device: The device.
+        rest: ``[B, P]``: slots of what each row reads for itself.
+        parts: The parts.
+    """
+
+    operators: Operators[A]
+    device: Any
+    rest: A
+    parts: tuple[PartIndices[A], ...]
+
+    @classmethod
+    def of(cls, operators: Operators[A], reading: Reading, device: Any) -> Indices[A]:
+        """Return those of a pass that reads so."""
+        num_rows = len(reading.num_past)
+        return cls(
+            operators,
+            device,
+            operators.put(torch.from_numpy(reading.rest.slots), device),
+            tuple(PartIndices.of(operators, part, num_rows, device) for part in reading.parts),
+        )
+
+    def stepped(self, reading: Reading, step: Step) -> Indices[A]:
+        """Return those of the next decode step, of which a row and a slot each come to the device.
+
+        Args:
+            reading: How it is read.
+            step: The way there from the reading of these indices.
+        """
+        operators, device, num_rows = self.operators, self.device, len(step.rows)
+        rows, slots = (operators.put(torch.from_numpy(i), device) for i in (step.rows, step.slots))
+        parts: list[PartIndices[A]] = []
+        for number, part in zip(step.parts, reading.parts, strict=True):
+            own = _rows_of(operators, part, num_rows, device)
+            parts.append(PartIndices(own, self.parts[number].slots, len(part)))
+        rest = operators.concat([self.rest[rows], slots[:, None]], 1)
+        return Indices(operators, device, rest, tuple(parts))
+
+    def beside(self, store: Stored[A], layer: int, keys: A, values: A) -> tuple[A, A]:
+        """Return new keys and values after each row's own past: ``[B, heads, P + Q, dim]``."""
+        if not self.rest.shape[1]:
+            return keys, values
+        concat, past = self.operators.concat, store.read_by_head(layer, self.rest)
+        return concat([past[0], keys], 2), concat([past[1], values], 2)
+
+
+def new_positions(batch: PackedBatch) -> torch.Tensor:
+    """Return where the columns of new tokens stand in their contexts: int64 ``[B, Q]``."""
+    first = torch.from_numpy(batch.num_past)
+    return first[:, None] + torch.arange(batch.input_ids.shape[1], dtype=torch.int64)
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class PassMasks(Generic[A]):
+    """Which keys the queries of a pass may attend to, in layers of one kind.
+
+    Heads of one group are queries of their own, the first head's ``Q`` before the second's.
+
+    Attributes:
+        operators: The operators of the library.
+        device: Where the masks are.
+        rest: What is added to scores: float32 ``[B, 1, group * Q, P + Q]`` of 0 and ``-inf``;
+            ``None`` for zeros.
+        parts: The same for each part, ``[1, 1, G * group * Q, n]``.
+        is_read: Whether anything of each part may be attended to.
+        is_causal: Whether ``rest`` says nothing but that new tokens see those before them.
+    """
+
+    operators: Operators[A]
+    device: Any
+    rest: A | None
+    parts: tuple[A | None, ...]
+    is_read: tuple[bool, ...]
+    is_causal: bool
+
+    @classmethod
+    def of(
+        cls,
+        operators: Operators[A],
+        allowed: torch.Tensor | None,
+        batch: PackedBatch,
+        reading: Reading,
+        group_size: int,
+        device: Any,
+    ) -> PassMasks[A]:
+        """Return the masks of a pass.
+
+        Args:
+            operators: The operators of the library.
+            allowed: bool ``[B, 1, Q, L]`` over all positions; ``None`` where all before count.
+            batch: The new tokens.
+            reading: How what is cached is read.
+            group_size: Number of heads that share a head of keys.
+            device: Where the layers are.
+        """
+        new = new_positions(batch)
+        positions = torch.cat([torch.from_numpy(reading.rest.positions), new], 1)[:, None, None, :]
+        num_new = new.shape[1]
+        is_there = positions >= 0
+        if allowed is None:
+            rest = is_there & (positions <= new[:, None, :, None])
+            parts: list[torch.Tensor | None] = [None] * len(reading.parts)
+        else:
+            rest = is_there & allowed.gather(3, positions.clamp(min=0).expand(-1, 1, num_new, -1))
+            parts = [
+                allowed[torch.from_numpy(part.rows)].index_select(
+                    3, torch.from_numpy(part.positions)
+                )
+                for part in reading.parts
+            ]
+        is_causal = allowed is None and bool(is_there.all())
+        is_whole = is_causal and num_new == 1
+
+        def added(mask: torch.Tensor) -> A:
+            zeros = torch.zeros(mask.shape, dtype=torch.float32)
+            return operators.put(zeros.masked_fill_(~mask, -torch.inf), device)
+
+        return cls(
+            operators,
+            device,
+            None if is_whole else added(_grouped(rest, group_size)),
+            tuple(
+                None if part is None or part.all() else added(_joined(part, group_size))
+                for part in parts
+            ),
+            tuple(part is None or bool(part.any()) for part in parts),
+            is_causal and not reading.rest.num_columns,
+        )
+
+    def stepped(self, reading: Reading, step: Step) -> PassMasks[A]:
+        """Return those of the next decode step, where all before count in both.
+
+        Args:
+            reading: How it is read.
+            step: The way there from the decode step that these are for.
+        """
+        operators, device, rest = self.operators, self.device, self.rest
+        if rest is not None and not reading.rest.is_padded.any():
+            rest = None  # the rows that had padding are gone
+        if rest is not None:
+            own = rest[operators.put(torch.from_numpy(step.rows), device)]
+            rest = operators.concat([own, operators.zeros_like(own[..., :1])], 3)
+        num_parts = len(reading.parts)
+        nothing, everything = (None,) * num_parts, (True,) * num_parts
+        return PassMasks(operators, device, rest, nothing, everything, False)
+
+
+def _grouped(mask: torch.Tensor, group_size: int) -> torch.Tensor:
+    """From ``[B, 1, Q, n]`` to ``[B, 1, group * Q, n]``."""
+    num_rows, _, num_new, num_keys = mask.shape
+    grouped = mask.expand(-1, group_size, -1, -1)
+    return grouped.reshape(num_rows, 1, group_size * num_new, num_keys)
+
+
+def _joined(mask: torch.Tensor, group_size: int) -> torch.Tensor:
+    """From ``[G, 1, Q, n]`` to ``[1, 1, G * group * Q, n]``."""
+    return _grouped(mask, group_size).reshape(1, 1, -1, mask.shape[-1])
+
+
+class LastStep(NamedTuple):
+    """Arrays of a decode step, of which those of the next one are made.
+
+    Attributes:
+        name: The name of its reading.
+        indices: Its indices, by device.
+        masks: Its masks where all before count, by what ``SharedPass`` knows them by.
+    """
+
+    name: object
+    indices: dict[Any, Indices[Any]]
+    masks: dict[tuple[object, ...], PassMasks[Any]]
+
+
+class SharedPass(abc.ABC, Generic[A]):
+    """The attention of the layers of one forward pass, one after another.
+
+    Indices and masks are made when they are first asked for on a device; a decode step's are made
+    of the last one's there, if that is the one it goes on from.
+
+    Args:
+        store: Where keys and values are.
+        batch: The new tokens.
+        reading: How what is cached is read.
+        last: Arrays of the last step; ``None`` for none.
+        wider: Number of columns before the new tokens that the model is told of, beside those of
+            the longest past.
+
+    Attributes:
+        operators: The operators of the library.
+        num_past: Number of columns before the new tokens that the model is told of.
+        num_attended: Number of layers that have attended.
+    """
+
+    operators: Operators[A]
+
+    def __init__(
+        self,
+        store: Stored[A],
+        batch: PackedBatch,
+        reading: Reading,
+        last: LastStep | None,
+        wider: int = 0,
+    ) -> None:
+        self._store, self._batch, self._reading = store, batch, reading
+        self.num_past = wider + int(batch.num_past.max())
+        self._indices: dict[Any, Indices[A]] = {}
+        self._masks: dict[tuple[object, ...], PassMasks[A]] = {}
+        # What layers have been given for a mask, by identity, and who it says may see what.
+        self._allowed: dict[int, tuple[object, torch.Tensor | None]] = {}
+        # The layer whose new keys and values have come, and no query yet, and these.
+        self._new: tuple[int, A, A] | None = None
+        self.num_attended = 0
+        step = reading.step
+        if step is not None and last is not None and last.name is step.before:
+            for device, indices in last.indices.items():
+                self._indices[device] = indices.stepped(reading, step)
+            for key, masks in last.masks.items():
+                self._masks[key] = masks.stepped(reading, step)
+
+    @staticmethod
+    @abc.abstractmethod
+    def attends_otherwise(how: str) -> ModelStateError:
+        """Return the error of a model that attends in a way that ours cannot stand for."""
+
+    def for_later(self) -> LastStep | None:
+        """Return what the next step may go on from; ``None`` where this was none."""
+        if self._batch.input_ids.shape[1] > 1:
+            return None
+        # Those of windows are functions of positions, which the next step has others of.
+        masks = {key: masks for key, masks in self._masks.items() if key[0] is None}
+        return LastStep(self._reading.name, self._indices, masks)
+
+    def is_complete(self, num_layers: int) -> bool:
+        """Whether so many layers have attended, and none has yet to."""
+        return self._new is None and self.num_attended == num_layers
+
+    def take(self, layer: int, keys: A, values: A) -> None:
+        """Take new keys and values of a layer, ``[B, key_heads, Q, dim]``, before its query."""
+        if self._new is not None:
+            raise self.attends_otherwise("a layer has attended elsewhere")
+        self._new = layer, keys, values
+
+    def attend(
+        self,
+        query: A,
+        keys: A,
+        values: A,
+        given: object,
+        scaling: float,
+        softcap: float | None = None,
+        sinks: A | None = None,
+    ) -> A:
+        """Attend to the parts and to the rest, and merge: ``[B, heads, Q, value_dim]``.
+
+        Args:
+            query: Queries of the new tokens: ``[B, heads, Q, dim]``.
+            keys: What ``take`` was given last.
+            values: The same.
+            given: What the layer was given for a mask, by its identity in ``_allowed``; ``None``
+                where all before count.
+            scaling: What products are multiplied by.
+            softcap: Bound that scores approach; ``None`` for no bound.
+            sinks: One more score for each head, which has no value: ``[heads]``; ``None`` for none.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) If keys, values or mask are others.
+        """
+        if self._new is None or self._new[1] is not keys or self._new[2] is not values:
+            raise self.attends_otherwise("to keys or values that are others than the kept ones")
+        if given is not None and id(given) not in self._allowed:
+            raise self.attends_otherwise("with a mask that is made in another way")
+        layer, operators = self._new[0], self.operators
+        self._new = None
+        self.num_attended += 1
+
+        num_rows, num_heads, num_new, dim = query.shape
+        num_groups, group_size = keys.shape[1], num_heads // keys.shape[1]
+        packed = query.reshape(num_rows, num_groups, group_size * num_new, dim)
+        block = Block(operators, scaling, softcap)
+        indices, masks = self._made(given, group_size, operators.device_of(query))
+        total = block.attend_causally(packed, keys, values, group_size) if masks.is_causal else None
+        if total is None:
+            beside = indices.beside(self._store, layer, keys, values)
+            total = block.attend(packed, *beside, masks.rest)
+        for part, own, is_read in zip(indices.parts, masks.parts, masks.is_read, strict=True):
+            if is_read:
+                queries = packed if part.rows is None else packed[part.rows]
+                shared = self._in_part(block, together(queries), layer, part, own)
+                total.merge(shared.apart(len(queries)), part.rows)
+        by_head = num_rows, num_heads, num_new
+        found = total.values.reshape(*by_head, -1)
+        if sinks is None:
+            return found
+        total = Attended(operators, found, total.logsumexp.reshape(*by_head))
+        return total.dampened(sinks[:, None])
+
+    def _in_part(
+        self, block: Block[A], query: A, layer: int, part: PartIndices[A], mask: A | None
+    ) -> Attended[A]:
+        """Attend to a part: at once where it is read in place, or else stretch by stretch."""
+        attend = block.attend if mask is None else block.attend_if_any
+        size = part.num_tokens
+        num_stretches = 1 if self._store.is_exact else max(1, round(size / LONG_COPY))
+        bounds = [i * size // num_stretches for i in range(num_stretches + 1)]
+        total: Attended[A] | None = None
+        for start, stop in itertools.pairwise(bounds):
+            kept = self._store.read_by_head(layer, part.between(start, stop))
+            own = mask if mask is None else mask[..., start:stop]
+            found = attend(query, *kept, own)
+            if total is None:
+                total = found
+            else:
+                total.merge(found, None)
+        assert total is not None
+        return total
+
+    def _made(self, given: object, group_size: int, device: Any) -> tuple[Indices[A], PassMasks[A]]:
+        """Return the indices on a device, and the masks of layers of one kind there."""
+        if device not in self._indices:
+            self._indices[device] = Indices.of(self.operators, self._reading, device)
+        allowed = None if given is None else self._allowed[id(given)][1]
+        key = (None if allowed is None else id(allowed), group_size, device)
+        if key not in self._masks:
+            of_pass = self._batch, self._reading, group_size, device
+            self._masks[key] = PassMasks.of(self.operators, allowed, *of_pass)
+        return self._indices[device], self._masks[key]

@@ -1,0 +1,135 @@
+"""Operators of torch, those that attend at once among them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from genlm_backend.attention.block import Attended
+from genlm_backend.attention.operators import Operators
+from genlm_backend.attention.torch.fused import Found, fused_operator
+
+FEW_QUERIES: Final = 16
+"""Queries up to which keys are parted: the fused operator has one thread for each head of them."""
+
+NUM_STRETCHES: Final = 4
+"""Stretches that keys are parted into, each of which a thread takes."""
+
+SHORTEST_STRETCH = 512
+"""Keys that are worth a stretch."""
+
+
+def _put(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    return tensor.to(device)
+
+
+def _largest(scores: torch.Tensor) -> torch.Tensor:
+    return scores.amax(-1, keepdim=True)
+
+
+def _total(weights: torch.Tensor) -> torch.Tensor:
+    return weights.sum(-1, keepdim=True)
+
+
+def _products(query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
+    return torch.matmul((query * scaling).float(), keys.float().transpose(2, 3))
+
+
+def _means(weights: torch.Tensor, total: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    if values.dtype is not torch.float32:  # the sum may be out of their range
+        return torch.matmul(weights.div_(total).to(values.dtype), values)
+    return torch.matmul(weights, values).div_(total)
+
+
+def _fused(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None,
+) -> Found | None:
+    dim = query.shape[-1]
+    fused = fused_operator(query.device, query.dtype, dim) if dim == values.shape[-1] else None
+    if fused is None:
+        return None
+    if mask is not None:
+        attend_with = fused.attend_with
+        return None if attend_with is None else attend_with(query, keys, values, scaling, mask)
+    size = keys.shape[2] // NUM_STRETCHES
+    if (
+        fused.is_parted
+        and len(query) == 1
+        and query.shape[2] <= FEW_QUERIES
+        and size >= SHORTEST_STRETCH
+    ):
+        return _in_stretches(fused.attend, query, keys, values, scaling, size)
+    return fused.attend(query, keys, values, scaling, False)
+
+
+def _in_stretches(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, bool], Found],
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    size: int,
+) -> Found:
+    """Attend from few queries to keys of which all threads take stretches at once."""
+    stop = size * NUM_STRETCHES
+    parted_keys, parted_values = (
+        all_of[0, :, :stop].unflatten(1, (-1, size)).transpose(0, 1) for all_of in (keys, values)
+    )
+    queries = query.expand(NUM_STRETCHES, -1, -1, -1)
+    found, logsumexp = attend(queries, parted_keys, parted_values, scaling, False)
+    shares = logsumexp.softmax(0).unsqueeze(-1)
+    merged = (found * shares).sum(0, keepdim=True).to(found.dtype)
+    total = Attended(TORCH, merged, logsumexp.logsumexp(0, keepdim=True))
+    if stop < keys.shape[2]:
+        left = keys[:, :, stop:], values[:, :, stop:]
+        total.merge(Attended(TORCH, *attend(query, *left, scaling, False)), None)
+    return total.values, total.logsumexp
+
+
+def _fused_causally(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    group_size: int,
+) -> Found | None:
+    num_rows, num_groups, num_queries, dim = query.shape
+    fused = fused_operator(query.device, query.dtype, dim) if dim == values.shape[-1] else None
+    if fused is None:
+        return None
+    shape = num_rows, num_groups * group_size, num_queries // group_size, dim
+    keys, values = (all_of.repeat_interleave(group_size, 1) for all_of in (keys, values))
+    found, logsumexp = fused.attend(query.reshape(shape), keys, values, scaling, True)
+    shape = num_rows, num_groups, num_queries
+    return found.reshape(*shape, found.shape[-1]), logsumexp.reshape(shape)
+
+
+TORCH: Final[Operators[torch.Tensor]] = Operators(
+    put=_put,
+    device_of=operator.attrgetter("device"),
+    concat=torch.concat,
+    zeros_like=torch.zeros_like,
+    as_type_of=torch.Tensor.type_as,
+    fill_=torch.Tensor.masked_fill_,
+    at_least_=torch.Tensor.clamp_,
+    exp_=torch.Tensor.exp_,
+    tanh_=torch.Tensor.tanh_,
+    log=torch.log,
+    logaddexp=torch.logaddexp,
+    sigmoid=torch.sigmoid,
+    lerp=torch.lerp,
+    largest=_largest,
+    total=_total,
+    products=_products,
+    means_=_means,
+    fused=_fused,
+    fused_causally=_fused_causally,
+)
+"""The operators of torch, on any device."""

@@ -1,0 +1,175 @@
+"""What a Hugging Face model keeps of contexts: its shapes, and a prefix cache within budgets."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple, final
+
+from genlm_backend.backends.hf.hf_runner import HFRunner
+from genlm_backend.backends.hf.support import KVSupport, mean_keys
+from genlm_backend.errors import OptionError
+from genlm_backend.passes.prefix_cache import PrefixCache
+from genlm_backend.prefix import KVCacheDtype, KVLayout, KVStore, StateStore
+from genlm_backend.prefix.budgets import Budgets, check_budgets, default_kv_budget, state_budget
+from genlm_backend.prefix.codecs import needs_mean
+from genlm_backend.runtime.memory import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class Wanted(NamedTuple):
+    """Bytes to keep contexts in, as options say.
+
+    Attributes:
+        kv_bytes: Bytes of keys, values and states; ``None`` for a part of what is free.
+        host_bytes: Bytes of them on the host, when they have to leave the device.
+        state_bytes: Bytes of states, of all of them; ``None`` for the default.
+        kept_as: Number format of keys and values; ``None`` for the type that the model computes in.
+    """
+
+    kv_bytes: int | None
+    host_bytes: int
+    state_bytes: int | None
+    kept_as: KVCacheDtype | None
+
+    def check(self) -> None:
+        """Check that something is kept where there are bytes for a part of it.
+
+        Raises:
+            OptionError: (``ValueError``) If nothing is.
+        """
+        check_budgets(self.kv_bytes, self.host_bytes, self.state_bytes)
+
+
+def layout_of(
+    runner: HFRunner,
+    support: KVSupport,
+    kept: KVCacheDtype | None,
+    vocab_size: int,
+    longest: float,
+) -> KVLayout:
+    """Return the shapes of keys and values, and how they are kept.
+
+    Args:
+        runner: What calls the model.
+        support: What is known of the model.
+        kept: The number format; ``None`` for the type that the model computes in.
+        vocab_size: Number of token ids.
+        longest: Number of tokens of its longest context.
+
+    Raises:
+        OptionError: (``ValueError``) If there is a format, and nothing to keep in it.
+    """
+    if kept is None:
+        return support.layout
+    name = type(runner.model).__name__
+    if support.reason:
+        raise OptionError(
+            f"kv_cache_dtype={kept!r} is for models whose keys and values are kept, and "
+            f"{name} runs every context whole: {support.reason}"
+        )
+    if not support.layout.layers:
+        raise OptionError(
+            f"kv_cache_dtype={kept!r} is for models whose keys and values are kept, and "
+            f"{name} has running states alone, which stay as they are"
+        )
+    means = mean_keys(runner, support.layout, vocab_size, longest) if needs_mean(kept) else None
+    return support.layout.kept_as(kept, means)
+
+
+def cache_of(
+    runner: HFRunner, support: KVSupport, layout: KVLayout, wanted: Wanted
+) -> PrefixCache | None:
+    """Return room for contexts; ``None`` where every context is run whole.
+
+    Raises:
+        OptionError: (``ValueError``) If a budget is for nothing, too small for one token or state,
+            or more than there is.
+    """
+    name = type(runner.model).__name__
+    if wanted.kv_bytes == 0:
+        return None
+    if support.reason:
+        _check_nothing_wanted(wanted, name, support.reason)
+        logger.info("%s runs every context whole: %s", name, support.reason)
+        return None
+    budget = default_kv_budget(layout) if wanted.kv_bytes is None else wanted.kv_bytes
+    size, host = layout.states.bytes_per_state, wanted.host_bytes
+    of_states = state_budget(wanted.state_bytes, budget, size, name, attends=bool(layout.layers))
+    num_slots = layout.num_slots(budget - of_states)
+    if of_states and not num_slots:
+        raise OptionError(
+            f"state_cache_bytes={of_states} leaves no room for keys and values of "
+            f"kv_cache_bytes={budget}: a token takes {layout.bytes_per_slot} bytes"
+        )
+    states = host_states = host_store = None
+    if of_states:
+        with _fits("state_cache_bytes", of_states):
+            states = StateStore(layout.states, of_states // size)
+    with _fits("kv_cache_bytes", wanted.kv_bytes):
+        store = KVStore(layout, num_slots)
+    if host and layout.devices == {"cpu"}:
+        warnings.warn(
+            "host_cache_bytes gains nothing here, since all that is kept is in the "
+            "processor's memory anyway: give the bytes to kv_cache_bytes",
+            stacklevel=2,
+        )
+    num_host_states = _num_host_states(host * of_states // budget, host, size, name)
+    num_host_slots = layout.num_slots(host - num_host_states * size) if layout.layers else 0
+    pins = "cuda" in layout.devices
+    with _fits("host_cache_bytes", host):
+        if num_host_states:
+            host_states = StateStore(layout.states.on_host(), num_host_states, pins)
+        if num_host_slots:
+            host_store = KVStore(layout.on_host(), num_host_slots, pins)
+    return PrefixCache(
+        runner,
+        support.attend(store),
+        store,
+        num_slots,
+        host_store,
+        num_host_slots,
+        states,
+        host_states,
+        Budgets(budget, host, of_states),
+    )
+
+
+def _check_nothing_wanted(wanted: Wanted, name: str, reason: str) -> None:
+    if wanted.host_bytes:
+        raise OptionError(
+            f"host_cache_bytes={wanted.host_bytes} is for models whose keys and values are kept, "
+            f"and {name} runs every context whole: {reason}"
+        )
+    if wanted.state_bytes is not None:
+        raise OptionError(
+            f"state_cache_bytes={wanted.state_bytes} is for models with running states that are "
+            f"kept, and {name} runs every context whole: {reason}"
+        )
+
+
+def _num_host_states(num_bytes: int, host: int, size: int, name: str) -> int:
+    """Return how many states of some size have room in their part of the host's bytes."""
+    if not host or not size:
+        return 0
+    if num_bytes < size:
+        raise OptionError(
+            f"the running state of {name} behind one token takes {size} bytes, and of "
+            f"host_cache_bytes={host} there are {num_bytes} for such: give more to it"
+        )
+    return num_bytes // size
+
+
+@contextlib.contextmanager
+def _fits(name: str, num_bytes: int | None) -> Iterator[None]:
+    """Say which option asks for more memory than there is."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if num_bytes is None or not is_out_of_memory(error):
+            raise
+        raise OptionError(f"{name}={num_bytes} do not fit into memory") from error

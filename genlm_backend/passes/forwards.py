@@ -1,0 +1,111 @@
+"""Forwards: passes of the model whose outputs become answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from genlm_backend.attention.packing import PackedBatch, Span, pack
+from genlm_backend.attention.paths import Paths
+from genlm_backend.attention.row_states import RowStates
+from genlm_backend.model.row import Row
+from genlm_backend.passes.job import Job
+from genlm_backend.passes.prefill_plan import Segment
+from genlm_backend.passes.runner import Runner
+from genlm_backend.prefix import Nodes
+
+
+@final
+class Forwards:
+    """Passes of one model, and the rows and scores that are made of their logits.
+
+    Args:
+        runner: What calls the model.
+        finish: Makes one row of each vector of logits, ``[n, vocab]``, which it may overwrite, and
+            knows what it was normalised by.
+        score: Makes scores of logits, as ``scores_of_logits`` does.
+        check_wanted: Called before each pass; raises a ``QueryDroppedError`` where nobody waits.
+
+    Attributes:
+        runner: As given.
+        check_wanted: As given.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        finish: Callable[[torch.Tensor], list[Row]],
+        score: Callable[[torch.Tensor, list[int], list[int]], torch.Tensor],
+        check_wanted: Callable[[], None],
+    ) -> None:
+        self.runner, self.check_wanted = runner, check_wanted
+        self._finish, self._score = finish, score
+
+    def rows(self, batch: PackedBatch, attend: Any) -> list[Row]:
+        """Return the row behind each output of a batch."""
+        return self._finish(self.runner.forward(batch, attend))
+
+    def of_segments(
+        self, segments: Sequence[Segment], nodes: Nodes, states: RowStates | None, attend: Any
+    ) -> None:
+        """Run segments in one pass, and hand its outputs to the jobs that want them.
+
+        Args:
+            segments: The segments.
+            nodes: The nodes that they are of.
+            states: The running states of their rows, of a model that has such.
+            attend: What they attend to.
+        """
+        spans = [segment.span(nodes.slot[segment.nodes]) for segment in segments]
+        before = np.array([segment.before for segment in segments], np.int32)
+        logits = self.runner.forward(pack(spans, Paths.of(nodes, before), states), attend)
+        wanted = [jobs for segment in segments for jobs in segment.outputs.values()]
+        if any(job.targets for jobs in wanted for job in jobs):
+            self._hand_out_scores(segments, logits)
+        places = [i for i, jobs in enumerate(wanted) if not all(job.targets for job in jobs)]
+        if places:
+            rows = self._finish(logits if len(places) == len(wanted) else logits[places])
+            for i, row in zip(places, rows, strict=True):
+                for job in wanted[i]:
+                    job.row = None if job.targets else row
+
+    def alone(self, job: Job, span: Span, attend: Any, start: int = 0) -> None:
+        """Run tokens of one context in a pass of their own, and hand the job its outputs.
+
+        Args:
+            job: Whose tokens they are.
+            span: The tokens.
+            attend: What they attend to.
+            start: Number of tokens of the context before them.
+        """
+        self.check_wanted()
+        logits = self.runner.forward([span], attend)
+        if not job.targets:
+            job.row = next(iter(self._finish(logits)), None) if len(span.outputs) else None
+            return
+        wanted = [start + position - job.first for position in span.outputs]
+        if wanted:
+            targets = [job.targets[i] for i in wanted]
+            scores = self._score(logits, [*range(len(wanted))], targets)
+            for i, score in zip(wanted, scores.tolist(), strict=True):
+                job.scores[i] = score
+
+    def _hand_out_scores(self, segments: Sequence[Segment], logits: torch.Tensor) -> None:
+        outputs = [output for segment in segments for output in segment.outputs.items()]
+        wanted = [
+            (place, job, position - job.first)
+            for place, (position, jobs) in enumerate(outputs)
+            for job in jobs
+            if job.targets
+        ]
+        places = sorted({place for place, _, _ in wanted})
+        if len(places) < len(outputs):
+            logits = logits[places]
+        index = {place: i for i, place in enumerate(places)}
+        targets = [job.targets[i] for _, job, i in wanted]
+        scores = self._score(logits, [index[place] for place, _, _ in wanted], targets)
+        for (_, job, i), score in zip(wanted, scores.tolist(), strict=True):
+            job.scores[i] = score

@@ -1,0 +1,227 @@
+"""PrefixCache: what is kept of contexts, and where running states of a pass come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.row_states import RowStates
+from genlm_backend.model.context import Context
+from genlm_backend.model.query import Adapter
+from genlm_backend.passes.runner import Runner
+from genlm_backend.prefix import (
+    KVLayout,
+    KVStore,
+    Mover,
+    Nodes,
+    PrefixTree,
+    Slots,
+    StateLayout,
+    States,
+    StateStore,
+)
+from genlm_backend.prefix.budgets import Budgets, most_rows
+
+NO_BUDGETS: Final = Budgets()
+
+
+@final
+class OutOfStates(Exception):
+    """There is no room for a running state that others of the batch go on from."""
+
+
+@final
+class PrefixCache:
+    """The tree of contexts that are kept, and the stores of their keys, values and states.
+
+    Without a store nothing is kept.
+
+    Args:
+        runner: What calls the model.
+        attend: The way to attend to what is kept.
+        store: Keys and values; ``None`` for none.
+        num_slots: Number of its slots.
+        host_store: Another one, for what is evicted from the first; ``None`` for none.
+        num_host_slots: Number of its slots.
+        states: Where running states are kept, of a model that has such.
+        host_states: Another one, for what is evicted from the first; ``None`` for none.
+        budgets: The bytes of all of these.
+
+    Attributes:
+        tree: The contexts.
+        store: As given.
+        states: Their running states; none of most models.
+        host_states: Those that are on the host.
+        attend: As given.
+        layout: Shapes of keys and values, and how they are kept or would be; it can be set.
+        keeps: Whether anything is kept.
+        budgets: As given.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        attend: Attend,
+        store: KVStore | None = None,
+        num_slots: int = 0,
+        host_store: KVStore | None = None,
+        num_host_slots: int = 0,
+        states: StateStore | None = None,
+        host_states: StateStore | None = None,
+        budgets: Budgets = NO_BUDGETS,
+    ) -> None:
+        none = StateStore(StateLayout(), 0)
+        self._runner, self.attend, self.keeps = runner, attend, store is not None
+        self.store = KVStore(KVLayout(), 0) if store is None else store
+        self.states = none if states is None else states
+        self.host_states = none if host_states is None else host_states
+        self.layout, self.budgets = self.store.layout, budgets
+        moves = None if host_store is None else Mover(self.store, host_store)
+        self.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), moves, self._states_of)
+
+    def _states_of(self, nodes: Nodes) -> States:
+        states, host = self.states, self.host_states
+        moves = Mover(states, host, first=1) if host.num_states else None
+        return States(nodes, states.num_states, host.num_states, moves)
+
+    @property
+    def most_rows(self) -> int | None:
+        """Most rows of a pass, which takes copies of their states; ``None`` for any number."""
+        return most_rows(self.states.num_states) if self.states.num_states else None
+
+    # ---------------------------------------------------------------- contexts
+
+    def match(self, context: Context, adapter: Adapter | None, most: int) -> int:
+        """Return the node of the longest cached prefix of a context, of up to ``most`` tokens.
+
+        It is not evicted before the next batch.
+        """
+        return self.tree.match(context.packed(0, most), adapter, context.place)
+
+    def pin(self, node: int, fewest: int) -> bool:
+        """Keep the path to a node until ``clear()``, and the state that contexts go on from.
+
+        Args:
+            node: The node.
+            fewest: Fewest tokens of a pass that goes on from a state.
+
+        Returns:
+            Whether there is such a state, and others have room; nothing is kept otherwise.
+        """
+        tree = self.tree
+        if tree.states.num_states and not tree.states.pin(self.resumed(node, fewest)):
+            return False
+        tree.pin(node)
+        return True
+
+    def resumed(self, node: int, fewest: int) -> int:
+        """Return the node whose state a context goes on from when it is asked, or its own."""
+        tree = self.tree
+        depth = max(0, int(tree.nodes.depth[node]) - fewest)
+        before = tree.nodes.ancestors(np.array([node], np.int32), np.array([depth], np.int32))
+        start = int(tree.states.last(before)[0])
+        return start if tree.nodes.depth[start] else node
+
+    def codes_of(self, node: int) -> list[tuple[torch.Tensor, ...]]:
+        """Return the keys and values up to a node as the store has them, by layer."""
+        nodes = self.tree.nodes
+        return self.store.take(nodes.slot[nodes.path(node)])
+
+    def has_state(self, node: int) -> bool:
+        """Return whether a node has a running state, which is on the device from then on."""
+        states = self.tree.states
+        return states.fetch(np.array([node], np.int32)) and bool(self.tree.nodes.state[node])
+
+    def fill(
+        self,
+        token_ids: Sequence[int],
+        codes: Sequence[tuple[torch.Tensor, ...]],
+        states: Sequence[torch.Tensor],
+        num_resumed: int,
+        adapter: Adapter | None,
+    ) -> bool:
+        """Keep a context whose keys and values are known; return whether there was room.
+
+        Args:
+            token_ids: The context.
+            codes: The codes of each layer's keys and values, ``[len(token_ids), columns]`` each.
+            states: The tensors of a running state, ``[1, *shape]`` each.
+            num_resumed: Number of its first tokens that the state is behind.
+            adapter: The adapter that it was computed with.
+        """
+        tree = self.tree
+        tree.begin()
+        node = tree.match(token_ids, adapter)
+        start = int(tree.nodes.depth[node])
+        slots = tree.allocate(len(token_ids) - start, [node])
+        if slots is None:
+            return False
+        new = tree.grow_chain(node, np.array(token_ids[start:], np.int32), slots)
+        try:
+            self.store.put(slots, [tuple(c[start:] for c in layer) for layer in codes])
+        except BaseException:
+            tree.drop(new)
+            raise
+        end = tree.link(new)[-1:] if len(new) else np.array([node], np.int32)
+        end = tree.nodes.ancestors(end, np.array([num_resumed], np.int32))
+        if not states or tree.nodes.state[end[0]]:
+            return True
+        numbers = tree.states.give(end, np.ones(1, np.int64))  # whatever goes for it
+        if numbers[0]:
+            with tree.states.filling(end):
+                self.states.write(numbers, states)
+        return bool(numbers[0])
+
+    # ---------------------------------------------------------------- rows of a pass
+
+    def states_behind(self, nodes: NDArray[np.int32]) -> RowStates | None:
+        """Return the running states of rows that go on from nodes; ``None`` where there are none.
+
+        Either all are roots or none is.
+        """
+        if not self.states.num_states:
+            return None
+        begins = not self.tree.nodes.depth[nodes].any()
+        before = None if begins else self.states.read(self.tree.nodes.state[nodes])
+        return self._runner.running_states(self.states.layout, before)
+
+    def keep_states(
+        self,
+        nodes: NDArray[np.int32],
+        num_needed: NDArray[Any],
+        before: NDArray[np.int32],
+        states: RowStates,
+    ) -> None:
+        """Give the states that rows have come to to nodes, as far as there is room.
+
+        Args:
+            nodes: The node that each row has come to, or 0 for one that is not kept: ``[B]``.
+            num_needed: How often each is needed in this batch: ``[B]``.
+            before: The node that each row went on from: ``[B]``.
+            states: The states.
+        """
+        _, rows = np.unique(nodes, return_index=True)
+        rows = np.sort(rows[nodes[rows] > 0])
+        own = nodes[rows]
+        numbers = self.tree.states.give(own, num_needed[rows], before[rows])
+        if (numbers[num_needed[rows] > 0] == 0).any():
+            raise OutOfStates
+        with self.tree.states.filling(own[numbers != 0]):
+            for store, of_tier in ((self.states, numbers), (self.host_states, -numbers)):
+                given = np.flatnonzero(of_tier > 0)
+                if len(given):
+                    store.write(of_tier[given], states.behind(rows[given]))
+
+    def are_finite(self, nodes: NDArray[np.int32]) -> bool:
+        """Return whether nothing that is kept of nodes is infinite or NaN."""
+        states = self.tree.nodes.state[nodes]
+        return (
+            self.store.is_finite(self.tree.nodes.slot[nodes])
+            and self.states.is_finite(states[states > 0])
+            and self.host_states.is_finite(-states[states < 0])
+        )
