@@ -113,9 +113,8 @@ class FarEnd:
         if not isinstance(evaluator, Evaluator):
             raise EvaluationError(f"{make!r} must return an Evaluator, got {type(evaluator)}")
         evaluator.check_wanted = self._check_wanted
-        info = evaluator.open() if evaluator.info is None else evaluator.info
-        self._evaluator = evaluator
-        return info
+        self._evaluator = evaluator  # first: it is closed where opening it raises, too
+        return evaluator.open() if evaluator.info is None else evaluator.info
 
     def _answers(self, found: Any) -> Any:
         """Return answers without their rows, which are beside them."""

@@ -20,6 +20,7 @@ from genlm_backend.remote.far_end import FarEnd
 from genlm_backend.remote.messages import Answers, InTable, PackedError, Request
 
 WIDTH = 7
+CLOSED = []  # kinds of evaluators, in this order
 
 
 class Simple(StatelessEvaluator):
@@ -27,7 +28,15 @@ class Simple(StatelessEvaluator):
 
     def __init__(self, kind="simple"):
         super().__init__(WIDTH)
-        self.kind, self.is_closed = kind, False
+        self.kind = kind
+        if kind == "does not open":
+            self.info, self.open = None, self.fail
+
+    def fail(self):
+        raise KeyError("by the test")
+
+    def close(self):
+        CLOSED.append(self.kind)
 
     def evaluate(self, queries):
         if self.kind == "exits":
@@ -97,6 +106,16 @@ def test_what_cannot_be_made_is_told_and_nothing_is_there():
     with pytest.raises(ModelStateError, match=r"where the replica is, and 0\.0\.1 here"):
         raise asker.open("simple", "0.0.1").error.error()
     assert isinstance(asker.ask("evaluate", []).error.error(), EngineDiedError)
+
+
+def test_an_evaluator_that_does_not_open_is_closed_like_any_other():
+    del CLOSED[:]
+    asker = Asker()
+    assert isinstance(asker.open("does not open").error.error(), KeyError)
+    assert asker.open().error is None
+    assert CLOSED == ["does not open"]
+    assert asker.ask("close").error is None
+    assert CLOSED == ["does not open", "simple"]
 
 
 def test_nobody_waits_for_a_request_that_has_been_dropped():
