@@ -19,10 +19,12 @@ EXTENSIBLE = {"AsyncTransformer", "BatchedLM", "MockAsyncLM"}
 # Optional capabilities: what a class can do without has a default, and may be overridden.
 DEFAULTS = {
     "AsyncLM": {
+        "_drawn",
         "_pictured",
         "add_new_lora",
         "batch_next_token_logprobs",
         "batch_next_token_logprobs_sync",
+        "batch_sample",
         "batch_score",
         "batch_score_sync",
         "check_adapter",
@@ -34,10 +36,10 @@ DEFAULTS = {
         "next_token_logits",
         "num_cached_tokens",
         "remove_lora",
+        "sample",
         "statistics",
     },
-    "SamplingLM": {"_drawn", "batch_sample", "sample"},
-    "BatchedLM": {"_asking", "_evaluator_counts", "_number_of"},
+    "BatchedLM": {"_asking", "_evaluator_counts", "_is_kept", "_number_of"},
     "Evaluator": {"load_prefix", "picture_rules", "save_prefix"},
     "VocabularyTrie": {"release"},
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from genlm_backend.runtime.process_lock import ProcessLock
+from genlm_backend.runtime.forks import ProcessLock
 
 HOLDERS = ("hf", "mock", "vllm", "trie", "engine", "glm")
 MODELS = ("hf", "mock", "vllm")

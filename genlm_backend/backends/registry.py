@@ -1,4 +1,4 @@
-"""Names of backends, and the one-liner that loads a model."""
+"""Names of backends, the options that they share, and the one-liner that loads a model."""
 
 from __future__ import annotations
 
@@ -107,3 +107,59 @@ def default_backend() -> str:
         return "vllm"
     present = importlib.import_module("genlm_backend.backends.mlx.present")
     return "mlx" if present.is_default() else "hf"
+
+
+_SHARED: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "hf": {
+        "device": ("hf_opts", "device_map"),
+        "threads": ("num_threads",),
+        "kv_cache_bytes": ("kv_cache_bytes",),
+        "kv_cache_dtype": ("kv_cache_dtype",),
+    },
+    "mlx": {"kv_cache_bytes": ("kv_cache_bytes",)},
+    "vllm": {
+        "kv_cache_bytes": ("engine_opts", "kv_cache_memory_bytes"),
+        "kv_cache_dtype": ("engine_opts", "kv_cache_dtype"),
+    },
+}
+"""Backend → option → its name in ``from_name``, or the mapping there and the name in that."""
+
+_OF_EVERY: Final = {"batch_size": ("batch_size",), "row_cache_bytes": ("row_cache_bytes",)}
+
+VLLM_KV_CACHE_DTYPES: Final[Mapping[str, str]] = {
+    "int8": "int8_per_token_head",
+    "uint4": "int4_per_token_head",
+}
+"""Number format of keys and values → what vLLM calls the one that is like it."""
+
+
+def shared_options(
+    backend: str, shared: Mapping[str, Any], more: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the ``llm_opts`` of a backend for options that several backends have.
+
+    Args:
+        backend: Name of the backend.
+        shared: ``batch_size``, ``row_cache_bytes``, ``device``, ``threads`` (of a forward pass on
+            the CPU), ``kv_cache_bytes``, ``kv_cache_dtype``; ``None`` leaves one to the backend.
+        more: Options in the backend's own words, which go before; what is in one of their
+            mappings goes beside what the shared ones have there.
+
+    Raises:
+        OptionError: (``ValueError``) If the backend has no such option.
+    """
+    known = {**_OF_EVERY, **_SHARED.get(backend, {})}
+    options: dict[str, Any] = {}
+    for name, value in shared.items():
+        if value is None:
+            continue
+        if name not in known:
+            raise OptionError(f"{name} cannot be chosen for backend {backend!r}")
+        if name == "kv_cache_dtype" and backend == "vllm":
+            value = VLLM_KV_CACHE_DTYPES[value]
+        option, *inner = known[name]
+        options[option] = {inner[0]: value} if inner else value
+    for name, value in (more or {}).items():
+        is_both = isinstance(value, Mapping) and isinstance(options.get(name), Mapping)
+        options[name] = {**options[name], **value} if is_both else value
+    return options

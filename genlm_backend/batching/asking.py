@@ -1,76 +1,215 @@
-"""Asking: what a model needs of whatever answers its questions."""
+"""Asking: a worker thread that is asked questions and runs functions, while its process lives."""
 
 from __future__ import annotations
 
+import abc
 import concurrent.futures
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar, final
 
+from genlm_backend.batching.evaluation import presentable
 from genlm_backend.batching.policy import BatchPolicy
 from genlm_backend.batching.statistics import BatcherStatistics
+from genlm_backend.batching.worker import Worker
+from genlm_backend.errors import BatcherClosedError, QueryDroppedError
+from genlm_backend.runtime.forks import ProcessLock
 
-Q = TypeVar("Q", contravariant=True)
+Q = TypeVar("Q")
 R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Asking(Protocol[Q, R]):
-    """A ``Batcher``, or several that look like one; see there."""
+class Asking(abc.ABC, Generic[Q, R]):
+    """A ``Batcher``, or several that look like one: what a model asks, and its worker thread.
+
+    Args:
+        name: What errors call it, and debuggers the thread, with ``genlm-`` before it.
+
+    Attributes:
+        policy: When a batch goes.
+    """
+
+    policy: BatchPolicy
+
+    def __init__(self, name: str) -> None:
+        self._name, self._worker, self._lock = name, Worker(f"genlm-{name}"), ProcessLock()
+        self._is_wanted: Callable[[], bool] | None = None  # what the worker is at
+        self._given_up: QueryDroppedError | None = None  # what has ended it
+        self._is_closed = False
+        self._fences: dict[Call[Any], int] = {}  # calls that are queued: the query after each
+
+    @abc.abstractmethod
+    async def submit(self, query: Q) -> R:
+        """Return the result for ``query``."""
+
+    @abc.abstractmethod
+    async def submit_all(self, queries: Iterable[Q]) -> list[R]:
+        """Return the results for ``queries``, in order."""
+
+    @abc.abstractmethod
+    def submit_sync(self, queries: Iterable[Q]) -> list[R]:
+        """Return the results for ``queries``, blocking this thread."""
+
+    @abc.abstractmethod
+    def set_policy(self, **fields: Any) -> None:
+        """Replace fields of the policy."""
+
+    @abc.abstractmethod
+    def flush(self) -> None:
+        """Let everything that waits go now."""
+
+    @abc.abstractmethod
+    def drop(self, reason: str = ...) -> int:
+        """Settle every waiter with a ``QueryDroppedError``; return how many there were."""
+
+    @abc.abstractmethod
+    def statistics(self) -> BatcherStatistics:
+        """Return the counts so far."""
+
+    # ---------------------------------------------------------------- functions
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run ``function`` on the worker thread, after the batches already sent; block for it.
+
+        What is asked after a call is evaluated after it, unless an equal query goes before. An
+        interrupted thread leaves one that has not begun unrun. Raises what ``check_open`` does.
+        """
+        if self._worker.is_current_thread():
+            return function()
+        call = Call(function)
+        return call.result(self._put(call))
+
+    def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
+        """Run ``function`` on the worker thread, after the batches already sent; see ``call``.
+
+        Returns:
+            A future of what it returns or raises. Cancelled before its turn, nothing is run.
+        """
+        return self._put(Call(function))
+
+    def _put(self, call: Call[T]) -> concurrent.futures.Future[T]:
+        future = call.future
+        with self._lock.here:
+            self.check_open()
+            self._worker.put(lambda: self._run_call(call))
+            # Last: after an interrupt, a fence without its call would hold queries up for ever.
+            self._fences[call] = self._next_number
+        return future
 
     @property
-    def policy(self) -> BatchPolicy:
-        """When a batch goes."""
-        ...
+    @abc.abstractmethod
+    def _next_number(self) -> int:
+        """Number of the query that is asked next; under the lock."""
+
+    def check_open(self) -> None:
+        """Raise what a query that is asked now would raise at once.
+
+        Raises:
+            BatcherClosedError: As ``submit``.
+            ForkedError: As there.
+        """
+        self._lock.claim()
+        if self._is_closed:
+            raise BatcherClosedError(f"{self._name} has been closed and answers no more")
+        if self._worker.is_stopped:
+            raise BatcherClosedError(f"{self._name} cannot answer: the interpreter exits")
+
+    def check_wanted(self) -> None:
+        """Raise if nobody waits any more for what the worker thread is doing.
+
+        For ``evaluate``, and for what ``call`` runs, between two steps of long work: the error is
+        to be let through. It reaches nobody, but for those who wait while the interpreter exits;
+        whoever has come meanwhile is answered by another batch. On other threads, no effect.
+
+        Raises:
+            QueryDroppedError: If all callers have gone, at ``close()``, and at interpreter exit.
+        """
+        if not self._worker.is_current_thread():
+            return
+        with self._lock.here:
+            if self._is_ending() or (self._is_wanted is not None and not self._is_wanted()):
+                is_exit = self._worker.is_stopped and not self._is_closed
+                why = ": the interpreter exits" if is_exit else ""
+                self._given_up = QueryDroppedError(f"ended before the query was answered{why}")
+                raise self._given_up
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End the thread, after what it is doing; again has no effect."""
 
     @property
     def is_foreign(self) -> bool:
         """Whether this process is a fork of the one that it belongs to."""
-        ...
+        return self._lock.is_foreign
 
-    async def submit(self, query: Q) -> R:
-        """Return the result for ``query``."""
-        ...
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close()`` has been called."""
+        return self._is_closed
 
-    async def submit_all(self, queries: Iterable[Q]) -> list[R]:
-        """Return the results for ``queries``, in order."""
-        ...
+    def _is_ending(self) -> bool:
+        return self._is_closed or self._worker.is_stopped
 
-    def submit_sync(self, queries: Iterable[Q]) -> list[R]:
-        """Return the results for ``queries``, blocking this thread."""
-        ...
+    def _run_call(self, call: Call[Any]) -> None:
+        with self._lock.here:
+            self._fences.pop(call, None)
+        self._is_wanted = lambda: call.is_wanted
+        call.run()
+        self._is_wanted = self._given_up = None
 
-    def call(self, function: Callable[[], T]) -> T:
-        """Run ``function`` between the batches already sent and what is asked later; block."""
-        ...
 
-    def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Run ``function`` between the batches already sent and what is asked later."""
-        ...
+@final
+class Call(Generic[T]):
+    """A function that the worker thread is to run between two batches.
 
-    def check_open(self) -> None:
-        """Raise what a query that is asked now would raise at once."""
-        ...
+    Args:
+        function: Called once, unless the future is cancelled before.
 
-    def check_wanted(self) -> None:
-        """Raise if nobody waits any more for what the calling thread is doing."""
-        ...
+    Attributes:
+        future: Future of what it returns or raises, until it is run: the frames of an error that
+            it raises know the call, and the call does not know the error then.
+        is_wanted: Whether anybody may still want that.
+    """
 
-    def set_policy(self, **fields: Any) -> None:
-        """Replace fields of the policy."""
-        ...
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        self.is_wanted = True
+        self._function = function
 
-    def flush(self) -> None:
-        """Let everything that waits go now."""
-        ...
+    def run(self) -> None:
+        """Call the function and settle the future; raises nothing."""
+        if self.future.set_running_or_notify_cancel():  # from here on it cannot be cancelled
+            _settle(self._taken(), *_called(self._function))
 
-    def drop(self, reason: str = ...) -> int:
-        """Settle every waiter with a ``QueryDroppedError``; return how many there were."""
-        ...
+    def _taken(self) -> concurrent.futures.Future[T]:
+        future = self.future
+        del self.future
+        return future
 
-    def statistics(self) -> BatcherStatistics:
-        """Return the counts so far."""
-        ...
+    def result(self, future: concurrent.futures.Future[T]) -> T:
+        """Block for the result; a thread that is interrupted meanwhile wants it no more."""
+        try:
+            return future.result()
+        except BaseException:
+            self.is_wanted = False
+            future.cancel()
+            raise
+        finally:
+            del future  # which knows the error, which remembers this frame
 
-    def close(self) -> None:
-        """Drop everybody and end; again has no effect."""
-        ...
+
+def _called(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    """Return what a function returns, and what it raises; see ``evaluated``."""
+    try:
+        return function(), None
+    except BaseException as raised:
+        return None, presentable(raised)
+
+
+def _settle(
+    future: concurrent.futures.Future[Any], result: Any, error: BaseException | None
+) -> None:
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)

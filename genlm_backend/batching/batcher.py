@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar, cast, final
+from typing import Any, TypeVar, cast, final
 
-from genlm_backend.batching.calling import Calling
+from genlm_backend.batching.asking import Asking
 from genlm_backend.batching.evaluation import evaluated, has_errors, is_error, presentable
 from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision, Tickers
 from genlm_backend.batching.round import (
@@ -33,7 +33,7 @@ _POLICY = instance(BatchPolicy, "a BatchPolicy")
 
 
 @final
-class Batcher(Calling, Generic[Q, R]):
+class Batcher(Asking[Q, R]):
     """Coalesces concurrent queries into batches and evaluates them on one worker thread.
 
     ``evaluate`` is an ordinary function from a list of distinct queries to as many results; it

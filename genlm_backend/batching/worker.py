@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import sys
 import threading
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from typing import Final, final
 
 from genlm_backend.errors import BatcherClosedError
+from genlm_backend.runtime.forks import finalize_here
 
 Job = Callable[[], None]
 
@@ -88,7 +88,7 @@ class Worker:
                     raise
                 raise BatcherClosedError(f"asked while the interpreter exits: {error}") from error
             self._thread = thread
-            self._finalizer = weakref.finalize(self, _stop, self._jobs, thread, os.getpid())
+            self._finalizer = finalize_here(self, _stop, self._jobs, thread)
         self._jobs.add(job)
 
     @property
@@ -118,9 +118,7 @@ def _work(jobs: _Jobs) -> None:
         del job  # or the last batch would be held until the next one comes
 
 
-def _stop(jobs: _Jobs, thread: threading.Thread, process: int) -> None:
-    if os.getpid() != process:  # a fork has the queue and not the thread
-        return
+def _stop(jobs: _Jobs, thread: threading.Thread) -> None:
     jobs.close()
     _join(thread, jobs.thread)
 

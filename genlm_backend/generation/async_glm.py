@@ -33,7 +33,7 @@ from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.context import Context
 from genlm_backend.model.query import TokenIds
-from genlm_backend.runtime.process_lock import OfOneProcess, ProcessLock
+from genlm_backend.runtime.forks import OfOneProcess, ProcessLock
 from genlm_backend.runtime.together import together
 
 _NAME = "model"

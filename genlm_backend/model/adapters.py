@@ -9,11 +9,8 @@ from typing import Any, Final, final
 
 from genlm_backend.checks import checked, instance, text
 from genlm_backend.errors import AdapterError, UnknownAdapterError
-from genlm_backend.model.query import Adapter
+from genlm_backend.model.query import UNKNOWN_ADAPTER, Adapter
 from genlm_backend.model.scoring import Question
-
-UNKNOWN_ADAPTER: Final = "no LoRA adapter named {!r} is loaded"
-"""What the message of an ``UnknownAdapterError`` begins with, for the adapter's name."""
 
 ADAPTER_CHECKS: Final = {"lora_name": text, "lora_path": instance((str, Path), "a path")}
 """Checks of what ``add_new_lora`` takes."""

@@ -4,39 +4,72 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
 from genlm_backend.batching import Asking, Batcher, BatchPolicy
-from genlm_backend.checks import Check, byte_count, checked, instance, integer, number, optional
+from genlm_backend.checks import (
+    Check,
+    absolute_path,
+    byte_count,
+    checked,
+    instance,
+    integer,
+    number,
+    optional,
+)
 from genlm_backend.checks import device as check_device
-from genlm_backend.errors import AdapterError, BatcherClosedError, OptionError, UnknownAdapterError
+from genlm_backend.errors import (
+    AdapterError,
+    BatcherClosedError,
+    CacheError,
+    OptionError,
+    PictureError,
+    UnknownAdapterError,
+)
 from genlm_backend.model.adapters import ADAPTER_CHECKS, AdapterNames, check_adapter_name
 from genlm_backend.model.answering import Answering
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.context import listed_contexts
+from genlm_backend.model.context import Context, listed_contexts
 from genlm_backend.model.drawing import Draw, Drawing
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.model.query import Adapter, Query, TokenIds
 from genlm_backend.model.row import Row, table_of
-from genlm_backend.model.row_scores import scores_of_rows, scores_of_rows_sync
-from genlm_backend.model.scoring import Question, Scoring, check_scorings, distinct, own_scores
+from genlm_backend.model.scoring import (
+    Question,
+    Scoring,
+    check_scorings,
+    distinct,
+    own_scores,
+    scores_of_rows,
+    scores_of_rows_sync,
+)
 from genlm_backend.prefix import RowCache, TierName, check_tier
-from genlm_backend.runtime.process_lock import OfOneProcess
-from genlm_backend.runtime.threads import release_idle_threads
+from genlm_backend.runtime.forks import OfOneProcess
 
 T = TypeVar("T")
 DEFAULT_ROW_CACHE_BYTES = 256 << 20
 
 
-def _do_nothing() -> None:
-    """Do nothing before a wait, where nobody is to be told of it."""
+class PictureReading(Protocol):
+    """Pictures to contexts, by the processor of one model."""
+
+    @property
+    def processor(self) -> Any:
+        """The processor of transformers; ``None`` where there is none."""
+        ...
+
+    def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
+        """Return the context of a prompt that begins with pictures."""
+        ...
 
 
 class BatchedLM(OfOneProcess, AsyncLM):
@@ -77,6 +110,9 @@ class BatchedLM(OfOneProcess, AsyncLM):
         "output_device": check_device,
     }
 
+    _pictures: PictureReading | None = None
+    """What reads pictures, of a model that may see them."""
+
     def __init__(
         self,
         tokenizer: Any,
@@ -114,7 +150,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
             raise
         self.max_length, self.kv_cache_dtype = self._info.max_length, self._info.kv_cache_dtype
         self._own_eos = self._info.eos_token_ids
-        self._before_wait = release_idle_threads if self._info.uses_openmp else _do_nothing
+        self._before_wait = self._info.before_wait
         self.has_host_tier = self._info.num_host_slots is not None
         self.device = None if self._info.device is None else torch.device(self._info.device)
         self._answering.set_vocabulary(
@@ -134,7 +170,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         """Return the log-probabilities of the token after ``token_ids``: float32 ``[vocab]``."""
         query = self._query(token_ids, lora_name)
         row = self._rows.get(query)
-        if row is None:
+        if row is None:  # here, since one coroutine more takes two per cent of a row's time
             self._before_wait()
             row = await self._batcher.submit(query)
         return row.own_logprobs(self.output_device)
@@ -217,9 +253,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
         """Return the scores of many continuations, each behind its own prompt."""
-        scorings = self._scorings(prompts, continuations, lora_name)
-        asked = distinct(scorings)
-        self._before_wait()
+        scorings, asked = self._scorings(prompts, continuations, lora_name)
         if self._info.scores:
             found = await self._batcher.submit_all(asked)
         else:
@@ -233,19 +267,22 @@ class BatchedLM(OfOneProcess, AsyncLM):
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
         """Return the same scores as ``batch_score``, blocking the calling thread."""
-        scorings = self._scorings(prompts, continuations, lora_name)
-        asked = distinct(scorings)
-        self._before_wait()
+        scorings, asked = self._scorings(prompts, continuations, lora_name)
         if self._info.scores:
             found = self._batcher.submit_sync(asked)
         else:
             found = scores_of_rows_sync(asked, self._rows_of_sync, self.batch_size)
         return own_scores(scorings, dict(zip(asked, found, strict=True)), self.output_device)
 
-    def _scorings(self, prompts: Any, continuations: Any, lora_name: str | None) -> list[Scoring]:
+    def _scorings(
+        self, prompts: Any, continuations: Any, lora_name: str | None
+    ) -> tuple[list[Scoring], list[Scoring]]:
+        """Return the scorings of texts, and the distinct ones of them that are to be asked."""
         self._batcher.check_open()
         adapter = self._adapter(lora_name)
-        return check_scorings(self.contexts, prompts, continuations, self.max_length, adapter)
+        found = check_scorings(self.contexts, prompts, continuations, self.max_length, adapter)
+        self._before_wait()
+        return found, distinct(found)
 
     async def _drawn(
         self, token_ids: TokenIds, drawing: Callable[[Query], Drawing], lora_name: str | None
@@ -300,6 +337,11 @@ class BatchedLM(OfOneProcess, AsyncLM):
     # ---------------------------------------------------------------- keys and values
 
     @property
+    def kv_reuse(self) -> bool:
+        """Whether keys and values are reused; where not, every context is run whole."""
+        return self._info.num_slots is not None
+
+    @property
     def kv_capacity(self) -> int | None:
         """Number of tokens whose keys and values fit at once; ``None`` where none are kept."""
         return self._info.kv_capacity(self.batch_size)
@@ -332,6 +374,152 @@ class BatchedLM(OfOneProcess, AsyncLM):
         except UnknownAdapterError:  # what was computed with it has gone with it
             return
         await self._number_of(lambda e: e.forget(query, keep))
+
+    def cache_kv(self, prompt_tokens: TokenIds, lora_name: str | None = None) -> None:
+        """Compute a prompt now and keep its keys and values until a cache is cleared.
+
+        Caching is automatic, so nobody has to call this: it only keeps the prompt from being
+        evicted. Blocks the thread. Does nothing for models that run every context whole. Where
+        there are several replicas of a model, each of them keeps the prompt.
+
+        Raises:
+            CacheError: If the prompt does not fit into ``kv_cache_bytes``, or its running state, of
+                a model that has such, beside those that are pinned.
+        """
+        query = self._query(prompt_tokens, lora_name)
+        self._before_wait()
+
+        def pin() -> bool:
+            self._adapters.check(query)
+            return self._evaluator.pin(query)
+
+        if not self._call(pin) and self.kv_reuse:
+            raise CacheError(
+                f"a prompt of {len(query.context)} tokens does not fit into the "
+                f"{self.kv_capacity} tokens of kv_cache_bytes that are not pinned"
+                f"{self._of_states()}"
+            )
+        self._is_kept(query)
+
+    def _of_states(self) -> str:
+        """Return the part of an error about room that is for models with running states."""
+        budget = self._evaluator.counts().state_bytes_budget
+        return f", or its running state into state_cache_bytes={budget}" if budget else ""
+
+    def clear_kv_cache(self) -> None:
+        """Forget every cached key and value, pinned ones too. No answer changes by it.
+
+        Comes after the batch that is being evaluated, for which the calling thread waits.
+        """
+        self._clear_kept()
+
+    def _is_kept(self, query: Query) -> None:
+        """Note that a context's keys and values are there now, on whatever thread."""
+
+    def save_prefix(
+        self, token_ids: TokenIds, path: str | Path, lora_name: str | None = None
+    ) -> None:
+        """Compute a prompt and write its keys and values into a file, for ``load_prefix``.
+
+        The file is in the format of safetensors; it holds the token ids, the keys and values as
+        they are kept, and digests of what they depend on. It appears whole or not at all, and
+        takes the place of another one. Blocks the thread.
+
+        Raises:
+            CacheError: If the prompt does not fit into ``kv_cache_bytes``, or the model keeps no
+                keys and values.
+            PictureError: (``ValueError``) If the prompt begins with pictures.
+            OSError: If the file cannot be written. Where that can be seen before, nothing is
+                computed.
+        """
+        where = absolute_path("path", path)
+        _check_writable(Path(where))
+        query = self._query(token_ids, lora_name)
+        if query.context.pictures is not None:
+            raise PictureError("a prompt that begins with pictures is not written into files")
+        self._before_wait()
+
+        def save() -> None:
+            self._adapters.check(query)
+            self._evaluator.save_prefix(query, where)
+
+        self._call(save)
+
+    def load_prefix(self, path: str | Path, lora_name: str | None = None) -> Context:
+        """Keep the keys and values of a file of ``save_prefix``, and return its tokens.
+
+        No token is computed. What is loaded is a cached prefix like any other, which goes when
+        others need the room; ``cache_kv`` keeps it. Blocks the thread.
+
+        Args:
+            path: The file.
+            lora_name: The adapter that it was saved with.
+
+        Raises:
+            PrefixFileError: (``ValueError``) If the file is of a model with another config, other
+                weights or another adapter, or of another ``kv_cache_dtype``, cut short or changed.
+            CacheError: If the prompt does not fit into ``kv_cache_bytes``, or the model keeps no
+                keys and values.
+            OSError: If the file cannot be read.
+        """
+        where = absolute_path("path", path)
+        self._batcher.check_open()
+        adapter = self._adapter(lora_name)
+
+        def load() -> Sequence[int]:
+            self._adapters.check(Query((), adapter))
+            return self._evaluator.load_prefix(where, adapter)
+
+        context = self.contexts.check(self._call(load), self.max_length)
+        self._is_kept(Query(context, adapter))
+        return context
+
+    def _uncached(
+        self, token_ids: TokenIds, lora_name: str | None, evaluate_whole: Callable[[Query], Row]
+    ) -> torch.Tensor:
+        """Return the row of a context that the worker evaluates past every cache, for callers."""
+        query = self._query(token_ids, lora_name)
+        self._before_wait()
+
+        def whole() -> Row:
+            self._adapters.check(query)
+            return evaluate_whole(query)
+
+        row = self._call(whole)
+        return self._answering.defined(row).own_logprobs(self.output_device)
+
+    # ---------------------------------------------------------------- pictures
+
+    @property
+    def processor(self) -> Any:
+        """The processor of transformers that reads pictures, loaded when it is first needed.
+
+        Its ``image_token`` is what stands for a picture in a text. ``None`` for a model that reads
+        text alone, or has been given without a processor.
+
+        Raises:
+            PictureError: (``ValueError``) If there is none where the model was loaded from.
+        """
+        return None if self._pictures is None else self._pictures.processor
+
+    def _asker(self) -> Callable[[Callable[[Evaluator], Any]], Any]:
+        """Return what has the worker call a verb, and waits for it; it does not keep us alive."""
+        before_wait, batcher = self._before_wait, self._batcher
+        counted, evaluator = self._answering.counted, self._evaluator
+
+        def ask(verb: Callable[[Evaluator], Any]) -> Any:
+            before_wait()
+            return batcher.call(partial(counted, partial(verb, evaluator)))
+
+        return ask
+
+    def _pictured(
+        self, prompt: TokenIds | str, images: Sequence[Any] | Mapping[str, Any]
+    ) -> Context:
+        if self._pictures is None:
+            return super()._pictured(prompt, images)
+        self._batcher.check_open()
+        return self._pictures.context(prompt, images, self.max_length)
 
     # ---------------------------------------------------------------- adapters
 
@@ -411,3 +599,15 @@ class BatchedLM(OfOneProcess, AsyncLM):
             if not self._is_closed:
                 self._evaluator.close()
                 self._is_closed = True
+
+
+def _check_writable(path: Path) -> None:
+    """Raise the error of a file that cannot be written, as far as it can be told before."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, "there is no such directory", str(path.parent))
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is a device or a pipe, and no file", str(path))
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "files cannot be made in", str(path.parent))

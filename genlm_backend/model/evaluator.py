@@ -22,6 +22,7 @@ from genlm_backend.errors import AdapterError, CacheError, PictureError
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.scoring import Answer, Question
 from genlm_backend.prefix import TierName
+from genlm_backend.runtime.threads import release_idle_threads
 from genlm_backend.vision.picture_rules import PictureRules
 
 
@@ -84,6 +85,11 @@ class EvaluatorInfo:
         fields = {name: getattr(self, name) for name in _CHECKS}
         for name, value in checked(_CHECKS, fields).items():
             object.__setattr__(self, name, value)
+
+    @property
+    def before_wait(self) -> Callable[[], None]:
+        """What a caller's thread is to do before it waits for an answer."""
+        return release_idle_threads if self.uses_openmp else _nothing
 
     def kv_capacity(self, batch_size: int) -> int | None:
         """Return how many tokens' keys and values fit at once; ``None`` where none are kept.
@@ -159,7 +165,7 @@ class EvaluatorCounts:
     packed_weight_bytes: int = 0
 
 
-def _always_wanted() -> None:
+def _nothing() -> None:
     return None
 
 
@@ -182,7 +188,7 @@ class Evaluator(abc.ABC):
 
     info: EvaluatorInfo | None = None
     undefined_ids: tuple[int, ...] = ()
-    check_wanted: Callable[[], None] = staticmethod(_always_wanted)
+    check_wanted: Callable[[], None] = staticmethod(_nothing)
 
     @abc.abstractmethod
     def open(self) -> EvaluatorInfo:

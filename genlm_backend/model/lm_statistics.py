@@ -79,31 +79,19 @@ class LMStatistics(Readable):
     @classmethod
     def of(cls, batching: BatcherStatistics, counts: EvaluatorCounts, rows: RowCache[Row]) -> Self:
         """Put together what a model's batcher, evaluator and row cache have counted."""
+        own = set(cls.__dataclass_fields__)
+        same = {
+            name: getattr(counted, name)
+            for counted in (batching, counts)
+            for name in own.intersection(counted.__dataclass_fields__)
+        }
         return cls(
+            **same,
             num_awaits=batching.num_submitted + rows.num_hits,
-            num_batches=batching.num_batches,
-            num_forwards=counts.num_forwards,
-            batch_sizes=batching.batch_sizes,
-            tokens_computed=counts.tokens_computed,
-            tokens_reused=counts.tokens_reused,
             row_cache_hits=rows.num_hits,
-            num_joined=batching.num_joined,
-            num_skipped=batching.num_skipped,
             row_bytes_used=rows.num_bytes,
             row_bytes_budget=rows.budget,
-            kv_bytes_used=counts.kv_bytes_used,
-            kv_bytes_budget=counts.kv_bytes_budget,
             num_evicted_rows=rows.num_evicted,
-            num_evicted_tokens=counts.num_evicted_tokens,
-            host_bytes_used=counts.host_bytes_used,
-            host_bytes_budget=counts.host_bytes_budget,
-            num_tokens_to_host=counts.num_tokens_to_host,
-            num_tokens_from_host=counts.num_tokens_from_host,
-            state_bytes_used=counts.state_bytes_used,
-            state_bytes_budget=counts.state_bytes_budget,
-            num_evicted_states=counts.num_evicted_states,
-            num_states_to_host=counts.num_states_to_host,
-            num_states_from_host=counts.num_states_from_host,
         )
 
     @property

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import NamedTuple, Self, final
+from typing import Final, NamedTuple, Self, final
 
 from genlm_backend.errors import OptionError
 from genlm_backend.model.context import Context, of_no_model
 
 TokenIds = Iterable[int]
 """A context: a ``Context``, or token ids as Python or NumPy integers or a 1-D integer array."""
+
+UNKNOWN_ADAPTER: Final = "no LoRA adapter named {!r} is loaded"
+"""What the message of an ``UnknownAdapterError`` begins with, for the adapter's name."""
 
 
 class Adapter(NamedTuple):

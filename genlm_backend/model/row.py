@@ -149,8 +149,7 @@ def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.stack([row.logprobs.to(device) for row in rows])
     table = _spare.take((len(rows), len(rows[0].logprobs)), np.float32)
-    for own, row in zip(table, rows, strict=True):
-        put(row.logprobs, own)
+    put_rows(rows, table)
     return torch.from_numpy(table)
 
 
@@ -175,9 +174,10 @@ def own_copy(row: _Numbers) -> torch.Tensor:
     return torch.from_numpy(own)
 
 
-def put(row: torch.Tensor, place: _Numbers) -> None:
-    """Write a row, float32 ``[n]`` on any device, to a place that is one block of memory."""
-    place.data.cast("B")[:] = row.cpu().contiguous().numpy().data.cast("B")
+def put_rows(rows: Sequence[Row], table: _Numbers) -> None:
+    """Write log-probabilities, on any device, into a table of one block: float32 ``[n, vocab]``."""
+    for own, row in zip(table, rows, strict=True):
+        own.data.cast("B")[:] = row.logprobs.cpu().contiguous().numpy().data.cast("B")
 
 
 def rows_of_logits(

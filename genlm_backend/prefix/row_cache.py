@@ -11,7 +11,7 @@ import torch
 
 from genlm_backend.checks import byte_count, integer, optional
 from genlm_backend.checks import device as check_device
-from genlm_backend.runtime.process_lock import ProcessLock
+from genlm_backend.runtime.forks import ProcessLock
 
 
 class Storable(Protocol):

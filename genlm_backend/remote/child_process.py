@@ -13,13 +13,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, final
+from typing import Final, final
 
 from genlm_backend.errors import EngineDiedError, QueryDroppedError
-from genlm_backend.remote.arguments import Sender
-from genlm_backend.remote.channel import Channel
+from genlm_backend.remote.channel import Channel, SharedRows
 from genlm_backend.remote.messages import DROP, Reply, Request
-from genlm_backend.remote.shared_rows import SharedRows
 from genlm_backend.runtime.progress import is_watched
 
 _LOOK_SECONDS: Final = 0.05
@@ -65,7 +63,7 @@ class ChildProcess:
                     os.close(writer)
             undo.pop_all()
         self._finalizer = weakref.finalize(self, _kill, self._process, here, os.getpid())
-        self._channel, self._sender = Channel(here, _LOOK_SECONDS), Sender()
+        self._channel = Channel(here, _LOOK_SECONDS)
         relay = threading.Thread(
             target=_relay, args=(reader, self._output), name="genlm-output", daemon=True
         )
@@ -77,12 +75,12 @@ class ChildProcess:
         """Number of the process."""
         return self._process.pid
 
-    def ask(self, verb: str, *arguments: Any, check_wanted: Callable[[], None]) -> Reply:
+    def ask(self, verb: str, packed: bytes, check_wanted: Callable[[], None]) -> Reply:
         """Return the reply to a request.
 
         Args:
             verb: What is to be done.
-            *arguments: Values that pickle.
+            packed: What it is given, as a ``Sender`` packs it.
             check_wanted: Called every now and then. What it raises ends the waiting, and the
                 request is dropped.
 
@@ -90,13 +88,6 @@ class ChildProcess:
             EngineDiedError: If the process has ended.
             QueryDroppedError: If it was ended from here, as the interpreter does when it exits.
         """
-
-        def ask(packed: bytes) -> Reply:
-            return self._reply(verb, packed, check_wanted)
-
-        return self._sender.asked(verb, arguments, ask)
-
-    def _reply(self, verb: str, packed: bytes, check_wanted: Callable[[], None]) -> Reply:
         self._number += 1
 
         def look() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import pickle
 import traceback
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self, TypeAlias
+
+import numpy as np
 
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.evaluator import EvaluatorCounts
@@ -13,6 +15,9 @@ from genlm_backend.model.evaluator import EvaluatorCounts
 DROP: Final = "drop"
 """The verb that says that nobody waits for the request of that number any more."""
 
+
+Table: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+"""Rows, float32 ``[n, width]``."""
 
 _NOTHING: Final = pickle.dumps(())
 
@@ -88,13 +93,15 @@ class Reply(NamedTuple):
         number: Number of the request.
         value: What was returned; ``None`` where it raised.
         error: What was raised, or ``None``.
-        counts: What the evaluator has done so far.
+        counts: What the evaluator has done so far; ``None`` where there is none.
+        table: Rows that travel with it, or ``None``.
     """
 
     number: int
     value: Any
     error: PackedError | None
-    counts: EvaluatorCounts
+    counts: EvaluatorCounts | None
+    table: Table | None = None
 
 
 class NotKnown(NamedTuple):
@@ -102,7 +109,7 @@ class NotKnown(NamedTuple):
 
 
 class InTable(NamedTuple):
-    """What stands for a row whose log-probabilities are in the shared table.
+    """What stands for a row whose log-probabilities are in a table.
 
     Attributes:
         normaliser: The row's own.

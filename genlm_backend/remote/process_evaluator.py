@@ -14,6 +14,7 @@ from genlm_backend.errors import EngineDiedError, OptionError, OptionTypeError
 from genlm_backend.model.evaluator import Evaluator
 from genlm_backend.model.row import own_copy
 from genlm_backend.remote.child_process import ChildProcess
+from genlm_backend.remote.messages import Reply
 from genlm_backend.remote.remote_evaluator import RemoteEvaluator
 
 _CLOSING_SECONDS: Final = 0.4
@@ -51,15 +52,13 @@ class ProcessEvaluator(RemoteEvaluator):
         """Number of the process; ``None`` where there is none."""
         return None if self._child is None else self._child.process_id
 
-    def ask(self, verb: str, *arguments: Any) -> Any:
-        """Return what a method of the evaluator returns over there; see the base."""
+    def _check_alive(self) -> None:
         if self._child is None:
             raise EngineDiedError("the model has no process; restart() loads it")
-        reply = self._child.ask(verb, *arguments, check_wanted=self.check_wanted)
-        self._counts = reply.counts
-        if reply.error is not None:
-            raise reply.error.error()
-        return reply.value
+
+    def _reply(self, verb: str, packed: bytes) -> Reply:
+        assert self._child is not None
+        return self._child.ask(verb, packed, self.check_wanted)
 
     def _started(self) -> Any:
         self._child = ChildProcess()

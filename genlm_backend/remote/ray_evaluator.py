@@ -1,4 +1,4 @@
-"""RayEvaluator: an evaluator that lives in an actor of a Ray cluster."""
+"""RayEvaluator: an evaluator that lives in an actor of a Ray cluster, and that actor."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
 
+import numpy as np
 import torch
 
 from genlm_backend.checks import function, integer, number
@@ -21,10 +22,10 @@ from genlm_backend.errors import (
     QueryDroppedError,
 )
 from genlm_backend.model.evaluator import Evaluator
-from genlm_backend.model.row import own_copy
-from genlm_backend.remote.arguments import Sender
+from genlm_backend.model.row import Row, own_copy, put_rows
+from genlm_backend.remote.far_end import FarEnd, library_version
+from genlm_backend.remote.messages import Reply, Request, Table
 from genlm_backend.remote.process_evaluator import pickled
-from genlm_backend.remote.ray_actor import NOT_OPEN, ActorReply, EvaluatorActor, library_version
 from genlm_backend.remote.remote_evaluator import RemoteEvaluator
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,32 @@ _PLACE_SECONDS: Final = 15.0
 """Seconds after which it is said that an actor has no place yet."""
 _ANSWER_SECONDS: Final = 5.0
 """Seconds that an address has to take a connection."""
+
+
+@final
+class EvaluatorActor:
+    """Carries out requests at the far end; rows go with the reply, through Ray's object store.
+
+    Ray runs ``ask`` on one thread and ``drop`` on another. An actor that Ray has restarted has no
+    evaluator until it is opened again.
+    """
+
+    def __init__(self) -> None:
+        self._end = FarEnd(_with_reply)
+
+    def ask(self, number: int, verb: str, packed: bytes) -> Reply:
+        """Carry out a verb with what it is given, packed."""
+        return self._end.reply(Request(number, verb, packed))
+
+    def drop(self, number: int) -> None:
+        """Take note that nobody waits any more for the request of that number."""
+        self._end.drop(number)
+
+
+def _with_reply(rows: list[Row]) -> tuple[Table, list[Row]]:
+    table = np.empty((len(rows), len(rows[0].logprobs)), np.float32)
+    put_rows(rows, table)
+    return table, []
 
 
 @final
@@ -76,21 +103,14 @@ class RayEvaluator(RemoteEvaluator):
         self._job = ""
         self._number = 0
         self._table: Any = None
-        self._sender = Sender()
 
-    def ask(self, verb: str, *arguments: Any) -> Any:
-        """Return what a method of the evaluator returns over there; see the base."""
+    def _check_alive(self) -> None:
         if self._actor is None:
             raise EngineDiedError("the replica has no actor; restart() starts one")
         if not self._is_of_this_session():
             raise EngineDiedError("Ray has been shut down, and the replica's actor with it")
-        reply = self._sender.asked(verb, arguments, lambda packed: self._reply(verb, packed))
-        if reply.error is not None:
-            raise reply.error.error()
-        self._table = reply.table
-        return reply.value
 
-    def _reply(self, verb: str, packed: bytes) -> ActorReply:
+    def _reply(self, verb: str, packed: bytes) -> Reply:
         import ray
         from ray.exceptions import RayError
 
@@ -99,16 +119,14 @@ class RayEvaluator(RemoteEvaluator):
             asked = self._actor.ask.remote(self._number, verb, packed)
             while not ray.wait([asked], timeout=_LOOK_SECONDS)[0]:
                 self.check_wanted()
-            reply: ActorReply = ray.get(asked)
+            reply: Reply = ray.get(asked)
         except QueryDroppedError:
             self._actor.drop.options(concurrency_group="dropping").remote(self._number)
             raise
         except RayError as error:
             said = str(error).strip().split("\n")[0]
             raise EngineDiedError(f"the actor of a replica has died: {said}") from error
-        if isinstance(reply.value, str) and reply.value == NOT_OPEN:
-            raise EngineDiedError("the actor of a replica has been started again")
-        self._counts = reply.counts or self._counts
+        self._table = reply.table
         return reply
 
     def _started(self) -> Any:
@@ -121,7 +139,6 @@ class RayEvaluator(RemoteEvaluator):
             self._actor = actor_class.options(**self._options).remote()
             self._job = ray.get_runtime_context().get_job_id()
             self._wait_for_place()
-        self._sender = Sender()
         return self.ask("open", self._made_by, library_version())
 
     def _is_of_this_session(self) -> bool:

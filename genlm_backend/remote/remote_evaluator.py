@@ -19,7 +19,8 @@ from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.row import Row
 from genlm_backend.model.scoring import Answer, Question
 from genlm_backend.prefix import TierName
-from genlm_backend.remote.messages import Answers, InTable, PackedError
+from genlm_backend.remote.arguments import Sender
+from genlm_backend.remote.messages import Answers, InTable, PackedError, Reply
 from genlm_backend.runtime.threads import frequent_switches
 from genlm_backend.vision.picture_rules import PictureRules
 
@@ -36,14 +37,34 @@ class RemoteEvaluator(RestartableEvaluator):
         self._lost: dict[Adapter | None, str] = {}
         self._counts = EvaluatorCounts()
         self._sent_ids: tuple[int, ...] = ()
+        self._sender = Sender()
 
-    @abc.abstractmethod
+    @final
     def ask(self, verb: str, *arguments: Any) -> Any:
         """Return what a method of the evaluator returns over there.
 
         Raises:
             EngineDiedError: If the evaluator has ended.
             Exception: What the method raised.
+        """
+        self._check_alive()
+        reply = self._sender.asked(verb, arguments, lambda packed: self._reply(verb, packed))
+        self._counts = reply.counts or self._counts
+        if reply.error is not None:
+            raise reply.error.error()
+        return reply.value
+
+    @abc.abstractmethod
+    def _check_alive(self) -> None:
+        """Raise an ``EngineDiedError`` where nothing is there to be asked."""
+
+    @abc.abstractmethod
+    def _reply(self, verb: str, packed: bytes) -> Reply:
+        """Return the reply to a verb, whose arguments are packed, by way of its carrier.
+
+        Raises:
+            EngineDiedError: If the evaluator has ended.
+            QueryDroppedError: If nobody waits any more.
         """
 
     @abc.abstractmethod
@@ -70,7 +91,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
         Where that fails, nothing of it is left.
         """
-        self._sent_ids = ()
+        self._sent_ids, self._sender = (), Sender()
         try:
             info = self._started()
         except BaseException:
@@ -125,6 +146,11 @@ class RemoteEvaluator(RestartableEvaluator):
             num_rows = sum(isinstance(answer, InTable) for answer in found.answers)
             rows = self._rows(num_rows, found.width)
             return [_unpacked(answer, rows) for answer in found.answers]
+
+    @final
+    def evaluate_whole(self, query: Query) -> Row:
+        """Return the row of a context run whole and alone over there, past every cache."""
+        return self.ask("evaluate_whole", query)
 
     @final
     def picture_rules(

@@ -1,1 +1,1 @@
-"""What programs run on: threads, locks across forks, memory, one event loop on a thread."""
+"""What programs run on: threads, forks, memory, one event loop on a thread."""

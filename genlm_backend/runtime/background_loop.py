@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
-from typing import Any, TypeVar, cast, final
+from concurrent.futures import CancelledError, Future
+from typing import Any, Final, TypeVar, cast, final
+
+from genlm_backend.errors import BatcherClosedError
+from genlm_backend.runtime.forks import ProcessLock, finalize_here
 
 T = TypeVar("T")
+
+_PASSES_AT_END: Final = 100
+"""Passes in which tasks may end by themselves, and tell their callers; then they are cancelled."""
 
 
 @final
@@ -21,17 +25,21 @@ class BackgroundLoop:
 
     One that nobody refers to any more ends by itself, and so does one that is there at the
     interpreter's exit: whoever waits there for something on it is told. The thread holds the event
-    loop and nothing else.
+    loop and nothing else. It belongs to the process that has made it.
 
     Args:
-        name: Name of the thread, for debuggers.
+        name: What errors call it, and debuggers the thread, with ``genlm-`` before it.
     """
 
     def __init__(self, name: str) -> None:
+        self._name, self._is_closed, self._lock = name, False, ProcessLock()
+        self._lock.claim()
         self._loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=_run, args=(self._loop,), name=name, daemon=True)
+        thread = threading.Thread(
+            target=_run, args=(self._loop,), name=f"genlm-{name}", daemon=True
+        )
         thread.start()
-        self._finalizer = weakref.finalize(self, _end, self._loop, thread, os.getpid())
+        self._finalizer = finalize_here(self, _end, self._loop, self._lock, thread)
 
     def call_soon(self, function: Callable[..., object], *args: Any) -> None:
         """Call a function on the loop's thread, in the order of the calls.
@@ -45,8 +53,38 @@ class BackgroundLoop:
                 raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine on the loop; return a future of its result."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        """Run a coroutine on the loop; return a future of its result, cancelled where that ends.
+
+        Raises:
+            BatcherClosedError: After ``close()``, and at interpreter exit.
+        """
+        with self._lock.here:  # so that what is begun is begun before the loop is told to stop
+            if not self.is_closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise self._error()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return what a coroutine returns, blocking this thread; interrupted, it is cancelled.
+
+        Raises:
+            BatcherClosedError: After ``close()``, and if the interpreter exits meanwhile.
+        """
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        except CancelledError:  # by what ends the loop, since nobody else has the future
+            raise self._error() from None
+        except BaseException:
+            future.cancel()
+            raise
+        finally:
+            del future  # which knows the error, which remembers this frame
+
+    def _error(self) -> BatcherClosedError:
+        if self._is_closed:
+            return BatcherClosedError(f"{self._name} has been closed and answers no more")
+        return BatcherClosedError(f"{self._name} cannot answer: the interpreter exits")
 
     @property
     def is_closed(self) -> bool:
@@ -54,10 +92,11 @@ class BackgroundLoop:
         return not self._finalizer.alive or sys.is_finalizing()
 
     def close(self) -> None:
-        """Cancel what is left, wait for it, and end the thread; again has no effect.
+        """End the thread, once what is left has ended or is cancelled; again has no effect.
 
         A fork has no such thread, and nothing is done there.
         """
+        self._is_closed = True
         self._finalizer()
 
 
@@ -65,16 +104,19 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()
-        loop.run_until_complete(_cancel_all())
+        loop.run_until_complete(_end_all())
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.run_until_complete(loop.shutdown_default_executor())
     finally:
         loop.close()
 
 
-async def _cancel_all() -> None:
-    """Cancel every other task, and those that begin meanwhile."""
-    await asyncio.sleep(0)
+async def _end_all() -> None:
+    """Let every other task end, and cancel those that go on for too long."""
+    for _ in range(_PASSES_AT_END):
+        await asyncio.sleep(0)
+        if len(asyncio.all_tasks()) == 1:
+            break
     while others := asyncio.all_tasks() - {asyncio.current_task()}:
         # One that is cancelled before it has begun could settle nothing.
         begun = {task for task in others if _has_begun(task)}
@@ -89,8 +131,9 @@ def _has_begun(task: asyncio.Task[Any]) -> bool:
     return inspect.getcoroutinestate(coroutine) != inspect.CORO_CREATED
 
 
-def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, process: int) -> None:
-    if os.getpid() == process and thread.is_alive():
-        loop.call_soon_threadsafe(loop.stop)
-        if thread is not threading.current_thread():
-            thread.join()
+def _end(loop: asyncio.AbstractEventLoop, lock: ProcessLock, thread: threading.Thread) -> None:
+    with lock.here:  # or a coroutine might be sent to a loop that takes no more
+        if thread.is_alive():
+            loop.call_soon_threadsafe(loop.stop)
+    if thread is not threading.current_thread():
+        thread.join()

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 from collections.abc import Iterator
 from typing import Final, final
+
+from genlm_backend.runtime.forks import in_forks
 
 MANY_QUERIES: Final = 32
 """Queries of a batch from which on its objects are worth it."""
@@ -66,15 +67,12 @@ class _Threshold:
 _threshold = _Threshold()
 
 
-def _renew_after_fork() -> None:
+@in_forks
+def _renew() -> None:
     """Forget the threads of the parent process, which are not in this one."""
     global _threshold
     _threshold.restore()
     _threshold = _Threshold()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_after_fork)
 
 
 def fewer_collections(num_queries: int) -> contextlib.AbstractContextManager[None]:

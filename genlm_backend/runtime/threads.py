@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -31,6 +30,8 @@ from pathlib import Path
 from typing import Final, final
 
 import torch
+
+from genlm_backend.runtime.forks import in_forks
 
 _PAUSE_HARD: Final = 2  # omp_pause_hard, OpenMP 5.0, section 2.15.1
 SWITCH_INTERVAL: Final = 2e-5
@@ -124,15 +125,12 @@ class _SwitchInterval:
 _interval = _SwitchInterval()
 
 
-def _renew_after_fork() -> None:
+@in_forks
+def _renew() -> None:
     """Forget what threads of the parent process held, who are not in this one."""
     global _interval, _numbers
     _interval.restore()
     _interval, _numbers = _SwitchInterval(), threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_after_fork)
 
 
 def frequent_switches() -> contextlib.AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
 from genlm_backend.checks import checked, instance, integer, number, shown
 from genlm_backend.errors import BatcherClosedError, UnknownBackendError
 from genlm_backend.readable import Readable
-from genlm_backend.runtime.process_lock import OfOneProcess, ProcessLock
+from genlm_backend.runtime.forks import OfOneProcess, ProcessLock
 from genlm_backend.trie.base import VocabularyTrie
 from genlm_backend.trie.operation import Operation, Weights, check_weights
 from genlm_backend.trie.sequential import TokenCharacterTrie

@@ -3,7 +3,7 @@
 import pytest
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.backends.wishes import Wishes, wished_options
+from genlm_backend.backends.registry import shared_options
 from genlm_backend.errors import OptionError
 from genlm_backend.generation import (
     RuntimeConfig,
@@ -84,7 +84,7 @@ def test_what_a_runtime_configuration_asks_of_each_backend():
 
 
 @pytest.mark.parametrize(
-    ("backend", "wishes"),
+    ("backend", "shared"),
     [
         ("mock", {"device": "cpu"}),
         ("mock", {"kv_cache_bytes": 9}),
@@ -93,21 +93,21 @@ def test_what_a_runtime_configuration_asks_of_each_backend():
         ("none", {"threads": 2}),
     ],
 )
-def test_a_backend_without_an_option_for_a_wish_says_so(backend, wishes):
-    (name,) = wishes
+def test_a_backend_without_a_shared_option_says_so(backend, shared):
+    (name,) = shared
     with pytest.raises(OptionError, match=f"{name} cannot be chosen for backend '{backend}'"):
-        wished_options(backend, Wishes(**wishes, batch_size=3))
-    assert wished_options(backend, Wishes(batch_size=3)) == {"batch_size": 3}
+        shared_options(backend, {**shared, "batch_size": 3})
+    assert shared_options(backend, {"batch_size": 3}) == {"batch_size": 3}
 
 
-def test_wishes_stand_beside_options_in_the_backends_own_words():
-    wishes = Wishes(device="cpu", threads=2)
+def test_shared_options_stand_beside_options_in_the_backends_own_words():
+    shared = {"device": "cpu", "threads": 2}
     more = {"hf_opts": {"dtype": "float32"}, "num_threads": 3}
-    assert wished_options("hf", wishes, more) == {
+    assert shared_options("hf", shared, more) == {
         "hf_opts": {"device_map": "cpu", "dtype": "float32"},
         "num_threads": 3,
     }
-    assert wished_options("hf", Wishes()) == {}
+    assert shared_options("hf", {"threads": None}) == {}
 
 
 @pytest.mark.parametrize(("mode", "in_vllm"), [("int8", "int8_"), ("uint4", "int4_")])

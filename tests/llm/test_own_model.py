@@ -12,10 +12,12 @@ import torch
 from genlm_backend import AsyncLM
 from genlm_backend.errors import (
     AdapterError,
+    CacheError,
     DeviceError,
     EvaluationError,
     OptionError,
     OptionTypeError,
+    PictureError,
     QueryDroppedError,
     UnknownAdapterError,
 )
@@ -76,7 +78,7 @@ def test_a_complete_backend_is_one_short_file():
     assert sum(bool(line.strip()) for line in lines) < 60
 
 
-async def test_an_evaluator_with_nothing_but_rows_is_a_backend():
+async def test_an_evaluator_with_nothing_but_rows_is_a_backend(tmp_path):
     class Successor(StatelessEvaluator):
         def evaluate(self, queries):
             last = torch.tensor([query.token_ids[-1] for query in queries])
@@ -92,6 +94,15 @@ async def test_an_evaluator_with_nothing_but_rows_is_a_backend():
         await lm.forget([5, 6])
         with pytest.raises(AdapterError, match="takes no LoRA adapters"):
             lm.add_new_lora("somewhere")
+        lm.cache_kv([5, 6])  # for which there is nothing to do
+        lm.clear_kv_cache()
+        assert (lm.kv_reuse, lm.processor) == (False, None)
+        with pytest.raises(CacheError, match="Successor writes no keys and values"):
+            lm.save_prefix([5, 6], tmp_path / "prefix")
+        with pytest.raises(CacheError, match="Successor reads no keys and values"):
+            lm.load_prefix(tmp_path / "prefix")
+        with pytest.raises(PictureError, match="takes no pictures"):
+            lm.context([5], images=[])
 
 
 @pytest.mark.parametrize("max_length", [None, 100])

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from genlm_backend.backends.mock import MockAsyncLM
     from genlm_backend.compat.replaced import batch_abandoned, fail_futures
     from genlm_backend.errors import QueryDroppedError as BatchAbandoned
-    from genlm_backend.model.adapters import UNKNOWN_ADAPTER
     from genlm_backend.model.async_lm import AsyncLM
+    from genlm_backend.model.query import UNKNOWN_ADAPTER
     from genlm_backend.tokenization.vocab import decode_vocab
 
 __all__ = [
@@ -28,7 +28,7 @@ __getattr__, __dir__ = lazy_names(
         "AsyncLM": "genlm_backend.model.async_lm",
         "BatchAbandoned": "genlm_backend.errors:QueryDroppedError",
         "MockAsyncLM": "genlm_backend.backends.mock",
-        "UNKNOWN_ADAPTER": "genlm_backend.model.adapters",
+        "UNKNOWN_ADAPTER": "genlm_backend.model.query",
         "batch_abandoned": "genlm_backend.compat.replaced",
         "decode_vocab": "genlm_backend.tokenization.vocab",
         "fail_futures": "genlm_backend.compat.replaced",

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, ClassVar, Self
 
 import torch
 
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
-from genlm_backend.backends.hf.hf_loader import OF_THE_EVALUATOR, HFLoader, Weights
-from genlm_backend.backends.hf.options import NESTED
-from genlm_backend.backends.hf.picturing import PicturingLM, check_processor
+from genlm_backend.backends.hf.hf_loader import HFLoader, Weights
+from genlm_backend.backends.hf.options import NESTED, HFOptions
+from genlm_backend.backends.hf.picturing import ModelPictures, check_processor
 from genlm_backend.backends.loading import explained
-from genlm_backend.checks import (
-    Check,
-    byte_count,
-    checked,
-    one_of,
-    optional,
-    switch,
-    thread_count,
-)
+from genlm_backend.checks import Check, switch
 from genlm_backend.errors import ModelStateError, OptionError
-from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES
+from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.model.ends import ends_of_model
-from genlm_backend.model.query import Query, TokenIds
-from genlm_backend.model.row import Row
-from genlm_backend.prefix import KV_CACHE_DTYPES, KVCacheDtype
+from genlm_backend.model.query import TokenIds
+from genlm_backend.prefix import KVCacheDtype
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
 
 
-class AsyncTransformer(PicturingLM):
+class AsyncTransformer(BatchedLM):
     """A causal language model of transformers, batched and cached.
 
     All concurrent awaits become padded batched forward passes on one worker thread; the keys and
@@ -92,13 +84,8 @@ class AsyncTransformer(PicturingLM):
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
-        **PicturingLM.option_checks,
-        "kv_cache_bytes": optional(byte_count),
-        "kv_cache_dtype": one_of(None, *KV_CACHE_DTYPES),
-        "host_cache_bytes": byte_count,
-        "state_cache_bytes": optional(byte_count),
-        "num_threads": optional(thread_count),
-        "packs_weights": switch,
+        **BatchedLM.option_checks,
+        **HFOptions.CHECKS,
         "process": switch,
     }
 
@@ -124,31 +111,30 @@ class AsyncTransformer(PicturingLM):
         self_check: bool = True,
         processor: Any = None,
     ) -> None:
-        options = {
-            "kv_cache_bytes": kv_cache_bytes,
-            "kv_cache_dtype": kv_cache_dtype,
-            "host_cache_bytes": host_cache_bytes,
-            "state_cache_bytes": state_cache_bytes,
-            "num_threads": num_threads,
-            "packs_weights": packs_weights,
-            "max_length": max_length,
-        }
-        given = checked(self.option_checks, options)
+        options = HFOptions(
+            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_dtype=kv_cache_dtype,
+            host_cache_bytes=host_cache_bytes,
+            state_cache_bytes=state_cache_bytes,
+            max_length=max_length,
+            num_threads=num_threads,
+            packs_weights=packs_weights,
+        )
         check_processor(processor)
-        if checked(self.option_checks, {"process": process})["process"]:
+        if switch("process", process):
             raise OptionError(
                 "process=True is for a model that is loaded by name, since an object lives where "
                 f"it has been made: {type(self).__name__}.from_name(name, process=True)"
             )
         self._hf: HFEvaluator | ProcessEvaluator
         if isinstance(hf_model, ProcessEvaluator):
-            for name in OF_THE_EVALUATOR:
-                if options[name] not in (None, False, 0):
+            for name, value in asdict(options).items():
+                if value not in (None, False, 0):
                     raise OptionError(f"{name} is for what makes the evaluator over there")
             self._hf = hf_model
         else:
             device = self.option_checks["output_device"]("output_device", output_device)
-            self._hf = HFEvaluator(hf_model, output_device=device, **given)
+            self._hf = HFEvaluator(hf_model, output_device=device, **asdict(options))
         super().__init__(
             hf_tokenizer,
             self._hf,
@@ -158,7 +144,8 @@ class AsyncTransformer(PicturingLM):
             output_device=output_device,
             self_check=self_check,
         )
-        self._sees_by(processor)
+        token_id = self._info.image_token_id
+        self._pictures = ModelPictures(processor, self.contexts, token_id, self._asker())
 
     @classmethod
     def from_name(
@@ -201,11 +188,9 @@ class AsyncTransformer(PicturingLM):
         """
         cls.check_options(kwargs)
         is_elsewhere = switch("process", process)
-        own = {name: kwargs.pop(name) for name in OF_THE_EVALUATOR if name in kwargs}
-        given = checked(cls.option_checks, own)
-        loader = HFLoader.of_name(
-            model_id, bitsandbytes_opts, hf_opts, given, cls.option_checks, cls.__name__, weights
-        )
+        own = {name: kwargs.pop(name) for name in HFOptions.CHECKS if name in kwargs}
+        options = HFOptions(**{"packs_weights": True, **own})
+        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, weights, options, cls)
         if is_elsewhere:
             loader.check_portable()
         with explained(model_id):
@@ -214,8 +199,8 @@ class AsyncTransformer(PicturingLM):
                 evaluator = ProcessEvaluator(loader)
                 return cls(evaluator, tokenizer, processor=loader.processor, **kwargs)
             model = loader.model()
-        options = {"processor": loader.processor, **loader.evaluator_options, **kwargs}
-        return cls(model, tokenizer, **options)
+        given = {"processor": loader.processor, **asdict(options), **kwargs}
+        return cls(model, tokenizer, **given)
 
     def next_token_logprobs_uncached(
         self, token_ids: TokenIds, lora_name: str | None = None
@@ -224,17 +209,7 @@ class AsyncTransformer(PicturingLM):
 
         For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
         """
-        query = self._query(token_ids, lora_name)
-        self._before_wait()
-
-        def whole() -> Row:
-            self._adapters.check(query)
-            if isinstance(self._hf, ProcessEvaluator):
-                return self._hf.ask("evaluate_whole", query)
-            return self._hf.evaluate_whole(query)
-
-        row = self._call(whole)
-        return self._answering.defined(row).own_logprobs(self.output_device)
+        return self._uncached(token_ids, lora_name, self._hf.evaluate_whole)
 
     # ---------------------------------------------------------------- keys and values
 
@@ -273,6 +248,3 @@ class AsyncTransformer(PicturingLM):
         if not isinstance(self._hf, ProcessEvaluator):
             raise ModelStateError("only a model of a process of its own can be restarted")
         self._info = self._call(self._hf.restart)
-
-    def _is_kept(self, query: Query) -> None:
-        pass  # the evaluator knows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias, final, get_args
 
@@ -12,7 +12,7 @@ import torch
 from genlm_backend.backends.bundled import is_bundled
 from genlm_backend.backends.hf.architecture import check_architecture, check_complete
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
-from genlm_backend.backends.hf.options import explained_options, loading_options
+from genlm_backend.backends.hf.options import HFOptions, explained_options, loading_options
 from genlm_backend.backends.loading import (
     check_has_tokenizer,
     check_holds,
@@ -21,6 +21,7 @@ from genlm_backend.backends.loading import (
 )
 from genlm_backend.checks import Check, one_of, shown
 from genlm_backend.errors import OptionError, OptionTypeError, PictureError
+from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.prefix.budgets import check_budgets
 from genlm_backend.remote.process_evaluator import pickled
 
@@ -28,17 +29,6 @@ Weights: TypeAlias = Literal["int8"]
 """Name of a number format that the weights of a model can be brought into."""
 
 check_weights: Final[Check[Weights | None]] = one_of(None, *get_args(Weights))
-
-OF_THE_EVALUATOR: Final = (
-    "kv_cache_bytes",
-    "kv_cache_dtype",
-    "host_cache_bytes",
-    "state_cache_bytes",
-    "max_length",
-    "num_threads",
-    "packs_weights",
-)
-"""Options of ``HFEvaluator``."""
 
 
 @final
@@ -50,14 +40,14 @@ class HFLoader:
         name: Name that it was asked for by.
         path: Local path or repository on the hub.
         options: Keyword arguments of ``AutoModelForCausalLM.from_pretrained``.
-        evaluator_options: Keyword arguments of ``HFEvaluator``.
+        evaluator: Options of the evaluator.
         weights: Number format that the weights are brought into; ``None`` to leave them.
     """
 
     name: str
     path: str
     options: Mapping[str, Any]
-    evaluator_options: Mapping[str, Any]
+    evaluator: HFOptions
     weights: Weights | None = None
 
     def tokenizer(self) -> Any:
@@ -134,7 +124,7 @@ class HFLoader:
         with bars_where_seen():
             model = self.model()
         cpu = torch.device("cpu")
-        return HFEvaluator(model, output_device=cpu, **self.evaluator_options)
+        return HFEvaluator(model, output_device=cpu, **asdict(self.evaluator))
 
     @classmethod
     def of_name(
@@ -142,50 +132,45 @@ class HFLoader:
         model_id: str,
         bitsandbytes_opts: dict[str, Any] | None,
         hf_opts: dict[str, Any] | None,
-        evaluator_options: Mapping[str, Any],
-        own_names: Collection[str],
-        owner: str,
-        weights: Any = None,
+        weights: Any,
+        evaluator: HFOptions,
+        owner: type[AsyncLM],
     ) -> Self:
         """Return what loads the model of a name; nothing is loaded yet.
 
         Args:
             model_id: Name that ``AsyncTransformer.from_name`` takes.
-            bitsandbytes_opts: As there.
-            hf_opts: As there.
-            evaluator_options: Options of ``HFEvaluator``, which have been checked.
-            own_names: Names that are options of the model, and not to be among ``hf_opts``.
-            owner: Name of the model's class.
-            weights: Number format that the weights are brought into, which is checked here.
+            bitsandbytes_opts: For ``BitsAndBytesConfig``, unchecked, like the next two.
+            hf_opts: For ``AutoModelForCausalLM.from_pretrained``.
+            weights: Number format that the weights are brought into.
+            evaluator: Options of the evaluator.
+            owner: Class of the model, whose own options are not to be among ``hf_opts``.
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
             OptionError: (``ValueError``) If one is out of its bounds.
         """
         check_budgets(
-            evaluator_options.get("kv_cache_bytes"),
-            evaluator_options.get("host_cache_bytes", 0),
-            evaluator_options.get("state_cache_bytes"),
+            evaluator.kv_cache_bytes, evaluator.host_cache_bytes, evaluator.state_cache_bytes
         )
         options = loading_options(bitsandbytes_opts, hf_opts)
-        for name in options.keys() & own_names:
-            raise OptionTypeError(f"{name} is an option of {owner}, not one of hf_opts")
+        for name in options.keys() & {*owner.option_checks, *evaluator.CHECKS}:
+            raise OptionTypeError(f"{name} is an option of {owner.__name__}, not one of hf_opts")
         wanted = check_weights("weights", weights)
         if wanted is not None:
             options = _on_cpu(wanted, options, hf_opts or {})
         path = resolve_name(model_id)
         if Path(path).is_dir():  # from wherever it is loaded
             path = str(Path(path).absolute())
-        given = {"packs_weights": True, **evaluator_options}
-        return cls(str(model_id), path, {**hub_options(path), **options}, given, wanted)
+        return cls(str(model_id), path, {**hub_options(path), **options}, evaluator, wanted)
 
     def on_device(self, device: str) -> HFLoader:
         """Return what loads the same model onto one device."""
         return replace(self, options={**self.options, "device_map": device})
 
-    def with_options(self, **evaluator_options: Any) -> HFLoader:
-        """Return what makes an evaluator with other options."""
-        return replace(self, evaluator_options={**self.evaluator_options, **evaluator_options})
+    def with_threads(self, num_threads: int) -> HFLoader:
+        """Return what makes an evaluator whose passes have so many threads on the CPU."""
+        return replace(self, evaluator=replace(self.evaluator, num_threads=num_threads))
 
     def check_portable(self) -> None:
         """Check that the options can be given to another process.

@@ -1,4 +1,4 @@
-"""Options of ``AutoModelForCausalLM.from_pretrained``, checked before anything is loaded."""
+"""Options of an evaluator and of ``from_pretrained``, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,63 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Final, final
 
 import torch
 
-from genlm_backend.checks import check_names, device, mapping, near_names, optional, shown
+from genlm_backend.checks import (
+    Check,
+    byte_count,
+    check_names,
+    checked,
+    device,
+    integer,
+    mapping,
+    near_names,
+    one_of,
+    optional,
+    shown,
+    switch,
+    thread_count,
+)
 from genlm_backend.errors import MissingExtraError, OptionError, OptionTypeError
+from genlm_backend.prefix import KV_CACHE_DTYPES, KVCacheDtype
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HFOptions:
+    """Options of ``HFEvaluator``, by the names and meanings that ``AsyncTransformer`` gives them.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If one is of a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds.
+    """
+
+    kv_cache_bytes: int | None = None
+    kv_cache_dtype: KVCacheDtype | None = None
+    host_cache_bytes: int = 0
+    state_cache_bytes: int | None = None
+    max_length: int | None = None
+    num_threads: int | None = None
+    packs_weights: bool = False
+
+    CHECKS: ClassVar[Mapping[str, Check[Any]]] = {
+        "kv_cache_bytes": optional(byte_count),
+        "kv_cache_dtype": one_of(None, *KV_CACHE_DTYPES),
+        "host_cache_bytes": byte_count,
+        "state_cache_bytes": optional(byte_count),
+        "max_length": optional(integer(1)),
+        "num_threads": optional(thread_count),
+        "packs_weights": switch,
+    }
+    """Checks of the options by name; what they return is what the option becomes."""
+
+    def __post_init__(self) -> None:
+        for name, value in checked(self.CHECKS, asdict(self)).items():
+            object.__setattr__(self, name, value)
+
 
 NESTED: Final[Mapping[str, str]] = {
     **dict.fromkeys(

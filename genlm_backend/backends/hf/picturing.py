@@ -1,20 +1,19 @@
-"""PicturingLM: the interface of a model of transformers that may read pictures."""
+"""ModelPictures: pictures of a model of transformers, whose processor may not be loaded yet."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from genlm_backend.backends.hf.picture_reader import PictureReader
 from genlm_backend.checks import shown
 from genlm_backend.errors import OptionTypeError, PictureError
-from genlm_backend.model.context import Context
-from genlm_backend.model.prefix_keeping import PrefixKeepingLM
-from genlm_backend.model.query import TokenIds
+from genlm_backend.model.context import Context, Contexts
+from genlm_backend.model.evaluator import Evaluator
 from genlm_backend.vision.picture_rules import PictureRules
 
 
@@ -31,54 +30,53 @@ def check_processor(processor: Any) -> None:
         )
 
 
-class PicturingLM(PrefixKeepingLM):
-    """A model over an evaluator that may read pictures.
+@final
+class ModelPictures:
+    """Pictures of one model, read by its processor once that is needed.
 
-    Its arguments, and the errors that making one may raise, are those of ``BatchedLM``.
+    Args:
+        given: The processor, or what loads it, or ``None``.
+        contexts: What checks token ids.
+        image_token_id: The id that stands for a part of a picture; ``None`` where the model reads
+            text alone.
+        ask: Has the model's thread call a verb of its evaluator, and waits for it.
     """
 
-    _given_processor: Any
-
-    def _sees_by(self, processor: Any) -> None:
-        """Read pictures by a processor, or by what loads it when it is first needed."""
-        self._given_processor = processor
-        self.contexts.image_token_id = self._info.image_token_id
+    def __init__(
+        self,
+        given: Any,
+        contexts: Contexts,
+        image_token_id: int | None,
+        ask: Callable[[Callable[[Evaluator], PictureRules]], PictureRules],
+    ) -> None:
+        self._given, self._contexts, self._ask = given, contexts, ask
+        self._image_token_id = contexts.image_token_id = image_token_id
 
     @cached_property
     def processor(self) -> Any:
-        """The processor of transformers that reads pictures, loaded when it is first needed.
-
-        Its ``image_token`` is what stands for a picture in a text. ``None`` for a model that reads
-        text alone, or has been given without a processor.
+        """The processor, loaded now; ``None`` for a model of text alone, or where none is given.
 
         Raises:
             PictureError: (``ValueError``) If there is none where the model was loaded from.
         """
-        processor = self._given_processor
-        if self._info.image_token_id is None:
+        if self._image_token_id is None:
             return None
-        return processor() if inspect.isroutine(processor) else processor
+        return self._given() if inspect.isroutine(self._given) else self._given
 
     @cached_property
     def _reader(self) -> PictureReader:
-        placeholder = self._info.image_token_id
-        if placeholder is None:
+        if self._image_token_id is None:
             raise PictureError("the model reads text alone, and takes no pictures")
-        processor = self.processor
-        if processor is None:
+        if self.processor is None:
             raise PictureError(
                 "pictures are read by the model's own processor: AsyncTransformer(hf_model, "
                 "hf_tokenizer, processor=AutoProcessor.from_pretrained(…))"
             )
+        return PictureReader(self.processor, self._contexts, self._image_token_id, self._rules_of)
 
-        def rules_of(token_ids: list[int], inputs: Mapping[str, torch.Tensor]) -> PictureRules:
-            self._before_wait()
-            return self._call(lambda: self._evaluator.picture_rules(token_ids, inputs))
+    def _rules_of(self, token_ids: list[int], inputs: Mapping[str, torch.Tensor]) -> PictureRules:
+        return self._ask(lambda e: e.picture_rules(token_ids, inputs))
 
-        return PictureReader(processor, self.contexts, placeholder, rules_of)
-
-    def _pictured(
-        self, prompt: TokenIds | str, images: Sequence[Any] | Mapping[str, Any]
-    ) -> Context:
-        self._batcher.check_open()
-        return self._reader.context(prompt, images, self.max_length)
+    def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
+        """Return the context of a prompt that begins with pictures; see ``PictureReader``."""
+        return self._reader.context(prompt, images, max_length)

@@ -19,17 +19,15 @@ from genlm_backend.checks import (
     switch,
     text,
 )
-from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES
-from genlm_backend.model.kv_caching import KVCachingLM
-from genlm_backend.model.query import Query, TokenIds
-from genlm_backend.model.row import Row
+from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.model.query import TokenIds
 
 if TYPE_CHECKING:
     from genlm_backend.backends.mlx.mlx_evaluator import MlxEvaluator
 
 
 @final
-class AsyncMlxLM(KVCachingLM):
+class AsyncMlxLM(BatchedLM):
     """A language model of mlx-lm, batched and cached, on Apple silicon or on a CPU.
 
     All concurrent awaits become padded batched forward passes on one worker thread, which alone
@@ -66,7 +64,7 @@ class AsyncMlxLM(KVCachingLM):
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
-        **KVCachingLM.option_checks,
+        **BatchedLM.option_checks,
         "kv_cache_bytes": optional(byte_count),
         "state_cache_bytes": optional(byte_count),
         "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
@@ -151,9 +149,6 @@ class AsyncMlxLM(KVCachingLM):
         """The model as it was given; ``None`` after ``close()``."""
         return self._mlx.model
 
-    def _is_kept(self, query: Query) -> None:
-        pass  # the evaluator knows
-
     def next_token_logprobs_uncached(
         self, token_ids: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
@@ -161,14 +156,7 @@ class AsyncMlxLM(KVCachingLM):
 
         For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
         """
-        query = self._query(token_ids, lora_name)
-
-        def whole() -> Row:
-            self._adapters.check(query)
-            return self._mlx.evaluate_whole(query)
-
-        row = self._call(whole)
-        return self._answering.defined(row).own_logprobs(self.output_device)
+        return self._uncached(token_ids, lora_name, self._mlx.evaluate_whole)
 
 
 def _of_transformers(tokenizer: Any) -> Any:

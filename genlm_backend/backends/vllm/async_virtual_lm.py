@@ -25,7 +25,7 @@ from genlm_backend.checks import (
     optional,
 )
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.model.context import Context, listed_contexts
+from genlm_backend.model.context import listed_contexts
 from genlm_backend.model.query import TokenIds
 from genlm_backend.model.sampling import Sampled, check_no_others
 from genlm_backend.runtime.progress import progress_bar
@@ -112,7 +112,7 @@ class AsyncVirtualLM(BatchedLM):
             output_device=output_device,
             self_check=self_check,
         )
-        self._reader = VLLMPictureReader(engine, self.contexts)
+        self._pictures = VLLMPictureReader(engine, self.contexts)
         self._sampler = VLLMSampler(
             self._vllm.rounds, self.undefined_ids, self._call_soon, self._adapters.error_of
         )
@@ -158,21 +158,6 @@ class AsyncVirtualLM(BatchedLM):
         except BaseException:
             engine.close()
             raise
-
-    @property
-    def processor(self) -> Any:
-        """The processor of transformers that vLLM reads pictures by.
-
-        Its ``image_token`` is what stands for a picture in a text. ``None`` for a model that reads
-        text alone.
-        """
-        return self._reader.processor
-
-    def _pictured(
-        self, prompt: TokenIds | str, images: Sequence[Any] | Mapping[str, Any]
-    ) -> Context:
-        self._batcher.check_open()
-        return self._reader.context(prompt, images, self.max_length)
 
     # ---------------------------------------------------------------- samples
 

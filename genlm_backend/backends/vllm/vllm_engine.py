@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
@@ -113,33 +113,8 @@ class VLLMEngine:
         Raises:
             UnsupportedModelError: If an option is one that forks or rows do not go with.
         """
-        for name, why in _REFUSED.items():
-            if options.get(name) not in (None, 1):
-                raise UnsupportedModelError(f"{name}={options[name]!r}: {why}")
-        kept = options.get("kv_cache_dtype", "auto")
-        if current_platform.is_cpu() and kept not in capture.KV_CACHE_DTYPES_ON_CPU:
-            known = ", ".join(map(repr, capture.KV_CACHE_DTYPES_ON_CPU))
-            raise UnsupportedModelError(
-                f"kv_cache_dtype={kept!r}: on the CPU vLLM takes it and gives wrong rows; its "
-                f"attention there knows {known}"
-            )
-        made = {
-            "enable_prefix_caching": True,
-            "gpu_memory_utilization": 0.9,
-            "disable_hybrid_kv_cache_manager": True,  # as it is with any connector but a few
-            **options,
-            "disable_log_stats": False,  # the steps' statistics say how many blocks are free
-            "async_scheduling": False,
-            "mm_processor_cache_gb": 0,  # what it has would be left out of later requests
-            "logits_processors": [*options.get("logits_processors", ()), capture.RowCapture],
-            "worker_extension_cls": f"{capture.__name__}.{capture.RowExtension.__name__}",
-            "kv_transfer_config": KVTransferConfig(
-                kv_connector=fork.ForkConnector.__name__,
-                kv_role="kv_both",
-                kv_connector_module_path=fork.__name__,
-            ),
-        }
-        max_adapters = None
+        _check_options(options)
+        made, max_adapters = _arguments(options), None
         if made.get("enable_lora") and current_platform.is_cpu():
             # On the CPU a request without an adapter gets whatever is in the last place for one
             # (vLLM's issue 48421): there is one more, and it stays empty.
@@ -377,6 +352,40 @@ class VLLMEngine:
                 "vLLM's engine has ended, and what it printed says why; close this model and "
                 "load it again"
             ) from error
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that sessions or rows do not go with."""
+    for name, why in _REFUSED.items():
+        if options.get(name) not in (None, 1):
+            raise UnsupportedModelError(f"{name}={options[name]!r}: {why}")
+    kept = options.get("kv_cache_dtype", "auto")
+    if current_platform.is_cpu() and kept not in capture.KV_CACHE_DTYPES_ON_CPU:
+        known = ", ".join(map(repr, capture.KV_CACHE_DTYPES_ON_CPU))
+        raise UnsupportedModelError(
+            f"kv_cache_dtype={kept!r}: on the CPU vLLM takes it and gives wrong rows; its "
+            f"attention there knows {known}"
+        )
+
+
+def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM`` for options: with sessions, and rows captured."""
+    return {
+        "enable_prefix_caching": True,
+        "gpu_memory_utilization": 0.9,
+        "disable_hybrid_kv_cache_manager": True,  # as it is with any connector but a few
+        **options,
+        "disable_log_stats": False,  # the steps' statistics say how many blocks are free
+        "async_scheduling": False,
+        "mm_processor_cache_gb": 0,  # what it has would be left out of later requests
+        "logits_processors": [*options.get("logits_processors", ()), capture.RowCapture],
+        "worker_extension_cls": f"{capture.__name__}.{capture.RowExtension.__name__}",
+        "kv_transfer_config": KVTransferConfig(
+            kv_connector=fork.ForkConnector.__name__,
+            kv_role="kv_both",
+            kv_connector_module_path=fork.__name__,
+        ),
+    }
 
 
 def _has_failed(finish_reason: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from genlm_backend.backends.vllm.engine_rounds import Rounds
 from genlm_backend.backends.vllm.session_engine import SessionEngine
-from genlm_backend.errors import BatcherClosedError, UnknownAdapterError
+from genlm_backend.errors import BatcherClosedError, CacheError, UnknownAdapterError
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.row import Row
@@ -83,8 +83,8 @@ class VLLMEvaluator(Evaluator):
         """Do nothing: vLLM frees a block when another context needs it, and cannot be told to."""
 
     def pin(self, query: Query) -> bool:
-        """Return ``False``: the oldest sessions are ended, whichever they are."""
-        return False
+        """Refuse: the oldest sessions are ended, whichever they are."""
+        raise CacheError("vLLM ends the oldest sessions, and keeps no prompt for good")
 
     def clear(self) -> None:
         """End all sessions, and free the blocks that they had."""

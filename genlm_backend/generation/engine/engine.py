@@ -28,7 +28,7 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.query import TokenIds
 from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.closing import Closing
-from genlm_backend.runtime.process_lock import OfOneProcess, ProcessLock
+from genlm_backend.runtime.forks import OfOneProcess, ProcessLock
 
 _RUNTIME_CONFIG = instance(RuntimeConfig, "a RuntimeConfig")
 _CONFIGS = sequence(instance(GenerationConfig, "one"), "GenerationConfigs, one for each prompt")
@@ -52,7 +52,7 @@ class Engine(OfOneProcess, Closing):
     """
 
     def __init__(self) -> None:
-        self.loop = BackgroundLoop("genlm-engine")
+        self.loop = BackgroundLoop("engine")
         self._lock = ProcessLock(is_reentrant=True)
         self._lock.claim()
         self._closing = threading.Lock()

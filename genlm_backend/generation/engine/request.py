@@ -20,7 +20,7 @@ from genlm_backend.generation.generated import (
     RequestStatistics,
 )
 from genlm_backend.runtime.background_loop import BackgroundLoop
-from genlm_backend.runtime.process_lock import ProcessLock
+from genlm_backend.runtime.forks import ProcessLock
 
 
 @final

@@ -8,7 +8,7 @@ from typing import Any, Final, Self
 
 import torch
 
-from genlm_backend.backends.wishes import VLLM_KV_CACHE_DTYPES, Wishes, wished_options
+from genlm_backend.backends.registry import VLLM_KV_CACHE_DTYPES, shared_options
 from genlm_backend.checks import (
     MAX_BYTES,
     checked,
@@ -106,16 +106,16 @@ class RuntimeConfig:
         Raises:
             RuntimeConfigError: If the backend has no such option.
         """
-        wishes = Wishes(
-            batch_size=self.max_batch,
-            row_cache_bytes=None if self.prefix_cache else 0,
-            device=self.device,
-            threads=self.threads,
-            kv_cache_bytes=self.kv_cache_bytes,
-            kv_cache_dtype=None if self.kv_cache_mode == "default" else self.kv_cache_mode,
-        )
+        shared = {
+            "batch_size": self.max_batch,
+            "row_cache_bytes": None if self.prefix_cache else 0,
+            "device": self.device,
+            "threads": self.threads,
+            "kv_cache_bytes": self.kv_cache_bytes,
+            "kv_cache_dtype": None if self.kv_cache_mode == "default" else self.kv_cache_mode,
+        }
         try:
-            return wished_options(backend, wishes, self.llm_opts)
+            return shared_options(backend, shared, self.llm_opts)
         except OptionError as error:
             raise RuntimeConfigError(str(error)) from error
 

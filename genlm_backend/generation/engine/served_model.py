@@ -28,7 +28,7 @@ from genlm_backend.generation.prompt import Chat, Prompt, ids_of
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.query import TokenIds
 from genlm_backend.runtime.background_loop import BackgroundLoop
-from genlm_backend.runtime.process_lock import ProcessLock
+from genlm_backend.runtime.forks import ProcessLock
 
 Submission: TypeAlias = dict[GenerationRequest, list[Draft]]
 """Requests that are let in together, and what makes the texts of each."""

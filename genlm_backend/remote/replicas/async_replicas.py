@@ -9,25 +9,24 @@ from typing import Any, ClassVar, Self, final
 import torch
 
 from genlm_backend.backends.hf.async_transformer import AsyncTransformer
-from genlm_backend.backends.hf.hf_loader import OF_THE_EVALUATOR, HFLoader, Weights
-from genlm_backend.backends.hf.picturing import PicturingLM, check_processor
+from genlm_backend.backends.hf.hf_loader import HFLoader, Weights
+from genlm_backend.backends.hf.options import HFOptions
+from genlm_backend.backends.hf.picturing import ModelPictures, check_processor
 from genlm_backend.backends.loading import explained
-from genlm_backend.batching import Asking, BatchPolicy
+from genlm_backend.batching import BatchPolicy
 from genlm_backend.checks import Check, checked, instance, integer, listed, number
-from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES
+from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Query
-from genlm_backend.model.scoring import Question
 from genlm_backend.prefix import KVCacheDtype
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
 from genlm_backend.remote.ray_evaluator import RayEvaluator, connect
 from genlm_backend.remote.replicas.distributor import Distributor
-from genlm_backend.remote.replicas.replica import Replica
 from genlm_backend.remote.replicas.replica_set import ReplicaSet
 
 
 @final
-class AsyncReplicas(PicturingLM):
+class AsyncReplicas(BatchedLM):
     """Several evaluators of one model, which is asked like any other.
 
     Each context goes to the replica that answers it soonest: by what each was sent before, and so
@@ -58,7 +57,7 @@ class AsyncReplicas(PicturingLM):
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {
-        **PicturingLM.option_checks,
+        **BatchedLM.option_checks,
         "per_forward": number(0),
     }
 
@@ -94,19 +93,14 @@ class AsyncReplicas(PicturingLM):
         for replica in self._set.replicas:
             replica.answering.set_vocabulary(len(self.byte_vocab), self.undefined_ids)
         self._distributor.opened(self._set.infos, cost)
-        self._sees_by(processor)
+        token_id = self._info.image_token_id
+        self._pictures = ModelPictures(processor, self.contexts, token_id, self._asker())
 
-    def _asking(self, policy: BatchPolicy) -> Asking[Question, Any]:
+    def _asking(self, policy: BatchPolicy) -> Distributor:
         """Make the replicas' threads; return what sends questions to them."""
-        self._set.replicas.extend(
-            Replica(index, evaluator, self._rows, self._adapters, policy)
-            for index, evaluator in enumerate(self._set.evaluators)
-        )
-        name = type(self).__name__
-        self._distributor = Distributor(self._set.replicas, policy, name, self._is_back)
+        replicas = self._set.begin(self._rows, self._adapters, policy)
+        self._distributor = Distributor(replicas, policy, type(self).__name__, self._is_back)
         self._set.cleared = self._distributor.cleared
-        for replica in self._set.replicas:
-            replica.has_died, replica.is_back = self._distributor.died, self._distributor.back
         return self._distributor
 
     def _is_back(self, index: int, info: EvaluatorInfo) -> None:
@@ -159,20 +153,20 @@ class AsyncReplicas(PicturingLM):
         """
         count = integer(1)("replicas", replicas)
         cls.check_options(kwargs)
-        own = (
-            kv_cache_bytes,
-            kv_cache_dtype,
-            host_cache_bytes,
-            state_cache_bytes,
-            max_length,
-            num_threads,
-            packs_weights,
+        options = HFOptions(
+            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_dtype=kv_cache_dtype,
+            host_cache_bytes=host_cache_bytes,
+            state_cache_bytes=state_cache_bytes,
+            max_length=max_length,
+            num_threads=num_threads,
+            packs_weights=packs_weights,
         )
-        loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own, weights)
+        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, weights, options, cls)
+        loader.check_portable()
         with explained(model_id):
             tokenizer = loader.tokenizer()
-            makers = _placed(loader, count, hf_opts or {})
-            made = [ProcessEvaluator(maker) for maker in makers]
+            made = [ProcessEvaluator(maker) for maker in _placed(loader, count, hf_opts or {})]
             return cls(tokenizer, made, processor=loader.processor, **kwargs)
 
     @classmethod
@@ -199,86 +193,46 @@ class AsyncReplicas(PicturingLM):
     ) -> Self:
         """Load a model of transformers several times, each in an actor of a Ray cluster.
 
-        Ray places the actors. Their nodes need this library in the same version, and the model:
-        what a name means is looked up there.
+        Ray places the actors, whose nodes need this library in the same version, and the model:
+        what a name means is looked up there. Options that are not named here are ``from_name``'s.
 
         Args:
             model_id: A repository on the hub, ``"smollm2"``, or a directory that every node has.
             num_replicas: Number of actors.
-            address: Address of the cluster, as ``ray.init`` takes it. Default: the cluster that
-                this process is in, what ``RAY_ADDRESS`` says, or a local one.
-            num_cpus: Number of cores that Ray reserves for each, and its threads unless
-                ``num_threads`` is given.
+            address: Address of the cluster for ``ray.init``. Default: the cluster that this process
+                is in, what ``RAY_ADDRESS`` says, or a local one.
+            num_cpus: Cores that Ray reserves for each, its threads unless ``num_threads`` is given.
             num_gpus: Number of GPUs that Ray reserves for each, which may be a fraction.
             max_restarts: Number of times that Ray starts an actor again; -1 for any number.
-            bitsandbytes_opts: Options of ``BitsAndBytesConfig``, as for ``AsyncTransformer``.
-            hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``, as there.
-            weights: Number format of the weights, as there.
-            kv_cache_bytes: Bytes of keys and values that each replica keeps.
-            kv_cache_dtype: Number format of these, as for ``AsyncTransformer``.
-            host_cache_bytes: Bytes that each replica keeps on its host, as there.
-            state_cache_bytes: Bytes of running states that each replica keeps, as there.
-            num_threads: Threads of each replica's forward passes on the CPU.
-            max_length: The longest context to accept. Default: what the model's config says.
-            packs_weights: Whether weights are packed where that is faster, on the CPU.
             **kwargs: For the constructor.
 
         Raises:
-            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type, or cannot
-                be given to another process; nothing is loaded then.
-            OptionError: (``ValueError``) If one is out of its bounds, or no cluster answers.
+            OptionError: (``ValueError``) If an option is out of its bounds, or no cluster answers.
             MissingExtraError: (``ImportError``) Without Ray.
-            ModelNotFoundError: (``OSError``) If there is no such model.
+            Exception: What ``from_name`` raises.
         """
         count = integer(1)("num_replicas", num_replicas)
         cls.check_options(kwargs)
-        cores = number(0)("num_cpus", num_cpus)
-        threads = max(1, int(cores)) if num_threads is None else num_threads
-        own = (
-            kv_cache_bytes,
-            kv_cache_dtype,
-            host_cache_bytes,
-            state_cache_bytes,
-            max_length,
-            threads,
-            packs_weights,
+        own = max(1, int(number(0)("num_cpus", num_cpus)))
+        options = HFOptions(
+            kv_cache_bytes=kv_cache_bytes,
+            kv_cache_dtype=kv_cache_dtype,
+            host_cache_bytes=host_cache_bytes,
+            state_cache_bytes=state_cache_bytes,
+            max_length=max_length,
+            num_threads=own if num_threads is None else num_threads,
+            packs_weights=packs_weights,
         )
-        loader = cls._loader(model_id, bitsandbytes_opts, hf_opts, own, weights)
-        evaluators = [
+        loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, weights, options, cls)
+        loader.check_portable()
+        made = [
             RayEvaluator(loader, num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=max_restarts)
             for _ in range(count)
         ]
         with explained(model_id):
             tokenizer = loader.tokenizer()
             connect(address)
-            return cls(tokenizer, evaluators, processor=loader.processor, **kwargs)
-
-    @classmethod
-    def _loader(
-        cls,
-        model_id: str,
-        bitsandbytes_opts: dict[str, Any] | None,
-        hf_opts: dict[str, Any] | None,
-        own: Sequence[Any],
-        weights: Weights | None,
-    ) -> HFLoader:
-        """Return what loads a replica elsewhere, once all options are checked.
-
-        Args:
-            model_id: Name of the model.
-            bitsandbytes_opts: Options of ``BitsAndBytesConfig``.
-            hf_opts: Options of ``AutoModelForCausalLM.from_pretrained``.
-            own: Options of the evaluator, in the order of ``OF_THE_EVALUATOR``.
-            weights: Number format of the weights.
-        """
-        options: dict[str, Any] = dict(zip(OF_THE_EVALUATOR, own, strict=True))
-        given = checked(AsyncTransformer.option_checks, options)
-        names = {*cls.option_checks, *OF_THE_EVALUATOR}
-        loader = HFLoader.of_name(
-            model_id, bitsandbytes_opts, hf_opts, given, names, cls.__name__, weights
-        )
-        loader.check_portable()
-        return loader
+            return cls(tokenizer, made, processor=loader.processor, **kwargs)
 
     # ---------------------------------------------------------------- replicas
 
@@ -322,6 +276,6 @@ def _placed(loader: HFLoader, count: int, hf_opts: Mapping[str, Any]) -> list[HF
     num_devices = torch.cuda.device_count()
     if num_devices and "device_map" not in hf_opts and loader.weights is None:
         return [loader.on_device(f"cuda:{index % num_devices}") for index in range(count)]
-    if loader.evaluator_options.get("num_threads") is None:
-        loader = loader.with_options(num_threads=max(1, (os.cpu_count() or 1) // count))
+    if loader.evaluator.num_threads is None:
+        loader = loader.with_threads(max(1, (os.cpu_count() or 1) // count))
     return [loader] * count

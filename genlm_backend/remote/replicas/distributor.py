@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple, TypeVar, final
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, final
 
-from genlm_backend.batching import Batcher, BatcherStatistics, BatchPolicy
+from genlm_backend.batching import Asking, BatcherStatistics, BatchPolicy
 from genlm_backend.errors import EngineDiedError
 from genlm_backend.model.evaluator import EvaluatorInfo
 from genlm_backend.model.scoring import Question
 from genlm_backend.remote.replicas.replica import NotAskedError, Replica
 from genlm_backend.remote.replicas.router import Choice, Router
-from genlm_backend.runtime.blocking_loop import Loop
-from genlm_backend.runtime.process_lock import ProcessLock
+from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.together import together
-
-T = TypeVar("T")
 
 _MOST_DEATHS: Final = 3
 """Replicas that may die with a question before it is the one that gets the error."""
@@ -31,7 +28,7 @@ class _Sent(NamedTuple):
 
 
 @final
-class Distributor:
+class Distributor(Asking[Question, Any]):
     """Sends each question to the replica that answers it soonest, by what ``Router`` knows.
 
     It is asked as a ``Batcher`` is. What is not a question runs on a thread of its own, and asks
@@ -51,14 +48,15 @@ class Distributor:
         name: str,
         is_back: Callable[[int, EvaluatorInfo], None],
     ) -> None:
-        self._replicas, self._is_back = replicas, is_back
-        self._control: Batcher[Any, Any] = Batcher(list, policy, name=name)
-        self._lock = ProcessLock()
+        super().__init__(name)
+        self.policy, self._replicas, self._is_back = policy, replicas, is_back
         self._router = Router([None] * len(replicas), policy.max_batch_size)
         self._asked: dict[Question, tuple[Choice, int]] = {}
         self._left: deque[_Sent] = deque()  # whose callers wait no more
         self._last_death = "no replica is alive"
-        self._loop = Loop(name)
+        self._loop: BackgroundLoop | None = None  # for those who block, once somebody does
+        for replica in replicas:
+            replica.has_died, replica.is_back = self.died, self.back
 
     def opened(self, infos: list[EvaluatorInfo], per_forward: float) -> None:
         """Begin to send questions to replicas that keep so many tokens."""
@@ -105,14 +103,16 @@ class Distributor:
 
     def submit_sync(self, queries: Iterable[Question]) -> list[Any]:
         """Return the answers to ``queries``, blocking this thread; see ``Batcher``."""
-        self.check_open()
+        with self._lock.here:
+            self.check_open()
+            self._loop = loop = self._loop or BackgroundLoop(self._name)
         wanted = list(queries)
         distinct = list(dict.fromkeys(wanted))
 
         async def ask() -> list[Any]:
             return await together(map(self.submit, distinct))
 
-        found = dict(zip(distinct, self._loop.run(ask()), strict=True))
+        found = dict(zip(distinct, loop.run(ask()), strict=True))
         return [found[query] for query in wanted]
 
     def _send(self, query: Question) -> Choice:
@@ -162,9 +162,7 @@ class Distributor:
     @property
     def num_alive(self) -> int:
         """Number of replicas that answer; none once it is closed."""
-        if self._control.is_closed:
-            return 0
-        return sum(load.is_alive for load in self._router.loads)
+        return 0 if self.is_closed else sum(load.is_alive for load in self._router.loads)
 
     def sent_to_all(self, query: Question) -> None:
         """Take note that all replicas have computed a context."""
@@ -179,38 +177,16 @@ class Distributor:
     # ---------------------------------------------------------------- as a Batcher
 
     @property
-    def policy(self) -> BatchPolicy:
-        """When a batch goes, on each replica."""
-        return self._control.policy
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether this process is a fork of the one that it belongs to."""
-        return self._control.is_foreign
-
-    def call(self, function: Callable[[], T]) -> T:
-        """Run ``function`` on a thread that calls no replica; block for it."""
-        return self._control.call(function)
-
-    def call_soon(self, function: Callable[[], T]) -> concurrent.futures.Future[T]:
-        """Run ``function`` on a thread that calls no replica."""
-        return self._control.call_soon(function)
-
-    def check_open(self) -> None:
-        """Raise what a question that is asked now would raise at once."""
-        self._control.check_open()
-
-    def check_wanted(self) -> None:
-        """Raise if nobody waits any more for what the calling thread is doing."""
-        self._control.check_wanted()
+    def _next_number(self) -> int:
+        return 0  # none waits here
 
     def set_policy(self, **fields: Any) -> None:
         """Replace fields of the policy of every replica."""
-        self._control.set_policy(**fields)
+        policy = replace(self.policy, **fields)
         for replica in self._replicas:
             replica.batcher.set_policy(**fields)
         with self._lock.here:
-            self._router.batch_size = self.policy.max_batch_size
+            self.policy, self._router.batch_size = policy, policy.max_batch_size
 
     def flush(self) -> None:
         """Let everything that waits go now, on every replica."""
@@ -229,8 +205,11 @@ class Distributor:
         """Drop everybody and end; again has no effect."""
         for replica in self._replicas:
             replica.batcher.close()
-        self._control.close()
-        self._loop.close()
+        with self._lock.here:
+            self._is_closed, loop = True, self._loop
+        self._worker.stop()
+        if loop is not None:
+            loop.close()
 
 
 def _packed(query: Question) -> bytes:

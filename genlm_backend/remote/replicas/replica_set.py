@@ -10,7 +10,9 @@ from typing import Any, NoReturn, TypeVar, final
 
 import torch
 
+from genlm_backend.batching import BatchPolicy
 from genlm_backend.errors import EngineDiedError, ModelStateError, OptionError
+from genlm_backend.model.adapters import AdapterNames
 from genlm_backend.model.evaluator import (
     Evaluator,
     EvaluatorCounts,
@@ -18,7 +20,8 @@ from genlm_backend.model.evaluator import (
     RestartableEvaluator,
 )
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.prefix import TierName
+from genlm_backend.model.row import Row
+from genlm_backend.prefix import RowCache, TierName
 from genlm_backend.remote.replicas.replica import Replica
 from genlm_backend.vision.picture_rules import PictureRules
 
@@ -54,6 +57,16 @@ class ReplicaSet(Evaluator):
         self.replicas: list[Replica] = []
         self.infos: list[EvaluatorInfo] = []
         self.cleared: Callable[[], None] = lambda: None
+
+    def begin(
+        self, rows: RowCache[Row], adapters: AdapterNames, policy: BatchPolicy
+    ) -> list[Replica]:
+        """Make the replicas, whose threads begin when they are asked; see ``Replica``."""
+        self.replicas.extend(
+            Replica(number, evaluator, rows, adapters, policy)
+            for number, evaluator in enumerate(self.evaluators)
+        )
+        return self.replicas
 
     def open(self) -> EvaluatorInfo:
         """Open all replicas at once, each on its thread; return what they all are able to do.

@@ -281,7 +281,7 @@ def test_rows_are_those_of_an_evaluator_here(evaluators, monkeypatch):
             elif verb == "clear":
                 evaluator.clear()
             else:  # what never arrives
-                evaluator._child._sender.packed(([*map(Query, contexts)],))
+                evaluator._sender.packed(([*map(Query, contexts)],))
 
     histories()
 

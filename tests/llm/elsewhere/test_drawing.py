@@ -22,7 +22,7 @@ from genlm_backend.llm import (
 from genlm_backend.model.draw import Draw
 from genlm_backend.model.drawing import Drawing
 from genlm_backend.model.sampling import Sampler
-from genlm_backend.remote.answers import drawn_there
+from genlm_backend.remote.far_end import drawn_there
 from tests.llm.elsewhere.over_there import word_tokenizer
 from tests.llm.toy import VOCAB
 

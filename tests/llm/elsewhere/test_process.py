@@ -117,7 +117,7 @@ async def test_rows_and_scores_come_back_whole_and_in_order(lm):
 
 
 def test_rows_that_do_not_fit_into_the_table_come_in_parts():
-    from genlm_backend.remote.shared_rows import MAX_BYTES
+    from genlm_backend.remote.channel import MAX_BYTES
 
     assert over_there.Wide.WIDTH * 4 * 4 > MAX_BYTES
     evaluator = ProcessEvaluator(over_there.Wide)

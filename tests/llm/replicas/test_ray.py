@@ -23,7 +23,6 @@ from genlm_backend.errors import (
     TokenizerDecodeError,
 )
 from genlm_backend.llm import AsyncReplicas, Query
-from genlm_backend.remote import ray_actor as actor
 from genlm_backend.remote import ray_evaluator as on_ray
 from genlm_backend.remote.arguments import Receiver, Sender
 from genlm_backend.remote.ray_evaluator import RayEvaluator
@@ -190,9 +189,10 @@ def test_another_version_over_there_is_told(cluster, monkeypatch):
 
 
 def test_an_actor_that_is_new_answers_nothing():
-    there = actor.EvaluatorActor()
+    there = on_ray.EvaluatorActor()
     reply = there.ask(1, "evaluate", pickle.dumps(([Query([1])],)))
-    assert (reply.value, reply.error, reply.counts) == (actor.NOT_OPEN, None, None)
+    assert isinstance(reply.error.error(), EngineDiedError)
+    assert (reply.value, reply.counts) == (None, None)
 
 
 def test_an_actor_that_is_new_says_so_whatever_pictures_were_sent_before():
@@ -200,8 +200,8 @@ def test_an_actor_that_is_new_says_so_whatever_pictures_were_sent_before():
     sender = Sender()
     sender.packed((pictures,))
     again = sender.packed((pictures,))  # now by their key alone
-    there = actor.EvaluatorActor()
-    assert there.ask(1, "evaluate", again).value == actor.NOT_OPEN
+    there = on_ray.EvaluatorActor()
+    assert isinstance(there.ask(1, "evaluate", again).error.error(), EngineDiedError)
     assert Receiver().arguments(again) is None
 
 

@@ -7,7 +7,12 @@ from genlm_backend import AsyncVirtualLM
 from genlm_backend.backends.mock import MockEvaluator
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
-from genlm_backend.errors import BatcherClosedError, QueryDroppedError, UnknownAdapterError
+from genlm_backend.errors import (
+    BatcherClosedError,
+    CacheError,
+    QueryDroppedError,
+    UnknownAdapterError,
+)
 from genlm_backend.model.evaluator import EvaluatorCounts
 from genlm_backend.model.query import Adapter, Query
 from tests.llm import families
@@ -42,7 +47,8 @@ def test_queries_are_answered_in_order_and_sessions_kept_until_they_are_cleared(
     longer = Query((6, 7, 8))
     assert evaluator.num_cached(longer) == 2
     evaluator.forget(longer, 0)
-    assert not evaluator.pin(longer)
+    with pytest.raises(CacheError, match="keeps no prompt"):
+        evaluator.pin(longer)
     assert evaluator.num_cached(longer) == 2
     assert evaluator.counts() == EvaluatorCounts(3, 14, 0, num_evicted_tokens=8)
     evaluator.clear()

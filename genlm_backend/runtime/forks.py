@@ -1,4 +1,8 @@
-"""Locks and objects of one process: they raise in a fork of it, and are not pickled."""
+"""Forks of a process: what is renewed in one, what raises there, and what does nothing.
+
+A fork has a copy of every object and none of the threads: a lock that one of them held stays
+locked, and what was queued for one of them stays in the queue.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,44 @@ import abc
 import os
 import threading
 import weakref
-from typing import Final, NoReturn, final
+from collections.abc import Callable
+from typing import Any, Final, NoReturn, TypeVar, final
 
 from genlm_backend.errors import ForkedError, NotPicklableError
+
+F = TypeVar("F", bound=Callable[[], None])
 
 _MAKE_IT_THERE: Final = (
     "make the model, engine or trie in the process that uses it, after the fork or in one that "
     "spawn has started (for a DataLoader of torch, in its worker_init_fn)"
 )
+
+_renewals: Final[list[Callable[[], None]]] = []
+
+
+def in_forks(renew: F) -> F:
+    """Have a function called in every fork of this process, before anything else is there."""
+    _renewals.append(renew)
+    return renew
+
+
+def _renew() -> None:
+    for renew in _renewals:
+        renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
+
+
+def finalize_here(owner: object, function: Callable[..., object], *args: Any) -> weakref.finalize:
+    """Return a ``weakref.finalize`` that does nothing in a fork of this process."""
+    return weakref.finalize(owner, _finalize, os.getpid(), function, *args)
+
+
+def _finalize(process: int, function: Callable[..., object], *args: Any) -> None:
+    if os.getpid() == process:
+        function(*args)
 
 
 class OfOneProcess(abc.ABC):  # noqa: B024
@@ -35,10 +69,8 @@ class OfOneProcess(abc.ABC):  # noqa: B024
 class ProcessLock:
     """A lock of the process that claims it; taken in a fork of that process it raises instead.
 
-    A fork has a copy of every object and none of the threads: a lock that one of them held stays
-    locked, and what was queued for one of them stays in the queue. So what is guarded by such a
-    lock says at once that it cannot be used there. What no process has claimed works in a fork. It
-    is taken by ``with lock.here:``.
+    So what is guarded by such a lock says at once that it cannot be used there. What no process has
+    claimed works in a fork. It is taken by ``with lock.here:``.
 
     Args:
         is_reentrant: Whether the thread that holds it may take it again.
@@ -108,10 +140,7 @@ _locks: Final[weakref.WeakSet[ProcessLock]] = weakref.WeakSet()
 """Every lock of this process, for a fork of it to go through."""
 
 
-def _renew_after_fork() -> None:
+@in_forks
+def _renew_locks() -> None:
     for lock in list(_locks):
         lock.renew()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_after_fork)

@@ -1,0 +1,151 @@
+"""One event loop on a thread: for what runs there, and for callers that block."""
+
+import asyncio
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+
+from genlm_backend.errors import BatcherClosedError, ForkedError
+from genlm_backend.runtime.background_loop import BackgroundLoop
+from genlm_backend.runtime.forks import finalize_here, in_forks
+
+NAME = "genlm-of tests"
+
+
+@pytest.fixture
+def loop():
+    with_one = BackgroundLoop("of tests")
+    yield with_one
+    with_one.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+async def on_which_thread():
+    await asyncio.sleep(0)
+    return threading.current_thread().name
+
+
+def test_coroutines_run_on_its_thread(loop):
+    assert loop.run(on_which_thread()) == NAME
+    assert loop.submit(on_which_thread()).result() == NAME
+    said = []
+    for number in range(100):
+        loop.call_soon(said.append, number)
+    loop.run(on_which_thread())
+    assert said == list(range(100))
+
+
+def test_an_error_arrives_as_it_is(loop):
+    async def fail():
+        raise KeyError("by the test")
+
+    with pytest.raises(KeyError, match="by the test"):
+        loop.run(fail())
+
+
+def begun(loop, coroutine_function):
+    """Have a thread wait for a coroutine that has begun; what it gets is in the list."""
+    has_begun, found = threading.Event(), []
+
+    async def begin():
+        has_begun.set()
+        return await coroutine_function()
+
+    def wait():
+        try:
+            found.append(loop.run(begin()))
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    has_begun.wait(30)
+    return thread, found
+
+
+def test_who_waits_for_what_never_ends_is_told_when_it_closes(loop):
+    thread, found = begun(loop, asyncio.Event().wait)
+    loop.close()
+    thread.join(30)
+    (error,) = found
+    assert type(error) is BatcherClosedError
+    assert str(error) == "of tests has been closed and answers no more"
+
+
+def test_what_ends_by_itself_soon_ends_with_its_result():
+    async def a_few_passes():
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return "ended"
+
+    for _ in range(20):
+        one, gate = BackgroundLoop("of tests"), threading.Event()
+        one.call_soon(gate.wait)  # so that nothing has begun when it is told to end
+        future = one.submit(a_few_passes())
+        closing = threading.Thread(target=one.close)
+        closing.start()
+        while not one.is_closed:
+            pass
+        gate.set()
+        assert future.result(30) == "ended"
+        closing.join(30)
+
+
+def test_nothing_is_run_after_it_has_been_closed(loop):
+    loop.close()
+    assert loop.is_closed
+    for ask in (loop.run, loop.submit):
+        with pytest.raises(BatcherClosedError, match="of tests has been closed"):
+            ask(on_which_thread())
+    loop.call_soon(pytest.fail)
+    loop.close()
+
+
+def test_one_that_nobody_refers_to_ends():
+    one = BackgroundLoop("of tests")
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == NAME]
+    gone = weakref.ref(one)
+    del one
+    gc.collect()
+    assert gone() is None
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+class Owner:
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_renews_what_is_registered_raises_and_finalizes_nothing(loop):
+    forks, ended, owner = [], [], Owner()
+    renew = in_forks(lambda: forks.append(os.getpid()))
+    finalize_here(owner, ended.append, "here")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = []
+            try:
+                loop.run(on_which_thread())
+            except ForkedError:
+                said.append("refused")
+            loop.close()
+            del owner
+            gc.collect()
+            said += ["renewed"] * (forks == [os.getpid()]) + ended
+            os.write(writer, " ".join(said).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 100) == b"refused renewed"
+    os.close(reader)
+    os.close(writer)
+    assert renew
+    assert not forks
+    del owner
+    assert ended == ["here"]
+    assert loop.run(on_which_thread()) == NAME
