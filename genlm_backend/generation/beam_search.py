@@ -86,8 +86,9 @@ class BeamSearch(Draft):
         self.contexts = [beam.context for beam in self._beams]
         if self._beams and self._can_improve():
             return []
-        self.is_finished = True
-        return self._texts(self._ended[: self._config.n])
+        self.is_finished, best = True, self._ended[: self._config.n]
+        self.scores = {number: beam.score for number, beam in enumerate(best)}
+        return self._texts(best)
 
     def cut(self) -> tuple[list[tuple[int, GeneratedToken]], list[tuple[int, str]]]:
         """Return the ``n`` best texts of a search that is not to go on, ended or not."""
@@ -99,11 +100,6 @@ class BeamSearch(Draft):
         found = [*self._ended, *map(self._scored, self._beams)]
         best = sorted(found, key=lambda beam: -beam.score)[: self._config.n]
         return self._texts(best), nothing_held_back
-
-    def scores(self) -> dict[int, float]:
-        """Return the score of each text of a search that has ended."""
-        best = self._ended[: self._config.n] if self.is_finished else []
-        return {number: beam.score for number, beam in enumerate(best)}
 
     # ---------------------------------------------------------------- scores
 

@@ -36,6 +36,7 @@ class Draft(abc.ABC):
         width: Number of contexts asked at once, at most.
         lora_name: Name of the adapter that the contexts are read with.
         is_finished: Whether every text is complete.
+        scores: The score of each text that has one, by its number.
     """
 
     def __init__(self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> None:
@@ -43,6 +44,8 @@ class Draft(abc.ABC):
         self.contexts: list[list[int]] = [list(prompt.token_ids)]
         self.width, self.lora_name = config.num_beams, config.lora_name
         self.is_finished = False
+        self.scores: dict[int, float] = {}
+        self._constraint = None if prompt.constraint is None else prompt.constraint.fork()
         if prompt.constraint is not None:  # which knows where a token that ends texts is text
             config = config.replace(min_length=0, min_new_tokens=0)
         eos = sorted(prompt.eos_token_ids)
@@ -64,10 +67,6 @@ class Draft(abc.ABC):
             Tokens, and the characters that were held back at the end of each text.
         """
 
-    def scores(self) -> dict[int, float]:
-        """Return the score of each text that has one, by its number."""
-        return {}
-
     def asked(self) -> list[TokenIds]:
         """Return ``contexts`` as a model is asked them."""
         return [*map(self.asked_of, self.contexts)]
@@ -86,6 +85,8 @@ class Draft(abc.ABC):
 
     def _is_end(self, token_id: int) -> bool:
         """Whether a token that has been chosen ends the text, and is none of it."""
+        if self._constraint is not None:
+            return self._constraint.is_ended
         return token_id in self._prompt.eos_token_ids
 
     def _bytes(self, token_id: int) -> bytes:
@@ -174,7 +175,6 @@ class Sample(Draft):
         temperature = 1.0 if self._warpers else config.temperature
         self._sampler = Sampler(temperature if config.do_sample else 0.0, config.seed, number)
         self._text = Text(config.stop or ())
-        self._constraint = None if prompt.constraint is None else prompt.constraint.fork()
         self._logits: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None
 
@@ -220,9 +220,6 @@ class Sample(Draft):
             return logits
         ids = torch.tensor([self.contexts[0]], dtype=torch.int64, device=logits.device)
         return processors(ids, logits[None])[0]
-
-    def _is_end(self, token_id: int) -> bool:
-        return super()._is_end(token_id) if self._constraint is None else self._constraint.is_ended
 
     def _finish_reason(self, token_id: int) -> str | None:
         if token_id in self._prompt.eos_token_ids and self._is_end(token_id):

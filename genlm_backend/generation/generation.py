@@ -52,7 +52,7 @@ async def generate(
                 texts[number].append(token)
 
     await together(map(finish, drafts))
-    scores = {number: score for draft in drafts for number, score in draft.scores().items()}
+    scores = {number: score for draft in drafts for number, score in draft.scores.items()}
     return [
         Generation.of_tokens(tokens, score=scores.get(number))
         for number, tokens in sorted(texts.items())

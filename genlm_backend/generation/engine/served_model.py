@@ -325,6 +325,6 @@ def _settle(settlement: Settlement[GenerationRequest, Draft]) -> None:
             tokens, characters = text.draft.cut()
             queue.put(tokens)
             held_back += characters
-            scores |= text.draft.scores()
+            scores |= text.draft.scores
     finally:
         queue.end(settlement.status, held_back, scores, settlement.error)
