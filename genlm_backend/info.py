@@ -1,4 +1,4 @@
-"""What is installed and what would be used, for bug reports: ``python -m genlm_backend info``."""
+"""Installed packages and chosen backends, for bug reports: ``python -m genlm_backend info``."""
 
 from __future__ import annotations
 

@@ -14,6 +14,10 @@ FILES = sorted(ROOT.rglob("*.py"))
 # What begins so has its subject elsewhere: in a name, a heading, or another entry.
 NO_SUBJECT = ("Of", "As for", "As of", "That of", "Those of", "Likewise", "Which of")
 BEGINNING = re.compile(rf"(?:{'|'.join(NO_SUBJECT)})\b")
+VERBS = "Return|Yield|Write|Note|Say|Tell|Keep|Find|Make|Take|Run|Give"
+WHAT = "[Ww]hat|[Ww]ho|[Ww]hatever|[Ww]hose|[Tt]hose"
+NO_NOUN = re.compile(rf"(?:\w+: )?(?:(?:{VERBS}) )?(?:{WHAT})\b")
+"""The first words of a docstring that says what it is about by no noun."""
 ENTRY = re.compile(r"\s+\*{0,2}\w+(?: \([^)]*\))?: (.*)")
 
 
@@ -59,6 +63,8 @@ def faults(path):
         elif not text.split("\n")[0].endswith((".", "?", ":")):
             yield line, f"{name}: the first line is no sentence"
     for first, text in texts(tree):
+        if NO_NOUN.match(text):
+            yield first, f"no noun: {text.splitlines()[0]}"
         for number, line in enumerate(text.split("\n"), start=first):
             entry = ENTRY.match(line)
             if BEGINNING.match(line.strip()) or (entry and BEGINNING.match(entry[1])):

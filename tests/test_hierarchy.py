@@ -18,6 +18,7 @@ EXTENSIBLE = {"AsyncTransformer", "BatchedLM", "MockAsyncLM"}
 
 # Optional capabilities: what a class can do without has a default, and may be overridden.
 DEFAULTS = {
+    "Attend": {"keep", "reading"},
     "AsyncLM": {
         "_drawn",
         "_pictured",

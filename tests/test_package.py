@@ -379,6 +379,43 @@ def test_private_names_of_vllm_are_in_two_files():
     assert users == {"capture.py", "fork.py"}
 
 
+def modules_of_ours():
+    """The modules of ours that each one imports, for types or within functions too."""
+    names = {
+        ".".join(("genlm_backend", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        ): path
+        for path in ROOT.rglob("*.py")
+    }
+    found = {}
+    for name, path in names.items():
+        found[name] = {module for module in imports_of(path) if module in names} - {name}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                parts = (f"{node.module}.{alias.name}" for alias in node.names)
+                found[name] |= {part for part in parts if part in names}
+    return found
+
+
+def test_no_two_files_import_each_other():
+    found = modules_of_ours()
+    rooms = {name for name in found if any(other.startswith(f"{name}.") for other in found)}
+    pairs = {
+        tuple(sorted((name, other)))
+        for name, others in found.items()
+        for other in others
+        if name in found[other] and not {name, other} & rooms
+    }
+    assert not pairs
+
+
+def test_modules_import_few_others():
+    """Fifteen of ours; what puts a backend together, a few more."""
+    num_imports = {name: len(others) for name, others in modules_of_ours().items()}
+    most = {name: 18 if name.endswith("hf_evaluator") else 15 for name in num_imports}
+    assert not {name: count for name, count in num_imports.items() if count > most[name]}
+
+
 def test_functions_fit_a_screen():
     """Sixty lines, beside their docstrings."""
     long = []

@@ -1,1 +1,1 @@
-"""What the new tokens of a forward pass attend to, and how the cached ones of it are read."""
+"""Ways for the new tokens of a forward pass to attend, and readings of the cached ones."""

@@ -50,7 +50,7 @@ class Attend(abc.ABC, Generic[Given]):
         """
 
     def keep(self, batch: PackedBatch, given: Given) -> None:
-        """Keep what the pass has left to be kept, once it has been evaluated; nothing by default.
+        """Keep the keys and values that an evaluated pass has left; none by default.
 
         Args:
             batch: The batch.

@@ -217,7 +217,7 @@ def pack_step(
 
 
 def paths_of(spans: Sequence[Span]) -> Paths:
-    """Return what spans have before their new tokens, as a tree of their own."""
+    """Return the tokens of spans before their new ones, as a tree of their own."""
     longest: dict[tuple[object, int], Run] = {}  # by the owner, and where it starts
     above: dict[tuple[object, int], tuple[object, int] | None] = {}
     ends: list[tuple[tuple[object, int] | None, int]] = []

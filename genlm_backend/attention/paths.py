@@ -1,4 +1,4 @@
-"""Paths: what the rows of a pass have cached, as nodes of a prefix tree."""
+"""Paths: the cached tokens of the rows of a pass, as nodes of a prefix tree."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class _Table:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Rest:
-    """What the rows of a pass read each for itself, side by side: ``P`` columns, then the new ones.
+    """Slots that each row of a pass reads for itself: ``P`` columns, and then the new ones.
 
     Columns are padded on the left, new tokens on the right.
 

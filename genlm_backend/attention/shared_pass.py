@@ -104,7 +104,7 @@ class Indices(Generic[A]):
 
     @classmethod
     def of(cls, operators: Operators[A], reading: Reading, device: Any) -> Indices[A]:
-        """Return those of a pass that reads so."""
+        """Return the indices of a pass that reads so."""
         num_rows = len(reading.num_past)
         return cls(
             operators,
@@ -114,7 +114,7 @@ class Indices(Generic[A]):
         )
 
     def stepped(self, reading: Reading, step: Step) -> Indices[A]:
-        """Return those of the next decode step, of which a row and a slot each come to the device.
+        """Return the indices of the next step, of which a row and a slot each come to the device.
 
         Args:
             reading: How it is read.
@@ -222,7 +222,7 @@ class PassMasks(Generic[A]):
         )
 
     def stepped(self, reading: Reading, step: Step) -> PassMasks[A]:
-        """Return those of the next decode step, where all before count in both.
+        """Return the indices of the next decode step, where all before count in both.
 
         Args:
             reading: How it is read.
@@ -317,7 +317,7 @@ class SharedPass(abc.ABC, Generic[A]):
         """Return the error of a model that attends in a way that ours cannot stand for."""
 
     def for_later(self) -> LastStep | None:
-        """Return what the next step may go on from; ``None`` where this was none."""
+        """Return the indices that the next step may go on from; ``None`` where this was no step."""
         if self._batch.input_ids.shape[1] > 1:
             return None
         # Those of windows are functions of positions, which the next step has others of.

@@ -1,1 +1,1 @@
-"""What evaluates models: transformers, vLLM, MLX, and one that needs no model."""
+"""Backends: evaluators of models by transformers, vLLM and MLX, and one that needs no model."""

@@ -79,7 +79,7 @@ def check_has_tokenizer(path: str) -> None:
 
 
 _PARTS_OF_TOKENIZER_FILES = ("token", "vocab", "merges", "spiece", "bpe", "tekken", "spm", ".py")
-"""What a name has in it of some file of every kind of tokenizer, or of code that makes one."""
+"""Parts of the name of some file of every kind of tokenizer, or of code that makes one."""
 
 
 def check_reachable(path: str) -> None:

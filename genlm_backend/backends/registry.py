@@ -23,7 +23,7 @@ BACKENDS: Final = {
 """Backend name → (module, class); imported when a model is loaded."""
 
 REPLICAS: Final = ("genlm_backend.remote.replicas.async_replicas", "AsyncReplicas")
-"""What is loaded in place of ``"hf"`` where ``replicas`` is among the options."""
+"""The backend in place of ``"hf"`` where ``replicas`` is among the options."""
 
 ABSENT: Final = {
     "sgl": ("genlm_backend.backends.absent", "AsyncSGLTransformer"),

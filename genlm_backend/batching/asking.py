@@ -199,7 +199,7 @@ class Call(Generic[T]):
 
 
 def _called(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """Return what a function returns, and what it raises; see ``evaluated``."""
+    """Return the result of a function, or the error that it raises; see ``evaluated``."""
     try:
         return function(), None
     except BaseException as raised:

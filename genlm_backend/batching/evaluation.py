@@ -1,4 +1,4 @@
-"""What an evaluation comes to: results, or an error that a future can carry."""
+"""Outcomes of an evaluation: results, or an error that a future can carry."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ LOST_SECONDS = 1.0
 
 
 class Decision(enum.Enum):
-    """What to do with the queries that are waiting."""
+    """A decision about the queries that are waiting."""
 
     FIRE = "fire"
     """Send a batch to the worker now."""
@@ -28,7 +28,7 @@ class Decision(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """What the decision depends on.
+    """The state that a decision depends on.
 
     Attributes:
         num_pending: Distinct queries that wait for a batch.
@@ -86,7 +86,7 @@ class BatchPolicy:
             )
 
     def decide(self, state: BatchState) -> Decision:
-        """Return what to do in ``state``; depends on nothing else."""
+        """Return the decision in ``state``; it depends on nothing else."""
         if state.num_pending == 0 or state.is_busy:
             return Decision.SLEEP
         if (

@@ -355,7 +355,7 @@ def call_threadsafe(
 
 
 def as_weight(weight: Any) -> float:
-    """Return what a query weighs as a number.
+    """Return the weight of a query as a number.
 
     Raises:
         OptionError: (``ValueError``) If it is none, not a number, or below zero.

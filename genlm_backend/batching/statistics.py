@@ -1,4 +1,4 @@
-"""What a Batcher has done so far."""
+"""Statistics of a Batcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What turns log-probabilities into text, for every backend alike."""
+"""Generation of text from log-probabilities, for every backend alike."""
 
 from typing import TYPE_CHECKING
 

@@ -370,7 +370,7 @@ class Constraint:
     if not TYPE_CHECKING:  # to whom every name would be known
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Tell what has become of a name."""
+            """Raise the error that tells of a name that has gone."""
             instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}{instead}")
 

@@ -61,7 +61,7 @@ class Draft(abc.ABC):
 
     @abc.abstractmethod
     def cut(self) -> tuple[list[tuple[int, GeneratedToken]], list[tuple[int, str]]]:
-        """Return what ``choose`` has not returned of texts that are not to go on.
+        """Return the pieces that ``choose`` has not returned of texts that are not to go on.
 
         Returns:
             Tokens, and the characters that were held back at the end of each text.
@@ -133,7 +133,7 @@ class Text:
         return self._show(len(self._bytes) - self._num_held_back())
 
     def end(self) -> str:
-        """Return what is left; half a character becomes U+FFFD."""
+        """Return the rest of the text; half a character becomes U+FFFD."""
         return self._show(len(self._bytes)) + self._decoder.decode(b"", final=True)
 
     def _num_held_back(self) -> int:

@@ -1,4 +1,4 @@
-"""What is generated: tokens, texts and pieces of texts; and how a request for them fares."""
+"""Generated tokens, texts and pieces of texts; and the status of a request for them."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class GenerationStatus(enum.Enum):
 @final
 @dataclass(frozen=True, slots=True)
 class GeneratedElements:
-    """What was generated of one text since it was last asked for. Can be read as every ``Piece``.
+    """The part of one text since it was last asked for. It can be read as every ``Piece``.
 
     Attributes:
         token_ids: The new tokens.

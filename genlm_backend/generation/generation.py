@@ -100,7 +100,7 @@ def make_config(config: GenerationConfig | None, fields: dict[str, Any]) -> Gene
 
 
 def make_drafts(lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> list[Draft]:
-    """Return what makes the texts: one for each, or one beam search."""
+    """Return the drafts that make the texts: one for each, or one beam search."""
     if config.num_beams > 1:
         return [BeamSearch(lm, prompt, config)]
     return [Sample(lm, prompt, config, number) for number in range(config.n)]

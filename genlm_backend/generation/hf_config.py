@@ -1,4 +1,4 @@
-"""What a ``transformers.GenerationConfig`` says, as fields of the one here."""
+"""Fields of a ``transformers.GenerationConfig``, as fields of the one here."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARED_FIELDS = (
 """Fields that mean the same in transformers."""
 
 _HF_TOP_K = 50
-"""What transformers takes where it samples and nobody has said."""
+"""The value that transformers takes where it samples and nobody has said."""
 
 _HONOURED_BESIDE = {"early_stopping", "num_return_sequences"}
 """Keys of transformers that are honoured under another name."""

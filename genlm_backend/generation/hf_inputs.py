@@ -1,4 +1,4 @@
-"""What ``model.generate`` of transformers takes, as what is generated here."""
+"""Arguments of ``model.generate`` of transformers, as the ones here."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 _KNOWN_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "labels"}
-"""What collators make of texts; the last ones say nothing to a causal model that generates."""
+"""Entries that collators make of texts; the last ones say nothing to a model that generates."""
 
 
 def rows_of(
@@ -140,7 +140,7 @@ def rows_of(
 
 
 def pictures_of(inputs: Any, rows: torch.Tensor, mask: torch.Tensor) -> dict[str, Any] | None:
-    """Return what a processor has made of pictures; ``None`` where there are none.
+    """Return the inputs that a processor has made of pictures; ``None`` where there are none.
 
     Args:
         inputs: What ``AsyncGLM.submit`` takes.
@@ -186,7 +186,7 @@ def _tensor(name: str, value: Any) -> torch.Tensor:
 
 
 def _hint(value: Any) -> str:
-    """Return what to do with texts, chats and rows of several lengths."""
+    """Return a hint for texts, chats and rows of several lengths."""
     first, depth = value, 0
     while isinstance(first, (list, tuple)) and first and depth < 3:
         first, depth = first[0], depth + 1

@@ -1,4 +1,4 @@
-"""What happens to logits before a token is chosen: transformers' own processors, and three more."""
+"""Processors of logits before a token is chosen: transformers' own, and three more."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_processors(
 
 
 def make_warpers(config: GenerationConfig) -> LogitsProcessorList:
-    """Return what cuts a distribution to be drawn from at temperature 1, sharpened first.
+    """Return the warpers that cut a distribution, at temperature 1, sharpened first.
 
     There is nothing to cut without sampling, and where a temperature is all that there is: a
     ``Sampler`` has one itself.

@@ -34,7 +34,7 @@ class AdapterNames:
         self._numbers = itertools.count(1)
 
     def new(self, name: str) -> Adapter:
-        """Return what an adapter of that name will be, which is not loaded yet.
+        """Return the adapter of that name, which is not loaded yet.
 
         Raises:
             AdapterError: If an adapter of that name is loaded.

@@ -1,4 +1,4 @@
-"""Answering: what a model's worker thread does with a batch, over an evaluator."""
+"""Answering: the work of a model's worker thread on a batch, over an evaluator."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Answering:
         self._undefined = torch.tensor(self._evaluator.undefined_ids, dtype=torch.int64)
 
     def weight(self, question: Question) -> float:
-        """Return what a question counts for in a batch: 1, but for a text by its length."""
+        """Return the weight of a question in a batch: 1, but for a text by its length."""
         return 1.0 if self.is_bounded or type(question) is Query else weight(question)
 
     def answers(self, questions: Sequence[Question]) -> list[Answer | Exception]:
@@ -88,7 +88,7 @@ class Answering:
     def _found(
         self, questions: Sequence[Question], found: Any, generation: int
     ) -> list[Answer | Exception]:
-        """Return what the evaluator has answered, checked; keep the rows."""
+        """Return the evaluator's answers, checked; keep the rows."""
         answers = self._checked(questions, found)
         if _types(questions) == {Query} and _types(answers) == {Row}:
             return self._kept(questions, answers, generation)
@@ -113,14 +113,14 @@ class Answering:
         return row.without(self._undefined) if len(self._undefined) else row
 
     def counted(self, verb: Callable[[], T]) -> T:
-        """Return what a verb of the evaluator returns, and look at what it has counted."""
+        """Return the result of a verb of the evaluator, and look at its counts."""
         try:
             return verb()
         finally:
             self.counts = self._evaluator.counts()
 
     def _checked(self, questions: Sequence[Question], found: Any) -> list[Answer | Exception]:
-        """Return what the evaluator has answered, with an error in place of what is no answer.
+        """Return the evaluator's answers, with an error in place of what is no answer.
 
         Raises:
             EvaluationError: If there is not one answer for each question.

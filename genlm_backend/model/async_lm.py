@@ -1,4 +1,4 @@
-"""AsyncLM: what every backend offers."""
+"""AsyncLM: the interface of every backend."""
 
 from __future__ import annotations
 
@@ -556,7 +556,7 @@ class AsyncLM(Closing):
         """Forget every cached row, key and value. No answer changes by it."""
 
     def statistics(self) -> LMStatistics:
-        """Return what batching and caching have done so far."""
+        """Return the statistics of batching and caching."""
         return LMStatistics()
 
     def close(self) -> None:

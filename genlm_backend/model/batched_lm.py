@@ -111,7 +111,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
     }
 
     _pictures: PictureReading | None = None
-    """What reads pictures, of a model that may see them."""
+    """The reader of pictures, of a model that may see them."""
 
     def __init__(
         self,
@@ -503,7 +503,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         return None if self._pictures is None else self._pictures.processor
 
     def _asker(self) -> Callable[[Callable[[Evaluator], Any]], Any]:
-        """Return what has the worker call a verb, and waits for it; it does not keep us alive."""
+        """Return a function that has the worker call a verb; it does not keep the model alive."""
         before_wait, batcher = self._before_wait, self._batcher
         counted, evaluator = self._answering.counted, self._evaluator
 
@@ -579,7 +579,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
             self._call(self._evaluator.clear)
 
     def statistics(self) -> LMStatistics:
-        """Return what batching and caching have done so far."""
+        """Return the statistics of batching and caching."""
         counts = self._evaluator_counts()
         return LMStatistics.of(self._batcher.statistics(), counts, self._rows)
 

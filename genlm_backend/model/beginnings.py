@@ -1,4 +1,4 @@
-"""Beginnings: what lists of token ids that are asked one after another have in common."""
+"""Beginnings: common prefixes of lists of token ids that are asked one after another."""
 
 from __future__ import annotations
 

@@ -434,7 +434,7 @@ def _num_rows(ids: Any) -> int:
 
 
 def _way_out(ids: Any, name: str) -> str:
-    """Return what to pass of token ids in two dimensions, or nothing."""
+    """Return a hint for token ids in two dimensions, or nothing."""
     num_rows = _num_rows(ids)
     if num_rows == 1:
         return f": pass {name}[0], which is its one row"

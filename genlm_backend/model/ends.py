@@ -9,7 +9,7 @@ import numpy as np
 
 
 def listed_ids(value: Any) -> tuple[int, ...] | None:
-    """Return what a generation config or a tokenizer has as ``eos_token_id``, as several ids.
+    """Return the ``eos_token_id`` of a generation config or a tokenizer, as several ids.
 
     Args:
         value: A token id, or several in a list, an array or a tensor; ``None`` for none named.

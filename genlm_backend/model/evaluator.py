@@ -1,4 +1,4 @@
-"""Evaluator: what answers queries, wherever it lives."""
+"""Evaluator: the interface of all that answers queries, wherever it lives."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class EvaluatorInfo:
 
     @property
     def before_wait(self) -> Callable[[], None]:
-        """What a caller's thread is to do before it waits for an answer."""
+        """The duty of a caller's thread before it waits for an answer."""
         return release_idle_threads if self.uses_openmp else _nothing
 
     def kv_capacity(self, batch_size: int) -> int | None:
@@ -126,7 +126,7 @@ _CHECKS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class EvaluatorCounts:
-    """What an evaluator has done since it was opened, and the memory that it uses.
+    """Counts of an evaluator since it was opened, and the memory that it uses.
 
     Attributes:
         num_forwards: Number of forward passes of the model.
@@ -287,7 +287,7 @@ class Evaluator(abc.ABC):
 
     @abc.abstractmethod
     def counts(self) -> EvaluatorCounts:
-        """Return what it has done so far; takes no time."""
+        """Return its counts so far; takes no time."""
 
     @abc.abstractmethod
     def close(self) -> None:

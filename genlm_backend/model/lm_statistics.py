@@ -1,4 +1,4 @@
-"""What a model's batching and caching have done so far."""
+"""Statistics of a model's batching and caching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Query: what is asked of a model, checked before anything is queued."""
+"""Query: a question to a model, checked before anything is queued."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TokenIds = Iterable[int]
 """A context: a ``Context``, or token ids as Python or NumPy integers or a 1-D integer array."""
 
 UNKNOWN_ADAPTER: Final = "no LoRA adapter named {!r} is loaded"
-"""What the message of an ``UnknownAdapterError`` begins with, for the adapter's name."""
+"""The beginning of an ``UnknownAdapterError``'s message, for the adapter's name."""
 
 
 class Adapter(NamedTuple):

@@ -68,13 +68,13 @@ class Sampler:
         return draw_token(as_scores(row), self.temperature, self._random.random)
 
     def drawing(self, query: Query) -> Drawing:
-        """Return what asks for the token that ``draw`` would return of the context's row."""
+        """Return the question for the token that ``draw`` would return of the context's row."""
         uniform = self._random.random() if self.temperature else 0.0
         return Drawing(query, self.temperature, uniform)
 
 
 def entropy_of(seed: int | None, stream: int) -> np.random.SeedSequence:
-    """Return what the random numbers of a stream are made of.
+    """Return the entropy of a stream of random numbers.
 
     Args:
         seed: Seed of the streams; ``None`` for fresh ones.

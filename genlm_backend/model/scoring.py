@@ -60,10 +60,10 @@ class Scoring:
 
 
 Question: TypeAlias = Query | Scoring | Drawing
-"""What is asked of an evaluator: a context's row, a text's scores, or a next token."""
+"""A question to an evaluator: a context's row, a text's scores, or a next token."""
 
 Answer: TypeAlias = Row | torch.Tensor | Draw
-"""What it answers: a ``Row`` to a query, scores to a scoring, a ``Draw`` to a drawing."""
+"""The answer: a ``Row`` to a query, scores to a scoring, a ``Draw`` to a drawing."""
 
 
 TOKENS_PER_ROW: Final = 200
@@ -71,7 +71,7 @@ TOKENS_PER_ROW: Final = 200
 
 
 def weight(question: Question) -> float:
-    """Return what a question counts for in a batch: 1 for a row, and for a text by its length.
+    """Return the weight of a question in a batch: 1 for a row, and for a text by its length.
 
     A batch of short texts would be too small a pass otherwise, and one of long texts too large.
     """

@@ -22,7 +22,7 @@ def still_spoilt(wanted: Iterable[tuple[Job, Sequence[int]]]) -> Wanted:
 
 
 def search(job: Job, spoilt: Sequence[int], size: int) -> Generator[Wanted]:
-    """Yield what is to be run next, until a text's scores are those of its own contexts.
+    """Yield the outputs to be run next, until a text's scores are those of its own contexts.
 
     An output is right if it is a number, or if its context alone makes it NaN. A token whose keys
     and values overflow makes NaN of all that is run with it, before it or behind. To tell the two

@@ -1,4 +1,4 @@
-"""PassEvaluator: what evaluators have in common that make forward passes themselves."""
+"""PassEvaluator: the base of evaluators that make forward passes themselves."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class PassEvaluator(Evaluator):
         return node is not None and self.passes.cache.pin(node, self.passes.going_on.fewest)
 
     def _counted(self, packed_weight_bytes: int = 0) -> EvaluatorCounts:
-        """Return what the runner and the tree have counted."""
+        """Return the counts of the runner and the tree."""
         runner, tree, cache = self.passes.runner, self.passes.tree, self.passes.cache
         states, per_state = tree.states, cache.states.layout.bytes_per_state
         per_slot = cache.store.bytes_per_slot

@@ -78,7 +78,7 @@ class Passes:
 
     @property
     def runner(self) -> Runner:
-        """What calls the model."""
+        """The runner, which calls the model."""
         return self.forwards.runner
 
     @property

@@ -29,7 +29,7 @@ from genlm_backend.passes.job import Job
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """What a forward pass costs, in units of one token's share of a large pass.
+    """Costs of forward passes, in units of one token's share of a large pass.
 
     Attributes:
         per_forward: Cost of any pass, however small: reading the weights, launching the kernels.
@@ -50,7 +50,7 @@ class CostModel:
 
     @classmethod
     def on(cls, device: str) -> Self:
-        """Return what passes cost on a kind of device, such as "cpu" or "cuda"."""
+        """Return the costs of passes on a kind of device, such as "cpu" or "cuda"."""
         if device == "cpu":
             return cls()
         # A GPU reads its weights for one token in the time that it computes some hundred in.
@@ -99,7 +99,7 @@ class Segment:
 
     @property
     def size(self) -> Size:
-        """What a forward pass with it depends on."""
+        """The size of a forward pass with it."""
         return Size(self.num_tokens, self.start, len(self.outputs))
 
     @property
@@ -110,7 +110,7 @@ class Segment:
         return int(self.parent.nodes[self.start - self.parent.start - 1])
 
     def span(self, slots: NDArray[np.int32]) -> Span:
-        """Return what the forward pass takes, but for what is before it.
+        """Return the span of its new tokens, without those before it.
 
         Args:
             slots: Slots of its tokens, or none to keep nothing.

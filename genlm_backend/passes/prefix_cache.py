@@ -1,4 +1,4 @@
-"""PrefixCache: what is kept of contexts, and where running states of a pass come from."""
+"""PrefixCache: the tree of contexts with their keys, values and running states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runner: what a backend makes forward passes with."""
+"""Runner: the interface of a backend's forward passes."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class LayerLayout:
         return self.key_width + self.num_value_heads * self.value_dim
 
     def codec(self) -> Codec:
-        """Return what codes the keys and values of tokens, the keys first.
+        """Return the codec of the keys and values of tokens, the keys first.
 
         Raises:
             OptionError: (``ValueError``) If the number format is not for vectors of this shape.

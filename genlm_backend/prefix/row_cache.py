@@ -15,7 +15,7 @@ from genlm_backend.runtime.forks import ProcessLock
 
 
 class Storable(Protocol):
-    """What can be kept: it knows its size, and can be moved. A tensor is one."""
+    """A value that can be kept: it knows its size, and can be moved. A tensor is one."""
 
     @property
     def nbytes(self) -> int:

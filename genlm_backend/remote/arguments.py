@@ -1,4 +1,4 @@
-"""Arguments: what a verb is given, pickled such that a context and a picture cross once.
+"""Arguments of a verb, pickled such that a context and a picture cross once.
 
 The near end gives a number to each context and each picture that it sends, and the far end keeps
 them under these until it is told to forget one. A context crosses as the number of a context that
@@ -214,7 +214,7 @@ class _Pickler(pickle.Pickler):
         self._sender = sender
 
     def persistent_id(self, obj: Any) -> Any:
-        """Return what stands for a context or pictures: a number, and beside it a context's own."""
+        """Return the number of a context or of pictures, and beside it a context's own."""
         if type(obj) is Context:
             number = self._sender.context(obj)
             return number if obj.pictures is None else (number, obj.pictures)
@@ -245,7 +245,7 @@ class Receiver:
                 self._known.pop(number, None)
 
     def _learn(self, message: _Message) -> None:
-        """Keep what is new, each context as one that extends another: it shares its blocks.
+        """Keep the new contexts, each as one that extends another: it shares its blocks.
 
         Where its keys and values are cached is remembered with it, and so of what extends it.
         """

@@ -139,7 +139,7 @@ def library_version() -> str:
 
 
 def drawn_there(evaluator: Evaluator, questions: Sequence[Question]) -> Any:
-    """Return what an evaluator answers; a ``Drawing`` by a row, where it answers none itself."""
+    """Return an evaluator's answers; a ``Drawing`` by a row, where it answers none itself."""
     if not any(isinstance(question, Drawing) for question in questions):
         return evaluator.evaluate(questions)
     asked = [q.query if isinstance(q, Drawing) else q for q in questions]

@@ -1,4 +1,4 @@
-"""What travels between a model here and its evaluator elsewhere."""
+"""Messages between a model here and its evaluator elsewhere."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class PackedError(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What an error is made of whose constructor takes something else than its arguments."""
+    """The parts of an error whose constructor takes something else than its arguments."""
 
     kind: type[BaseException]
     arguments: tuple[Any, ...]
@@ -87,7 +87,7 @@ class _Parts(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a verb has returned or raised.
+    """The result of a verb, or the error that it has raised.
 
     Attributes:
         number: Number of the request.
@@ -105,11 +105,11 @@ class Reply(NamedTuple):
 
 
 class NotKnown(NamedTuple):
-    """What is returned where the arguments refer to something that is not known there."""
+    """The reply to arguments that refer to something that is not known there."""
 
 
 class InTable(NamedTuple):
-    """What stands for a row whose log-probabilities are in a table.
+    """A stand-in for a row whose log-probabilities are in a table.
 
     Attributes:
         normaliser: The row's own.

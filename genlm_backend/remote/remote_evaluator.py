@@ -41,7 +41,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def ask(self, verb: str, *arguments: Any) -> Any:
-        """Return what a method of the evaluator returns over there.
+        """Return the result of a method of the evaluator over there.
 
         Raises:
             EngineDiedError: If the evaluator has ended.
@@ -235,7 +235,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     @final
     def counts(self) -> EvaluatorCounts:
-        """Return what the evaluator had done when it last answered."""
+        """Return the counts of the evaluator when it last answered."""
         return self._counts
 
 

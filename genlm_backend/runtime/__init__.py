@@ -1,1 +1,1 @@
-"""What programs run on: threads, forks, memory, one event loop on a thread."""
+"""Facilities that programs run on: threads, forks, memory, one event loop on a thread."""

@@ -65,7 +65,7 @@ class BackgroundLoop:
         raise self._error()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return what a coroutine returns, blocking this thread; interrupted, it is cancelled.
+        """Return the result of a coroutine, blocking this thread; interrupted, it is cancelled.
 
         Raises:
             BatcherClosedError: After ``close()``, and if the interpreter exits meanwhile.

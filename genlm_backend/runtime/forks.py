@@ -117,7 +117,7 @@ class ProcessLock:
 
 @final
 class _Foreign:
-    """What stands in a fork for a lock of the process that it was forked from."""
+    """A stand-in, in a fork, for a lock of the process that it was forked from."""
 
     def __init__(self, owner: int) -> None:
         self._owner = owner

@@ -263,7 +263,7 @@ def _read_slow(
 
 
 def _between_others(tokenizer: Any, token: str) -> str:
-    """What decoding prints for ``token`` in the middle of a text."""
+    """The text that decoding prints for ``token`` in the middle of others."""
     text = tokenizer.convert_tokens_to_string(["a", token, "a"])
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] == "a" else token
 

@@ -206,7 +206,7 @@ def _decoder(rust: Any, falls_back: bool) -> CompiledDecoder:
 def _printing(
     rust: Any, byte_strings: Sequence[bytes], spellings: Sequence[str | None]
 ) -> Callable[[list[int]], tuple[list[int], str]] | None:
-    """What the declared decoder prints; see ``ByteVocab.prints``."""
+    """The text that the declared decoder prints; see ``ByteVocab.prints``."""
     if rust.decoder is None:
         return None
     declared = compile_decoder(_state(rust.decoder))
@@ -233,7 +233,7 @@ def _state(part: Any) -> dict[str, Any]:
 
 @final
 class _Texts:
-    """What a tokenizer makes of texts before its model sees them, and what is to come back."""
+    """Texts as a tokenizer hands them to its model, and the texts that are to come back."""
 
     def __init__(
         self, rust: Any, decoder: CompiledDecoder, added_tokens: Mapping[int, Any]
@@ -259,7 +259,7 @@ class _Texts:
         return [piece for piece, _ in self.pre_tokenizer.pre_tokenize_str(text)]
 
     def added_bytes(self, text: str, is_normalized: bool) -> bytes:
-        """What an added token that is neither special nor of the model spells for ``text``."""
+        """The bytes for ``text`` of an added token that is neither special nor of the model."""
         text = self.normalized(text) if is_normalized else text
         if self.decoder.reads_bytes and not (is_normalized and self.writes_spaces):
             # The decoder takes letters of it for bytes, which no text that gives the token has.
@@ -279,7 +279,7 @@ class _Texts:
         return normalized.encode()
 
     def _handed_on(self, normalized: str) -> bytes:
-        """What the pre-tokenizer hands on of a normalised text, spelt."""
+        """The pieces that the pre-tokenizer makes of a normalised text, spelt."""
         pieces = self.split(normalized)  # with the spaces that it has put before them
         if self.splits_byte_level:
             return b"".join(decode_byte_level(pieces))
@@ -296,7 +296,7 @@ class _Texts:
         return normalized.strip() == spelt.strip()
 
     def _spelt_by_model(self, added: Any) -> bytes:
-        """What an added token spells whose id the model writes too, perhaps for another text."""
+        """The bytes of an added token whose id the model writes too, perhaps for another text."""
         if added.normalized and self.writes_spaces:
             return self.decoder.decode([self.normalized(added.content)])[0]
         spelt = self.decoder.decode([added.content])[0]

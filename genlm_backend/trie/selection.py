@@ -53,7 +53,7 @@ class Selector:
         self._latest: tuple[list[Token], Selection | None] | None = None
 
     def selection(self, byte_vocab: list[Token]) -> Selection | None:
-        """Return what to select of a row, or ``None`` where the trie has all tokens in order.
+        """Return the indices to select of a row; ``None`` where the trie has all tokens in order.
 
         Args:
             byte_vocab: The model's vocabulary.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import heapq
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 
 from genlm_backend.checks import integer, optional
 from genlm_backend.errors import MissingExtraError, WeightsError
+from genlm_backend.trie.layout import TrieLayout
 from genlm_backend.trie.operation import Weights, as_array, to_numpy
 
 try:
@@ -20,8 +21,21 @@ except ImportError as error:
         "drawing a trie needs graphviz: pip install 'genlm-backend[viz]'"
     ) from error
 
-if TYPE_CHECKING:
-    from genlm_backend.trie.base import VocabularyTrie
+
+class _Trie(Protocol):
+    """The parts of a ``VocabularyTrie`` that are drawn."""
+
+    layout: TrieLayout
+    decode: Any
+    children: Any
+    node2prefix: Any
+    leaf2word: Any
+
+    @property
+    def root(self) -> int: ...
+    @property
+    def num_nodes(self) -> int: ...
+    def weight_sum(self, ws: Weights) -> Any: ...
 
 
 @final
@@ -71,9 +85,7 @@ class TrieDrawing(graphviz.Digraph):
         return svg.decode(encoding) if encoding else svg
 
 
-def draw(
-    trie: VocabularyTrie, ws: Weights | None, *, max_depth: int | None, max_nodes: int
-) -> TrieDrawing:
+def draw(trie: _Trie, ws: Weights | None, *, max_depth: int | None, max_nodes: int) -> TrieDrawing:
     """Return the drawing of ``trie``; see ``VocabularyTrie.visualize``."""
     max_nodes = integer(1)("max_nodes", max_nodes)
     max_depth = optional(integer(0))("max_depth", max_depth)
@@ -124,14 +136,14 @@ def spell(letters: list[Any]) -> str:
     return " ".join(map(str, letters))
 
 
-def _leaf_label(trie: VocabularyTrie, node: int) -> str:
+def _leaf_label(trie: _Trie, node: int) -> str:
     word = trie.leaf2word[node]
     if isinstance(word, tuple) and len(word) == 2 and isinstance(word[0], bytes):
         return f"token {word[1]}\n{spell(list(word[0]))}"
     return f"{word}" if not isinstance(word, bytes | str) else spell(list(word))
 
 
-def _node_weights(trie: VocabularyTrie, ws: Weights) -> np.ndarray:
+def _node_weights(trie: _Trie, ws: Weights) -> np.ndarray:
     array = to_numpy(as_array(ws))
     if array.shape == (trie.num_nodes,):
         return array
@@ -145,7 +157,7 @@ def _node_weights(trie: VocabularyTrie, ws: Weights) -> np.ndarray:
 
 
 def _heaviest(
-    trie: VocabularyTrie, importance: np.ndarray, max_depth: int | None, max_nodes: int
+    trie: _Trie, importance: np.ndarray, max_depth: int | None, max_nodes: int
 ) -> dict[int, None]:
     """Return up to ``max_nodes`` nodes, each with its parent before it, the heaviest first."""
     queue = [(0.0, trie.root, 0)]

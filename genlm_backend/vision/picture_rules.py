@@ -9,7 +9,7 @@ from typing import final
 @final
 @dataclass(frozen=True, slots=True)
 class PictureRules:
-    """What a model does with pictures, as it has been asked.
+    """Rules of a model for pictures, as it has been asked.
 
     Attributes:
         is_prompt_one: Whether the tokens of a prompt see each other, those that come later too

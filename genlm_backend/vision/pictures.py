@@ -1,4 +1,4 @@
-"""Pictures: what a context begins with that is no text."""
+"""Pictures: the beginning of a context that is no text."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Pictures:
         return [token_id if token_id >= 0 else self.image_token_id for token_id in packed]
 
     def inputs_for(self, num_tokens: int) -> dict[str, torch.Tensor]:
-        """Return what the model takes beside the first ``num_tokens`` of a context."""
+        """Return the inputs of the model beside the first ``num_tokens`` of a context."""
         rest = num_tokens - self.num_tokens
         return {
             name: torch.nn.functional.pad(value, (0, rest), value=self.suffix)
@@ -131,5 +131,5 @@ def codes(fingerprint: bytes, count: int) -> np.ndarray[Any, np.dtype[np.int32]]
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return what a tensor holds."""
+    """Return the bytes of a tensor."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

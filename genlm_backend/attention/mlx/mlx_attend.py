@@ -17,14 +17,14 @@ from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.prefix.mlx_store import MlxStore
 
 Caches: TypeAlias = list[Any] | None
-"""What a model takes for its caches, one for each; ``None`` for none."""
+"""Stand-ins for a model's caches, one for each; ``None`` for none."""
 
 MlxAttend: TypeAlias = Attend[Caches]
 """A way for the new tokens of a forward pass of MLX to attend to those before them."""
 
 
 class MlxSlotLayer(abc.ABC):
-    """What a model takes for one of its caches, for one forward pass.
+    """A stand-in for one of a model's caches, for one forward pass.
 
     Args:
         number: Number of the layer in the store.
@@ -61,7 +61,7 @@ class MlxSlotLayer(abc.ABC):
 
 
 def keep_new(store: MlxStore, batch: PackedBatch, layers: Caches) -> None:
-    """Write what layers have taken into the slots that the batch names."""
+    """Write the keys and values that layers have taken into the slots that the batch names."""
     columns = None if batch.new_columns is None else mx.array(batch.new_columns.numpy())
     own = [layer for layer in leaves(layers or ()) if isinstance(layer, MlxSlotLayer)]
     new = [layer.taken(columns) for layer in own]

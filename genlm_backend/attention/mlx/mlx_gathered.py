@@ -70,7 +70,7 @@ class _Past:
         self._masks: dict[tuple[int, int | None, bool], Any] = {}
 
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
-        """Return who sees which: bool ``[B, 1, Q, P + Q]``, ``"causal"``, or ``None`` for all.
+        """Return the mask: bool ``[B, 1, Q, P + Q]``, ``"causal"``, or ``None`` for no mask.
 
         Args:
             num_new: ``Q``.

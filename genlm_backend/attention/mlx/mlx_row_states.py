@@ -15,7 +15,7 @@ from genlm_backend.prefix.nodes import Ints
 
 
 def caches_of(model: Any, attending: Iterable[Any], states: MlxRowStates | None) -> list[Any]:
-    """Return what a model takes for its caches.
+    """Return the caches that a model is called with.
 
     Args:
         model: A model of mlx-lm.

@@ -1,4 +1,4 @@
-"""MlxSharedAttend: what several rows have cached is read once for all of them."""
+"""MlxSharedAttend: cached stretches that several rows share are read once for all of them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class MlxPass(SharedPass[mx.array]):
         self._given: dict[int | None, mx.array] = {}
 
     def mask(self, num_new: int, window: int | None, is_array: bool) -> Any:
-        """Return what stands for who sees which: an array over all positions, or a word for it.
+        """Return the mask over all positions: an array, or a word for it.
 
         Args:
             num_new: ``Q``.
@@ -158,7 +158,7 @@ class _SharedLayer(MlxSlotLayer):
         mask: Any,
         sinks: Any,
     ) -> mx.array:
-        """Return what queries attend to: ``[B, heads, Q, value_dim]``.
+        """Return the outputs of attention: ``[B, heads, Q, value_dim]``.
 
         Args:
             queries: Queries of the new tokens: ``[B, heads, Q, dim]``.

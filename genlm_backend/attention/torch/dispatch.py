@@ -72,7 +72,7 @@ class TorchPass(SharedPass[torch.Tensor]):
     def mask(
         self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
     ) -> torch.Tensor | None:
-        """Return what the layers of one kind pass to ``attended``.
+        """Return the mask that layers of one kind pass to ``attended``.
 
         Args:
             allows: Whether a token may attend to another one, given the numbers of row and head
@@ -109,7 +109,7 @@ class TorchPass(SharedPass[torch.Tensor]):
         is_causal: bool | None = None,
         **options: Any,
     ) -> torch.Tensor:
-        """Return what the new tokens attend to: ``[B, Q, heads, value_dim]``.
+        """Return the outputs of attention of the new tokens: ``[B, Q, heads, value_dim]``.
 
         Args:
             query: Queries of the new tokens: ``[B, heads, Q, dim]``.

@@ -1,4 +1,4 @@
-"""SharedAttend: what several rows have cached is read once for all of them."""
+"""SharedAttend: cached stretches that several rows share are read once for all of them."""
 
 from __future__ import annotations
 

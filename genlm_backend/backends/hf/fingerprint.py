@@ -1,4 +1,4 @@
-"""Fingerprint: what keys and values depend on besides the tokens."""
+"""Fingerprint: digests of all that keys and values depend on besides the tokens."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _weights(model: Any) -> Iterator[torch.Tensor]:
 
 
 def _settings(model: Any) -> list[tuple[str, list[Any]]]:
-    """Return what adapters are told beside their weights, such as their scaling."""
+    """Return the settings of adapters beside their weights, such as their scaling."""
     found: list[tuple[str, list[Any]]] = []
     for layer in _adapted(model):
         active = _active(layer)

@@ -1,4 +1,4 @@
-"""What a Hugging Face model keeps of contexts: its shapes, and a prefix cache within budgets."""
+"""The prefix cache of a Hugging Face model: the shapes of what is kept, within budgets."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class HFEvaluator(PassEvaluator):
     # ---------------------------------------------------------------- rows and scores
 
     def _use(self, adapter: Adapter | None) -> None:
-        """Run what computes with an adapter, or as the model came, from now on."""
+        """Run the twin with an adapter, or the model as it came, from now on."""
         self._runner.twin = self._adapters.twin(adapter)
 
     def evaluate_whole(self, query: Query) -> Row:
@@ -210,7 +210,7 @@ class HFEvaluator(PassEvaluator):
     # ---------------------------------------------------------------- keeping house
 
     def counts(self) -> EvaluatorCounts:
-        """Return what the runner and the tree have counted, and what packed weights take."""
+        """Return the counts of the runner and the tree, and the bytes of packed weights."""
         return self._counted(self._adapters.packed.nbytes)
 
     def close(self) -> None:

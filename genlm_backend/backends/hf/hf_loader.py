@@ -1,4 +1,4 @@
-"""HFLoader: what loads a model of transformers, here or in another process."""
+"""HFLoader: a recipe that loads a model of transformers, here or in another process."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class HFLoader:
         evaluator: HFOptions,
         owner: type[AsyncLM],
     ) -> Self:
-        """Return what loads the model of a name; nothing is loaded yet.
+        """Return the loader of the model of a name; nothing is loaded yet.
 
         Args:
             model_id: Name that ``AsyncTransformer.from_name`` takes.
@@ -165,11 +165,11 @@ class HFLoader:
         return cls(str(model_id), path, {**hub_options(path), **options}, evaluator, wanted)
 
     def on_device(self, device: str) -> HFLoader:
-        """Return what loads the same model onto one device."""
+        """Return the loader of the same model onto one device."""
         return replace(self, options={**self.options, "device_map": device})
 
     def with_threads(self, num_threads: int) -> HFLoader:
-        """Return what makes an evaluator whose passes have so many threads on the CPU."""
+        """Return the loader of the same model with so many threads of a pass on the CPU."""
         return replace(self, evaluator=replace(self.evaluator, num_threads=num_threads))
 
     def check_portable(self) -> None:

@@ -145,7 +145,7 @@ class Int8Linear(nn.Module):
 def _products(
     digits: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor
 ) -> torch.Tensor:
-    """Return what digits give with a packed weight: float32 ``[rows, out_features]``."""
+    """Return the products of digits and a packed weight: float32 ``[rows, out_features]``."""
     return torch.ops.onednn.qlinear_pointwise(
         *(digits, 1.0, _ZERO, packed, scale, zero, None),
         *(1.0, 0, torch.float32, "none", [], ""),

@@ -217,7 +217,7 @@ _OFF = {"_disable_adapters": True}
 
 
 def _state(layer: Any) -> dict[str, Any]:
-    """Return what decides which adapters a layer of PEFT applies."""
+    """Return the state that decides which adapters a layer of PEFT applies."""
     return {key: getattr(layer, key) for key in ("_active_adapter", "_disable_adapters")}
 
 

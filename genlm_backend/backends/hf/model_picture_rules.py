@@ -1,4 +1,4 @@
-"""What a model does with pictures: asked of the model, not of its name."""
+"""Rules of a model for pictures: asked of the model, not of its name."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from genlm_backend.vision.pictures import Pictures, image_token_id_of
 logger = logging.getLogger(__name__)
 
 _SHARE_OF_SPREAD: Final = 0.01
-"""What a difference may be, of that which one wrong token makes."""
+"""The largest difference, of that which one wrong token makes."""
 
 _TIMES_THE_LEAST: Final = 4
-"""What a difference may be, in terms of the least that there is."""
+"""The largest difference, in terms of the least that there is."""
 
 _NUM_TAIL: Final = 12
 """Number of tokens that a prompt is followed by."""

@@ -1,4 +1,4 @@
-"""ModelSnapshot: what a model's rows depend on beside its weights, and whether it is as it was."""
+"""ModelSnapshot: the settings that a model's rows depend on, and whether they are as they were."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NEUTRAL: Final = frozenset(
 """Keys of a config that change no row, as owners set them."""
 
 _NEUTRAL_PARTS: Final = ("dropout", "pdrop", "initializer", "init_std")
-"""What keys have in their names that count in training alone."""
+"""Parts of the names of keys that count in training alone."""
 
 _ATTENTION: Final = "_attn_implementation"
 """Beginning of the keys that name a function of attention; passes notice other ones themselves."""
@@ -28,7 +28,7 @@ _ATTENTION: Final = "_attn_implementation"
 
 @dataclass(frozen=True, slots=True)
 class DtypeAndDevice:
-    """What a model's parameters are and where; a conversion changes the first with the others.
+    """Dtype and device of a model's parameters; a conversion changes the first with the others.
 
     Attributes:
         dtype: Data type of the first parameter.

@@ -98,7 +98,7 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 """The frequent ones of the dtypes that weights may have."""
 
 _PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""What a ``device_map`` may say instead of a device."""
+"""Words that a ``device_map`` may have instead of a device."""
 
 
 def loading_options(

@@ -201,7 +201,7 @@ def _can_be_packed(weight: torch.Tensor) -> bool:
 
 
 _found: dict[tuple[Any, ...], bool] = {}
-"""What has been found out of this processor: dtype, shape and number of threads, and whether."""
+"""Findings on this processor: dtype, shape and number of threads, and whether packing is faster."""
 
 
 def _is_worth_it(shape: tuple[Any, ...], layers: list[nn.Linear]) -> bool:

@@ -20,11 +20,11 @@ from genlm_backend.vision.picture_rules import PictureRules
 from genlm_backend.vision.pictures import Pictures, bytes_of, codes
 
 _OF_TEXT: Final = frozenset({"input_ids", "attention_mask", "labels"})
-"""What processors return that the model is not given as it is."""
+"""Entries that processors return and the model is not given as they are."""
 
 
 class _Read(NamedTuple):
-    """What a processor has made of a prompt with pictures.
+    """Inputs that a processor has made of a prompt with pictures.
 
     Attributes:
         token_ids: Ids of the prompt, parts of pictures included.
@@ -65,7 +65,7 @@ class PictureReader:
 
     @cached_property
     def _probes(self) -> tuple[_Read, _Read]:
-        """What the processor makes of a picture before texts of two lengths."""
+        """Inputs that the processor makes of a picture before texts of two lengths."""
         noise = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
         first, second = (
             self._read(f"{self._marker} a b{rest}", [read_image(noise, 0)]) for rest in ("", " c d")
@@ -174,7 +174,7 @@ class PictureReader:
         return self._processor.tokenizer(text)["input_ids"]
 
     def _of_ids(self, ids: list[int], pictures: list[Any]) -> tuple[_Read | None, list[int]]:
-        """Return what the processor makes of pictures, and ids with all parts of them."""
+        """Return the processor's inputs of pictures, and ids with all parts of them."""
         marker = self._processor.tokenizer.convert_tokens_to_ids(self._marker)
         num_parts = ids.count(self._image_token_id)
         if not pictures:
@@ -218,7 +218,7 @@ class PictureReader:
         return found[before : len(found) - after]
 
     def _with_ids(self, read: _Read, ids: list[int]) -> _Read:
-        """Return what the processor has made, with an element for each of other token ids."""
+        """Return the processor's inputs, with an element for each of other token ids."""
         size, inputs = len(read.token_ids), {}
         is_part = [token_id == self._image_token_id for token_id in read.token_ids]
         for name, value in read.inputs.items():

@@ -92,7 +92,7 @@ def save(path: Path, prefix: Prefix, fingerprint: Fingerprint, layout: KVLayout)
 
 
 def load(path: Path, fingerprint: Fingerprint, layout: KVLayout) -> Prefix:
-    """Return what a file holds, mapped into memory.
+    """Return the prefix in a file, mapped into memory.
 
     Args:
         path: The file.
@@ -213,7 +213,7 @@ class PrefixFiles:
     def fill(
         self, path: str, prefix: Prefix, adapter: Adapter | None, max_length: int | None
     ) -> None:
-        """Keep what is in a file.
+        """Keep the prefix of a file.
 
         Args:
             path: The file, for messages.
@@ -243,7 +243,7 @@ class PrefixFiles:
             )
 
     def save(self, node: int | None, query: Query, path: Path) -> None:
-        """Write what is kept up to the node of a context.
+        """Write the keys, values and state up to the node of a context.
 
         Args:
             node: The node; ``None`` if there was no room for the context.
@@ -268,7 +268,7 @@ class PrefixFiles:
         save(path, prefix, self._fingerprint(query.adapter), cache.store.layout)
 
     def load(self, path: Path, adapter: Adapter | None) -> Prefix:
-        """Return what is in a file of this model.
+        """Return the prefix in a file of this model.
 
         Raises:
             PrefixFileError: (``ValueError``) If it is of another model or none at all.
@@ -286,7 +286,7 @@ class PrefixFiles:
         self._digests.clear()
 
     def _fingerprint(self, adapter: Adapter | None) -> Fingerprint:
-        """Return what keys and values depend on; weights are read again if they have changed."""
+        """Return the fingerprint of the model; weights are read again if they have changed."""
         model = self._passes.runner.model
 
         def digest(wanted: Adapter | None) -> str:

@@ -41,7 +41,7 @@ class Begun:
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Findings:
-    """What passes that go on from running states tell of a model.
+    """Findings of passes that go on from running states.
 
     Attributes:
         going_on: How many tokens go on from a state in one pass.

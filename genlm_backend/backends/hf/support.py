@@ -56,7 +56,7 @@ _ONE_THREAD_PARAMETERS: Final = 1_000_000_000  # some five seconds on one thread
 
 @dataclass(frozen=True, slots=True)
 class KVSupport:
-    """What can be kept of a model and how it is attended to, or why nothing can.
+    """The layout that can be kept of a model and the way to attend to it, or why nothing can be.
 
     Attributes:
         layout: Shape of one token's keys and values; without layers where the model keeps other
@@ -253,7 +253,7 @@ def _is_known(layer: Any) -> bool:
 
 
 def _cache_layers(layers: Sequence[Any]) -> tuple[CacheLayer, ...]:
-    """What the layers of a model's cache hold; nothing where all hold keys and values alone."""
+    """Contents of the layers of a model's cache; nothing where all hold keys and values alone."""
     held = tuple(
         CacheLayer(isinstance(layer, DynamicLayer), getattr(layer, "number_of_states", 0))
         for layer in layers

@@ -32,12 +32,12 @@ _SHARE_OF_ROUNDING: Final = 0.02
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return what rows may differ by that are computed in another order."""
+    """Return the largest difference of rows that are computed in another order."""
     return _ROUNDING.get(dtype, _DEFAULT_ROUNDING)
 
 
 def bounds(model: Any) -> tuple[float, float]:
-    """Return what rows that are the same may differ by, and what share of the spread of others."""
+    """Return the largest difference of equal rows, and its share of the spread of others."""
     if getattr(model, "is_quantized", False):
         return _DEFAULT_ROUNDING, _SHARE_OF_SPREAD_QUANTISED
     dtype = next((p.dtype for p in model.parameters()), torch.float32)

@@ -123,7 +123,7 @@ class Twin:
         return any(m.training and not (m in before and before[m][0]["training"]) for m in modules)
 
     def _rebound(self, value: Any) -> Any:
-        """Return what a module's twin has in the place of an attribute, or of a part of one."""
+        """Return the twin's attribute, or a part of it, in the place of the module's own."""
         if isinstance(value, nn.Module):
             return self.copies.get(value, value)
         if isinstance(value, PretrainedConfig):

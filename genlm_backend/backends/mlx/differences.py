@@ -155,7 +155,7 @@ def _small(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _smaller(name: str, value: Any, num_layers: Any) -> Any:
-    """Return what an entry of a config is in that of a tiny model."""
+    """Return the value of an entry of a config in that of a tiny model."""
     if isinstance(value, list) and len(value) == num_layers:  # one for each layer
         return [_smaller(name, each, None) for each in value[: _SMALL["num_hidden_layers"]]]
     if name == "eos_token_id":

@@ -150,7 +150,7 @@ class MlxEvaluator(PassEvaluator):
         self.clear()
 
     def counts(self) -> EvaluatorCounts:
-        """Return what the runner and the tree have counted."""
+        """Return the counts of the runner and the tree."""
         return self._counted()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""MlxLoader: what loads a model of mlx-lm by its name."""
+"""MlxLoader: a recipe that loads a model of mlx-lm by its name."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _config_in(path: Path) -> dict[str, Any]:
 
 
 def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config says in other words than mlx-lm reads, in those that it does.
+    """Return the entries of a config in the words that mlx-lm reads.
 
     Since release 5, transformers writes all of rotary positions into ``rope_parameters``, which
     mlx-lm leaves unread for many models: their positions would be turned at the default speed. And
@@ -124,14 +124,14 @@ def told_flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _implied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what some models of mlx-lm need and others of their config's entries say."""
+    """Return entries that some models of mlx-lm need, as others of their config imply them."""
     pairs = {"n_ctx": "n_positions", "num_experts": "num_local_experts"}
     found = {name: config[other] for name, other in pairs.items() if other in config}
     return {"rope_scaling": None, **found}
 
 
 def _rotary(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``rope_parameters`` says, in the words of before."""
+    """Return the entries of ``rope_parameters``, in the words of before."""
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, Mapping):
         return {}

@@ -1,4 +1,4 @@
-"""What a model of mlx-lm can do: asked, not recognised."""
+"""Abilities of a model of mlx-lm: asked, not recognised."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _DEFAULT_ROUNDING: Final = 0.05
 @final
 @dataclass(frozen=True, slots=True)
 class KeptLayout:
-    """What is kept of a context; nothing of a model that runs contexts whole.
+    """Shapes of what is kept of a context; none of a model that runs contexts whole.
 
     Attributes:
         shapes: Shapes of the keys and values of the layers that have such, in order.
@@ -59,7 +59,7 @@ class KeptLayout:
 @final
 @dataclass(frozen=True, slots=True)
 class MlxSupport:
-    """What a model can do.
+    """Abilities of a model.
 
     Attributes:
         vocab_size: Width of its logits.

@@ -323,7 +323,7 @@ class Core:
 
 @final
 class PictureProcessing:
-    """What vLLM makes of pictures, before its core is asked.
+    """Processing of pictures by vLLM, before its core is asked.
 
     Args:
         llm: A ``vllm.LLM``.
@@ -357,7 +357,7 @@ class PictureProcessing:
         return list(request.prompt_token_ids), list(request.mm_features or ())
 
     def between(self, features: list[Any], start: int, stop: int, lora_request: Any) -> list[Any]:
-        """Return those of the features that begin between two tokens, counted from the first."""
+        """Return the features that begin between two tokens, counted from the first."""
         name = self._engine.input_processor._get_mm_identifier
         return [
             replace(

@@ -16,7 +16,7 @@ _numbers = itertools.count()
 
 @final
 class Completion:
-    """What is asked of the engine's own sampler, what came so far, and who waits for the end.
+    """A request to the engine's own sampler: its tokens so far, and the future of its end.
 
     Args:
         prompt: Where it begins.

@@ -1,4 +1,4 @@
-"""Rounds: what an engine of sessions is asked to do, one round after another.
+"""Rounds: the work of an engine of sessions, one round after another.
 
 A round computes the rows of as many contexts as the engine has room for at once; completions go
 on in every round, and in rounds of their own where no row is wanted.

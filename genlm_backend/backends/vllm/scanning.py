@@ -1,4 +1,4 @@
-"""What vLLM must be able to look at when it starts."""
+"""Attributes that vLLM must be able to look at when it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SessionEngine: what is needed of an engine that holds contexts as sessions."""
+"""SessionEngine: the interface of an engine that holds contexts as sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What loading an engine changes around it, and what is put back."""
+"""Surroundings that loading an engine changes, and their restoration."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class VLLMEngine:
 
     @property
     def tokenizer(self) -> Any:
-        """What decodes the model's token ids; vLLM's own unless another one was given."""
+        """The tokenizer of the model's token ids; vLLM's own unless another one was given."""
         if self._tokenizer is None:
             assert self._llm is not None, "the engine has been closed"
             self._tokenizer = self._llm.get_tokenizer()

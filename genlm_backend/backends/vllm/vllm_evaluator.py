@@ -42,7 +42,7 @@ class VLLMEvaluator(Evaluator):
         self._max_length = max_length
 
     def open(self) -> EvaluatorInfo:
-        """Return what the engine, which is ready, is able to do."""
+        """Return the abilities of the engine, which is ready."""
         engine = self.engine
         num_slots = engine.num_blocks * engine.block_size
         longest = min(engine.max_length, num_slots)
@@ -114,7 +114,7 @@ class VLLMEvaluator(Evaluator):
     # ---------------------------------------------------------------- keeping house
 
     def counts(self) -> EvaluatorCounts:
-        """Return what the engine and the rounds have counted; vLLM tells no bytes."""
+        """Return the counts of the engine and the rounds; vLLM tells no bytes."""
         return EvaluatorCounts(
             num_forwards=self.engine.num_steps,
             tokens_computed=self.rounds.tokens_computed,

@@ -1,4 +1,4 @@
-"""VLLMLoader: what loads a model of vLLM somewhere else."""
+"""VLLMLoader: a recipe that loads a model of vLLM somewhere else."""
 
 from __future__ import annotations
 

@@ -101,5 +101,5 @@ class VLLMPictureReader:
 
 
 def features_of(pictures: Pictures) -> list[Any]:
-    """Return what vLLM's requests have of the pictures of a context."""
+    """Return the features of the pictures of a context, as vLLM's requests have them."""
     return pickle.loads(pictures.inputs[_FEATURES].numpy().tobytes())

@@ -138,7 +138,7 @@ class Engine(OfOneProcess, Closing):
         self._model(name).release()
 
     def model_state(self, name: str) -> ModelState:
-        """Return what a model is ready for.
+        """Return the state of a model.
 
         Raises:
             UnknownModelError: (``KeyError``) If there is no such name.

@@ -66,7 +66,7 @@ class InstalledModel:
 
     @property
     def served(self) -> ServedModel:
-        """What takes its requests.
+        """The model that takes its requests.
 
         Raises:
             ModelStateError: Unless it is running.

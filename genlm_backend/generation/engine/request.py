@@ -70,11 +70,11 @@ class ResultQueue:
     # ---------------------------------------------------------------- reading
 
     def get(self) -> GeneratedElements | None:
-        """Return what is new, waiting until there is something; ``None`` at the end."""
+        """Return the new elements, waiting until there are any; ``None`` at the end."""
         return wait_for(self._next, None)
 
     def get_with_timeout(self, timeout_ms: float) -> GeneratedElements | None:
-        """Return what is new, waiting so many milliseconds; ``None`` if there is nothing.
+        """Return the new elements, waiting so many milliseconds; ``None`` if there are none.
 
         ``status().is_final`` tells whether anything can follow.
         """
@@ -82,7 +82,7 @@ class ResultQueue:
         return wait_for(self._next, None if milliseconds is None else milliseconds / 1000)
 
     def get_nowait(self) -> GeneratedElements | None:
-        """Return what is new; ``None`` if there is nothing."""
+        """Return the new elements; ``None`` if there are none."""
         with self._lock.here:
             return self._take()
 
@@ -183,7 +183,7 @@ class ResultQueue:
 
     @property
     def error(self) -> BaseException | None:
-        """What the request failed with."""
+        """The error that the request failed with."""
         with self._lock.here:
             return self._error
 

@@ -36,7 +36,7 @@ class Signal:
 
 
 def wait_for(attempt: Callable[[], T | Future[None]], timeout: float | None) -> T | None:
-    """Return what a function returns once it is no waiter, blocking for each waiter before.
+    """Return the result of a function that is no waiter, blocking for each waiter before.
 
     Args:
         attempt: Function to call, and to call again at each signal.

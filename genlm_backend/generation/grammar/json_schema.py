@@ -30,7 +30,7 @@ from genlm_backend.generation.grammar.schema_patterns import (
 )
 
 _ENVELOPE = frozenset({"name", "description", "strict", "schema"})
-"""What OpenAI's API has around a schema."""
+"""Entries that OpenAI's API has around a schema."""
 
 _LARGEST_EXPONENT = 400
 

@@ -235,7 +235,7 @@ def _escaped(name: str) -> str:
 
 
 def _at(value: Any, pointer: str) -> Any:
-    """Return what a JSON pointer names in a value; ``None`` if there is nothing."""
+    """Return the part of a value that a JSON pointer names; ``None`` if there is none."""
     for part in unquote(pointer).split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
         if isinstance(value, dict):

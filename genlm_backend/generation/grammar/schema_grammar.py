@@ -178,7 +178,7 @@ class _Rules:
     # ---------------------------------------------------------------- schemas
 
     def _options(self, schema: dict[str, Any]) -> Iterator[str]:
-        """Yield what the rule of a schema may consist of."""
+        """Yield the alternatives of the rule of a schema."""
         found = rules(schema)
         if (listed := constants(schema)) is not None:
             self._allow_only(schema, {"const", "enum", "type"})

@@ -64,7 +64,7 @@ class Leaves:
         self._options = {**spaces, "json_allowed_escapes": _ESCAPES}
 
     def grammar(self, schema: Schema) -> str:
-        """Return what a rule can consist of: ``%json`` and a schema."""
+        """Return the body of a rule: ``%json`` and a schema."""
         names: dict[int, str] = {}
         waiting: list[tuple[str, Schema]] = []
         whole = self._written(schema, names, waiting)

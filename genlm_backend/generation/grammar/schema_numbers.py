@@ -52,7 +52,7 @@ def spellings(number: int | Decimal) -> list[str]:
 
 
 def factor_of(divisor: int | Decimal) -> tuple[int, int] | None:
-    """Return what llguidance makes of a ``multipleOf``: n and e of n · 10⁻ᵉ, if it is that.
+    """Return the factor of a ``multipleOf`` for llguidance: n and e of n · 10⁻ᵉ, if it is that.
 
     Its own arithmetic is followed, which multiplies a double by ten until it has no fraction:
     0.07 becomes 0.7000000000000001.
@@ -217,7 +217,7 @@ def type_of(value: Any) -> str:
 
 
 def key_of(value: Any) -> Any:
-    """Return what values have in common that are equal for JSON, where no boolean is a number."""
+    """Return a key that values share if they are equal for JSON, where no boolean is a number."""
     if isinstance(value, list):
         return ("array", *map(key_of, value))
     if isinstance(value, dict):

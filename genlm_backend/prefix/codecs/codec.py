@@ -45,7 +45,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, codes: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return what is attended to: ``dtype [n, width]``."""
+        """Return the keys and values of codes: ``dtype [n, width]``."""
 
     @property
     def bytes_per_token(self) -> int:

@@ -272,7 +272,7 @@ class AsyncReplicas(BatchedLM):
 
 
 def _placed(loader: HFLoader, count: int, hf_opts: Mapping[str, Any]) -> list[HFLoader]:
-    """Return what loads each replica: on devices in turns, or with its part of the cores."""
+    """Return the loader of each replica: on devices in turns, or with its part of the cores."""
     num_devices = torch.cuda.device_count()
     if num_devices and "device_map" not in hf_opts and loader.weights is None:
         return [loader.on_device(f"cuda:{index % num_devices}") for index in range(count)]

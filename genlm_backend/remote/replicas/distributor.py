@@ -1,4 +1,4 @@
-"""Distributor: what asks a replica, and another one if that dies."""
+"""Distributor: a carrier of queries to a replica, and to another one if that dies."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class ReplicaSet(Evaluator):
         return self.info_of_all()
 
     def info_of_all(self) -> EvaluatorInfo:
-        """Return what every replica is able to do, and how many slots there are in all."""
+        """Return the abilities of every replica, and the number of slots in all."""
         slots = [info.num_slots for info in self.infos]
         host_slots = [info.num_host_slots for info in self.infos]
         return replace(
@@ -103,7 +103,7 @@ class ReplicaSet(Evaluator):
         )
 
     def _of_living(self, verb: Callable[[Evaluator], Any]) -> list[Any]:
-        """Return what a verb returns on each replica that is alive; others are found dead by it."""
+        """Return the result of a verb on each living replica; others are found dead by it."""
         asked = self._asked(verb)
         concurrent.futures.wait(asked)
         return _results([f for f in asked if not isinstance(f.exception(), EngineDiedError)])
@@ -128,7 +128,7 @@ class ReplicaSet(Evaluator):
         return max(numbers, default=0)
 
     def _of_one(self, what: str, verb: Callable[[Evaluator], Any]) -> Any:
-        """Return what a verb returns on some replica that is alive."""
+        """Return the result of a verb on some replica that is alive."""
         for replica in self.replicas:
             if not replica.is_dead:
                 try:
@@ -223,7 +223,7 @@ class ReplicaSet(Evaluator):
         self.cleared()
 
     def counts(self) -> EvaluatorCounts:
-        """Return what all replicas have done."""
+        """Return the counts of all replicas."""
         counts = [replica.answering.counts for replica in self.replicas]
         names = [field.name for field in fields(EvaluatorCounts)]
         return EvaluatorCounts(**{n: sum(getattr(c, n) for c in counts) for n in names})

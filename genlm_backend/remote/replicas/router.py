@@ -9,7 +9,7 @@ from typing import Final, final
 from genlm_backend.remote.replicas.sent_tree import Place, SentTree
 
 _PER_REPEATED: Final = 4.0
-"""What a token that is computed on one more replica counts for, beside one that waits.
+"""Weight of a token that is computed on one more replica, beside one that waits.
 
 A compromise, found by simulating 10,000 particles on 64 replicas that are resampled: with less,
 more tokens are computed again and again; with more, replicas wait longer for the slowest.
@@ -103,7 +103,7 @@ class Router:
         return choice
 
     def _wait(self, load: Load, place: Place) -> float:
-        """Return what a context waits for; its own tokens would take as long anywhere."""
+        """Return the time that a context waits; its own tokens would take as long anywhere."""
         num_passes = 1 + load.num_contexts // self.batch_size
         return load.num_tokens - place.num_waiting + self._per_forward * num_passes
 

@@ -56,7 +56,7 @@ class _PathNode(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a replica was sent of a context.
+    """The part of a context that a replica was sent.
 
     Attributes:
         num_known: Number of its first tokens that the replica was sent.
@@ -87,7 +87,7 @@ class SentTree:
         self.num_tokens = [0] * len(self._capacities)
 
     def places(self, space: Hashable, packed: bytes) -> list[Place]:
-        """Return what each replica was sent of a context.
+        """Return the part of a context that each replica was sent.
 
         Args:
             space: What contexts share tokens within: an adapter, or ``None``.
