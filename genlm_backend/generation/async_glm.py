@@ -435,7 +435,8 @@ class _Task:
             raise OutOfSlotsError("the task's keys and values do not fit into the model's memory")
         longest = max(len(text.token_ids) for _, text in texts)
         padding = [self.pad_token_id] * longest
-        new = torch.tensor([(text.token_ids + padding)[:longest] for _, text in texts])
+        ids = [(text.token_ids + padding)[:longest] for _, text in texts]
+        new = torch.tensor(ids, dtype=torch.int64)
         return torch.cat([torch.stack([row for row, _ in texts]), new], dim=1)
 
 

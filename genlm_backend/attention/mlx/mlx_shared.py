@@ -121,7 +121,9 @@ class MlxPass(SharedPass[mx.array]):
         if not is_array:
             return None if num_new == 1 else "causal"
         if window not in self._given:
-            distance = new_positions(self._batch)[:, None, :, None] - torch.arange(length)
+            distance = new_positions(self._batch)[:, None, :, None] - torch.arange(
+                length, dtype=torch.int64
+            )
             allowed = (distance >= 0) & (distance < (window or length))
             made = self._given[window] = mx.array(allowed.numpy())
             self._allowed[id(made)] = made, None if window is None else allowed
