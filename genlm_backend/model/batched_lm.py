@@ -62,10 +62,8 @@ DEFAULT_ROW_CACHE_BYTES = 256 << 20
 class PictureReading(Protocol):
     """Pictures to contexts, by the processor of one model."""
 
-    @property
-    def processor(self) -> Any:
-        """The processor of transformers; ``None`` where there is none."""
-        ...
+    processor: Any
+    """The processor of transformers; ``None`` where there is none."""
 
     def context(self, prompt: Any, images: Any, max_length: int | None = None) -> Context:
         """Return the context of a prompt that begins with pictures."""
@@ -501,6 +499,14 @@ class BatchedLM(OfOneProcess, AsyncLM):
             PictureError: (``ValueError``) If there is none where the model was loaded from.
         """
         return None if self._pictures is None else self._pictures.processor
+
+    @processor.setter
+    def processor(self, processor: Any) -> None:
+        if self._pictures is None:
+            raise PictureError(
+                f"{type(self).__name__} takes no pictures: this model reads text alone"
+            )
+        self._pictures.processor = processor
 
     def _asker(self) -> Callable[[Callable[[Evaluator], Any]], Any]:
         """Return a function that has the worker call a verb; it does not keep the model alive."""
