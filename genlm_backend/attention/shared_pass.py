@@ -222,7 +222,7 @@ class PassMasks(Generic[A]):
         )
 
     def stepped(self, reading: Reading, step: Step) -> PassMasks[A]:
-        """Return the indices of the next decode step, where all before count in both.
+        """Return the masks of the next decode step, where all before count in both.
 
         Args:
             reading: How it is read.
@@ -317,7 +317,7 @@ class SharedPass(abc.ABC, Generic[A]):
         """Return the error of a model that attends in a way that ours cannot stand for."""
 
     def for_later(self) -> LastStep | None:
-        """Return the indices that the next step may go on from; ``None`` where this was no step."""
+        """Return the indices and masks that the next step goes on from; ``None`` after no step."""
         if self._batch.input_ids.shape[1] > 1:
             return None
         # Those of windows are functions of positions, which the next step has others of.

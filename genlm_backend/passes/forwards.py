@@ -1,4 +1,4 @@
-"""Forwards: passes of the model whose outputs become answers."""
+"""Forwards: rows and scores, made of the logits of forward passes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from genlm_backend.prefix import Nodes
 
 @final
 class Forwards:
-    """Passes of one model, and the rows and scores that are made of their logits.
+    """Calls of a runner, whose logits become rows and scores.
 
     Args:
         runner: What calls the model.

@@ -71,7 +71,7 @@ class PassEvaluator(Evaluator):
         """Return how many of a context's tokens need not be computed again."""
         # The last token always goes through the model: its logits are the answer.
         passes, ids = self.passes, query.context.packed()
-        num_new = passes.going_on.fewest if passes.cache.states.num_states else 1
+        num_new = passes.going_on.fewest if passes.cache.state_store.num_states else 1
         return passes.tree.num_cached(ids[: max(0, len(ids) - num_new)], query.adapter, tier)
 
     def forget(self, query: Query, keep: int) -> None:
@@ -86,7 +86,7 @@ class PassEvaluator(Evaluator):
     def _counted(self, packed_weight_bytes: int = 0) -> EvaluatorCounts:
         """Return the counts of the runner and the tree."""
         runner, tree, cache = self.passes.runner, self.passes.tree, self.passes.cache
-        states, per_state = tree.states, cache.states.layout.bytes_per_state
+        states, per_state = tree.states, cache.state_store.layout.bytes_per_state
         per_slot = cache.store.bytes_per_slot
         return EvaluatorCounts(
             num_forwards=runner.num_forwards,

@@ -216,12 +216,12 @@ class Passes:
             lambda i, start: contexts[i].packed(start, int(sizes[i])),
         )
         known = self.tree.nodes.depth[nodes]
-        if self.cache.states.num_states:
+        if self.cache.state_store.num_states:
             known = np.minimum(known, sizes + 1 - self.going_on.fewest)
             nodes = self._at_states(nodes, sizes, np.array([*map(len, contexts)], np.int32))
         self.tree.use(nodes)
         answers: list[Found] | None
-        if self.cache.host_states.num_states and not self.tree.states.fetch(nodes):
+        if self.cache.host_state_store.num_states and not self.tree.states.fetch(nodes):
             answers = None
         elif are_queries and self.is_step(questions, nodes, sizes):
             answers = self._stepped(questions, contexts, nodes)
@@ -231,7 +231,7 @@ class Passes:
             return answers
         if len(questions) == 1:
             return self.whole(questions)
-        fetched = nodes if self.cache.host_states.num_states else None
+        fetched = nodes if self.cache.host_state_store.num_states else None
         return _in_halves(questions, self._from_slots, fetched)
 
     def _stepped(
@@ -274,7 +274,7 @@ class Passes:
         return (
             len(questions) <= min(self.cost.max_tokens, self.cost.max_rows)
             and bool((depths == sizes).all())
-            and (not self.cache.states.num_states or least > 0 or deepest == 0)
+            and (not self.cache.state_store.num_states or least > 0 or deepest == 0)
             and (deepest == least if self.aligns else deepest <= 2 * least + 64)
             and not any(map(_PICTURES, questions))
         )
@@ -296,7 +296,7 @@ class Passes:
             job.shift = self.roots.shift(job.context)
         if not all(map(_has_root, jobs)):
             return None
-        has_states = self.cache.states.num_states > 0
+        has_states = self.cache.state_store.num_states > 0
         segments = plan_segments(jobs, self.cost, self.going_on if has_states else None)
         if has_states and len(questions) > 1 and not self._has_room(segments):
             return None
@@ -335,7 +335,7 @@ class Passes:
 
         Where nobody waits for them any more, what has been computed is kept all the same.
         """
-        start, has_states = 0, self.cache.states.num_states > 0
+        start, has_states = 0, self.cache.state_store.num_states > 0
         for segment in segments:
             own = slots[start : start + segment.num_tokens]
             tokens = np.asarray(segment.token_ids, np.int32)

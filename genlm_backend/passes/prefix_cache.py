@@ -55,8 +55,8 @@ class PrefixCache:
     Attributes:
         tree: The contexts.
         store: As given.
-        states: Their running states; none of most models.
-        host_states: Those that are on the host.
+        state_store: Their running states; none of most models.
+        host_state_store: Those that are on the host.
         attend: As given.
         layout: Shapes of keys and values, and how they are kept or would be; it can be set.
         keeps: Whether anything is kept.
@@ -78,21 +78,21 @@ class PrefixCache:
         none = StateStore(StateLayout(), 0)
         self._runner, self.attend, self.keeps = runner, attend, store is not None
         self.store = KVStore(KVLayout(), 0) if store is None else store
-        self.states = none if states is None else states
-        self.host_states = none if host_states is None else host_states
+        self.state_store = none if states is None else states
+        self.host_state_store = none if host_states is None else host_states
         self.layout, self.budgets = self.store.layout, budgets
         moves = None if host_store is None else Mover(self.store, host_store)
         self.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), moves, self._states_of)
 
     def _states_of(self, nodes: Nodes) -> States:
-        states, host = self.states, self.host_states
+        states, host = self.state_store, self.host_state_store
         moves = Mover(states, host, first=1) if host.num_states else None
         return States(nodes, states.num_states, host.num_states, moves)
 
     @property
     def most_rows(self) -> int | None:
         """Most rows of a pass, which takes copies of their states; ``None`` for any number."""
-        return most_rows(self.states.num_states) if self.states.num_states else None
+        return most_rows(self.state_store.num_states) if self.state_store.num_states else None
 
     # ---------------------------------------------------------------- contexts
 
@@ -174,7 +174,7 @@ class PrefixCache:
         numbers = tree.states.give(end, np.ones(1, np.int64))  # whatever goes for it
         if numbers[0]:
             with tree.states.filling(end):
-                self.states.write(numbers, states)
+                self.state_store.write(numbers, states)
         return bool(numbers[0])
 
     # ---------------------------------------------------------------- rows of a pass
@@ -184,11 +184,11 @@ class PrefixCache:
 
         Either all are roots or none is.
         """
-        if not self.states.num_states:
+        if not self.state_store.num_states:
             return None
         begins = not self.tree.nodes.depth[nodes].any()
-        before = None if begins else self.states.read(self.tree.nodes.state[nodes])
-        return self._runner.running_states(self.states.layout, before)
+        before = None if begins else self.state_store.read(self.tree.nodes.state[nodes])
+        return self._runner.running_states(self.state_store.layout, before)
 
     def keep_states(
         self,
@@ -212,7 +212,7 @@ class PrefixCache:
         if (numbers[num_needed[rows] > 0] == 0).any():
             raise OutOfStates
         with self.tree.states.filling(own[numbers != 0]):
-            for store, of_tier in ((self.states, numbers), (self.host_states, -numbers)):
+            for store, of_tier in ((self.state_store, numbers), (self.host_state_store, -numbers)):
                 given = np.flatnonzero(of_tier > 0)
                 if len(given):
                     store.write(of_tier[given], states.behind(rows[given]))
@@ -222,6 +222,6 @@ class PrefixCache:
         states = self.tree.nodes.state[nodes]
         return (
             self.store.is_finite(self.tree.nodes.slot[nodes])
-            and self.states.is_finite(states[states > 0])
-            and self.host_states.is_finite(-states[states < 0])
+            and self.state_store.is_finite(states[states > 0])
+            and self.host_state_store.is_finite(-states[states < 0])
         )

@@ -262,7 +262,7 @@ class PrefixFiles:
             )
         cache, nodes = self._passes.cache, self._passes.tree.nodes
         resumed = cache.resumed(node, self._passes.going_on.fewest)
-        states = [state.cpu() for state in cache.states.read(nodes.state[[resumed]])]
+        states = [state.cpu() for state in cache.state_store.read(nodes.state[[resumed]])]
         num_resumed = int(nodes.depth[resumed])
         prefix = Prefix(tuple(query.context), cache.codes_of(node), states, num_resumed)
         save(path, prefix, self._fingerprint(query.adapter), cache.store.layout)

@@ -156,7 +156,7 @@ class Engine(OfOneProcess, Closing):
         return self._served(name).num_running
 
     def num_waiting(self, name: str) -> int:
-        """Return how many requests for a model wait to begin."""
+        """Return how many requests for a model wait; those submitted together count as one."""
         return self._served(name).num_waiting
 
     def _served(self, name: str) -> ServedModel:

@@ -54,7 +54,7 @@ def sizes_of(name):
     """Bytes of one state and of one slot."""
     with AsyncTransformer(model_of(name), word_tokenizer()) as lm:
         passes = lm._evaluator.passes
-        return passes.cache.states.layout.bytes_per_state, passes.cache.store.bytes_per_slot
+        return passes.cache.state_store.layout.bytes_per_state, passes.cache.store.bytes_per_slot
 
 
 def budgets(name, num_states, num_slots=400):
@@ -290,7 +290,7 @@ async def test_rows_of_a_model_in_bfloat16(name):
     generator = random.Random(name)
     with over(model) as lm:
         assert lm.kv_reuse
-        kinds = {(t.name, t.dtype) for t in lm._evaluator.passes.cache.states.layout.tensors}
+        kinds = {(t.name, t.dtype) for t in lm._evaluator.passes.cache.state_store.layout.tensors}
         assert name == "zaya" or ("recurrent_states", torch.float32) in kinds
         contexts = [lm.context(tokens(generator, 12)) for _ in range(3)]
         for _ in range(4):
@@ -513,7 +513,7 @@ async def test_a_nan_stays_in_its_own_row(name):
             assert await lm.num_cached_tokens([91, 5]) == 0
             check_integrity(lm)
             sound = [[*context, *generator.choices(range(3, 80), k=1)] for context in sound]
-        states = lm._evaluator.passes.cache.states
+        states = lm._evaluator.passes.cache.state_store
         numbers = lm._evaluator.passes.tree.nodes.state
         assert states.is_finite(numbers[numbers > 0])
 
@@ -543,7 +543,7 @@ async def test_a_state_that_could_not_be_written_is_nobodys(name):
     with opened(name) as lm:
         passes = lm._evaluator.passes
         contexts = [lm.context(tokens(generator, 7)) for _ in range(4)]
-        write = passes.cache.states.write
+        write = passes.cache.state_store.write
         for number in range(4):
             failing = [True]
 
@@ -553,13 +553,13 @@ async def test_a_state_that_could_not_be_written_is_nobodys(name):
                     raise MemoryError
                 write(numbers, states)
 
-            passes.cache.states.write = fails
+            passes.cache.state_store.write = fails
             await check(lm, name, contexts)
             assert not failing
             contexts = [c + tokens(generator, 1 + number % 2) for c in contexts]
             await check(lm, name, contexts)
             contexts = [c + tokens(generator, 1) for c in contexts]
-        passes.cache.states.write = write
+        passes.cache.state_store.write = write
 
 
 @pytest.mark.parametrize("of_host", [False, True])
@@ -569,7 +569,7 @@ async def test_states_of_neither_tier_are_anybodys_if_one_could_not_be_written(n
     with opened(name, **budgets(name, 2), **on_host(name, 2, 400, 10)) as lm:
         cache, prompt = lm._evaluator.passes.cache, lm.context(tokens(generator, 3))
         await check(lm, name, [prompt])
-        store, failing = cache.host_states if of_host else cache.states, [True]
+        store, failing = cache.host_state_store if of_host else cache.state_store, [True]
         write = store.write
 
         def fails(numbers, states):

@@ -62,14 +62,14 @@ def check(name, rows, contexts):
 
 
 def states_of(lm):
-    return lm._mlx.passes.cache.states
+    return lm._mlx.passes.cache.state_store
 
 
 def size_of(name):
     """Return the bytes of a state, and of a token's keys and values, of a family."""
     with over(name, kv_cache_bytes=1 << 20) as lm:
         passes = lm._mlx.passes
-        return passes.cache.states.layout.bytes_per_state, passes.cache.store.bytes_per_slot
+        return passes.cache.state_store.layout.bytes_per_state, passes.cache.store.bytes_per_slot
 
 
 def test_each_family_of_mlx_lm_that_has_running_states_is_here():
