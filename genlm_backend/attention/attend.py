@@ -61,7 +61,7 @@ class Attend(abc.ABC, Generic[Given]):
 @final
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A way to attend to keys and values in slots.
+    """A maker of an ``Attend`` over a store of keys and values.
 
     Attributes:
         over: Makes it over a store.

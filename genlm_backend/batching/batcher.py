@@ -191,7 +191,7 @@ class Batcher(Asking[Q, R]):
     def statistics(self) -> BatcherStatistics:
         """Return the counts so far."""
         with self._lock.here:
-            self._drop(self._waiting.gone())
+            self._prune(self._waiting.gone())
             return self._counts.statistics(len(self._waiting), len(self._running.evaluated))
 
     # ---------------------------------------------------------------- coming and going
@@ -253,10 +253,10 @@ class Batcher(Asking[Q, R]):
             for number in numbers or ():
                 left = self._round_of(number)
                 if left is not None and left.leave(number, caller) and left is self._waiting:
-                    self._drop((number,))
+                    self._prune((number,))
             self._is_urgent = self._is_urgent and bool(self._waiting)
 
-    def _drop(self, numbers: Iterable[int]) -> None:
+    def _prune(self, numbers: Iterable[int]) -> None:
         """Take queries off the queue that nobody waits for."""
         for number in numbers:
             self._numbers.pop(self._waiting.forget(number), None)
@@ -322,7 +322,7 @@ class Batcher(Asking[Q, R]):
 
     def _take(self) -> Round:
         while gone := self._waiting.gone(size := self._size()):
-            self._drop(gone)
+            self._prune(gone)
         batch = self._running = self._waiting.cut(size)
         self._is_urgent = self._is_urgent and bool(self._waiting)
         self._counts.batch_sizes.update([len(batch)] if len(batch) else [])

@@ -108,7 +108,7 @@ class Round:
         weights: What queries count for in a batch, by their numbers; those that count for 1 may
             not be there.
         loops: Event loops of all callers, maybe of some that have gone.
-        num_left: Number of queries that nobody waits for, as far as is known.
+        num_abandoned: Number of queries that nobody waits for, as far as is known.
         evaluated: Indices of the queries that are evaluated.
     """
 
@@ -118,13 +118,13 @@ class Round:
         "first",
         "keys",
         "loops",
-        "num_left",
+        "num_abandoned",
         "queries",
         "weights",
     )
 
     def __init__(self, first: int) -> None:
-        self.first, self.num_left = first, 0
+        self.first, self.num_abandoned = first, 0
         self.keys: list[Hashable] = []
         self.queries: list[Any] = []
         self.callers: list[Any] = []
@@ -134,7 +134,7 @@ class Round:
 
     def __len__(self) -> int:
         """Return the number of queries that somebody waits for, as far as is known."""
-        return len(self.callers) - self.num_left
+        return len(self.callers) - self.num_abandoned
 
     @property
     def stop(self) -> int:
@@ -166,7 +166,7 @@ class Round:
         present = self.callers[index]
         if present is None:
             self.callers[index] = caller
-            self.num_left -= 1
+            self.num_abandoned -= 1
         elif type(present) is dict:
             present[caller] = None
         elif present is not caller:
@@ -188,7 +188,7 @@ class Round:
     def forget(self, number: int) -> Hashable:
         """Note that nobody waits for a query any more; return its key."""
         index = number - self.first
-        self.num_left += self.callers[index] is not None
+        self.num_abandoned += self.callers[index] is not None
         self.callers[index] = None
         return self.keys[index]
 
@@ -222,7 +222,7 @@ class Round:
         Args:
             max_weight: What they weigh together at most, unless it is one that weighs more.
         """
-        if not self.weights and not self.num_left:
+        if not self.weights and not self.num_abandoned:
             return min(len(self.callers), int(max_weight))
         total, is_first = 0.0, True
         for index, callers in enumerate(self.callers):
@@ -246,10 +246,10 @@ class Round:
             batch.weights = self.weights
             self.weights = {n: weight for n, weight in self.weights.items() if n >= self.first}
         batch.evaluated = range(size)
-        if self.num_left:
+        if self.num_abandoned:
             batch.evaluated = [i for i, c in enumerate(batch.callers) if c is not None]
-            batch.num_left = size - len(batch.evaluated)
-            self.num_left = sum(callers is None for callers in self.callers)
+            batch.num_abandoned = size - len(batch.evaluated)
+            self.num_abandoned = sum(callers is None for callers in self.callers)
         if not self.callers:
             self.loops = set()
         return batch
@@ -260,7 +260,10 @@ class Round:
         num_between = self.first - batch.stop
         for values, nothing in ((self.keys, _NOTHING), (self.queries, None), (self.callers, None)):
             values[:0] = [nothing] * num_between
-        self.first, self.num_left = batch.first, self.num_left + batch.num_left + num_between
+        self.first, self.num_abandoned = (
+            batch.first,
+            self.num_abandoned + batch.num_abandoned + num_between,
+        )
         self.weights = {**batch.weights, **self.weights}
         self.keys[:0], self.queries[:0], self.callers[:0] = batch.keys, batch.queries, batch.callers
         self.loops |= batch.loops
@@ -281,7 +284,7 @@ class Round:
     def _taken(self) -> list[Any]:
         # Or batch and futures, pointing at each other by an error's frames, would stay.
         callers, self.callers = self.callers, [None] * len(self.callers)
-        self.num_left = len(callers)
+        self.num_abandoned = len(callers)
         return callers
 
     def _told(self, indices: Sequence[int], results: Sequence[Any]) -> list[Answers]:

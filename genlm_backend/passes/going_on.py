@@ -47,7 +47,7 @@ class GoingOn(NamedTuple):
 
     @property
     def many(self) -> int:
-        """Number of tokens that are more to compute again than a pass more for the last of them."""
+        """Number of tokens from which on another pass costs less than computing them again."""
         return _MANY if self.fewest == 1 else _MANY_BY_TWO
 
     @property

@@ -233,7 +233,7 @@ class PrefixTree:
             if self.host_slots.num_slots:
                 self._demote(taken)
             else:
-                self._drop(taken)
+                self._evict_for_good(taken)
         finally:
             self.slots.free(slots)
         return len(taken)
@@ -384,10 +384,10 @@ class PrefixTree:
         missing = len(taken) - self.host_slots.num_free
         if missing > 0:
             gone = self._host.take(nodes, missing, self._now)
-            self._drop(gone)
+            self._evict_for_good(gone)
             missing -= len(gone)
         if missing > 0:  # of which nothing is on the host below them: it would have gone first
-            self._drop(taken[:missing])
+            self._evict_for_good(taken[:missing])
             taken = taken[missing:]
         if not len(taken):
             return
@@ -396,12 +396,12 @@ class PrefixTree:
             self._moves.to_host(nodes.slot[taken].tolist(), of_host.tolist())
         except BaseException:  # then it is not known what is there
             self.host_slots.free(of_host)
-            self._drop(self._with_all_below(taken))
+            self._evict_for_good(self._with_all_below(taken))
             raise
         nodes.slot[taken] = -of_host
         self.num_to_host += len(taken)
 
-    def _drop(self, taken: Ints) -> None:
+    def _evict_for_good(self, taken: Ints) -> None:
         """Forget leaves that were taken."""
         self.num_evicted += len(taken)
         self.host_slots.free(-self.nodes.slot[taken][self.nodes.slot[taken] < 0])

@@ -1,4 +1,4 @@
-"""The only place that calls the model."""
+"""HFRunner: calls of a model's twin, with packed batches."""
 
 from __future__ import annotations
 

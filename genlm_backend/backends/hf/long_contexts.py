@@ -17,7 +17,7 @@ from genlm_backend.passes.passes import Passes
 
 @final
 class LongContexts:
-    """Contexts beyond a limit, no key of which is that of a shorter one.
+    """Contexts beyond a limit, whose keys differ from those of shorter ones.
 
     They share no keys, values or pass with others.
 

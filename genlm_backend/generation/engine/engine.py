@@ -152,7 +152,7 @@ class Engine(OfOneProcess, Closing):
             return {name: model.state for name, model in self._models.items()}
 
     def num_running(self, name: str) -> int:
-        """Return how many texts of a model are under way."""
+        """Return how many drafts of a model are under way: texts, or beam searches of several."""
         return self._served(name).num_running
 
     def num_waiting(self, name: str) -> int:

@@ -62,7 +62,7 @@ class Phase(enum.Enum):
 @final
 @dataclass(eq=False, slots=True)
 class Entry(Generic[R, D]):
-    """A text of a request, as it stands on the roster.
+    """A draft of a request, as it stands on the roster.
 
     Attributes:
         request: The request that the text belongs to.
@@ -160,7 +160,7 @@ class Settlement(Generic[R, D]):
 
     Attributes:
         request: The request.
-        texts: Every text of the request.
+        texts: Every draft of the request.
         status: The final status of the request.
         error: The exception that the request failed with, if it did.
     """
