@@ -25,6 +25,7 @@ NEEDS_AN_EXTRA = {
     "genlm_backend.backends.mlx.mlx_adapters",
     "genlm_backend.attention.mlx",
     "genlm_backend.backends.mlx.differences",
+    "genlm_backend.backends.mlx.mlx_cache",
     "genlm_backend.backends.mlx.mlx_evaluator",
     "genlm_backend.backends.mlx.mlx_runner",
     "genlm_backend.prefix.mlx_states",

@@ -284,7 +284,8 @@ class AsyncGLM(OfOneProcess):
             self._is_shut_down = True
             tasks, engine = list(self._tasks.values()), self._engine
         if engine is not None:
-            engine.shut_model(_NAME)  # whoever waits for room is told
+            with contextlib.suppress(ModelStateError):  # at exit, the engine has ended before us
+                engine.shut_model(_NAME)  # whoever waits for room is told
             if wait:
                 concurrent.futures.wait([task.result for task in tasks], timeout)
         with self._lock.here:

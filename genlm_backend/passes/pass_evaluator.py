@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ class PassEvaluator(Evaluator):
         attend_whole: Attend,
         output_device: torch.device | None = None,
     ) -> None:
-        self._output_device = output_device
+        self._output_device, self._max_kept = output_device, math.inf
         forwards = Forwards(runner, self._finished, self._scored, lambda: self.check_wanted())
         self.passes = Passes(forwards, CostModel.on(device_type), attend_whole)
 
@@ -69,6 +70,8 @@ class PassEvaluator(Evaluator):
 
     def num_cached(self, query: Query, tier: TierName | None = None) -> int:
         """Return how many of a context's tokens need not be computed again."""
+        if len(query.context) > self._max_kept:
+            return 0
         # The last token always goes through the model: its logits are the answer.
         passes, ids = self.passes, query.context.packed()
         num_new = passes.going_on.fewest if passes.cache.state_store.num_states else 1

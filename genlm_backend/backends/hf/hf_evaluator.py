@@ -85,6 +85,7 @@ class HFEvaluator(PassEvaluator):
         self._adapters = Adapters(model)
         self._files = PrefixFiles(self.passes, self._adapters)
         self._long = LongContexts(self.passes, model)
+        self._max_kept = self._long.limit
         self._max_length = longest_context(model) if max_length is None else max_length
         self._wanted, self._num_threads = wanted, num_threads
         self._packs_weights = packs_weights

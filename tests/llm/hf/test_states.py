@@ -64,8 +64,10 @@ def budgets(name, num_states, num_slots=400):
 
 
 def on_host(name, num_states, num_slots, times):
-    """Room on the host for some times as much."""
-    return {"host_cache_bytes": int(times * budgets(name, num_states, num_slots)["kv_cache_bytes"])}
+    """Room on the host for some times as many states, one at least, and as many slots at least."""
+    per_state, per_slot = sizes_of(name)
+    states = max(1, int(times * num_states)) * per_state
+    return {"host_cache_bytes": 2 * max(states, int(times * num_slots) * per_slot)}
 
 
 def over(model, **options):
@@ -591,17 +593,17 @@ async def test_what_nobody_waits_for_any_more_is_kept_as_far_as_it_came(name):
     with opened(name) as lm:
         set_cost(lm, max_segment=8)
         passes, left = lm._evaluator.passes, [3]
-        wanted = passes.check_wanted
+        wanted = passes.forwards.check_wanted
 
         def drop():
             left[0] -= 1
             if left[0] < 0:
                 raise QueryDroppedError("by the test")
 
-        passes.check_wanted = drop
+        passes.forwards.check_wanted = drop
         with pytest.raises(QueryDroppedError):
             await lm.next_token_logprobs(context)
-        passes.check_wanted = wanted
+        passes.forwards.check_wanted = wanted
         assert await lm.num_cached_tokens(context) == 24
         check_integrity(lm)
         await check(lm, name, [context, context[:24], context[:25]])
