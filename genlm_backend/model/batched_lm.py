@@ -401,7 +401,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     def _of_states(self) -> str:
         """Return the part of an error about room that is for models with running states."""
-        budget = self._answering.counts.state_bytes_budget
+        budget = self._evaluator.counts().state_bytes_budget
         return f", or its running state into state_cache_bytes={budget}" if budget else ""
 
     def clear_kv_cache(self) -> None:

@@ -228,7 +228,7 @@ class AsyncTransformer(BatchedLM):
     @property
     def packed_weight_bytes(self) -> int:
         """Number of bytes of packed weights, beside the model's own."""
-        return self._answering.counts.packed_weight_bytes
+        return self._evaluator.counts().packed_weight_bytes
 
     @property
     def process_id(self) -> int | None:
