@@ -54,7 +54,8 @@ class Nodes:
         depth: Number of tokens up to this one and with it; 0 for a root.
         root: Number of the root that it is below.
         slot: Slot of its keys and values; minus one of the host for what is there; 0 for a root.
-        state: Number of the running state behind it, or 0; see ``States``.
+        state: Number of the running state behind it; minus one of the host for what is there; 0 for
+            none; see ``States``.
         first: One of its linked children where that is known, or 0.
         num_children: Number of linked children.
         num_on_device: Number of linked children on the device.

@@ -26,7 +26,7 @@ _NUM_RECENT: Final = 4
 """Batches in which particles may be asked one after the other, so that all their states stay."""
 
 _FEWEST_TO_MOVE: Final = 32
-"""Tokens that take about as long to compute again as a state takes to the host and back."""
+"""Tokens behind another state from which on one is copied to the host: a guess, not measured."""
 
 NO_STATE: Final = 0
 """The number that stands for no state: of a context that begins, or that is not kept."""
@@ -292,7 +292,7 @@ class States:
         numbers[asked] = free
         self._assign(free, nodes[asked])
         self._num_held[free] = num_needed[asked]
-        if self.host.num_states:
+        if self.host.num_states and len(rest):
             rest = rest[(num_needed[rest] == 0) & (self._nodes.state[nodes[rest]] == NO_STATE)]
             rest = rest[::-1]  # the most tokens last
             on_host, num_evicted = self.host.assign(nodes[rest], self._now, self._now)
@@ -418,8 +418,10 @@ class States:
     def pin(self, node: int) -> bool:
         """Keep a node's state until ``clear()``, if it has one here and others have room."""
         number, others = self._nodes.state[node], self._is_pinned.copy()
+        if number <= NO_STATE:
+            return False
         others[number] = True
-        if number <= NO_STATE or int((others & self._is_used()).sum()) >= self.num_states:
+        if int((others & self._is_used()).sum()) >= self.num_states:
             return False
         self._is_pinned[number] = True
         return True

@@ -180,7 +180,7 @@ class ServedModel:
     # ---------------------------------------------------------------- what the roster decides
 
     def _carry_out(self, change: _Change | None) -> None:
-        """Do what the roster has decided; under the lock."""
+        """Carry out a change that the roster has decided; under the lock."""
         if change is None:
             return
         with contextlib.ExitStack() as stack:  # each is settled, whatever another's drafts do
