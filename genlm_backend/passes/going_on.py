@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Final, NamedTuple, Self, final
 
 _TIMES: Final = 20
@@ -25,10 +26,12 @@ class GoingOn(NamedTuple):
     Attributes:
         fewest: Fewest tokens of a pass that goes on.
         most: Most tokens of a pass; ``None`` for any number.
+        is_short: Whether there is no room for states but those that a batch goes on from itself.
     """
 
     fewest: int = 1
     most: int | None = None
+    is_short: bool = False
 
     @classmethod
     def told_by(cls, at_once: float, one_by_one: float, rounding: float) -> Self:
@@ -48,12 +51,9 @@ class GoingOn(NamedTuple):
     @property
     def many(self) -> int:
         """Number of tokens from which on another pass costs less than computing them again."""
+        if self.is_short:
+            return sys.maxsize
         return _MANY if self.fewest == 1 else _MANY_BY_TWO
-
-    @property
-    def shares(self) -> bool:
-        """Whether contexts may part anywhere, so that what they share is computed once."""
-        return self == GoingOn()
 
     def cut(self, num_tokens: int, begins: bool, most: int) -> int:
         """Return how many of some tokens go through the model next.
@@ -63,10 +63,7 @@ class GoingOn(NamedTuple):
             begins: Whether the first of them begins the context, so that any number will do.
             most: Number of tokens of a context that one pass may have.
         """
-        if self.most is None:
-            size = self.part(num_tokens, begins, most)
-        else:
-            size = num_tokens if begins else min(self.most, num_tokens)
+        size = self.part(num_tokens, begins, most)
         # A context that is asked again, or scored on, goes on from before its last tokens.
         return size - self.fewest if size == num_tokens >= self.many else size
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -24,10 +24,12 @@ from genlm_backend.passes.prefill_plan import (
     CostModel,
     Segment,
     cut_to_sound,
+    most_passes,
     plan_groups,
     plan_segments,
     plan_waves,
     plan_whole,
+    states_needed,
 )
 from genlm_backend.passes.prefix_cache import OutOfStates, PrefixCache
 from genlm_backend.passes.roots import Roots
@@ -153,10 +155,17 @@ class Passes:
 
     def _forward(self, segments: Sequence[Segment], attend: Attend) -> None:
         """Run segments in one pass, and keep the states that they have come to."""
-        self.forwards.check_wanted()
         before = np.array([segment.before for segment in segments], np.int32)
         states = self.cache.states_behind(before) if attend is self.cache.attend else None
-        self.forwards.of_segments(segments, self.tree.nodes, states, attend)
+        most = None if states is None or segments[0].start == 0 else self.going_on.most
+        pieces = (
+            [segments] if most is None else zip(*(s.pieces(most) for s in segments), strict=True)
+        )
+        for i, piece in enumerate(pieces):
+            self.forwards.check_wanted()
+            if i and states is not None:
+                states = self.cache.states_again(states, len(segments))
+            self.forwards.of_segments(piece, self.tree.nodes, states, attend)
         if states is None:
             return
         self.tree.states.release(before)
@@ -261,7 +270,7 @@ class Passes:
         nodes = tree.states.last(nodes)
         if most is not None:  # where whole contexts are faster than many passes
             num_passes = -(-(lengths - tree.nodes.depth[nodes]) // most)
-            is_far = (num_passes - 1) * self.cost.per_forward > lengths
+            is_far = num_passes > most_passes(num_passes, lengths, self.cost)
             nodes[is_far] = tree.nodes.root[nodes[is_far]]
         return nodes
 
@@ -296,15 +305,15 @@ class Passes:
             job.shift = self.roots.shift(job.context)
         if not all(map(_has_root, jobs)):
             return None
-        has_states = self.cache.state_store.num_states > 0
-        segments = plan_segments(jobs, self.cost, self.going_on if has_states else None)
-        if has_states and len(questions) > 1 and not self._has_room(segments):
+        found = self._plan(jobs)
+        if found is None:
             return None
+        segments, passes = found
         slots = self.tree.allocate(sum(segment.num_tokens for segment in segments), nodes)
         if slots is None:
             return None
         try:
-            self._run(jobs, segments, slots)
+            self._run(jobs, segments, passes, slots)
         except OutOfStates:
             return None
         self.tokens_reused += sum(starts)
@@ -330,7 +339,13 @@ class Passes:
             answers[i] = answer
         return answers
 
-    def _run(self, jobs: list[Job], segments: list[Segment], slots: NDArray[Any]) -> None:
+    def _run(
+        self,
+        jobs: list[Job],
+        segments: list[Segment],
+        passes: list[list[Segment]],
+        slots: NDArray[Any],
+    ) -> None:
         """Compute the jobs' answers, and keep what none of them shows to have overflown.
 
         Where nobody waits for them any more, what has been computed is kept all the same.
@@ -343,16 +358,14 @@ class Passes:
             start += segment.num_tokens
         if has_states:
             self.tree.states.hold(np.array([segment.before for segment in segments], np.int32))
+            ends = [segment.nodes[-1] for segment in segments if not segment.num_behind]
+            self.tree.states.expect(np.array(ends, np.int32))
         held = {segment: segment.nodes for segment in segments}  # which are not linked
         computed: list[Segment] = []
         try:
-            for wave in plan_waves(segments):
-                sizes = [segment.size for segment in wave]
-                for group in plan_groups(
-                    sizes, self.cost, aligns=self.aligns, has_states=has_states
-                ):
-                    self._forward([wave[i] for i in group], self.cache.attend)
-                    computed += [wave[i] for i in group]
+            for segments_of_pass in passes:
+                self._forward(segments_of_pass, self.cache.attend)
+                computed += segments_of_pass
             if any(job.is_spoilt(job.outputs) for job in jobs):
                 cut_to_sound(segments)
                 computed = [segment for segment in segments if segment.num_tokens]
@@ -378,13 +391,41 @@ class Passes:
                 return 0
         return int(segment.nodes[-1])
 
-    def _has_room(self, segments: Sequence[Segment]) -> bool:
+    def _plan(self, jobs: list[Job]) -> tuple[list[Segment], list[list[Segment]]] | None:
+        """Return segments, and those of each pass; ``None`` if there is no room for their states.
+
+        Where room is short, none is made that later batches alone would go on from.
+        """
+        if not self.cache.state_store.num_states:
+            segments = plan_segments(jobs, self.cost)
+            return segments, self._passes(segments)
+        for is_short in (False, True):
+            going_on = self.going_on._replace(is_short=is_short)
+            segments = plan_segments(jobs, self.cost, going_on)
+            passes = self._passes(segments)
+            if len(jobs) == 1 or self._has_room(passes):
+                return segments, passes
+        return None
+
+    def _passes(self, segments: Sequence[Segment]) -> list[list[Segment]]:
+        """Return the segments by forward passes, in order."""
+        has_states, passes = self.cache.state_store.num_states > 0, list[list[Segment]]()
+        for wave in plan_waves(segments):
+            groups = plan_groups(
+                [segment.size for segment in wave],
+                self.cost,
+                aligns=self.aligns,
+                has_states=has_states,
+            )
+            passes += [[wave[i] for i in group] for group in groups]
+        return passes
+
+    def _has_room(self, passes: Sequence[Sequence[Segment]]) -> bool:
         """Return whether the states that others go on from could be kept while they have to."""
-        starts = [segment.job.node for segment in segments if segment.parent is None]
-        inner = Counter(segment.wave for segment in segments if segment.num_behind)
-        # What a wave has come to is needed by the next one, while that one comes to its own.
-        count = max((inner[wave] + inner[wave + 1] for wave in inner), default=0)
-        return self.tree.states.has_room(count, np.array(starts, np.int32))
+        return all(
+            self.tree.states.has_room(num_made, np.array(starts, np.int32))
+            for num_made, starts in states_needed(passes)
+        )
 
     def _link(self, segments: Sequence[Segment], held: dict[Segment, NDArray[np.int32]]) -> None:
         """Have the tokens of segments found, and their jobs be where they end."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import NamedTuple, Self
@@ -109,6 +109,17 @@ class Segment:
             return self.job.node
         return int(self.parent.nodes[self.start - self.parent.start - 1])
 
+    def pieces(self, most: int) -> list[Segment]:
+        """Return the segment cut into ones of at most so many tokens."""
+        found = list[Segment]()
+        for start in range(self.start, self.stop, most):
+            stop = min(start + most, self.stop)
+            own = {at: jobs for at, jobs in self.outputs.items() if start <= at < stop}
+            piece = Segment(self.job, start, stop, self.parent if not found else self, 0, own)
+            piece.nodes = self.nodes[start - self.start : stop - self.start]
+            found.append(piece)
+        return found
+
     def span(self, slots: NDArray[np.int32]) -> Span:
         """Return the span of its new tokens, without those before it.
 
@@ -148,8 +159,6 @@ def plan_segments(
         going_on: How many tokens go on at once from a running state, of a model that has such. A
             segment can begin only where another one ends then.
     """
-    if going_on is not None and not going_on.shares:
-        return _chunk(_apart(jobs), cost, going_on)
     segments: list[Segment] = []
     # Contexts whose cached prefixes end at different nodes share nothing uncached: had they more
     # in common, the cache would have found it for both. (Of a text that is scored, what is wanted
@@ -165,8 +174,23 @@ def plan_segments(
             segments.append(Segment(job, start, job.stop, None, 0, outputs))
             continue
         for part in _split(sorted(group, key=lambda job: job.missing), start):
-            _place(part, start, start, None, 0, cost, segments)
+            if going_on is None or _may_part(part, cost, going_on):
+                _place(part, start, start, None, 0, cost, segments)
+            else:
+                segments += _apart(part)
     return _chunk(segments, cost, going_on)
+
+
+def _may_part(jobs: Sequence[Job], cost: CostModel, going_on: GoingOn) -> bool:
+    """Return whether sorted contexts may part anywhere, so that what they share is computed once.
+
+    Those whose tokens go on one by one are faster whole, unless they share more than that costs.
+    """
+    if going_on.fewest > 1 or going_on.most is None or jobs[0].start > 0:
+        return going_on.fewest == 1
+    num_shared = common_length(jobs[0].missing, jobs[-1].missing)
+    num_passes = -(-max(job.stop - num_shared for job in jobs) // going_on.most)
+    return num_shared * (len(jobs) - 1) > num_passes * cost.per_forward
 
 
 def _apart(jobs: Sequence[Job]) -> list[Segment]:
@@ -303,9 +327,28 @@ def _leaves(segment: Segment, going_on: GoingOn, cost: CostModel) -> bool:
     known = segment.job.num_known
     if going_on.most is not None:  # where whole contexts are faster than many passes
         num_passes = (segment.stop - known) // going_on.most
-        if segment.start > 0 or num_passes * cost.per_forward > segment.stop:
+        if segment.start == 0 and num_passes * cost.per_forward > segment.stop:
             return False
     return known - segment.start >= going_on.many and segment.stop - known >= going_on.fewest
+
+
+def most_passes(num_passes: NDArray[np.int32], lengths: NDArray[np.int32], cost: CostModel) -> int:
+    """Return how many passes are worth it, in which contexts go on one beside the other.
+
+    Those that would take more are run whole.
+
+    Args:
+        num_passes: How many passes each context takes that goes on: ``[n]``.
+        lengths: Number of tokens of each: ``[n]``.
+        cost: What a pass costs.
+    """
+    order = np.argsort(num_passes, kind="stable")
+    num_whole = lengths.sum() - np.cumsum(lengths[order])
+    costs = num_passes[order] * cost.per_forward + num_whole
+    best = int(np.argmin(costs))
+    if lengths.sum() + cost.per_forward <= costs[best]:
+        return 0
+    return int(num_passes[order[best]])
 
 
 def cut_to_sound(segments: Sequence[Segment]) -> None:
@@ -333,6 +376,25 @@ def plan_waves(segments: Sequence[Segment]) -> list[list[Segment]]:
     for segment in segments:
         waves[segment.wave].append(segment)
     return waves
+
+
+def states_needed(passes: Iterable[Sequence[Segment]]) -> Iterator[tuple[int, list[int]]]:
+    """Yield the running states that are needed behind each pass that has made such.
+
+    Yields:
+        How many of those that passes so far have made are needed by later ones; and the nodes
+        whose states later ones go on from.
+    """
+    passes = list(passes)
+    starts = Counter(one.job.node for each in passes for one in each if one.parent is None)
+    made: Counter[Segment] = Counter()
+    for segments in passes:
+        starts -= Counter(one.job.node for one in segments if one.parent is None)
+        made -= Counter(one.parent for one in segments if one.parent is not None)
+        new = {one: one.num_behind for one in segments if one.num_behind}
+        if new:
+            made += Counter(new)
+            yield len(made), list(starts)
 
 
 def plan_groups(

@@ -190,6 +190,11 @@ class PrefixCache:
         before = None if begins else self.state_store.read(self.tree.nodes.state[nodes])
         return self._runner.running_states(self.state_store.layout, before)
 
+    def states_again(self, states: RowStates, num_rows: int) -> RowStates:
+        """Return the states that the rows of a pass have come to, for another one of them."""
+        behind = states.behind(np.arange(num_rows))
+        return self._runner.running_states(self.state_store.layout, behind)
+
     def keep_states(
         self,
         nodes: NDArray[np.int32],

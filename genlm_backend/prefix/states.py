@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from genlm_backend.errors import CacheError
-from genlm_backend.prefix import node_loops
+from genlm_backend.prefix import node_loops, state_loops
 from genlm_backend.prefix.nodes import Ints, Nodes
 from genlm_backend.prefix.tiers import Moves
 
@@ -150,8 +150,7 @@ class StateStore:
 class States:
     """The running states of nodes of a prefix tree, by number, within a fixed budget.
 
-    A node's state goes with the node. Others go for new ones in the order that ``give`` tells; of
-    those that were last used at one time, the ones that are the fewest tokens behind another. What
+    A node's state goes with the node. Others go for new ones in the order that ``give`` tells. What
     goes may be kept on the host, from where ``fetch`` brings it back.
 
     Args:
@@ -185,6 +184,7 @@ class States:
         self._num_held = np.zeros(size, np.int32)
         self._is_pinned = np.zeros(size, np.bool_)
         self._now = 1
+        self._expected = np.empty(0, np.int32)  # where the contexts of this batch end
         self._free = np.arange(1, size)
         self._num_handed_out = 0
         self.host.clear()
@@ -214,6 +214,7 @@ class States:
     def begin(self) -> None:
         """Begin a batch: what earlier ones hold is held no more."""
         self._now += 1
+        self._expected = self._expected[:0]
         self._num_held[:] = self._num_rows[:] = 0
 
     def use(self, nodes: Ints) -> None:
@@ -257,8 +258,7 @@ class States:
         others = np.setdiff1d(nodes, wanted)
         self.hold(others)
         try:
-            is_needed, no_rows = np.ones(len(wanted), np.bool_), np.zeros(len(wanted), np.int64)
-            numbers = self._taken(self._num_tokens(wanted), is_needed, no_rows)
+            numbers = self._taken(wanted, np.ones(len(wanted), np.bool_))
             self._moves.to_device((-state[wanted]).tolist(), numbers.tolist())
         finally:
             self.release(others)
@@ -266,14 +266,18 @@ class States:
         self.num_to_device += len(wanted)
         return True
 
+    def expect(self, nodes: Ints) -> None:
+        """Note where the contexts of this batch end, which are likely to be asked on."""
+        self._expected = nodes
+
     def give(self, nodes: Ints, num_needed: Ints, before: Ints | None = None) -> Ints:
         """Return numbers of states for nodes that have none; 0 where there is no room.
 
         What is held and what is pinned stays. Where none is free, one goes that no recent batch has
-        used, the oldest first; or the one that its row alone went on from; or one of a recent
-        batch; or, for a state that is not needed, one of this batch that is fewer tokens to compute
-        again. A state that is not needed and finds no room may be one of the host: a negative
-        number stands for that.
+        used, the oldest first; or one that nothing goes on from, as its row has gone on; or one of
+        a recent batch; or one of this batch, the new ones that are not needed among them, without
+        which the fewest tokens are computed again for the contexts that were asked. A state that is
+        not needed and finds no room may be one of the host: a negative number stands for that.
 
         Args:
             nodes: The nodes, each once: int32 ``[n]``.
@@ -281,20 +285,19 @@ class States:
             before: The nodes that rows went on from, by row; ``None`` for none.
         """
         numbers = np.zeros(len(nodes), np.int64)
-        before = np.zeros(len(nodes), np.int32) if before is None else before
-        np.add.at(self._num_rows, self._numbers(before), 1)
+        if before is not None:
+            np.add.at(self._num_rows, self._numbers(before), 1)
+        if not len(self._expected):
+            self.expect(nodes)
         asked = np.flatnonzero(self._nodes.state[nodes] <= 0)
-        num_tokens = self._num_tokens(nodes[asked])
-        order = np.lexsort((-num_tokens, -num_needed[asked]))
-        asked = asked[order]
-        free = self._taken(num_tokens[order], num_needed[asked] > 0, self._numbers(before[asked]))
+        free = self._taken(nodes[asked], num_needed[asked] > 0)
         rest, asked, free = asked[free == 0], asked[free > 0], free[free > 0]
         numbers[asked] = free
         self._assign(free, nodes[asked])
         self._num_held[free] = num_needed[asked]
         if self.host.num_states and len(rest):
             rest = rest[(num_needed[rest] == 0) & (self._nodes.state[nodes[rest]] == NO_STATE)]
-            rest = rest[::-1]  # the most tokens last
+            rest = rest[np.argsort(self._num_tokens(nodes[rest]), kind="stable")]
             on_host, num_evicted = self.host.assign(nodes[rest], self._now, self._now)
             self.num_evicted += num_evicted
             self.num_to_host += int((on_host > 0).sum())
@@ -316,20 +319,23 @@ class States:
             self._nodes.state[nodes] = NO_STATE
             raise
 
-    def _taken(self, num_tokens: Ints, is_needed: NDArray[np.bool_], starts: Ints) -> Ints:
-        """Return a free state for each row, for which another one may have gone, or 0.
+    def _taken(self, nodes: Ints, is_needed: NDArray[np.bool_]) -> Ints:
+        """Return a free state for each node, for which another one may have gone, or 0.
 
         Args:
-            num_tokens: How many tokens each would be to compute again: ``[n]``.
+            nodes: The nodes, each once.
             is_needed: Whether each is needed; those come first.
-            starts: The state that each row went on from.
         """
-        free = self._unused(len(num_tokens))
-        found = np.zeros(len(num_tokens), np.int64)
-        found[: len(free)] = free
-        rest = slice(len(free), None)
-        if len(free) < len(num_tokens):
-            found[rest] = self._evicted(num_tokens[rest], is_needed[rest], starts[rest])
+        free, has_room = self._unused(len(nodes)), np.ones(len(nodes), np.bool_)
+        if len(free) < len(nodes):
+            gone = self._oldest(len(nodes) - len(free))
+            if len(free) + len(gone) < len(nodes):
+                gone, has_room = self._chosen(nodes, is_needed, gone, len(free))
+            self._let_go(gone)
+            free = np.concatenate([free, gone])
+        order = np.lexsort((~is_needed, ~has_room))
+        found = np.zeros(len(nodes), np.int64)
+        found[order[: len(free)]] = free[: len(nodes)]
         return found
 
     def _unused(self, count: int) -> Ints:
@@ -345,34 +351,69 @@ class States:
         self._num_handed_out += len(found)
         return found
 
-    def _evicted(self, num_tokens: Ints, is_needed: NDArray[np.bool_], starts: Ints) -> Ints:
-        """Return a state for each row that a node has had to give up, or 0; see ``_taken``."""
-        found, count = np.zeros(len(num_tokens), np.int64), len(num_tokens)
-        stamps = self._stamp
-        can_go = self._is_used() & (self._num_held == 0) & ~self._is_pinned
-        (others,) = np.nonzero(can_go)
-        if len(others) > count:
-            last = np.partition(stamps[others], count - 1)[count - 1]
-            others = others[stamps[others] <= last]
-        costs = np.zeros(len(stamps), np.int64)
-        costs[others] = self._num_tokens(self._owner[others])
-        costs[others] *= np.maximum(self._num_rows[others], 1)
-        others = others[np.lexsort((costs[others], stamps[others]))]
-        num_old = int((stamps[others] < self._now).sum())
-        gone, k = np.zeros(len(stamps), np.bool_), 0
-        for i in range(count):
-            while k < len(others) and gone[others[k]]:
-                k += 1
-            start, other = starts[i], others[k] if k < len(others) else NO_STATE
-            is_passed = can_go[start] and self._num_rows[start] == 1 and not gone[start]
-            if is_passed and (other == NO_STATE or stamps[other] >= self._now - _NUM_RECENT):
-                found[i] = start
-            elif k < num_old or is_needed[i] or costs[other] < num_tokens[i]:
-                found[i] = other
-            gone[found[i]] = True
-        gone[NO_STATE] = False
-        self._let_go(np.flatnonzero(gone))
-        return found
+    def _can_go(self) -> Ints:
+        """Return the states that are neither held nor pinned."""
+        return np.flatnonzero(self._is_used() & (self._num_held == 0) & ~self._is_pinned)
+
+    def _oldest(self, count: int) -> Ints:
+        """Return up to so many states that no recent batch has used, the oldest first."""
+        old = self._can_go()
+        old = old[self._stamp[old] < self._now - _NUM_RECENT]
+        if len(old) <= count:
+            return old
+        old = old[self._stamp[old] <= np.partition(self._stamp[old], count - 1)[count - 1]]
+        num_tokens = self._num_tokens(self._owner[old])
+        return old[np.lexsort((num_tokens, self._stamp[old]))][:count]
+
+    def _chosen(
+        self, new: Ints, is_needed: NDArray[np.bool_], gone: Ints, num_free: int
+    ) -> tuple[Ints, NDArray[np.bool_]]:
+        """Return states that go, and of new nodes whether each gets one.
+
+        Args:
+            new: The nodes that are to have states.
+            is_needed: Whether each has to.
+            gone: States that go in any case.
+            num_free: How many nobody has.
+        """
+        used = np.setdiff1d(np.flatnonzero(self._is_used()), gone)
+        owners = np.concatenate([self._owner[used], new])
+        nodes = np.concatenate([owners, np.setdiff1d(self._expected, owners)])
+        num_used, num_owners = len(used), len(owners)
+        may_stay, times = np.zeros(len(nodes), np.bool_), np.full(len(nodes), self._now)
+        may_stay[:num_used] = (self._num_held[used] == 0) & ~self._is_pinned[used]
+        may_stay[num_used:num_owners] = ~is_needed
+        times[:num_used] = self._stamp[used]
+        is_asked = np.isin(nodes, self._expected)
+        with self._as_if_gone(gone):
+            arrays = self._nodes.parent, self._nodes.depth, self._nodes.state, nodes
+            has_state = np.arange(len(nodes)) < num_owners
+            count = len(new) - num_free - len(gone)
+            if has_state.all():  # all contexts have one, as where there is room for two of each
+                passed = (times == self._now) & state_loops.unasked(*arrays, has_state, is_asked)
+                passed = used[(may_stay & passed)[:num_used]]
+                if count <= len(passed):
+                    order = np.argsort(self._num_tokens(self._owner[passed]), kind="stable")
+                    gone = np.concatenate([gone, passed[order[:count]]])
+                    return gone, np.ones(len(new), np.bool_)
+            has_state &= ~may_stay
+            chosen = np.empty(max(0, int(may_stay[:num_owners].sum()) - count), np.int64)
+            state_loops.most_missed(
+                *arrays, has_state, may_stay, is_asked, times, self._now, chosen
+            )
+        may_stay[chosen] = False
+        has_room = ~may_stay[num_used:num_owners]
+        return np.concatenate([gone, used[may_stay[:num_used]]]), has_room
+
+    @contextlib.contextmanager
+    def _as_if_gone(self, gone: Ints) -> Iterator[None]:
+        """Let nodes have no state for a while."""
+        owners = self._owner[gone]
+        self._nodes.state[owners] = NO_STATE
+        try:
+            yield
+        finally:
+            self._nodes.state[owners] = gone
 
     def _let_go(self, gone: Ints) -> None:
         """Take states from their nodes, and copy those to the host that are worth it."""

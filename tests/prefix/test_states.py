@@ -4,12 +4,12 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from genlm_backend.errors import CacheError
-from genlm_backend.prefix import PrefixTree, Slots, States
+from genlm_backend.prefix import PrefixTree, Slots, States, state_loops
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
 namespaces = st.sampled_from([None, None, "adapter"])
@@ -83,10 +83,6 @@ class History(RuleBasedStateMachine):
         sizes = range(len(context) if below is None else below, 0, -1)
         return next((size for size in sizes if (namespace, context[:size]) in self.has), 0)
 
-    def num_tokens(self, key):
-        """Tokens to compute again."""
-        return len(key[1]) - self.last(key, len(key[1]) - 1)
-
     def forget_what_has_gone(self):
         for key in [key for key in self.has if self.node_of(key) is None]:
             del self.has[key]
@@ -140,9 +136,7 @@ class History(RuleBasedStateMachine):
         others = {key: number for key, number in self.has.items() if number > 0}
         can_go = {k for k in others if k not in self.held and k not in self.pinned}
         old = {k for k in can_go if self.used[k] < self.batch}
-        costs = {key: (self.used[key], self.num_tokens(key)) for key in can_go}
         num_evicted = self.states.num_evicted
-        starts = self.tree.nodes.state[before].tolist()
         numbers = self.states.give(nodes, np.array(num_needed), before)
         assert not self.num_on_host or all(numbers[i] >= 0 for i, n in enumerate(num_needed) if n)
         given = [n for n in numbers.tolist() if n]
@@ -154,12 +148,11 @@ class History(RuleBasedStateMachine):
         assert len(nowhere) <= self.states.num_evicted - num_evicted <= 2 * len(given)
         if not self.num_on_host:
             assert nowhere == gone
-        passed = {key for key, number in others.items() if starts.count(number) == 1}
         left = old - gone
-        if left:  # of what earlier batches have used, the oldest and then the cheapest
-            assert gone - passed <= old
-            longest_unused = max((costs[k] for k in gone - passed), default=(0,))
-            assert longest_unused <= min(costs[k] for k in left)
+        if left:  # of what earlier batches have used, the oldest
+            assert max((self.used[k] for k in gone & old), default=0) <= min(
+                map(self.used.get, left)
+            )
             pairs = zip(numbers, keys, strict=True)
             assert all(number or key in others for number, key in pairs)
         for number, count, key in zip(numbers, num_needed, keys, strict=True):
@@ -404,6 +397,68 @@ TestStatesAboveTiers = StatesAboveTiers.TestCase
 TestStatesOnHost = StatesOnHost.TestCase
 TestStatesAndTokensOnHost = StatesAndTokensOnHost.TestCase
 TestOneStateOnHost = OneStateOnHost.TestCase
+
+
+# ---------------------------------------------------------------- which of them stay
+
+
+def num_computed(asked, has):
+    """Tokens to compute so that each context has been asked, from those that have states."""
+    missing = set()
+    for context in asked:
+        sizes = range(len(context), 0, -1)
+        start = next((size for size in sizes if context[:size] in has), 0)
+        missing |= {context[:size] for size in range(start + 1, len(context) + 1)}
+    return len(missing)
+
+
+@given(
+    has=st.dictionaries(contexts, st.tuples(st.booleans(), st.integers(1, 4)), max_size=12),
+    asked=st.sets(contexts, max_size=12),
+    elsewhere=st.sets(contexts, max_size=3),
+    share=st.floats(0, 1),
+)
+def test_what_stays_spares_the_most_tokens(has, asked, elsewhere, share):
+    tree = PrefixTree(Slots(400))
+    every = [*has, *sorted(asked - has.keys())]
+    for context in [*every, *sorted(elsewhere)]:
+        node = tree.nodes.walk(tree.root(None), ints(*context))
+        rest = ints(*context[tree.nodes.depth[node] :])
+        if len(rest):
+            tree.link(tree.grow_chain(int(node), rest, tree.allocate(len(rest), ints(node))))
+    fixed = {context for context, (is_fixed, _) in has.items() if is_fixed}
+    left = has.keys() - fixed
+    elsewhere = elsewhere - set(every)
+
+    def node_of(context):
+        return tree.nodes.walk(tree.root(None), ints(*context))
+
+    for context in elsewhere:
+        tree.nodes.state[node_of(context)] = 1
+    chosen = np.empty(round(share * len(left)), np.int64)
+    state_loops.most_missed(
+        tree.nodes.parent,
+        tree.nodes.depth,
+        tree.nodes.state,
+        ints(*map(node_of, every)),
+        np.array([context in fixed for context in every], np.bool_),
+        np.array([context in left for context in every], np.bool_),
+        np.array([context in asked for context in every], np.bool_),
+        np.array([has[context][1] if context in has else 4 for context in every]),
+        4,
+        chosen,
+    )
+    stay = fixed | elsewhere
+    for i in chosen.tolist():
+        gains = {}
+        for context in left:
+            time = has[context][1]
+            spared = num_computed(asked, stay) - num_computed(asked, stay | {context})
+            behind = num_computed([context], stay)
+            gains[context] = (time, behind) if time < 4 else (4 * (spared > 0), spared)
+        assert gains[every[i]] == max(gains.values())
+        left.remove(every[i])
+        stay.add(every[i])
 
 
 # ---------------------------------------------------------------- one at a time

@@ -1,0 +1,120 @@
+"""A loop over the nodes that have running states, compiled; the arrays are those of ``Nodes``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from genlm_backend.runtime.compiled import compiled
+
+
+@compiled
+def _marked(parents, depths, states, nodes, index):
+    """Return nodes, and those between them where their paths part or that have states.
+
+    ``index`` is zero everywhere; the number of a node among those that are returned is written
+    there, from 1 on.
+    """
+    is_passed = np.zeros(len(parents), np.bool_)
+    found = np.empty(2 * len(nodes) + 1, np.int32)
+    count = len(nodes)
+    for i in range(count):
+        found[i], index[nodes[i]] = nodes[i], i + 1
+    for end in nodes:
+        node = parents[end]
+        while depths[node] > 0 and index[node] == 0:
+            if is_passed[node] or states[node] != 0:
+                if count == len(found):
+                    found = np.concatenate((found, np.empty(count, np.int32)))
+                found[count] = node
+                count += 1
+                index[node] = count
+                if is_passed[node]:
+                    break
+            is_passed[node] = True
+            node = parents[node]
+    return found[:count]
+
+
+@compiled
+def _asked(parents, depths, states, nodes, has_state, is_asked):
+    """Return the tree of nodes, and how often each is computed or gone on from.
+
+    Returns:
+        The index of the node above each, -1 for none; the number of tokens between; whether it has
+        a state; and how many paths that are computed lead to it, its own counted.
+    """
+    index = np.zeros(len(parents), np.int32)
+    all_nodes = _marked(parents, depths, states, nodes, index)
+    size = len(all_nodes)
+    above, num_tokens = np.full(size, -1, np.int64), np.empty(size, np.int64)
+    has, num_asked = np.ones(size, np.bool_), np.zeros(size, np.int64)
+    has[: len(nodes)] = has_state
+    for i in range(size):
+        node = all_nodes[i]
+        if i >= len(nodes):
+            has[i] = states[node] != 0
+        num_tokens[i] = depths[node]
+        node = parents[node]
+        while depths[node] > 0 and index[node] == 0:
+            node = parents[node]
+        above[i] = index[node] - 1
+        num_tokens[i] -= depths[node]
+    for i in range(len(nodes)):
+        other = i if is_asked[i] else -1
+        while other >= 0:
+            num_asked[other] += 1
+            if num_asked[other] > 1 or has[other]:
+                break
+            other = above[other]
+    return above, num_tokens, has, num_asked
+
+
+@compiled
+def unasked(parents, depths, states, nodes, has_state, is_asked):
+    """Return whether each of some nodes is neither asked nor gone on from, as ``most_missed``."""
+    return _asked(parents, depths, states, nodes, has_state, is_asked)[3][: len(nodes)] == 0
+
+
+@compiled
+def most_missed(parents, depths, states, nodes, has_state, may_stay, is_asked, times, now, chosen):
+    """Choose the states that spare the most tokens to compute, one after another.
+
+    It is the greedy choice by which the marginal gain of each is the largest: the tokens from the
+    last state before it, but for those that are computed for other contexts in any case. Behind
+    those of this batch come those that earlier ones used, the youngest first and of these the
+    ones that are the most tokens behind another, since contexts of other batches may go on from
+    them; and then what spares nothing.
+
+    Args:
+        nodes: The nodes that have states, may have them, or are asked, each once: ``[n]``.
+        has_state: Whether each has a state that stays in any case.
+        may_stay: Whether each has or may have one otherwise.
+        is_asked: Whether a context that may be asked again ends there.
+        times: The batch in which each was used last.
+        now: This batch.
+        chosen: Where the indices of those that stay are written, no more than there is room for.
+    """
+    above, num_tokens, has, num_asked = _asked(parents, depths, states, nodes, has_state, is_asked)
+    is_left = may_stay.copy()
+    for k in range(len(chosen)):
+        best, best_time, best_gain = -1, np.int64(0), np.int64(0)
+        for i in range(len(nodes)):
+            if not is_left[i]:
+                continue
+            time, gain, other = times[i], np.int64(0), i
+            while other >= 0 and (time < now or num_asked[i] > 0):
+                gain += num_tokens[other]
+                other = above[other]
+                if other >= 0 and (has[other] or (time == now and num_asked[other] > 1)):
+                    break
+            if gain == 0:
+                time = 0
+            if best < 0 or (time, gain) > (best_time, best_gain):
+                best, best_time, best_gain = i, time, gain
+        chosen[k], is_left[best], has[best] = best, False, True
+        other = above[best] if num_asked[best] > 0 else -1
+        while other >= 0:
+            num_asked[other] -= 1
+            if num_asked[other] > 0 or has[other]:
+                break
+            other = above[other]
