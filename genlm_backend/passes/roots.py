@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from genlm_backend.attention.packing import Span
 from genlm_backend.attention.torch.root_attend import RootAttend, positions_of
 from genlm_backend.model.context import Context
+from genlm_backend.model.scoring import Answer, Question
 from genlm_backend.passes.forwards import Forwards
-from genlm_backend.passes.job import Asked, Found, Job, first_output
+from genlm_backend.passes.job import Job, first_output
 from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.vision.pictures import Pictures
 
@@ -37,12 +38,12 @@ class Roots:
         self._forwards, self._cache = forwards, cache
         self._shifts: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
 
-    def begin(self, questions: Sequence[Asked]) -> dict[Asked, Found]:
+    def begin(self, questions: Sequence[Question]) -> dict[Question, Answer]:
         """Compute the roots that are not kept; return the answers that came of it.
 
         A context that has little behind its root, or ends within it, is answered by the same pass.
         """
-        answers: dict[Asked, Found] = {}
+        answers: dict[Question, Answer] = {}
         for question in questions:
             pictures = question.context.pictures
             if pictures is None:
@@ -55,7 +56,7 @@ class Roots:
                 answers[question] = answer
         return answers
 
-    def whole(self, question: Asked) -> Found:
+    def whole(self, question: Question) -> Answer:
         """Return the answer of a context that is run whole and alone; nothing is kept.
 
         A model counts the tokens that stand for parts of pictures. Where one has come behind the
@@ -87,7 +88,7 @@ class Roots:
             self._shifts[pictures] = shift
         return self._shifts[pictures]
 
-    def _begun(self, question: Asked, pictures: Pictures) -> Found | None:
+    def _begun(self, question: Question, pictures: Pictures) -> Answer | None:
         """Have a root kept; return the answer if it came with it."""
         tree, end, size = self._cache.tree, pictures.num_tokens, len(question.context)
         tree.begin()

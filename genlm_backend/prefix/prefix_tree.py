@@ -293,8 +293,8 @@ class PrefixTree:
         slots = self.nodes.slot[: self.nodes.num_made]
         self.slots.free(slots[slots > 0])
         self.host_slots.free(-slots[slots < 0])
+        self.states.clear()  # first: whoever counts states looks at the nodes that have them
         self.nodes.clear()
-        self.states.clear()
         self._roots.clear()
         self._pins.clear()
         self._num_linked = 0

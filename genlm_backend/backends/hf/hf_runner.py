@@ -12,7 +12,7 @@ from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import PackedBatch, Span, pack
 from genlm_backend.attention.torch import TorchRowStates
 from genlm_backend.backends.hf.twin import Twin
-from genlm_backend.passes.runner import Runner
+from genlm_backend.passes.forwards import Runner
 from genlm_backend.prefix import StateLayout
 
 

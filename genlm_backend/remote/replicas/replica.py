@@ -93,8 +93,7 @@ class Replica:
         evaluator = self.evaluator
 
         def open_it() -> EvaluatorInfo:
-            info = evaluator.info
-            return self.answering.counted(evaluator.open) if info is None else info
+            return evaluator.open() if evaluator.info is None else evaluator.info
 
         return self.batcher.call_soon(open_it)
 
@@ -103,7 +102,7 @@ class Replica:
 
         def call() -> Any:
             try:
-                return self.answering.counted(lambda: verb(self.evaluator))
+                return verb(self.evaluator)
             except EngineDiedError as error:
                 self._dies(error)
                 raise
