@@ -11,9 +11,10 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.packing import Run, Span
+from genlm_backend.attention.packing import Span, pack
 from genlm_backend.attention.torch.root_attend import RootAttend, positions_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
+from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.errors import PictureError
 from genlm_backend.prefix import KVLayout, KVStore
 from genlm_backend.vision.picture_rules import PictureRules
@@ -129,12 +130,11 @@ def _in_steps(
     _, shift = positions_of(runner.model, root, pictures)
     rest = Span(
         ids[stop:],
-        (Run(0, slots, stop),),
         range(stop + 1, size + 1),
         range(size - stop - _NUM_ROWS, size - stop),
         shift,
     )
-    logits = runner.forward([rest], attend(store))
+    logits = runner.forward(pack([rest], paths_of([slots])), attend(store))
     return logits.float().log_softmax(-1).cpu()
 
 
