@@ -43,6 +43,7 @@ from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorI
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.model.query import Adapter, Query, TokenIds
 from genlm_backend.model.row import Row, table_of
+from genlm_backend.model.row_cache import RowCache
 from genlm_backend.model.scoring import (
     Question,
     Scoring,
@@ -52,7 +53,7 @@ from genlm_backend.model.scoring import (
     scores_of_rows,
     scores_of_rows_sync,
 )
-from genlm_backend.prefix import RowCache, TierName, check_tier
+from genlm_backend.prefix import TierName, check_tier
 from genlm_backend.runtime.forks import OfOneProcess
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from genlm_backend.batching import BatcherStatistics
     from genlm_backend.model.evaluator import EvaluatorCounts
     from genlm_backend.model.row import Row
-    from genlm_backend.prefix import RowCache
+    from genlm_backend.model.row_cache import RowCache
 
 
 @dataclass(frozen=True, slots=True, repr=False)

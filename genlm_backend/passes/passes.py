@@ -23,6 +23,7 @@ from genlm_backend.passes.decode_steps import DecodeSteps
 from genlm_backend.passes.forwards import Forwards, Runner
 from genlm_backend.passes.going_on import GoingOn
 from genlm_backend.passes.job import Job, first_output
+from genlm_backend.passes.openings import Openings
 from genlm_backend.passes.overflow import search, still_spoilt
 from genlm_backend.passes.prefill_plan import (
     CostModel,
@@ -34,7 +35,6 @@ from genlm_backend.passes.prefill_plan import (
     plan_whole,
 )
 from genlm_backend.passes.prefix_cache import OutOfStates, PrefixCache
-from genlm_backend.passes.roots import Roots
 from genlm_backend.prefix import PrefixTree
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 
@@ -57,7 +57,7 @@ class Passes:
         cost: As given; it can be set.
         attend_whole: As given; it can be set.
         cache: What is kept.
-        roots: The beginnings of contexts that are pictures.
+        openings: The beginnings of contexts that have pictures.
         pads: Whether contexts that are run whole may be padded beside longer ones; it can be set.
         aligns: Whether rows of a pass have to have as many past tokens each; it can be set.
         going_on: How many tokens go on from a running state in one pass; it can be set.
@@ -77,7 +77,8 @@ class Passes:
         self.cache = cache
         if cache.most_rows is not None:
             self.cost = replace(self.cost, max_rows=cache.most_rows)
-        self._steps, self.roots = DecodeSteps(self.forwards, cache), Roots(self.forwards, cache)
+        self._steps = DecodeSteps(self.forwards, cache)
+        self.openings = Openings(self.forwards, cache)
 
     @property
     def runner(self) -> Runner:
@@ -112,7 +113,7 @@ class Passes:
             long = [q for q in questions if len(q.context) > self.most_shared]
             apart = {question: self._answer_of_long(question) for question in long}
         if self.cache.keeps and any(map(_PICTURES, questions)):
-            apart.update(self.roots.begin([q for q in questions if q not in apart]))
+            apart.update(self.openings.begin([q for q in questions if q not in apart]))
         return apart
 
     def row_alone(self, query: Query) -> Row:
@@ -152,7 +153,7 @@ class Passes:
         """
         with_pictures = [question for question in questions if question.context.pictures]
         if with_pictures:
-            apart = {question: self.roots.whole(question) for question in with_pictures}
+            apart = {question: self.openings.whole(question) for question in with_pictures}
             return _beside(apart, questions, partial(self.whole, pads=pads))
         jobs = [Job.of(question) for question in questions]
         size = self.cost.max_outputs
@@ -225,7 +226,7 @@ class Passes:
         return node if is_kept else None
 
     def _together(self, questions: list[Question]) -> list[Answer]:
-        """Answer questions from what is kept, the roots of their contexts included."""
+        """Answer questions from what is kept, the openings of their contexts included."""
         if not self.cache.keeps:
             return self.whole(questions)
         self.tree.begin()
@@ -312,8 +313,8 @@ class Passes:
         jobs = [Job.of(*one) for one in zip(questions, nodes.tolist(), starts, strict=True)]
         for job, num_known in zip(jobs, known.tolist(), strict=True):
             job.num_known = num_known
-            job.shift = self.roots.shift(job.context)
-        if not all(map(_has_root, jobs)):
+            job.shift = self.openings.shift(job.context)
+        if not all(map(_has_opening, jobs)):
             return None
         has_states = self.cache.state_store.num_states > 0
         segments = plan_segments(jobs, self.cost, self.going_on if has_states else None)
@@ -424,8 +425,8 @@ class Passes:
 _PICTURES: Final = attrgetter("context.pictures")
 
 
-def _has_root(job: Job) -> bool:
-    """Return whether the root of a context is kept: it may have had to go for another one's."""
+def _has_opening(job: Job) -> bool:
+    """Return whether the opening of a context is kept: it may have had to go for another one's."""
     pictures = job.context.pictures
     return pictures is None or job.start >= pictures.num_tokens
 

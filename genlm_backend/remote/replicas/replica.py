@@ -17,8 +17,8 @@ from genlm_backend.model.answering import Answering
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo, RestartableEvaluator
 from genlm_backend.model.query import Adapter
 from genlm_backend.model.row import Row
+from genlm_backend.model.row_cache import RowCache
 from genlm_backend.model.scoring import Question
-from genlm_backend.prefix import RowCache
 
 logger = logging.getLogger(__name__)
 
