@@ -14,8 +14,7 @@ from genlm_backend.model.adapters import AdapterNames
 from genlm_backend.model.drawing import Drawing
 from genlm_backend.model.evaluator import Evaluator
 from genlm_backend.model.query import Query
-from genlm_backend.model.row import Row, alone, are_rows_of, rows_without
-from genlm_backend.model.row_cache import RowCache
+from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_without
 from genlm_backend.model.scoring import Answer, Question, weight
 
 

@@ -42,8 +42,7 @@ from genlm_backend.model.drawing import Draw, Drawing
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.model.query import Adapter, Query, TokenIds
-from genlm_backend.model.row import Row, table_of
-from genlm_backend.model.row_cache import RowCache
+from genlm_backend.model.row import Row, RowCache, table_of
 from genlm_backend.model.scoring import (
     Question,
     Scoring,

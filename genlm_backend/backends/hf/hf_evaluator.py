@@ -16,7 +16,6 @@ from genlm_backend.attention.torch import WholeAttend
 from genlm_backend.backends.hf.architecture import check_predicts
 from genlm_backend.backends.hf.hf_cache import Wanted, cache_of, layout_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
-from genlm_backend.backends.hf.lora import Adapters
 from genlm_backend.backends.hf.model_picture_rules import examine_pictures, image_token_id
 from genlm_backend.backends.hf.prefix_file import PrefixFiles
 from genlm_backend.backends.hf.support import (
@@ -81,8 +80,7 @@ class HFEvaluator(PassEvaluator):
         model.eval()
         self._runner = runner = HFRunner(model)
         super().__init__(runner, runner.device.type, WholeAttend(), output_device)
-        self._adapters = Adapters(model)
-        self._files = PrefixFiles(self.passes, self._adapters)
+        self._files = PrefixFiles(self.passes, runner)
         self.passes.most_shared = rotary_limit(model)
         self._max_length = longest_context(model) if max_length is None else max_length
         self._wanted, self._num_threads = wanted, num_threads
@@ -97,11 +95,11 @@ class HFEvaluator(PassEvaluator):
         if self._num_threads is not None:
             use_num_threads(self._num_threads)
         if self._packs_weights:
-            self._adapters.packed.pack(runner.model)
+            runner.packed.pack(runner.model)
         with tried(runner):
             tokens = [[i % width for i in (5, 6, 7)]]
             ids = torch.tensor(tokens, dtype=torch.int64, device=runner.device)
-            self._adapters.try_twins(ids, **runner.caching(False))
+            runner.try_twins(ids)
         self._in_place(None)
         check_predicts(runner, width)
         support = examine(runner, width, self._max_length)
@@ -142,7 +140,7 @@ class HFEvaluator(PassEvaluator):
     # ---------------------------------------------------------------- rows and scores
 
     def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
-        self._runner.twin = self._adapters.twin(adapter)  # and it stays there
+        self._runner.twin = self._runner.twin_with(adapter)  # and it stays there
         return nullcontext()
 
     def picture_rules(
@@ -183,28 +181,27 @@ class HFEvaluator(PassEvaluator):
     def clear(self) -> None:
         """Free all slots, pinned ones too, and look whether weights are others now."""
         self.passes.tree.clear()
-        self._adapters.packed.look_again()
+        self._runner.packed.look_again()
         self._files.look_again()
 
     # ---------------------------------------------------------------- adapters
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
         """Load an adapter, and try it by a few tiny passes."""
-        self._adapters.load(adapter, path, self.passes.cache.keeps)
+        self._runner.load(adapter, path, self.passes.cache.keeps)
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Let go of an adapter, and free all slots."""
-        self._adapters.remove(adapter)
+        self._runner.remove(adapter)
         self.clear()
 
     # ---------------------------------------------------------------- keeping house
 
     def counts(self) -> EvaluatorCounts:
         """Return the counts of the runner and the tree, and the bytes of packed weights."""
-        return self._counted(self._adapters.packed.nbytes)
+        return self._counted(self._runner.packed.nbytes)
 
     def close(self) -> None:
         """Let go of the model and of the slots."""
-        self._runner.twin = None
-        self._adapters.close()
+        self._runner.close()
         self._let_go()

@@ -164,7 +164,7 @@ def _past(begun: Begun | None) -> tuple[int, ...]:
 
 
 def past_of(before: Sequence[Begun | None]) -> Paths:
-    """Return what rows have cached that go on from contexts, or begin."""
+    """Return the paths of rows that go on from contexts, or begin."""
     return paths_of([*map(_past, before)])
 
 

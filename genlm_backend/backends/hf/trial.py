@@ -15,7 +15,7 @@ from genlm_backend.attention.packing import Span, pack
 from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.torch import WAYS, TorchRowStates, WholeAttend
 from genlm_backend.backends.hf.hf_runner import HFRunner
-from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
+from genlm_backend.backends.hf.rows_apart import MOST_ROUNDING, distance, farthest, rounding, row_of
 from genlm_backend.backends.hf.state_trial import (
     NUM_STATES,
     StateTrial,
@@ -28,8 +28,6 @@ from genlm_backend.prefix import KVLayout, KVStore, StateStore
 
 logger = logging.getLogger(__name__)
 
-_ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05}
-_DEFAULT_ROUNDING: Final = 0.25  # bfloat16, and quantised weights whatever they compute in
 _SHARE_OF_SPREAD: Final = 0.1
 _SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations: one rounding flips the next
 _MOST_COLUMNS: Final = 1 << 20
@@ -38,15 +36,10 @@ _ALIGNMENT: Final = 1024
 _SHARE_OF_ROUNDING: Final = 0.02
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """Return the largest difference of rows that are computed in another order."""
-    return _ROUNDING.get(dtype, _DEFAULT_ROUNDING)
-
-
 def bounds(model: Any) -> tuple[float, float]:
     """Return the largest difference of equal rows, and its share of the spread of others."""
     if getattr(model, "is_quantized", False):
-        return _DEFAULT_ROUNDING, _SHARE_OF_SPREAD_QUANTISED
+        return MOST_ROUNDING, _SHARE_OF_SPREAD_QUANTISED
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     return rounding(dtype), _SHARE_OF_SPREAD
 
@@ -95,7 +88,7 @@ def tolerance_of(runner: HFRunner, layout: KVLayout, spread: float) -> float:
     """Return the distance up to which two rows are the same one."""
     is_quantised = getattr(runner.model, "is_quantized", False)
     share = _SHARE_OF_SPREAD_QUANTISED if is_quantised else _SHARE_OF_SPREAD
-    smallest = _DEFAULT_ROUNDING if is_quantised else rounding(dtype_of(layout))
+    smallest = MOST_ROUNDING if is_quantised else rounding(dtype_of(layout))
     return max(smallest, share * spread)
 
 

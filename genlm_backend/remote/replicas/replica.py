@@ -16,8 +16,7 @@ from genlm_backend.model.adapters import AdapterNames
 from genlm_backend.model.answering import Answering
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo, RestartableEvaluator
 from genlm_backend.model.query import Adapter
-from genlm_backend.model.row import Row
-from genlm_backend.model.row_cache import RowCache
+from genlm_backend.model.row import Row, RowCache
 from genlm_backend.model.scoring import Question
 
 logger = logging.getLogger(__name__)

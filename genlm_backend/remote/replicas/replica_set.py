@@ -20,8 +20,7 @@ from genlm_backend.model.evaluator import (
     RestartableEvaluator,
 )
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.row import Row
-from genlm_backend.model.row_cache import RowCache
+from genlm_backend.model.row import Row, RowCache
 from genlm_backend.prefix import TierName
 from genlm_backend.remote.replicas.replica import Replica
 from genlm_backend.vision.picture_rules import PictureRules
