@@ -20,7 +20,7 @@ from genlm_backend.model.query import Query
 from genlm_backend.model.row import Row
 from genlm_backend.model.scoring import Answer, Question, Scoring
 from genlm_backend.passes.decode_steps import DecodeSteps
-from genlm_backend.passes.forwards import Forwards, Runner
+from genlm_backend.passes.forwards import Forwards
 from genlm_backend.passes.going_on import GoingOn
 from genlm_backend.passes.job import Job, first_output
 from genlm_backend.passes.openings import Openings
@@ -35,7 +35,6 @@ from genlm_backend.passes.prefill_plan import (
     plan_whole,
 )
 from genlm_backend.passes.prefix_cache import OutOfStates, PrefixCache
-from genlm_backend.prefix import PrefixTree
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 
 
@@ -54,9 +53,11 @@ class Passes:
 
     Attributes:
         forwards: As given.
+        runner: What calls the model.
         cost: As given; it can be set.
         attend_whole: As given; it can be set.
         cache: What is kept.
+        tree: The contexts that are kept.
         openings: The beginnings of contexts that have pictures.
         pads: Whether contexts that are run whole may be padded beside longer ones; it can be set.
         aligns: Whether rows of a pass have to have as many past tokens each; it can be set.
@@ -68,27 +69,18 @@ class Passes:
 
     def __init__(self, forwards: Forwards, cost: CostModel, attend_whole: Attend) -> None:
         self.forwards, self.cost, self.attend_whole = forwards, cost, attend_whole
+        self.runner = forwards.runner
         self.pads, self.aligns, self.going_on = True, False, GoingOn()
         self.most_shared, self.tokens_reused = math.inf, 0
         self.keep(PrefixCache(forwards.runner, attend_whole))
 
     def keep(self, cache: PrefixCache) -> None:
         """Keep contexts in a cache from now on; in an empty one, run every context whole."""
-        self.cache = cache
+        self.cache, self.tree = cache, cache.tree
         if cache.most_rows is not None:
             self.cost = replace(self.cost, max_rows=cache.most_rows)
         self._steps = DecodeSteps(self.forwards, cache)
         self.openings = Openings(self.forwards, cache)
-
-    @property
-    def runner(self) -> Runner:
-        """The runner, which calls the model."""
-        return self.forwards.runner
-
-    @property
-    def tree(self) -> PrefixTree:
-        """The contexts that are kept."""
-        return self.cache.tree
 
     def evaluate(self, questions: list[Question]) -> list[Answer]:
         """Return one answer to each question; out of memory, halve the batch and try again."""
