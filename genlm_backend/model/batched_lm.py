@@ -600,7 +600,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
             self._batcher.close()
             self._rows.clear()
             if not self._is_closed:
-                self._last_counts = self._evaluator.counts()
+                self._last_counts = self._last_counts or self._evaluator.counts()
                 self._evaluator.close()
                 self._is_closed = True
 
