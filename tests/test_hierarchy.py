@@ -40,7 +40,7 @@ DEFAULTS = {
         "sample",
         "statistics",
     },
-    "BatchedLM": {"_asking", "_evaluator_counts", "_is_kept", "_number_of"},
+    "BatchedLM": {"_asking", "_is_kept", "_number_of"},
     "Evaluator": {"load_prefix", "picture_rules", "save_prefix"},
     "VocabularyTrie": {"release"},
 }

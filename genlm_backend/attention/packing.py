@@ -23,31 +23,12 @@ if TYPE_CHECKING:
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """Slots of consecutive tokens of a context that is in no tree.
-
-    Attributes:
-        owner: What the slots belong to. In one pass, two runs of one owner begin with the same
-            tokens in the same slots.
-        slots: The owner's slots, in order.
-        num_tokens: How many of them, from the first, the context has.
-    """
-
-    owner: object
-    slots: Sequence[int] | NDArray[Any]
-    num_tokens: int
-
-
-@final
 @dataclass(frozen=True, slots=True)
 class Span:
     """Consecutive tokens of one context that go through the model in one pass.
 
     Attributes:
         token_ids: The new tokens; at least one.
-        past: The slots of the tokens before them, as runs that other spans may share; none where a
-            tree has them.
         slots: Slots that receive the new tokens' keys and values; empty to keep none.
         outputs: Indices into ``token_ids`` after which the row of logits is wanted.
         shift: Number that the positions of the new tokens are larger by than their places.
@@ -55,7 +36,6 @@ class Span:
     """
 
     token_ids: Sequence[int]
-    past: tuple[Run, ...] = ()
     slots: Sequence[int] | NDArray[Any] = ()
     outputs: Sequence[int] = ()
     shift: int = 0
@@ -63,11 +43,6 @@ class Span:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_new", len(self.token_ids))
-
-    @property
-    def num_past(self) -> int:
-        """Number of tokens of its runs."""
-        return sum(run.num_tokens for run in self.past)
 
 
 class RowStates(abc.ABC):
@@ -151,11 +126,11 @@ def pack(
 
     Args:
         spans: The spans. All have slots for their new tokens, or none has.
-        past: What each has before them, in a tree; ``None`` where their runs say it.
+        past: What each has before them; ``None`` for nothing.
         states: Their running states, of a model that has such.
     """
     num_new = np.array([span.num_new for span in spans])
-    past = paths_of(spans) if past is None else past
+    past = Paths.none(len(spans)) if past is None else past
     num_past = past.num_tokens
     num_columns = int(num_new.max())
     columns = np.arange(num_columns)
@@ -214,40 +189,6 @@ def pack_step(
         states=states,
         is_step=True,
     )
-
-
-def paths_of(spans: Sequence[Span]) -> Paths:
-    """Return the tokens of spans before their new ones, as a tree of their own."""
-    longest: dict[tuple[object, int], Run] = {}  # by the owner, and where it starts
-    above: dict[tuple[object, int], tuple[object, int] | None] = {}
-    ends: list[tuple[tuple[object, int] | None, int]] = []
-    for span in spans:
-        key, position = None, 0
-        for run in span.past:
-            if run.num_tokens:
-                before, key = key, (run.owner, position)
-                if key not in longest or longest[key].num_tokens < run.num_tokens:
-                    longest[key] = run
-                    above[key] = before
-                position += run.num_tokens
-        ends.append((key, position))
-    sizes = np.array([run.num_tokens for run in longest.values()], np.int64)
-    starts = np.array([start for _, start in longest], np.int64)
-    stops = 1 + np.cumsum(sizes)
-    # What is added to a number of tokens to have the node that they end in.
-    offsets = stops - sizes - starts - 1
-    offset = {None: 0, **dict(zip(longest, offsets.tolist(), strict=True))}
-    num_nodes = 1 + int(sizes.sum())
-    parent = np.arange(-1, num_nodes - 1, dtype=np.int32)
-    parent[stops - sizes] = [offset[above[key]] + key[1] for key in longest]
-    depth = np.arange(num_nodes, dtype=np.int32)
-    depth[1:] -= np.repeat(offsets, sizes).astype(np.int32)
-    slot = np.zeros(num_nodes, np.int32)
-    if longest:
-        own = [np.asarray(run.slots, np.int32)[: run.num_tokens] for run in longest.values()]
-        slot[1:] = np.concatenate(own)
-    nodes = np.array([offset[key] + num_tokens for key, num_tokens in ends], np.int64)
-    return Paths(parent, depth, slot, nodes)
 
 
 def _joined(sequences: Iterable[Sequence[int] | NDArray[Any]]) -> NDArray[np.int64]:

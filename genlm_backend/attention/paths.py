@@ -39,6 +39,12 @@ class Paths:
         """Return the paths to nodes of a tree: int32 ``[B]``."""
         return cls(tree.parent, tree.depth, tree.slot, nodes.astype(np.int64))
 
+    @classmethod
+    def none(cls, num_rows: int) -> Self:
+        """Return the paths of rows that have nothing cached."""
+        root = np.zeros(1, np.int32)
+        return cls(root, root, root, np.zeros(num_rows, np.int64))
+
     @property
     def num_tokens(self) -> NDArray[np.int64]:
         """Number of cached tokens of each row: int64 ``[B]``."""

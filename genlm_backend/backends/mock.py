@@ -106,7 +106,7 @@ class MockEvaluator(StatelessEvaluator):
             eos_token_ids=eos_token_ids,
         )
 
-    def evaluate(self, queries: Sequence[Query]) -> Sequence[Row]:
+    def evaluate(self, queries: Sequence[Query], /) -> Sequence[Row]:
         """Return one pseudo-random row for each query."""
         logits = torch.stack([self._logits(query) for query in queries])
         return rows_of_logits(logits, in_place=True)

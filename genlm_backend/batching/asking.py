@@ -7,8 +7,8 @@ import concurrent.futures
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar, final
 
-from genlm_backend.batching.evaluation import presentable
 from genlm_backend.batching.policy import BatchPolicy
+from genlm_backend.batching.round import presentable
 from genlm_backend.batching.statistics import BatcherStatistics
 from genlm_backend.batching.worker import Worker
 from genlm_backend.errors import BatcherClosedError, QueryDroppedError

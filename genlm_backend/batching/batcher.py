@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast, final
 
 from genlm_backend.batching.asking import Asking
-from genlm_backend.batching.evaluation import evaluated, has_errors, is_error, presentable
-from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision, Tickers
+from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision, Ticker
 from genlm_backend.batching.round import (
     Answers,
     Caller,
@@ -19,7 +18,11 @@ from genlm_backend.batching.round import (
     as_weight,
     call_threadsafe,
     deliver,
+    evaluated,
+    has_errors,
+    is_error,
     leave,
+    presentable,
 )
 from genlm_backend.batching.statistics import BatcherStatistics, Counts
 from genlm_backend.checks import function, instance, optional, text
@@ -76,7 +79,7 @@ class Batcher(Asking[Q, R]):
         super().__init__(text("name", name))
         self._waiting, self._running = Round(0), Round(0)  # the queue, and what is evaluated
         self._numbers: dict[Hashable, int] = {}  # of the queries of both, by key
-        self._tickers = Tickers()
+        self._tickers: dict[asyncio.AbstractEventLoop, Ticker] = {}
         self._is_busy = self._is_urgent = False
         self._num_arrived = 0
         self._counts = Counts()
@@ -271,7 +274,11 @@ class Batcher(Asking[Q, R]):
         if decision is Decision.FIRE:
             self._fire()
         elif decision is Decision.YIELD and loop is not None:
-            ticker = self._tickers.of(loop)
+            if loop not in self._tickers:
+                for closed in [other for other in self._tickers if other.is_closed()]:
+                    del self._tickers[closed]
+                self._tickers[loop] = Ticker()
+            ticker = self._tickers[loop]
             if not ticker.is_coming:
                 ticker.start(self._num_arrived)
                 loop.call_soon(self._tick, loop)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import time
 from dataclasses import dataclass
@@ -148,16 +147,3 @@ class Ticker:
         return BatchState(
             num_pending, is_busy, is_urgent, self._num_passes, self._num_quiet_passes, waited
         )
-
-
-@final
-class Tickers(dict[asyncio.AbstractEventLoop, Ticker]):
-    """The tickers of event loops, but of those that have been closed."""
-
-    def of(self, loop: asyncio.AbstractEventLoop) -> Ticker:
-        """Return the ticker of a loop, which is made where it is not there."""
-        if loop not in self:
-            for closed in [other for other in self if other.is_closed()]:
-                del self[closed]
-            self[loop] = Ticker()
-        return self[loop]

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Collection, Sequence
 from operator import attrgetter
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, final
 
 import torch
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.adapters import AdapterNames
-from genlm_backend.model.draw import Draw
 from genlm_backend.model.drawing import Drawing
-from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts
+from genlm_backend.model.evaluator import Evaluator
 from genlm_backend.model.query import Query
-from genlm_backend.model.row import Row, alone, are_rows_of, rows_without
+from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_without
 from genlm_backend.model.scoring import Answer, Question, weight
-from genlm_backend.prefix import RowCache
-
-T = TypeVar("T")
 
 
 @final
@@ -33,12 +28,11 @@ class Answering:
         adapters: The adapters that are loaded.
 
     Attributes:
-        counts: What the evaluator had done when it last came back.
         is_bounded: Whether the evaluator takes so many questions at most, whatever they are.
     """
 
     def __init__(self, evaluator: Evaluator, rows: RowCache[Row], adapters: AdapterNames) -> None:
-        self.counts, self.is_bounded = EvaluatorCounts(), True
+        self.is_bounded = True
         self._evaluator, self._rows, self._adapters = evaluator, rows, adapters
         self._vocab_size = 0
         self._undefined = torch.empty(0, dtype=torch.int64)
@@ -69,13 +63,11 @@ class Answering:
         # frame, which must not know it in turn.
         generation = self._rows.generation
         refused = self._refused(questions)
-        known = [q for q in questions if q not in refused] if refused else list(questions)
-        if not known:
-            return [refused[question] for question in questions]
-        evaluate = partial(self._evaluator.evaluate, known)
+        evaluate = self._evaluator.evaluate
         if not refused:
-            return self._found(known, self.counted(evaluate), generation)
-        answers = iter(self._found(known, self.counted(evaluate), generation))
+            return self._found(questions, evaluate(questions), generation)
+        known = [question for question in questions if question not in refused]
+        answers = iter(self._found(known, evaluate(known), generation) if known else ())
         return [refused[q] if q in refused else next(answers) for q in questions]
 
     def _refused(self, questions: Sequence[Question]) -> dict[Question, Exception]:
@@ -88,10 +80,19 @@ class Answering:
     def _found(
         self, questions: Sequence[Question], found: Any, generation: int
     ) -> list[Answer | Exception]:
-        """Return the evaluator's answers, checked; keep the rows."""
-        answers = self._checked(questions, found)
-        if _types(questions) == {Query} and _types(answers) == {Row}:
-            return self._kept(questions, answers, generation)
+        """Return the evaluator's answers, checked; keep the rows.
+
+        Raises:
+            EvaluationError: If there is not one answer for each question.
+        """
+        if not isinstance(found, Sequence) or len(found) != len(questions):
+            what = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
+            raise EvaluationError(f"{self._verb} returned {what} for {len(questions)} queries")
+        are_rows = set(map(type, questions)) == {Query} and set(map(type, found)) == {Row}
+        if are_rows and are_rows_of(found, self._vocab_size):
+            return self._kept(questions, found, generation)
+        pairs = zip(questions, found, strict=True)
+        answers = [self._checked(question, answer) for question, answer in pairs]
         pairs = enumerate(zip(questions, answers, strict=True))
         places = [i for i, (q, a) in pairs if isinstance(q, Query) and isinstance(a, Row)]
         rows = self._kept([questions[i] for i in places], [answers[i] for i in places], generation)
@@ -112,52 +113,26 @@ class Answering:
         """Return the row given that some token comes: no id that none has."""
         return row.without(self._undefined) if len(self._undefined) else row
 
-    def counted(self, verb: Callable[[], T]) -> T:
-        """Return the result of a verb of the evaluator, and look at its counts."""
-        try:
-            return verb()
-        finally:
-            self.counts = self._evaluator.counts()
-
-    def _checked(self, questions: Sequence[Question], found: Any) -> list[Answer | Exception]:
-        """Return the evaluator's answers, with an error in place of what is no answer.
-
-        Raises:
-            EvaluationError: If there is not one answer for each question.
-        """
-        name = f"{type(self._evaluator).__name__}.evaluate"
-        if not isinstance(found, Sequence) or len(found) != len(questions):
-            what = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
-            raise EvaluationError(f"{name} returned {what} for {len(questions)} queries")
-        are_rows = _types(questions) == {Query} and _types(found) == {Row}
-        if are_rows and are_rows_of(found, self._vocab_size):
-            return list(found)
-        return [
-            answer
-            if isinstance(answer, Exception) or self._is_answer(question, answer)
-            else EvaluationError(
-                f"{name} must return {self._wanted(question)}, or an exception, got {shown(answer)}"
-            )
-            for question, answer in zip(questions, found, strict=True)
-        ]
-
-    def _is_answer(self, question: Question, answer: Any) -> bool:
+    def _checked(self, question: Question, answer: Any) -> Answer | Exception:
+        """Return an answer of the evaluator's, or an error in place of what is none."""
+        size = self._vocab_size
         if isinstance(question, Query):
-            return isinstance(answer, Row) and answer.is_of(self._vocab_size)
-        if isinstance(question, Drawing) and isinstance(answer, Draw):
-            return question.is_answered_by(answer) and answer.token_id < self._vocab_size
-        return question.is_answered_by(answer)
+            wanted = f"a Row of float32 [{size}] for each query"
+            is_right = isinstance(answer, Row) and answer.is_of(size)
+        elif isinstance(question, Drawing):
+            wanted, is_right = "a Draw for a drawing", question.is_answered_by(answer)
+            is_right = is_right and answer.token_id < size
+        else:
+            wanted = f"a tensor of float32 [{question.num_targets}] for a scoring of so many tokens"
+            is_right = question.is_answered_by(answer)
+        if is_right or isinstance(answer, Exception):
+            return answer
+        said = f"{self._verb} must return {wanted}, or an exception, got {shown(answer)}"
+        return EvaluationError(said)
 
-    def _wanted(self, question: Question) -> str:
-        if isinstance(question, Query):
-            return f"a Row of float32 [{self._vocab_size}] for each query"
-        if isinstance(question, Drawing):
-            return "a Draw for a drawing"
-        return f"a tensor of float32 [{question.num_targets}] for a scoring of so many tokens"
+    @property
+    def _verb(self) -> str:
+        return f"{type(self._evaluator).__name__}.evaluate"
 
 
 _ADAPTER: Final = attrgetter("adapter")
-
-
-def _types(values: Sequence[Any]) -> set[type]:
-    return set(map(type, values))

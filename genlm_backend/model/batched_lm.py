@@ -42,7 +42,7 @@ from genlm_backend.model.drawing import Draw, Drawing
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.model.query import Adapter, Query, TokenIds
-from genlm_backend.model.row import Row, table_of
+from genlm_backend.model.row import Row, RowCache, table_of
 from genlm_backend.model.scoring import (
     Question,
     Scoring,
@@ -52,7 +52,7 @@ from genlm_backend.model.scoring import (
     scores_of_rows,
     scores_of_rows_sync,
 )
-from genlm_backend.prefix import RowCache, TierName, check_tier
+from genlm_backend.prefix import TierName, check_tier
 from genlm_backend.runtime.forks import OfOneProcess
 
 T = TypeVar("T")
@@ -134,6 +134,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._adapters = AdapterNames()
         self._answering = Answering(evaluator, self._rows, self._adapters)
         self._closing, self._is_closed = threading.RLock(), False
+        self._last_counts: EvaluatorCounts | None = None  # of an evaluator that is closed
         self._batcher: Asking[Question, Any] = self._asking(BatchPolicy(timeout=timeout))
         evaluator.check_wanted = self._batcher.check_wanted
         try:
@@ -295,12 +296,12 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     def _call(self, verb: Callable[[], T]) -> T:
         """Have the worker do something after the batches already sent; block for it."""
-        return self._batcher.call(partial(self._answering.counted, verb))
+        return self._batcher.call(verb)
 
     async def _number_of(self, verb: Callable[[Evaluator], int | None]) -> int:
         """Return the number that a verb of the evaluator returns, 0 where it returns none."""
-        counted = partial(self._answering.counted, partial(verb, self._evaluator))
-        return await asyncio.wrap_future(self._batcher.call_soon(counted)) or 0
+        asked = self._batcher.call_soon(partial(verb, self._evaluator))
+        return await asyncio.wrap_future(asked) or 0
 
     @property
     def batch_size(self) -> int:
@@ -510,12 +511,11 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     def _asker(self) -> Callable[[Callable[[Evaluator], Any]], Any]:
         """Return a function that has the worker call a verb; it does not keep the model alive."""
-        before_wait, batcher = self._before_wait, self._batcher
-        counted, evaluator = self._answering.counted, self._evaluator
+        before_wait, batcher, evaluator = self._before_wait, self._batcher, self._evaluator
 
         def ask(verb: Callable[[Evaluator], Any]) -> Any:
             before_wait()
-            return batcher.call(partial(counted, partial(verb, evaluator)))
+            return batcher.call(partial(verb, evaluator))
 
         return ask
 
@@ -586,11 +586,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     def statistics(self) -> LMStatistics:
         """Return the statistics of batching and caching."""
-        counts = self._evaluator_counts()
+        counts = self._evaluator.counts() if self._last_counts is None else self._last_counts
         return LMStatistics.of(self._batcher.statistics(), counts, self._rows)
-
-    def _evaluator_counts(self) -> EvaluatorCounts:
-        return self._answering.counts
 
     def close(self) -> None:
         """Settle every waiter with an error and free what the model holds.
@@ -603,6 +600,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
             self._batcher.close()
             self._rows.clear()
             if not self._is_closed:
+                self._last_counts = self._last_counts or self._evaluator.counts()
                 self._evaluator.close()
                 self._is_closed = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 import numpy as np
 import torch
@@ -32,12 +32,14 @@ class Drawing:
         uniform: A number from 0 up to, and not including, 1.
         allowed: A bit for each token, set where it may be drawn, as ``packed_mask`` packs them;
             ``None`` where all may be.
+        targets: No tokens: one is wanted, and no score.
     """
 
     query: Query
     temperature: float
     uniform: float
     allowed: bytes | None = None
+    targets: ClassVar[tuple[int, ...]] = ()
 
     @property
     def adapter(self) -> Adapter | None:

@@ -170,7 +170,7 @@ def _nothing() -> None:
 
 
 class Evaluator(abc.ABC):
-    """Answers queries with rows; one thread calls it, one verb at a time.
+    """Answers queries with rows; one thread calls it, one verb at a time, but for ``counts``.
 
     It knows no futures, no event loop and no tokenizer, and all arguments and results are values
     that pickle, so that it can live in another process. ``BatchedLM`` makes a model of it.
@@ -198,15 +198,15 @@ class Evaluator(abc.ABC):
         """
 
     @abc.abstractmethod
-    def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
-        """Return one answer to each of one or more distinct queries, in order: a ``Row``.
+    def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer | Exception]:
+        """Return one answer to each of one or more distinct questions, in order: a ``Row``.
 
         An exception in place of a row is for those who asked that query, and disturbs no other;
         one that is raised is for all of them. Rows may share memory, which nobody writes to
         afterwards. They may give a probability to ids that no token has, unless
         ``info.omits_undefined`` says otherwise: ``BatchedLM`` excludes them.
 
-        Where ``info.scores`` says so, there may be a ``Scoring`` among the queries. Its answer is a
+        Where ``info.scores`` says so, there may be a ``Scoring`` among them. Its answer is a
         float32 tensor ``[num_targets]``, on any device, of what rows without ``undefined_ids``
         say: those are left out, and a target among them is ``-inf``. Where ``info.draws`` says so,
         there may be a ``Drawing``, whose answer is a ``Draw`` of none of ``undefined_ids``.
@@ -287,7 +287,7 @@ class Evaluator(abc.ABC):
 
     @abc.abstractmethod
     def counts(self) -> EvaluatorCounts:
-        """Return its counts so far; takes no time."""
+        """Return its counts so far; takes no time, and is called on any thread."""
 
     @abc.abstractmethod
     def close(self) -> None:

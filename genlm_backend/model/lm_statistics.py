@@ -12,8 +12,7 @@ from genlm_backend.readable import Readable
 if TYPE_CHECKING:
     from genlm_backend.batching import BatcherStatistics
     from genlm_backend.model.evaluator import EvaluatorCounts
-    from genlm_backend.model.row import Row
-    from genlm_backend.prefix import RowCache
+    from genlm_backend.model.row import Row, RowCache
 
 
 @dataclass(frozen=True, slots=True, repr=False)

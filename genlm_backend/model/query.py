@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Final, NamedTuple, Self, final
+from typing import ClassVar, Final, NamedTuple, Self, final
 
 from genlm_backend.errors import OptionError
 from genlm_backend.model.context import Context, of_no_model
@@ -40,10 +40,12 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
         context: The whole context.
         adapter: The adapter, or ``None`` for the base model; contexts of different adapters share
             no keys and values.
+        targets: No tokens: a row is wanted, and no score.
     """
 
     context: Context
     adapter: Adapter | None
+    targets: ClassVar[tuple[int, ...]] = ()
 
     def __new__(cls, token_ids: Iterable[int], adapter: Adapter | None = None) -> Self:
         """Make a query; see the class."""

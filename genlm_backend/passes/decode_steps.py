@@ -26,30 +26,30 @@ class _Step(NamedTuple):
 
     Attributes:
         reading: How it was read.
-        handles: Handles of the nodes of its rows, ascending: int64 ``[B]``.
-        rows: Row of each of them: ``[B]``.
+        handles: Handles of the nodes that its contexts came to, ascending: int64 ``[B]``.
+        order: The number of the context that came to each of them: ``[B]``.
     """
 
     reading: Reading
     handles: NDArray[np.int64]
-    rows: NDArray[np.intp]
+    order: NDArray[np.intp]
 
-    def rows_of(self, handles: NDArray[np.int64]) -> NDArray[np.intp] | None:
-        """Return the rows of nodes, or ``None`` where not all are of this step."""
+    def find(self, handles: NDArray[np.int64]) -> NDArray[np.intp] | None:
+        """Return which of its contexts came to nodes; ``None`` where not all are of this step."""
         found = np.searchsorted(self.handles, handles[:1]).clip(max=len(self.handles) - 1)
         if self.handles[found[0]] != handles[0]:  # as of most steps, at the cost of one look
             return None
         found = np.searchsorted(self.handles, handles).clip(max=len(self.handles) - 1)
-        return self.rows[found] if (self.handles[found] == handles).all() else None
+        return self.order[found] if (self.handles[found] == handles).all() else None
 
 
 @final
 class DecodeSteps:
     """Steps of contexts of which everything but the last token is kept.
 
-    A row of a step is three integers: the node before it, its token and its slot. What a step
-    reads is what an earlier one read, its rows permuted and one column more, where all rows go on
-    from rows of one; and is found out anew otherwise.
+    A context of a step is three integers: the node before its last token, that token and its slot.
+    What a step reads is what an earlier one read, its rows permuted and one column more, where all
+    contexts go on from those of one; and is found out anew otherwise.
 
     Args:
         forwards: What runs the model.
@@ -74,25 +74,11 @@ class DecodeSteps:
             The rows, and the nodes of the contexts, 0 for one that a NaN came of and that is not
             kept; ``None`` if there is no room for their tokens.
         """
-        tree = self._cache.tree
+        forwards, cache, tree = self._forwards, self._cache, self._cache.tree
         tokens = np.frombuffer(b"".join([c.last_packed for c in contexts]), np.int32)
         slots = tree.allocate(len(nodes), nodes)
         if slots is None:
             return None
-        rows, kept = self._computed(nodes, tokens, slots)
-        for context, place in zip(contexts, tree.nodes.places(kept), strict=True):
-            context.place = place
-        return rows, kept
-
-    def _computed(
-        self, nodes: NDArray[np.int32], tokens: NDArray[np.int32], slots: NDArray[np.int64]
-    ) -> tuple[list[Row], NDArray[np.int32]]:
-        """Compute one token behind each node, and keep those that no NaN came of.
-
-        Returns:
-            The rows, and the nodes of the tokens; 0 for one that is not kept.
-        """
-        forwards, cache, tree = self._forwards, self._cache, self._cache.tree
         new = tree.grow(nodes, tokens, slots)
         try:
             forwards.check_wanted()
@@ -100,25 +86,26 @@ class DecodeSteps:
             reading = self._reading(nodes, past)
             states = cache.states_behind(nodes)
             batch = pack_step(tokens.astype(np.int64), slots, past, reading, states)
-            rows = forwards.rows(batch, cache.attend)
+            rows = forwards.finish(forwards.runner.forward(batch, cache.attend))
             is_sound = ~np.isnan(np.array([row.normaliser for row in rows], np.float64))
         except BaseException:
             tree.drop(new)
             raise
-        if not is_sound.all():
+        if is_sound.all():
+            kept = tree.link(new)
+        else:
             kept = np.zeros(len(rows), np.int32)
             kept[is_sound] = tree.link(new[is_sound])
             tree.drop(new[~is_sound])
-        else:
-            kept = tree.link(new)
+            reading = None
         if states is not None:
             cache.keep_states(kept, np.zeros(len(kept), np.int64), nodes, states)
-        if not is_sound.all():
-            return rows, kept
         if reading is not None:
             handles = tree.nodes.handles(kept)
             order = np.argsort(handles)
             self._steps.append(_Step(reading, handles[order], order))
+        for context, place in zip(contexts, tree.nodes.places(kept), strict=True):
+            context.place = place
         return rows, kept
 
     def _reading(self, nodes: NDArray[np.int32], past: Paths) -> Reading | None:
@@ -130,7 +117,7 @@ class DecodeSteps:
             self._steps.clear()
         handles = tree.nodes.handles(nodes)
         for step in reversed(self._steps):
-            rows = step.rows_of(handles)
-            if rows is not None and not step.reading.is_worn:
-                return step.reading.stepped(rows, tree.nodes.slot[nodes].astype(np.int64))
+            found = step.find(handles)
+            if found is not None and not step.reading.is_worn:
+                return step.reading.stepped(found, tree.nodes.slot[nodes].astype(np.int64))
         return attend.reading(past, np.ones(len(nodes), np.int64))

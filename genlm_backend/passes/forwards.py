@@ -1,7 +1,8 @@
-"""Forwards: rows and scores, made of the logits of forward passes."""
+"""Forwards: the calls of a model, and the rows and scores made of their logits."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -13,8 +14,40 @@ from genlm_backend.attention.paths import Paths
 from genlm_backend.model.row import Row
 from genlm_backend.passes.job import Job
 from genlm_backend.passes.prefill_plan import Segment
-from genlm_backend.passes.runner import Runner
 from genlm_backend.prefix import Nodes
+
+
+class Runner(abc.ABC):
+    """Forward passes of one model: spans in, logits at the wanted positions out.
+
+    Attributes:
+        model: The model.
+        num_forwards: Number of passes so far.
+        tokens_computed: Number of tokens in them, padding not counted.
+    """
+
+    model: Any
+    num_forwards: int
+    tokens_computed: int
+
+    @abc.abstractmethod
+    def forward(self, spans: Sequence[Span] | PackedBatch, attend: Any) -> torch.Tensor:
+        """Return the logits at the outputs of each span: ``[num_outputs, model_vocab]``.
+
+        Args:
+            spans: The spans, or what they have been packed to.
+            attend: The way to attend.
+        """
+
+    @abc.abstractmethod
+    def running_states(self, layout: Any, before: Sequence[Any] | None) -> RowStates:
+        """Return the running states of the rows of a pass.
+
+        Args:
+            layout: Their tensors.
+            before: States behind what the rows have, as a store reads them; ``None`` for rows that
+                begin.
+        """
 
 
 @final
@@ -30,6 +63,7 @@ class Forwards:
 
     Attributes:
         runner: As given.
+        finish: As given.
         check_wanted: As given.
     """
 
@@ -40,12 +74,8 @@ class Forwards:
         score: Callable[[torch.Tensor, list[int], list[int]], torch.Tensor],
         check_wanted: Callable[[], None],
     ) -> None:
-        self.runner, self.check_wanted = runner, check_wanted
-        self._finish, self._score = finish, score
-
-    def rows(self, batch: PackedBatch, attend: Any) -> list[Row]:
-        """Return the row behind each output of a batch."""
-        return self._finish(self.runner.forward(batch, attend))
+        self.runner, self.finish, self.check_wanted = runner, finish, check_wanted
+        self._score = score
 
     def of_segments(
         self, segments: Sequence[Segment], nodes: Nodes, states: RowStates | None, attend: Any
@@ -66,7 +96,7 @@ class Forwards:
             self._hand_out_scores(segments, logits)
         places = [i for i, jobs in enumerate(wanted) if not all(job.targets for job in jobs)]
         if places:
-            rows = self._finish(logits if len(places) == len(wanted) else logits[places])
+            rows = self.finish(logits if len(places) == len(wanted) else logits[places])
             for i, row in zip(places, rows, strict=True):
                 for job in wanted[i]:
                     job.row = None if job.targets else row
@@ -83,7 +113,7 @@ class Forwards:
         self.check_wanted()
         logits = self.runner.forward([span], attend)
         if not job.targets:
-            job.row = next(iter(self._finish(logits)), None) if len(span.outputs) else None
+            job.row = next(iter(self.finish(logits)), None) if len(span.outputs) else None
             return
         wanted = [start + position - job.first for position in span.outputs]
         if wanted:

@@ -6,26 +6,18 @@ import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Self, TypeAlias, final
+from typing import Self, final
 
 import torch
 
 from genlm_backend.model.context import Context
-from genlm_backend.model.query import Query
 from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Scoring
-
-Asked: TypeAlias = Query | Scoring
-"""A question that forward passes answer."""
-
-Found: TypeAlias = Row | torch.Tensor
-"""An answer to it."""
+from genlm_backend.model.scoring import Question
 
 
-def first_output(question: Asked) -> int:
+def first_output(question: Question) -> int:
     """Return the first position of a question's context behind which logits are wanted."""
-    num_outputs = 1 if isinstance(question, Query) else question.num_targets
-    return len(question.context) - num_outputs
+    return len(question.context) - (len(question.targets) or 1)
 
 
 @final
@@ -70,10 +62,9 @@ class Job:
         self.scores = [0.0] * len(self.targets)
 
     @classmethod
-    def of(cls, question: Asked, node: int = 0, start: int = 0) -> Self:
+    def of(cls, question: Question, node: int = 0, start: int = 0) -> Self:
         """Return the job of a query or of a scoring."""
-        targets = () if isinstance(question, Query) else question.targets
-        return cls(question.context, node, start, targets)
+        return cls(question.context, node, start, question.targets)
 
     @property
     def outputs(self) -> range:
@@ -96,7 +87,7 @@ class Job:
         return any(math.isnan(self.scores[i - self.first]) for i in outputs if self.targets)
 
     @property
-    def answer(self) -> Found:
+    def answer(self) -> Row | torch.Tensor:
         """The row, or the scores as float32 ``[num_targets]``."""
         if self.targets:
             return torch.tensor(self.scores, dtype=torch.float32)

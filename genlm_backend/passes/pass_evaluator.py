@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import abc
-import math
-from collections.abc import Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import Any, Final, final
 
 import torch
 
 from genlm_backend.attention.attend import Attend
+from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts
-from genlm_backend.model.query import Query
+from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.row import Row, rows_of_logits, scores_of_logits
 from genlm_backend.model.scoring import Answer, Question
-from genlm_backend.passes.by_adapter import answers_by_adapter
-from genlm_backend.passes.forwards import Forwards
-from genlm_backend.passes.job import Asked, Found
+from genlm_backend.passes.forwards import Forwards, Runner
 from genlm_backend.passes.passes import Passes
 from genlm_backend.passes.prefill_plan import CostModel
 from genlm_backend.passes.prefix_cache import PrefixCache
-from genlm_backend.passes.runner import Runner
 from genlm_backend.prefix import TierName
 from genlm_backend.runtime.memory import release_cached_memory
 from genlm_backend.runtime.threads import frequent_switches
@@ -46,7 +46,7 @@ class PassEvaluator(Evaluator):
         attend_whole: Attend,
         output_device: torch.device | None = None,
     ) -> None:
-        self._output_device, self._max_kept = output_device, math.inf
+        self._output_device = output_device
         forwards = Forwards(runner, self._finished, self._scored, lambda: self.check_wanted())
         self.passes = Passes(forwards, CostModel.on(device_type), attend_whole)
 
@@ -58,19 +58,60 @@ class PassEvaluator(Evaluator):
         return scores_of_logits(logits, places, targets, self.undefined_ids)
 
     @abc.abstractmethod
-    def _answers(self, questions: list[Asked]) -> list[Found]:
-        """Return the answers to questions of one adapter, which is put in place."""
+    def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
+        """Return a context in which passes compute with an adapter, or as the model came."""
 
-    def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
+    @final
+    def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer | Exception]:
         """Return one answer to each query or scoring, adapter by adapter."""
         with frequent_switches():
-            return answers_by_adapter(queries, self._answers)
+            if len(set(map(_ADAPTER, questions))) == 1:  # as a rule
+                return self._of_adapter(list(questions))
+            places: defaultdict[Adapter | None, list[int]] = defaultdict(list)
+            for place, question in enumerate(questions):
+                places[question.adapter].append(place)
+            return self._in_parts(questions, places.values())
+
+    def _of_adapter(self, questions: list[Question]) -> list[Answer | Exception]:
+        """Return the answers to questions of one adapter, or the error that they meet."""
+        try:
+            with self._in_place(questions[0].adapter):
+                return [*self.passes.evaluate(questions)]
+        except QueryDroppedError:
+            raise
+        except Exception as error:  # raised for their callers, and no others
+            pictured = [i for i, q in enumerate(questions) if q.context.pictures is not None]
+            if len(questions) == 1 or not pictured:
+                return [error] * len(questions)
+        # A model may refuse one context's pictures, which concerns nobody else.
+        others = [i for i, q in enumerate(questions) if q.context.pictures is None]
+        return self._in_parts(questions, [others, *([i] for i in pictured)])
+
+    def _in_parts(
+        self, questions: Sequence[Question], parts: Iterable[list[int]]
+    ) -> list[Answer | Exception]:
+        """Return the answers to questions of one adapter each, given their places part by part."""
+        answers: dict[int, Answer | Exception] = {}
+        try:
+            for part in filter(None, parts):
+                answers.update(
+                    zip(part, self._of_adapter([questions[i] for i in part]), strict=True)
+                )
+            return [answers[i] for i in range(len(questions))]
+        finally:
+            answers.clear()  # an error remembers this frame, which must not know it in turn
+
+    @final
+    def evaluate_whole(self, query: Query) -> Row:
+        """Return the row of a context run whole and alone, past whatever is kept."""
+        with self._in_place(query.adapter):
+            return self.passes.row_alone(query)
 
     # ---------------------------------------------------------------- what is kept
 
     def num_cached(self, query: Query, tier: TierName | None = None) -> int:
         """Return how many of a context's tokens need not be computed again."""
-        if len(query.context) > self._max_kept:
+        if len(query.context) > self.passes.most_shared:
             return 0
         # The last token always goes through the model: its logits are the answer.
         passes, ids = self.passes, query.context.packed()
@@ -83,7 +124,8 @@ class PassEvaluator(Evaluator):
 
     def pin(self, query: Query) -> bool:
         """Compute a context and keep its slots until ``clear()``; return whether there was room."""
-        node = self.passes.computed(query, self._answers)
+        with self._in_place(query.adapter):
+            node = self.passes.computed(query)
         return node is not None and self.passes.cache.pin(node, self.passes.going_on.fewest)
 
     def _counted(self, packed_weight_bytes: int = 0) -> EvaluatorCounts:
@@ -116,3 +158,6 @@ class PassEvaluator(Evaluator):
         self.passes.keep(PrefixCache(runner, self.passes.attend_whole))
         runner.model = None
         release_cached_memory()
+
+
+_ADAPTER: Final = attrgetter("adapter")

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from genlm_backend.attention.attend import Attend
 from genlm_backend.errors import QueryDroppedError
-from genlm_backend.model.context import Context
 from genlm_backend.model.query import Query
+from genlm_backend.model.row import Row
+from genlm_backend.model.scoring import Answer, Question, Scoring
 from genlm_backend.passes.decode_steps import DecodeSteps
 from genlm_backend.passes.forwards import Forwards
 from genlm_backend.passes.going_on import GoingOn
-from genlm_backend.passes.job import Asked, Found, Job, first_output
+from genlm_backend.passes.job import Job, first_output
+from genlm_backend.passes.openings import Openings
 from genlm_backend.passes.overflow import search, still_spoilt
 from genlm_backend.passes.prefill_plan import (
     CostModel,
@@ -32,11 +37,6 @@ from genlm_backend.passes.prefill_plan import (
     states_needed,
 )
 from genlm_backend.passes.prefix_cache import OutOfStates, PrefixCache
-from genlm_backend.passes.roots import Roots
-from genlm_backend.passes.runner import Runner
-from genlm_backend.prefix import (
-    PrefixTree,
-)
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 
 
@@ -55,53 +55,87 @@ class Passes:
 
     Attributes:
         forwards: As given.
+        runner: What calls the model.
         cost: As given; it can be set.
         attend_whole: As given; it can be set.
         cache: What is kept.
-        roots: The beginnings of contexts that are pictures.
+        tree: The contexts that are kept.
+        openings: The beginnings of contexts that have pictures.
         pads: Whether contexts that are run whole may be padded beside longer ones; it can be set.
         aligns: Whether rows of a pass have to have as many past tokens each; it can be set.
         going_on: How many tokens go on from a running state in one pass; it can be set.
+        most_shared: Number of tokens up to which contexts share anything, of a model that has other
+            keys for longer ones; infinite for most models; it can be set.
         tokens_reused: Number of tokens whose keys and values were there.
     """
 
     def __init__(self, forwards: Forwards, cost: CostModel, attend_whole: Attend) -> None:
         self.forwards, self.cost, self.attend_whole = forwards, cost, attend_whole
+        self.runner = forwards.runner
         self.pads, self.aligns, self.going_on = True, False, GoingOn()
-        self.tokens_reused = 0
+        self.most_shared, self.tokens_reused = math.inf, 0
         self.keep(PrefixCache(forwards.runner, attend_whole))
 
     def keep(self, cache: PrefixCache) -> None:
         """Keep contexts in a cache from now on; in an empty one, run every context whole."""
-        self.cache = cache
+        self.cache, self.tree = cache, cache.tree
         if cache.most_rows is not None:
             self.cost = replace(self.cost, max_rows=cache.most_rows)
-        self._steps, self.roots = DecodeSteps(self.forwards, cache), Roots(self.forwards, cache)
+        self._steps = DecodeSteps(self.forwards, cache)
+        self.openings = Openings(self.forwards, cache)
 
-    @property
-    def runner(self) -> Runner:
-        """The runner, which calls the model."""
-        return self.forwards.runner
-
-    @property
-    def tree(self) -> PrefixTree:
-        """The contexts that are kept."""
-        return self.cache.tree
-
-    def evaluate(self, questions: list[Asked]) -> list[Found]:
+    def evaluate(self, questions: list[Question]) -> list[Answer]:
         """Return one answer to each question; out of memory, halve the batch and try again."""
+        answers: list[Answer] | None = None
         try:
-            answers = self._from_slots(questions)
+            apart = self._apart(questions)
+            if not apart:
+                return self._together(questions)
+            answers = _beside(apart, questions, self._together)
         except Exception as error:
             if not is_out_of_memory(error) or len(questions) == 1:
                 raise
-            answers = None  # outside of the handler, since the traceback holds the tensors
-        if answers is None:
+        if answers is None:  # outside of the handler, since the traceback holds the tensors
             release_cached_memory()
             return _in_halves(questions, self.evaluate)
         return answers
 
-    def whole(self, questions: list[Asked], *, pads: bool = True) -> list[Found]:
+    def _apart(self, questions: Sequence[Question]) -> dict[Question, Answer]:
+        """Return the answers to questions that share no pass: of long contexts, and of pictures."""
+        apart: dict[Question, Answer] = {}
+        if self.most_shared < math.inf:
+            long = [q for q in questions if len(q.context) > self.most_shared]
+            apart = {question: self._answer_of_long(question) for question in long}
+        if self.cache.keeps and any(map(_PICTURES, questions)):
+            apart.update(self.openings.begin([q for q in questions if q not in apart]))
+        return apart
+
+    def row_alone(self, query: Query) -> Row:
+        """Return the row of a context that is run whole and alone, past whatever is kept.
+
+        A model whose rotary frequencies grow with its contexts keeps those of the longest until a
+        short one comes.
+        """
+        if len(query.context) > self.most_shared:
+            self.whole([Query([0], query.adapter)])
+        (row,) = self.whole([query])
+        return cast(Row, row)
+
+    def _answer_of_long(self, question: Question) -> Answer:
+        """Return the answer to a question about more tokens than contexts may share."""
+        if not isinstance(question, Scoring):
+            return self.row_alone(Query(question.context, question.adapter))
+        text, limit = question.text, int(self.most_shared)
+        scores: list[torch.Tensor] = []
+        if question.start <= limit:
+            up_to_limit = Scoring(text.prefix(limit + 1), question.start)
+            scores.extend(cast(list[torch.Tensor], self.evaluate([up_to_limit])))
+        for end in range(max(question.start, limit + 1), len(text.token_ids)):
+            row = self.row_alone(text.prefix(end)).logprobs  # a model of its own for each length
+            scores.append(row[text.token_ids[end]].cpu().unsqueeze(0))
+        return torch.cat(scores)
+
+    def whole(self, questions: list[Question], *, pads: bool = True) -> list[Answer]:
         """Return one answer to each question without reading or writing a slot.
 
         A text with more outputs than one pass may have is run again for those that are left, from
@@ -113,10 +147,8 @@ class Passes:
         """
         with_pictures = [question for question in questions if question.context.pictures]
         if with_pictures:
-            answers = {question: self.roots.whole(question) for question in with_pictures}
-            others = [question for question in questions if question not in answers]
-            answers.update(zip(others, self.whole(others, pads=pads), strict=True))
-            return [answers[question] for question in questions]
+            apart = {question: self.openings.whole(question) for question in with_pictures}
+            return _beside(apart, questions, partial(self.whole, pads=pads))
         jobs = [Job.of(question) for question in questions]
         size = self.cost.max_outputs
         wanted = [(job, part) for job in jobs for part in job.parts(size)]
@@ -175,12 +207,8 @@ class Passes:
 
     # ---------------------------------------------------------------- with slots
 
-    def computed(self, query: Query, answer: Callable[[list[Asked]], object]) -> int | None:
+    def computed(self, query: Query) -> int | None:
         """Compute a context, with a state that it goes on from when it is asked again.
-
-        Args:
-            query: The context.
-            answer: Answers questions by these passes.
 
         Returns:
             Its node; it and the state are on the device. ``None`` if there is no room.
@@ -190,32 +218,24 @@ class Passes:
         if tree.states.num_states and num_before > 0 and query.context.pictures is None:
             node = self.cache.match(query.context, query.adapter, num_before)
             if tree.nodes.depth[node] < num_before or not tree.nodes.state[node]:
-                answer([Query(query.context[:num_before], query.adapter)])
-        answer([query])
+                self.evaluate([query.prefix(num_before)])
+        self.evaluate([query])
         node = self.cache.match(query.context, query.adapter, size)
         is_kept = tree.nodes.depth[node] == size and tree.nodes.slot[node] > 0
         if is_kept and tree.states.num_states:
             is_kept = self.cache.has_state(self.cache.resumed(node, self.going_on.fewest))
         return node if is_kept else None
 
-    def _from_slots(self, questions: list[Asked]) -> list[Found]:
+    def _together(self, questions: list[Question]) -> list[Answer]:
+        """Answer questions from what is kept, the openings of their contexts included."""
         if not self.cache.keeps:
             return self.whole(questions)
-        answers = self.roots.begin(questions) if any(map(_PICTURES, questions)) else {}
-        if not answers:
-            return self._together(questions)
-        others = [question for question in questions if question not in answers]
-        if others:
-            answers.update(zip(others, self._together(others), strict=True))
-        return [answers[question] for question in questions]
-
-    def _together(self, questions: list[Asked]) -> list[Found]:
-        """Answer questions from what is kept, roots included."""
         self.tree.begin()
         contexts = [question.context for question in questions]
+        lengths = np.array([*map(len, contexts)], np.int32)
         # What has an output always goes through the model: logits are not kept.
         are_queries = set(map(type, questions)) == {Query}
-        sizes = np.array([*map(len, contexts)], np.int32) - 1
+        sizes = lengths - 1
         if not are_queries:
             sizes = np.array([*map(first_output, questions)], np.int32)
         nodes = self.tree.match_all(
@@ -224,35 +244,27 @@ class Passes:
             sizes,
             lambda i, start: contexts[i].packed(start, int(sizes[i])),
         )
-        known = self.tree.nodes.depth[nodes]
-        if self.cache.state_store.num_states:
+        known, has_states = self.tree.nodes.depth[nodes], self.cache.state_store.num_states > 0
+        if has_states:
             known = np.minimum(known, sizes + 1 - self.going_on.fewest)
-            nodes = self._at_states(nodes, sizes, np.array([*map(len, contexts)], np.int32))
+            nodes = self._at_states(nodes, sizes, lengths)
         self.tree.use(nodes)
-        answers: list[Found] | None
-        if self.cache.host_state_store.num_states and not self.tree.states.fetch(nodes):
-            answers = None
-        elif are_queries and self.is_step(questions, nodes, sizes):
-            answers = self._stepped(questions, contexts, nodes)
-        else:
-            answers = self._planned(questions, nodes, known)
+        answers: list[Answer] | None = None
+        if not self.cache.host_state_store.num_states or self.tree.states.fetch(nodes):
+            if are_queries and self.is_step(questions, nodes, sizes):
+                found = self._steps.rows(contexts, nodes)
+                if found is not None:
+                    rows, kept = found
+                    self.tokens_reused += int(self.tree.nodes.depth[nodes].sum())
+                    answers = self._sound(questions, rows, np.flatnonzero(kept == 0).tolist())
+            else:
+                answers = self._planned(questions, nodes, known)
         if answers is not None:
             return answers
         if len(questions) == 1:
             return self.whole(questions)
         fetched = nodes if self.cache.host_state_store.num_states else None
-        return _in_halves(questions, self._from_slots, fetched)
-
-    def _stepped(
-        self, questions: list[Asked], contexts: list[Context], nodes: NDArray[np.int32]
-    ) -> list[Found] | None:
-        """Answer questions by a decode step; ``None`` if there is no room for it."""
-        found = self._steps.rows(contexts, nodes)
-        if found is None:
-            return None
-        rows, kept = found
-        self.tokens_reused += int(self.tree.nodes.depth[nodes].sum())
-        return self._sound_answers(questions, [*rows], np.flatnonzero(kept == 0).tolist())
+        return _in_halves(questions, self.evaluate, fetched)
 
     def _at_states(
         self, nodes: NDArray[np.int32], sizes: NDArray[np.int32], lengths: NDArray[np.int32]
@@ -275,7 +287,7 @@ class Passes:
         return nodes
 
     def is_step(
-        self, questions: Sequence[Asked], nodes: NDArray[np.int32], sizes: NDArray[np.int32]
+        self, questions: Sequence[Question], nodes: NDArray[np.int32], sizes: NDArray[np.int32]
     ) -> bool:
         """Return whether contexts are one token each behind what is kept, and fit one pass."""
         depths = self.tree.nodes.depth[nodes]
@@ -289,8 +301,8 @@ class Passes:
         )
 
     def _planned(
-        self, questions: list[Asked], nodes: NDArray[np.int32], known: NDArray[np.int32]
-    ) -> list[Found] | None:
+        self, questions: list[Question], nodes: NDArray[np.int32], known: NDArray[np.int32]
+    ) -> list[Answer] | None:
         """Answer questions by segments and waves; ``None`` if there is no room for all.
 
         Args:
@@ -302,8 +314,8 @@ class Passes:
         jobs = [Job.of(*one) for one in zip(questions, nodes.tolist(), starts, strict=True)]
         for job, num_known in zip(jobs, known.tolist(), strict=True):
             job.num_known = num_known
-            job.shift = self.roots.shift(job.context)
-        if not all(map(_has_root, jobs)):
+            job.shift = self.openings.shift(job.context)
+        if not all(map(_has_opening, jobs)):
             return None
         found = self._plan(jobs)
         if found is None:
@@ -322,22 +334,22 @@ class Passes:
             question.context.place = place
         answers = [job.answer for job in jobs]
         spoilt = [i for i, job in enumerate(jobs) if job.is_spoilt(job.outputs)]
-        return self._sound_answers(questions, answers, spoilt)
+        return self._sound(questions, answers, spoilt)
 
-    def _sound_answers(
-        self, questions: Sequence[Asked], answers: list[Found], spoilt: Sequence[int]
-    ) -> list[Found]:
+    def _sound(
+        self, questions: Sequence[Question], answers: Sequence[Answer], spoilt: Sequence[int]
+    ) -> list[Answer]:
         """Return answers, of which those at some places have NaN and are computed whole.
 
         Attention gives what it masks a weight of zero, and zero times NaN is NaN. So a context
         that overflows spoils its own beginning too, and the answers of others that end there.
         """
-        if not spoilt:
-            return answers
-        again = self.whole([questions[i] for i in spoilt], pads=False)
-        for i, answer in zip(spoilt, again, strict=True):
-            answers[i] = answer
-        return answers
+        sound = list(answers)
+        if spoilt:
+            again = self.whole([questions[i] for i in spoilt], pads=False)
+            for i, answer in zip(spoilt, again, strict=True):
+                sound[i] = answer
+        return sound
 
     def _run(
         self,
@@ -446,17 +458,28 @@ class Passes:
 _PICTURES: Final = attrgetter("context.pictures")
 
 
-def _has_root(job: Job) -> bool:
-    """Return whether the root of a context is kept: it may have had to go for another one's."""
+def _has_opening(job: Job) -> bool:
+    """Return whether the opening of a context is kept: it may have had to go for another one's."""
     pictures = job.context.pictures
     return pictures is None or job.start >= pictures.num_tokens
 
 
+def _beside(
+    apart: dict[Question, Answer],
+    questions: Sequence[Question],
+    evaluate: Callable[[list[Question]], list[Answer]],
+) -> list[Answer]:
+    """Return the answers to all questions, of which some have been answered apart."""
+    others = [question for question in questions if question not in apart]
+    answers = {**apart, **dict(zip(others, evaluate(others) if others else (), strict=True))}
+    return [answers[question] for question in questions]
+
+
 def _in_halves(
-    questions: list[Asked],
-    evaluate: Callable[[list[Asked]], list[Found]],
+    questions: list[Question],
+    evaluate: Callable[[list[Question]], list[Answer]],
     starts: NDArray[np.int32] | None = None,
-) -> list[Found]:
+) -> list[Answer]:
     """Return answers to two halves of a batch.
 
     Args:
@@ -470,7 +493,7 @@ def _in_halves(
         order = np.argsort(starts, kind="stable")
         cuts = np.flatnonzero(np.diff(starts[order])) + 1
         middle = int(cuts[np.argmin(abs(cuts - middle))]) if len(cuts) else middle
-    answers: dict[int, Found] = {}
+    answers: dict[int, Answer] = {}
     for half in (order[:middle].tolist(), order[middle:].tolist()):
         answers.update(zip(half, evaluate([questions[i] for i in half]), strict=True))
     return [answers[i] for i in range(len(questions))]

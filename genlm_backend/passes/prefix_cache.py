@@ -13,7 +13,7 @@ from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import RowStates
 from genlm_backend.model.context import Context
 from genlm_backend.model.query import Adapter
-from genlm_backend.passes.runner import Runner
+from genlm_backend.passes.forwards import Runner
 from genlm_backend.prefix import (
     KVLayout,
     KVStore,

@@ -1,10 +1,9 @@
-"""Keys, values and rows that have been computed already; no event loop, no model."""
+"""Keys, values and running states that have been computed already; no event loop, no model."""
 
 from genlm_backend.prefix.codecs import KV_CACHE_DTYPES, KVCacheDtype
 from genlm_backend.prefix.kv_store import KVLayout, KVStore, LayerLayout
 from genlm_backend.prefix.nodes import NOWHERE, Nodes, Place
 from genlm_backend.prefix.prefix_tree import PrefixTree
-from genlm_backend.prefix.row_cache import RowCache
 from genlm_backend.prefix.slot_mover import Mover
 from genlm_backend.prefix.slots import PADDING_SLOT, Slots
 from genlm_backend.prefix.states import CacheLayer, StateLayout, States, StateStore, StateTensor
@@ -23,7 +22,6 @@ __all__ = [
     "Nodes",
     "Place",
     "PrefixTree",
-    "RowCache",
     "Slots",
     "StateLayout",
     "StateStore",

@@ -58,13 +58,13 @@ class PrefixTree:
         self._roots: dict[Hashable, int] = {}
         self._now, self._num_linked = 1, 0
         self._pins: list[int] = []
-        self._used: list[Ints] = []  # in this round
+        self._used: list[Ints] = []  # since it began
         self._device, self._host = _Leaves(is_on_device=True), _Leaves(is_on_device=False)
 
     # ---------------------------------------------------------------- the protocol
 
     def begin(self) -> None:
-        """Begin a round: what earlier ones have used may be evicted from now on."""
+        """Begin anew: what has been used before may be evicted from now on."""
         self._now += 1
         self._used.clear()
         if self.states.num_states:
@@ -87,7 +87,7 @@ class PrefixTree:
         namespace: Hashable = None,
         place: Place = NOWHERE,
     ) -> int:
-        """Return the node of the longest cached prefix, which is not evicted in this round.
+        """Return the node of the longest cached prefix, which is not evicted before ``begin``.
 
         Args:
             token_ids: The tokens.
@@ -136,7 +136,7 @@ class PrefixTree:
         return nodes
 
     def use(self, nodes: Ints) -> None:
-        """Note that nodes are used in this round, so that they are not evicted."""
+        """Note that nodes are used, so that they are not evicted before the next ``begin``."""
         stamps = self.nodes.stamp
         stamps[nodes] = np.maximum(stamps[nodes], self._now)
         self._used.append(nodes)
@@ -155,7 +155,7 @@ class PrefixTree:
 
         Args:
             count: Number of slots.
-            ends: Nodes that are used in this round. What is on the host of the paths to them is
+            ends: Nodes that are used since ``begin``. What is on the host of the paths to them is
                 moved to the device; nothing is if there is no room.
 
         Returns:
@@ -223,7 +223,7 @@ class PrefixTree:
     def evict(self, count: int) -> int:
         """Free up to ``count`` slots, least recently used first; return how many.
 
-        Nothing goes that is pinned or used in this round. Tokens go to the host, as far as there
+        Nothing goes that is pinned or used since ``begin``. Tokens go to the host, as far as there
         is room for them or for something older.
         """
         taken = self._device.take(self.nodes, count, self._now)
@@ -293,8 +293,8 @@ class PrefixTree:
         slots = self.nodes.slot[: self.nodes.num_made]
         self.slots.free(slots[slots > 0])
         self.host_slots.free(-slots[slots < 0])
+        self.states.clear()  # first: whoever counts states looks at the nodes that have them
         self.nodes.clear()
-        self.states.clear()
         self._roots.clear()
         self._pins.clear()
         self._num_linked = 0

@@ -121,26 +121,26 @@ class RemoteEvaluator(RestartableEvaluator):
     # ---------------------------------------------------------------- answers
 
     @final
-    def evaluate(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
+    def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer | Exception]:
         """Return one answer to each query, scoring or drawing."""
         if self._sent_ids != self.undefined_ids:
             self.ask("undefined_ids", self.undefined_ids)
             self._sent_ids = self.undefined_ids
-        asked = [query for query in queries if query.adapter not in self._lost]
+        asked = [question for question in questions if question.adapter not in self._lost]
         found = self._answers(asked) if asked else ()
         if not isinstance(found, Sequence) or len(found) != len(asked):
             return found  # for the caller to refuse
         answers = iter(found)
         return [
-            AdapterError(self._lost[query.adapter])
-            if query.adapter in self._lost
+            AdapterError(self._lost[question.adapter])
+            if question.adapter in self._lost
             else next(answers)
-            for query in queries
+            for question in questions
         ]
 
-    def _answers(self, queries: Sequence[Question]) -> Sequence[Answer | Exception]:
+    def _answers(self, questions: Sequence[Question]) -> Sequence[Answer | Exception]:
         with frequent_switches():
-            found = self.ask("evaluate", list(queries))
+            found = self.ask("evaluate", list(questions))
             if not isinstance(found, Answers):
                 return found  # for the caller to refuse
             num_rows = sum(isinstance(answer, InTable) for answer in found.answers)

@@ -15,7 +15,7 @@ class PictureRules:
         is_prompt_one: Whether the tokens of a prompt see each other, those that come later too
             (PaliGemma), so that all of it goes through the model at once; otherwise that ends with
             the last picture.
-        suffix: What tokens behind the root have where the processor makes an element for each.
+        suffix: What tokens behind the opening have where the processor makes an element for each.
         keeps: Whether text is computed from kept keys and values; where not, contexts that begin
             with pictures are run whole.
     """

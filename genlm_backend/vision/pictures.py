@@ -19,20 +19,20 @@ _NEGATIVE: Final = np.int32(-(2**31))
 class Pictures:
     """The pictures that a context begins with, as a model's own processor has made them.
 
-    They belong to the first tokens of a context, its *root*, which goes through the model at once.
+    They belong to the first tokens of a context, its *opening*, which is computed at once.
     Each token that stands for a part of a picture has an id of its own in place of the one that all
     of them have: a negative one, made of what the picture shows. So contexts of equal tokens and
     other pictures are other contexts, wherever they are compared, and what equal pictures have in
     common is shared.
 
     Attributes:
-        token_ids: Ids of the root's tokens as the model takes them, packed as 32-bit integers.
+        token_ids: Ids of the opening's tokens as the model takes them, packed as 32-bit integers.
         inputs: What the model's ``forward`` takes beside them, by name. What has one element for
-            each token of the root is of shape ``[1, num_tokens]``.
+            each token of the opening is of shape ``[1, num_tokens]``.
         of_tokens: Names of those that have one element for each token.
-        suffix: What the tokens behind the root have there.
+        suffix: What the tokens behind the opening have there.
         image_token_id: The id that stands for all parts of pictures.
-        keeps: Whether what follows the root is computed from its keys and values; where not, the
+        keeps: Whether what follows the opening is computed from its keys and values; where not, the
             context is run whole.
         reader: Which library has read them, and takes what has been made of them.
         key: Digest of all that an answer depends on.
@@ -56,7 +56,7 @@ class Pictures:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the root."""
+        """Number of tokens of the opening."""
         return len(self.token_ids) // 4
 
     @property
@@ -65,7 +65,7 @@ class Pictures:
         return len(self.token_ids) + sum(value.nbytes for value in self.inputs.values())
 
     def ids(self, rest: array[int]) -> array[int]:
-        """Return the ids of a context as the model takes them, given those behind the root."""
+        """Return the ids of a context as the model takes them, given those behind the opening."""
         found = array("i")
         found.frombytes(self.token_ids)
         return found + rest
@@ -96,16 +96,16 @@ class Pictures:
         keeps: bool = True,
         reader: str = "transformers",
     ) -> Self:
-        """Return the pictures of a prompt whose first ``num_tokens`` are the root.
+        """Return the pictures of a prompt whose first ``num_tokens`` are the opening.
 
         Args:
             token_ids: Ids of the prompt.
             inputs: What the processor has made beside them, for one prompt.
-            num_tokens: Number of tokens of the root.
+            num_tokens: Number of tokens of the opening.
             image_token_id: The id that stands for all parts of pictures.
             of_tokens: Names of those inputs that have one element for each token.
-            suffix: What tokens behind the root have where there is an element for each.
-            keeps: Whether what follows the root is computed from its keys and values.
+            suffix: What tokens behind the opening have where there is an element for each.
+            keeps: Whether what follows the opening is computed from its keys and values.
             reader: Which library has read them.
         """
         cut = {n: value[:, :num_tokens] if n in of_tokens else value for n, value in inputs.items()}

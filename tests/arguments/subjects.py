@@ -34,8 +34,8 @@ from genlm_backend.errors import ModelNotFoundError, UnknownTaskError
 from genlm_backend.generation import RuntimeConfig
 from genlm_backend.generation.hf_inputs import HONOURED
 from genlm_backend.model.batched_lm import BatchedLM
+from genlm_backend.model.row import RowCache
 from genlm_backend.model.sampling import Sampler
-from genlm_backend.prefix import RowCache
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine

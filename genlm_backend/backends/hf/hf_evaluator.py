@@ -6,6 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, final
 
@@ -15,22 +16,19 @@ from genlm_backend.attention.torch import WholeAttend
 from genlm_backend.backends.hf.architecture import check_predicts
 from genlm_backend.backends.hf.hf_cache import Wanted, cache_of, layout_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
-from genlm_backend.backends.hf.long_contexts import LongContexts
-from genlm_backend.backends.hf.lora import Adapters
 from genlm_backend.backends.hf.model_picture_rules import examine_pictures, image_token_id
 from genlm_backend.backends.hf.prefix_file import PrefixFiles
 from genlm_backend.backends.hf.support import (
     check_model,
     examine,
     longest_context,
+    rotary_limit,
     tried,
     vocab_width,
 )
 from genlm_backend.model.ends import ends_of_model
 from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.row import Row
-from genlm_backend.passes.job import Asked, Found
 from genlm_backend.passes.pass_evaluator import PassEvaluator
 from genlm_backend.prefix import KVCacheDtype
 from genlm_backend.runtime.threads import use_num_threads
@@ -82,10 +80,8 @@ class HFEvaluator(PassEvaluator):
         model.eval()
         self._runner = runner = HFRunner(model)
         super().__init__(runner, runner.device.type, WholeAttend(), output_device)
-        self._adapters = Adapters(model)
-        self._files = PrefixFiles(self.passes, self._adapters)
-        self._long = LongContexts(self.passes, model)
-        self._max_kept = self._long.limit
+        self._files = PrefixFiles(self.passes, runner)
+        self.passes.most_shared = rotary_limit(model)
         self._max_length = longest_context(model) if max_length is None else max_length
         self._wanted, self._num_threads = wanted, num_threads
         self._packs_weights = packs_weights
@@ -99,15 +95,15 @@ class HFEvaluator(PassEvaluator):
         if self._num_threads is not None:
             use_num_threads(self._num_threads)
         if self._packs_weights:
-            self._adapters.packed.pack(runner.model)
+            runner.packed.pack(runner.model)
         with tried(runner):
             tokens = [[i % width for i in (5, 6, 7)]]
             ids = torch.tensor(tokens, dtype=torch.int64, device=runner.device)
-            self._adapters.try_twins(ids, **runner.caching(False))
-        self._use(None)
+            runner.try_twins(ids)
+        self._in_place(None)
         check_predicts(runner, width)
         support = examine(runner, width, self._max_length)
-        longest = min(longest_context(runner.model) or math.inf, self._long.limit)
+        longest = min(longest_context(runner.model) or math.inf, self.passes.most_shared)
         layout = layout_of(runner, support, self._wanted.kept_as, width, longest)
         if support.spread_alone:
             warnings.warn(
@@ -143,19 +139,9 @@ class HFEvaluator(PassEvaluator):
 
     # ---------------------------------------------------------------- rows and scores
 
-    def _use(self, adapter: Adapter | None) -> None:
-        """Run the twin with an adapter, or the model as it came, from now on."""
-        self._runner.twin = self._adapters.twin(adapter)
-
-    def evaluate_whole(self, query: Query) -> Row:
-        """Return the row of a context run whole and alone, past whatever is kept."""
-        self._use(query.adapter)
-        return self._long.row(query)
-
-    def _answers(self, questions: list[Asked]) -> list[Found]:
-        """Return the answers to questions of one adapter."""
-        self._use(questions[0].adapter)
-        return self._long.answers(questions)
+    def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
+        self._runner.twin = self._runner.twin_with(adapter)  # and it stays there
+        return nullcontext()
 
     def picture_rules(
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]
@@ -165,7 +151,7 @@ class HFEvaluator(PassEvaluator):
         if placeholder is None:
             return super().picture_rules(token_ids, inputs)
         before = passes.runner.num_forwards, passes.runner.tokens_computed
-        self._use(None)
+        self._in_place(None)
         rules = examine_pictures(
             self._runner, passes.cache.layout, self._attend, token_ids, inputs, placeholder
         )
@@ -177,7 +163,8 @@ class HFEvaluator(PassEvaluator):
     def save_prefix(self, query: Query, path: str) -> None:
         """Compute a context and write its keys and values into a file."""
         self._check_can_keep(len(query.context))
-        self._files.save(self.passes.computed(query, self._answers), query, Path(path))
+        with self._in_place(query.adapter):
+            self._files.save(self.passes.computed(query), query, Path(path))
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
         """Keep the keys and values of a file."""
@@ -189,33 +176,32 @@ class HFEvaluator(PassEvaluator):
 
     def _check_can_keep(self, num_tokens: int) -> None:
         has_bytes = self._wanted.kv_bytes != 0
-        self._files.check_can_keep(num_tokens, self._long.limit, has_bytes=has_bytes)
+        self._files.check_can_keep(num_tokens, self.passes.most_shared, has_bytes=has_bytes)
 
     def clear(self) -> None:
         """Free all slots, pinned ones too, and look whether weights are others now."""
         self.passes.tree.clear()
-        self._adapters.packed.look_again()
+        self._runner.packed.look_again()
         self._files.look_again()
 
     # ---------------------------------------------------------------- adapters
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:
         """Load an adapter, and try it by a few tiny passes."""
-        self._adapters.load(adapter, path, self.passes.cache.keeps)
+        self._runner.load(adapter, path, self.passes.cache.keeps)
 
     def remove_adapter(self, adapter: Adapter) -> None:
         """Let go of an adapter, and free all slots."""
-        self._adapters.remove(adapter)
+        self._runner.remove(adapter)
         self.clear()
 
     # ---------------------------------------------------------------- keeping house
 
     def counts(self) -> EvaluatorCounts:
         """Return the counts of the runner and the tree, and the bytes of packed weights."""
-        return self._counted(self._adapters.packed.nbytes)
+        return self._counted(self._runner.packed.nbytes)
 
     def close(self) -> None:
         """Let go of the model and of the slots."""
-        self._runner.twin = None
-        self._adapters.close()
+        self._runner.close()
         self._let_go()

@@ -1,9 +1,9 @@
-"""HFRunner: calls of a model's twin, with packed batches."""
+"""HFRunner: calls of a model's twins, with packed batches."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, final
 
 import torch
@@ -11,21 +11,31 @@ import torch
 from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import PackedBatch, Span, pack
 from genlm_backend.attention.torch import TorchRowStates
-from genlm_backend.backends.hf.twin import Twin
-from genlm_backend.passes.runner import Runner
+from genlm_backend.backends.hf.injection import Saved, put_layers
+from genlm_backend.backends.hf.lora import OwnerAdapters, not_loaded, read_adapter
+from genlm_backend.backends.hf.model_state import ModelSnapshot
+from genlm_backend.backends.hf.packed_weights import PackedWeights
+from genlm_backend.backends.hf.twin import Twin, twin_of
+from genlm_backend.errors import AdapterError
+from genlm_backend.model.query import Adapter
+from genlm_backend.passes.forwards import Runner
 from genlm_backend.prefix import StateLayout
 
 
 @final
 class HFRunner(Runner):
-    """Forward passes of one model: spans in, logits at the wanted positions out.
+    """Forward passes of one model, by its twins: one of each adapter, and one as the model came.
+
+    PEFT puts an adapter's layers into a twin, so that adapters know nothing of each other and the
+    model of none.
 
     Args:
-        model: A causal language model of transformers.
+        model: A causal language model of transformers, or PEFT's wrapper of one.
 
     Attributes:
         model: As given.
         twin: What is run in its place; the model itself at first.
+        packed: Packed weights of its layers, with which the twins' compute.
         device: Device on which it takes its token ids.
         parameters: Names of what its ``forward`` takes.
         num_forwards: Number of passes so far.
@@ -33,8 +43,12 @@ class HFRunner(Runner):
     """
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.model: Any = model
         self.twin: Any = Twin(model, is_apart=False)
+        self.packed, self._state = PackedWeights(), ModelSnapshot(model)
+        self._owner = OwnerAdapters(model)
+        self._twins: dict[Adapter | None, Twin] = {None: self.twin}
+        self._loaded: dict[Adapter, tuple[Saved, bool]] = {}
         self.num_forwards = 0
         self.tokens_computed = 0
         self.parameters = parameters_of(model)
@@ -82,6 +96,105 @@ class HFRunner(Runner):
     def caching(self, is_wanted: bool) -> dict[str, bool]:
         """Return the argument that has a model keep what it reads, or not, if it takes one."""
         return {"use_cache": is_wanted} if "use_cache" in self.parameters else {}
+
+    # ---------------------------------------------------------------- twins
+
+    def try_twins(self, token_ids: torch.Tensor) -> None:
+        """Find out which twins the model has; see ``twin_of``."""
+        twin = self._twins[None] = twin_of(self.model, token_ids, **self.caching(False))
+        self._dress(twin, None)
+
+    def twin_with(self, adapter: Adapter | None) -> Twin:
+        """Return the twin that computes with an adapter, or as the model came, as that is now.
+
+        It is asked for before every batch.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) If the model has been converted, moved, put into
+                training mode or configured otherwise.
+            UnknownAdapterError: If an adapter that the model came with has been removed.
+            AdapterError: If the model's owner has merged an adapter into its weights.
+        """
+        twin = self._twins.get(adapter)
+        changed = self._changed(twin)
+        if adapter is None:
+            self._owner.check_as_it_came()
+        else:
+            self._owner.check_unmerged()
+        if twin is None or (changed and twin.has_other_children(changed)):
+            twin = self._twins[adapter] = self._made(adapter)
+        elif changed:
+            twin.refill()
+            self._dress(twin, adapter)
+        self.packed.check()
+        return twin
+
+    def _changed(self, twin: Twin | None) -> Collection[Any]:
+        """Check the state of the model; return what has changed since a twin was filled."""
+        twin = twin or self._twins[None]
+        changed = twin.changed()
+        self._state.check(self.model, bool(changed) and twin.is_trained(changed))
+        return changed
+
+    def _made(self, adapter: Adapter | None) -> Twin:
+        """Make the twin of an adapter, from the model as it is now."""
+        twin = self._twins[None].another()
+        if adapter is not None:
+            bare, (saved, is_cached) = self._twins[None].another(), self._loaded[adapter]
+            for one in (twin, bare):
+                self._owner.take_out(one)
+            put_layers(saved, twin, bare, is_cached)
+        self._dress(twin, adapter)
+        return twin
+
+    def _dress(self, twin: Twin, adapter: Adapter | None) -> None:
+        """Give a twin what passes need beside its weights."""
+        if adapter is None:
+            self._owner.dress(twin)
+        self.packed.place(twin.copies)
+        twin.pick()
+
+    def load(self, adapter: Adapter, path: str, is_cached: bool) -> None:
+        """Load an adapter in PEFT's format, and try it.
+
+        Args:
+            adapter: What it will be asked by.
+            path: A directory, or a repository on the hub.
+            is_cached: Whether contexts begin from cached keys and values.
+
+        Raises:
+            MissingExtraError: (``ImportError``) Without PEFT.
+            AdapterError: If it cannot be loaded, or does more than to replace layers; the model
+                is as it was then.
+        """
+        saved = read_adapter(path)
+        self._changed(None)
+        if adapter.name in self._owner.look():
+            raise AdapterError(
+                f"there is an adapter named {adapter.name!r} already, of the model's owner"
+            )
+        self._owner.check_unmerged()
+        self._loaded[adapter] = saved, is_cached
+        try:
+            self._twins[adapter] = self._made(adapter)
+        except Exception as error:
+            self.remove(adapter)
+            raise not_loaded(path, error) from error
+
+    def remove(self, adapter: Adapter) -> None:
+        """Let go of an adapter's layers."""
+        del self._loaded[adapter]
+        self._twins.pop(adapter, None)
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self.packed.clear()
+        self._loaded.clear()
+        for twin in self._twins.values():
+            twin.close()
+        self._twins.clear()
+        self._owner.close()
+        self.model = self.twin = None
 
 
 def input_device(model: Any) -> torch.device:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from genlm_backend.backends.hf.trial import rounding
+from genlm_backend.backends.hf.rows_apart import rounding
 from genlm_backend.backends.hf.twin import Twin
 
 _REFUSED = {

@@ -11,9 +11,10 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.packing import Run, Span
-from genlm_backend.attention.torch.root_attend import RootAttend, positions_of
+from genlm_backend.attention.packing import Span, pack
+from genlm_backend.attention.torch.opening_attend import OpeningAttend, positions_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
+from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.errors import PictureError
 from genlm_backend.prefix import KVLayout, KVStore
 from genlm_backend.vision.picture_rules import PictureRules
@@ -53,10 +54,10 @@ def examine_pictures(
 ) -> PictureRules:
     """Find out by a few passes where text may go on behind pictures.
 
-    A prompt and some more tokens are run whole, and then in two steps: the root, and from its keys
-    and values the rest. How far the rows of the two are apart is compared with the least of all
-    ways, the model's own cache among them, and with the difference that one wrong token makes. The
-    first way is taken that is about as near.
+    A prompt and some more tokens are run whole, and then in two passes: the opening, and from its
+    keys and values what is left. How far the rows of the two are apart is compared with the least
+    of all ways, the model's own cache among them, and with the difference that one wrong token
+    makes. The first way is taken that is about as near.
 
     Args:
         runner: What calls the model.
@@ -105,7 +106,7 @@ def examine_pictures(
 
 
 def _whole(runner: HFRunner, layout: KVLayout, pictures: Pictures, ids: list[int]) -> torch.Tensor:
-    logits = runner.forward([Span(ids, outputs=_last(ids))], RootAttend(pictures, layout))
+    logits = runner.forward([Span(ids, outputs=_last(ids))], OpeningAttend(pictures, layout))
     return logits.float().log_softmax(-1).cpu()
 
 
@@ -124,17 +125,16 @@ def _in_steps(
     stop, size = pictures.num_tokens, len(ids)
     store = KVStore(layout, size)
     slots = range(1, stop + 1)
-    runner.forward([Span(ids[:stop])], RootAttend(pictures, layout, store, slots, stop))
-    root = torch.tensor([ids[:stop]], dtype=torch.int64)
-    _, shift = positions_of(runner.model, root, pictures)
-    rest = Span(
+    runner.forward([Span(ids[:stop])], OpeningAttend(pictures, layout, store, slots, stop))
+    opening = torch.tensor([ids[:stop]], dtype=torch.int64)
+    _, shift = positions_of(runner.model, opening, pictures)
+    behind = Span(
         ids[stop:],
-        (Run(0, slots, stop),),
         range(stop + 1, size + 1),
         range(size - stop - _NUM_ROWS, size - stop),
         shift,
     )
-    logits = runner.forward([rest], attend(store))
+    logits = runner.forward(pack([behind], paths_of([slots])), attend(store))
     return logits.float().log_softmax(-1).cpu()
 
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from genlm_backend.backends.hf.fingerprint import Fingerprint, weights_digest, weights_state
-from genlm_backend.backends.hf.lora import Adapters
+from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.support import vocab_width
 from genlm_backend.errors import CacheError, PrefixFileError
 from genlm_backend.model.query import Adapter, Query
@@ -183,11 +183,11 @@ class PrefixFiles:
 
     Args:
         passes: What has the model, its tree and its store.
-        adapters: Its adapters.
+        runner: What calls the model for them.
     """
 
-    def __init__(self, passes: Passes, adapters: Adapters) -> None:
-        self._passes, self._adapters = passes, adapters
+    def __init__(self, passes: Passes, runner: HFRunner) -> None:
+        self._passes, self._runner = passes, runner
         # What a digest was made of, and the digest.
         self._digests: dict[Adapter | None, tuple[object, str]] = {}
 
@@ -290,7 +290,7 @@ class PrefixFiles:
         model = self._passes.runner.model
 
         def digest(wanted: Adapter | None) -> str:
-            twin = self._adapters.twin(wanted).module
+            twin = self._runner.twin_with(wanted).module
             state, known = weights_state(twin), self._digests.get(wanted)
             if known is None or known[0] != state:
                 known = self._digests[wanted] = state, weights_digest(twin)

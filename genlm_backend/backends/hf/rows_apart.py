@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Final
 
 import torch
+
+_ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05}
+
+MOST_ROUNDING: Final = 0.25
+"""Rounding of bfloat16, and of quantised weights whatever they compute in."""
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Return the largest difference of rows that are computed in another order."""
+    return _ROUNDING.get(dtype, MOST_ROUNDING)
 
 
 def row_of(logits: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Passes of a trial that go on from running states, whatever slots there are.
+"""Passes of a trial, of contexts in no tree: what they have cached, and running states.
 
 They are those of any library: a runner makes the states of a pass, and a store keeps them.
 """
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from genlm_backend.attention.attend import Attend
-from genlm_backend.attention.packing import Run, Span, pack
+from genlm_backend.attention.packing import Span, pack
+from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.torch import TorchRowStates
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
@@ -22,6 +23,23 @@ from genlm_backend.prefix import StateStore
 
 NUM_STATES: Final = 16
 """States of a store that are enough for all passes of a trial."""
+
+
+def paths_of(pasts: Sequence[Sequence[int]]) -> Paths:
+    """Return the paths of rows given the slots of what each has cached, of contexts in no tree."""
+    numbers: dict[tuple[int, int], int] = {}  # of nodes, by the one above and the slot
+    parent, depth, slot, ends = [0], [0], [0], list[int]()
+    for past in pasts:
+        node = 0
+        for number, own in enumerate(past, 1):
+            before, node = node, numbers.setdefault((node, own), len(parent))
+            if node == len(parent):
+                parent.append(before)
+                depth.append(number)
+                slot.append(own)
+        ends.append(node)
+    above, depths, slots = (np.array(values, np.int32) for values in (parent, depth, slot))
+    return Paths(above, depths, slots, np.array(ends, np.int64))
 
 
 @final
@@ -34,7 +52,7 @@ class Begun:
         state: The number of the running state behind them.
     """
 
-    past: tuple[Run, ...]
+    past: tuple[int, ...]
     state: int
 
 
@@ -98,8 +116,8 @@ class StateTrial:
         _, many = self.go_on([first], [short[1:]])
         _, several = self.go_on(begun, [context[-2:] for context in contexts])
         ends, _ = self.go_on(begun, [context[-2:-1] for context in contexts])
-        spans = self._spans(ends, [context[-1:] for context in contexts])
-        last = pack(spans, states=running_states(self._runner, self._states, ends))
+        spans = self._spans([context[-1:] for context in contexts])
+        last = pack(spans, past_of(ends), running_states(self._runner, self._states, ends))
         rows = row_of(self._runner.forward(last, self._attend))
         wanted = [long_row, short_row, long_row]
         at_once = farthest(
@@ -119,24 +137,35 @@ class StateTrial:
         Returns:
             The contexts with these tokens, and the logits behind the last ones.
         """
-        spans = self._spans(before, tokens)
+        spans = self._spans(tokens)
         states = running_states(self._runner, self._states, before)
-        logits = self._runner.forward(pack(spans, states=states), self._attend)
+        logits = self._runner.forward(pack(spans, past_of(before), states), self._attend)
         numbers = np.arange(len(spans)) + self._num_states + 1
         self._num_states += len(spans)
         self._states.write(numbers, states.behind(np.arange(len(spans))))
-        pasts = [(*span.past, Run(object(), span.slots, span.num_new)) for span in spans]
-        return [Begun(*one) for one in zip(pasts, numbers.tolist(), strict=True)], logits
+        begun = [
+            Begun((*_past(one), *span.slots), number)
+            for one, span, number in zip(before, spans, numbers.tolist(), strict=True)
+        ]
+        return begun, logits
 
-    def _spans(self, before: Sequence[Begun | None], tokens: Sequence[list[int]]) -> list[Span]:
+    def _spans(self, tokens: Sequence[list[int]]) -> list[Span]:
         """Return spans of the next tokens of contexts, with slots of their own."""
         spans: list[Span] = []
-        for begun, ids in zip(before, tokens, strict=True):
+        for ids in tokens:
             first = self._num_slots + 1
             self._num_slots += len(ids)
-            past = () if begun is None else begun.past
-            spans.append(Span(ids, past, range(first, first + len(ids)), (len(ids) - 1,)))
+            spans.append(Span(ids, range(first, first + len(ids)), (len(ids) - 1,)))
         return spans
+
+
+def _past(begun: Begun | None) -> tuple[int, ...]:
+    return () if begun is None else begun.past
+
+
+def past_of(before: Sequence[Begun | None]) -> Paths:
+    """Return the paths of rows that go on from contexts, or begin."""
+    return paths_of([*map(_past, before)])
 
 
 def running_states(

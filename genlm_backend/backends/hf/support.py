@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -120,10 +121,10 @@ def vocab_width(model: Any) -> int:
     return int(width or model.config.get_text_config(decoder=True).vocab_size)
 
 
-def rotary_limit(model: Any) -> int | None:
+def rotary_limit(model: Any) -> float:
     """Return the longest context whose rotary positions are read as in shorter ones.
 
-    ``None`` if all are. Where transformers recomputes the frequencies for long contexts (the
+    Infinite if all are. Where transformers recomputes the frequencies for long contexts (the
     types "longrope" and "dynamic"), all positions of a context depend on how long it is.
     """
     limits = [
@@ -132,7 +133,7 @@ def rotary_limit(model: Any) -> int | None:
         if (rope_type := getattr(module, "rope_type", None)) is not None
         for limit in _rotary_limits(module, rope_type)
     ]
-    return min(limits, default=None)
+    return min(limits, default=math.inf)
 
 
 def _rotary_limits(module: Any, rope_type: Any) -> Iterator[int]:

@@ -11,18 +11,23 @@ from typing import Any, Final, Self
 import torch
 
 from genlm_backend.attention.attend import Way
-from genlm_backend.attention.packing import Run, Span, pack
+from genlm_backend.attention.packing import Span, pack
+from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.torch import WAYS, TorchRowStates, WholeAttend
 from genlm_backend.backends.hf.hf_runner import HFRunner
-from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
-from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, running_states
+from genlm_backend.backends.hf.rows_apart import MOST_ROUNDING, distance, farthest, rounding, row_of
+from genlm_backend.backends.hf.state_trial import (
+    NUM_STATES,
+    StateTrial,
+    past_of,
+    paths_of,
+    running_states,
+)
 from genlm_backend.passes.going_on import GoingOn
 from genlm_backend.prefix import KVLayout, KVStore, StateStore
 
 logger = logging.getLogger(__name__)
 
-_ROUNDING: Final = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05}
-_DEFAULT_ROUNDING: Final = 0.25  # bfloat16, and quantised weights whatever they compute in
 _SHARE_OF_SPREAD: Final = 0.1
 _SHARE_OF_SPREAD_QUANTISED: Final = 0.3  # 8-bit activations: one rounding flips the next
 _MOST_COLUMNS: Final = 1 << 20
@@ -31,15 +36,10 @@ _ALIGNMENT: Final = 1024
 _SHARE_OF_ROUNDING: Final = 0.02
 
 
-def rounding(dtype: torch.dtype) -> float:
-    """Return the largest difference of rows that are computed in another order."""
-    return _ROUNDING.get(dtype, _DEFAULT_ROUNDING)
-
-
 def bounds(model: Any) -> tuple[float, float]:
     """Return the largest difference of equal rows, and its share of the spread of others."""
     if getattr(model, "is_quantized", False):
-        return _DEFAULT_ROUNDING, _SHARE_OF_SPREAD_QUANTISED
+        return MOST_ROUNDING, _SHARE_OF_SPREAD_QUANTISED
     dtype = next((p.dtype for p in model.parameters()), torch.float32)
     return rounding(dtype), _SHARE_OF_SPREAD
 
@@ -88,7 +88,7 @@ def tolerance_of(runner: HFRunner, layout: KVLayout, spread: float) -> float:
     """Return the distance up to which two rows are the same one."""
     is_quantised = getattr(runner.model, "is_quantized", False)
     share = _SHARE_OF_SPREAD_QUANTISED if is_quantised else _SHARE_OF_SPREAD
-    smallest = _DEFAULT_ROUNDING if is_quantised else rounding(dtype_of(layout))
+    smallest = MOST_ROUNDING if is_quantised else rounding(dtype_of(layout))
     return max(smallest, share * spread)
 
 
@@ -106,6 +106,7 @@ class Trial:
         way: The way to attend to them.
         store: The slots.
         spans: The rest, as far as it goes through the model at last.
+        past: What they have cached.
         rows: Their rows.
         difference: How far rows are from what they should be, at most.
         states: Returns the running states before the rest, of a model that has such.
@@ -116,6 +117,7 @@ class Trial:
     way: Way
     store: KVStore
     spans: tuple[Span, ...]
+    past: Paths
     rows: torch.Tensor
     difference: float
     states: Callable[[], TorchRowStates | None] = lambda: None
@@ -130,17 +132,17 @@ class Trial:
         size = len(long) + len(short)
         store = KVStore(layout, size + 2)
         long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
-        first = [Span(long[:-2], (), long_slots[:-2]), Span(short[:1], (), short_slots[:1])]
+        first = [Span(long[:-2], long_slots[:-2]), Span(short[:1], short_slots[:1])]
         runner.forward(first, way.probing(store, 0))
-        past, other = [(Run(i, span.slots, span.num_new),) for i, span in enumerate(first)]
+        past = paths_of([long_slots[:-2], short_slots[:1], long_slots[:-2]])
         spans = (
-            Span(long[-2:], past, long_slots[-2:], (1,)),
-            Span(short[1:], other, short_slots[1:], (len(short) - 2,)),
-            Span(long[-2:], past, range(size + 1, size + 3), (1,)),
+            Span(long[-2:], long_slots[-2:], (1,)),
+            Span(short[1:], short_slots[1:], (len(short) - 2,)),
+            Span(long[-2:], range(size + 1, size + 3), (1,)),
         )
-        rows = row_of(runner.forward(spans, way.probing(store, 0)))
+        rows = row_of(runner.forward(pack(spans, past), way.probing(store, 0)))
         wanted = expected.long_row, expected.short_row, expected.long_row
-        return cls(runner, way, store, spans, rows, farthest(map(distance, rows, wanted)))
+        return cls(runner, way, store, spans, past, rows, farthest(map(distance, rows, wanted)))
 
     @classmethod
     def _from_states(cls, runner: HFRunner, layout: KVLayout, way: Way, expected: Expected) -> Self:
@@ -156,6 +158,7 @@ class Trial:
             way,
             store,
             found.spans,
+            past_of(found.before),
             found.rows,
             found.difference,
             lambda: running_states(runner, states, found.before),
@@ -164,7 +167,7 @@ class Trial:
 
     def again(self, wider: int) -> torch.Tensor:
         """Return the rows of the rest in a pass with so many columns more."""
-        batch = pack(self.spans, states=self.states())
+        batch = pack(self.spans, self.past, self.states())
         return row_of(self.runner.forward(batch, self.way.probing(self.store, wider)))
 
     def change(self, wider: int) -> float:
@@ -238,9 +241,8 @@ def spread_alone(runner: HFRunner, layout: KVLayout, way: Way, expected: Expecte
     *before, last = expected.long
     attend = way.probing(KVStore(layout, len(expected.long)), 0)
     slots = range(1, len(expected.long) + 1)
-    first = Span(before, (), slots[:-1])
-    runner.forward([first], attend)
-    past = (Run(0, first.slots, first.num_new),)
-    (row,) = row_of(runner.forward([Span([last], past, slots[-1:], (0,))], attend))
+    runner.forward([Span(before, slots[:-1])], attend)
+    batch = pack([Span([last], slots[-1:], (0,))], paths_of([slots[:-1]]))
+    (row,) = row_of(runner.forward(batch, attend))
     spread = distance(row, expected.long_row)
     return spread if spread > rounding(layout.layers[0].dtype) else 0.0

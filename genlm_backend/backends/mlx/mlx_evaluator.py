@@ -7,7 +7,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Collection, Iterator
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 import mlx.core as mx
 import torch
@@ -23,9 +23,7 @@ from genlm_backend.backends.mlx.mlx_support import (
     is_half,
 )
 from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
-from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.row import Row
-from genlm_backend.passes.job import Asked, Found
+from genlm_backend.model.query import Adapter
 from genlm_backend.passes.pass_evaluator import PassEvaluator
 
 logger = logging.getLogger(__name__)
@@ -116,22 +114,11 @@ class MlxEvaluator(PassEvaluator):
 
     # ---------------------------------------------------------------- rows and scores
 
-    def _answers(self, questions: list[Asked]) -> list[Found]:
-        """Return the answers to questions of one adapter."""
-        with self._in_place(questions[0].adapter):
-            return self.passes.evaluate(questions)
-
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None) -> Iterator[None]:
         """Let the model compute with an adapter, or as it came, and nobody else meanwhile."""
         with _turn, self._adapters.in_place(adapter):
             yield
-
-    def evaluate_whole(self, query: Query) -> Row:
-        """Return the row of a context run whole and alone, past whatever is kept."""
-        with self._in_place(query.adapter):
-            (row,) = self.passes.whole([query])
-        return cast(Row, row)
 
     # ---------------------------------------------------------------- keeping house
 

@@ -13,7 +13,7 @@ import torch
 from genlm_backend.attention.mlx import MlxAttend, MlxRowStates
 from genlm_backend.attention.packing import PackedBatch, Span, pack
 from genlm_backend.errors import ModelStateError
-from genlm_backend.passes.runner import Runner
+from genlm_backend.passes.forwards import Runner
 from genlm_backend.prefix.mlx_states import MlxStateLayout
 
 

@@ -24,9 +24,9 @@ from genlm_backend.attention.mlx import (
     leaves,
     state_caches,
 )
-from genlm_backend.attention.packing import Run, Span
+from genlm_backend.attention.packing import Span, pack
 from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
-from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial
+from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, paths_of
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
@@ -245,15 +245,15 @@ def _rows_from_slots(
     """Return rows of two contexts and the first again, in two steps and padded to one batch."""
     size = len(long) + len(short)
     long_slots, short_slots = range(1, len(long) + 1), range(len(long) + 1, size + 1)
-    first = [Span(long[:-2], (), long_slots[:-2]), Span(short[:1], (), short_slots[:1])]
+    first = [Span(long[:-2], long_slots[:-2]), Span(short[:1], short_slots[:1])]
     runner.forward([*first], attend)
-    pasts = [(Run(n, span.slots, span.num_new),) for n, span in enumerate(first)]
     second = [
-        Span(long[-2:], pasts[0], long_slots[-2:], (1,)),
-        Span(short[1:], pasts[1], short_slots[1:], (len(short) - 2,)),
-        Span(long[-2:], pasts[0], range(size + 1, size + 3), (1,)),
+        Span(long[-2:], long_slots[-2:], (1,)),
+        Span(short[1:], short_slots[1:], (len(short) - 2,)),
+        Span(long[-2:], range(size + 1, size + 3), (1,)),
     ]
-    return row_of(runner.forward(second, attend))
+    past = paths_of([long_slots[:-2], short_slots[:1], long_slots[:-2]])
+    return row_of(runner.forward(pack(second, past), attend))
 
 
 def _rows(runner: MlxRunner, contexts: list[list[int]], attend: MlxAttend) -> torch.Tensor:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Final, Self, final
 
 import torch
@@ -114,7 +113,7 @@ class AsyncVirtualLM(BatchedLM):
         )
         self._pictures = VLLMPictureReader(engine, self.contexts)
         self._sampler = VLLMSampler(
-            self._vllm.rounds, self.undefined_ids, self._call_soon, self._adapters.error_of
+            self._vllm.rounds, self.undefined_ids, self._batcher.call_soon, self._adapters.error_of
         )
 
     @classmethod
@@ -208,17 +207,8 @@ class AsyncVirtualLM(BatchedLM):
             Completion(prompt, **given, stream=stream, max_length=self.max_length)
             for stream, prompt in enumerate(prompts)
         ]
-        for completion in completions:
-            completion.future.add_done_callback(self._count)  # before anybody else is told
         with progress_bar(len(completions), progress) as bar:
             return await self._sampler.sample(completions, lambda _: bar.update())
-
-    def _count(self, ended: Future[Sampled]) -> None:
-        if not ended.cancelled():  # which a caller does, on another thread than the engine's
-            self._answering.counts = self._vllm.counts()
-
-    def _call_soon(self, function: Callable[[], None]) -> None:
-        self._batcher.call_soon(lambda: self._answering.counted(function))
 
     def cleanup(self) -> None:
         """Do as ``close()``; its older name."""

@@ -59,7 +59,7 @@ class VLLMEvaluator(Evaluator):
 
     # ---------------------------------------------------------------- rows
 
-    def evaluate(self, queries: Sequence[Query]) -> Sequence[Row]:
+    def evaluate(self, queries: Sequence[Query], /) -> Sequence[Row]:
         """Return one row for each query, on the output device."""
         return self._moved(self.rounds.evaluate(queries, self.check_wanted))
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from genlm_backend.checks import byte_count, check_names, checked, mapping, optional, switch
-from genlm_backend.prefix import RowCache
+from genlm_backend.model.row import RowCache
 
 _CHECKS = {"max_bytes": optional(byte_count), "move_to_cpu": switch}
 

@@ -16,7 +16,7 @@ from genlm_backend.backends.loading import explained
 from genlm_backend.batching import BatchPolicy
 from genlm_backend.checks import Check, checked, instance, integer, listed, number
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
-from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
+from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.model.query import Query
 from genlm_backend.prefix import KVCacheDtype
 from genlm_backend.remote.process_evaluator import ProcessEvaluator
@@ -261,9 +261,6 @@ class AsyncReplicas(BatchedLM):
     async def _number_of(self, verb: Callable[[Evaluator], int | None]) -> int:
         self._batcher.check_open()
         return await self._set.largest(verb)
-
-    def _evaluator_counts(self) -> EvaluatorCounts:
-        return self._set.counts()
 
     # ---------------------------------------------------------------- keys and values
 

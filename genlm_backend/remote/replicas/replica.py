@@ -16,9 +16,8 @@ from genlm_backend.model.adapters import AdapterNames
 from genlm_backend.model.answering import Answering
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo, RestartableEvaluator
 from genlm_backend.model.query import Adapter
-from genlm_backend.model.row import Row
+from genlm_backend.model.row import Row, RowCache
 from genlm_backend.model.scoring import Question
-from genlm_backend.prefix import RowCache
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +92,7 @@ class Replica:
         evaluator = self.evaluator
 
         def open_it() -> EvaluatorInfo:
-            info = evaluator.info
-            return self.answering.counted(evaluator.open) if info is None else info
+            return evaluator.open() if evaluator.info is None else evaluator.info
 
         return self.batcher.call_soon(open_it)
 
@@ -103,7 +101,7 @@ class Replica:
 
         def call() -> Any:
             try:
-                return self.answering.counted(lambda: verb(self.evaluator))
+                return verb(self.evaluator)
             except EngineDiedError as error:
                 self._dies(error)
                 raise

@@ -20,8 +20,8 @@ from genlm_backend.model.evaluator import (
     RestartableEvaluator,
 )
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.row import Row
-from genlm_backend.prefix import RowCache, TierName
+from genlm_backend.model.row import Row, RowCache
+from genlm_backend.prefix import TierName
 from genlm_backend.remote.replicas.replica import Replica
 from genlm_backend.vision.picture_rules import PictureRules
 
@@ -164,7 +164,7 @@ class ReplicaSet(Evaluator):
 
     # ---------------------------------------------------------------- verbs
 
-    def evaluate(self, queries: Sequence[Any]) -> NoReturn:
+    def evaluate(self, questions: Sequence[Any], /) -> NoReturn:
         """Refuse: each replica answers what it is sent."""
         raise NotImplementedError("questions go to replicas one by one")
 
@@ -224,7 +224,7 @@ class ReplicaSet(Evaluator):
 
     def counts(self) -> EvaluatorCounts:
         """Return the counts of all replicas."""
-        counts = [replica.answering.counts for replica in self.replicas]
+        counts = [replica.evaluator.counts() for replica in self.replicas]
         names = [field.name for field in fields(EvaluatorCounts)]
         return EvaluatorCounts(**{n: sum(getattr(c, n) for c in counts) for n in names})
 

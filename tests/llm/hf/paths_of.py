@@ -6,8 +6,10 @@ from typing import NamedTuple
 import numpy as np
 from hypothesis import strategies as st
 
-from genlm_backend.attention.packing import Run, Span, pack, pack_step
+from genlm_backend.attention import packing
+from genlm_backend.attention.packing import pack, pack_step
 from genlm_backend.attention.paths import Paths
+from tests.llm.hf.plan_of_runs import Run, Span
 
 
 class Tree:
@@ -47,7 +49,7 @@ class Tree:
         for path, new in zip(paths, num_new, strict=True):
             chains = [[*own] for _, own in itertools.groupby(path, lambda node: readers[node])]
             runs = [Run(c[0], [self.slot[node] for node in c], len(c)) for c in chains]
-            spans.append(Span([1] * new, tuple(runs)))
+            spans.append(Span(new, tuple(runs)))
         return spans
 
 
@@ -112,7 +114,7 @@ class Particles:
     def __init__(self, run, attend, prompt, starts, first_slot=1):
         self.run, self.attend, self.tree = run, attend, Tree()
         slots = range(first_slot, first_slot + len(prompt))
-        run(pack([Span(prompt, (), slots, (0,))]))
+        run(pack([packing.Span(prompt, slots, (0,))]))
         node, self.reading = 0, None
         by_length = [0]
         for slot in slots:

@@ -9,9 +9,28 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.attention.packing import Run, Span
 from genlm_backend.attention.reading import MANY_NEW_TOKENS, Part, Rest
 from genlm_backend.prefix import PADDING_SLOT
+
+
+class Run(NamedTuple):
+    """The first slots of an owner; in one pass, its runs begin with the same tokens in them."""
+
+    owner: object
+    slots: Sequence[int]
+    num_tokens: int
+
+
+class Span(NamedTuple):
+    """New tokens of a context, and the runs that it has before them."""
+
+    num_new: int
+    past: tuple[Run, ...] = ()
+
+    @property
+    def past_slots(self):
+        """Return the slots of the tokens before its new ones."""
+        return [slot for run in self.past for slot in run.slots[: run.num_tokens]]
 
 
 class Planned(NamedTuple):
@@ -70,7 +89,7 @@ def _by_rows(spans: Sequence[Span], few_tokens: int) -> tuple[list[Part], list[l
             position += run.num_tokens
     pieces: defaultdict[tuple[int, ...], list[_Stretch]] = defaultdict(list)
     rests: list[list[_Stretch]] = [[] for _ in spans]
-    positions = np.arange(max(span.num_past for span in spans))
+    positions = np.arange(max(len(span.past_slots) for span in spans))
     for (_, first), found in readers.items():
         num_tokens, row, run = found[0]
         if len(found) == 1 and num_tokens <= few_tokens:

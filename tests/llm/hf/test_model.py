@@ -266,6 +266,21 @@ def test_another_threads_forward_of_the_same_shape_keeps_all_its_logits(tiny_lla
     assert shapes == [(1, 4, 96)]
 
 
+def test_what_has_been_done_is_told_in_the_middle_of_a_batch_and_after_the_end(tiny_llama):
+    told = []
+    with AsyncTransformer(tiny_llama, word_tokenizer(), row_cache_bytes=0) as lm:
+        lm.next_token_logprobs_sync([5, 6, 7, 8])
+        hook = tiny_llama.model.register_forward_pre_hook(lambda *_: told.append(lm.statistics()))
+        lm.next_token_logprobs_sync([5, 6, 7, 8, 9])
+        hook.remove()
+        last = lm.statistics()
+        assert (last.num_forwards, last.tokens_computed, last.tokens_reused) == (2, 5, 4)
+    (during,) = told
+    assert (during.num_forwards, during.tokens_computed) == (1, 4)
+    assert during.kv_bytes_used == last.kv_bytes_used  # the last token's slot is taken already
+    assert lm.statistics() == last
+
+
 def test_a_number_of_threads_is_the_models_own(tiny_llama):
     before = torch.get_num_threads()
     with AsyncTransformer(tiny_llama, word_tokenizer(), num_threads=1) as lm:

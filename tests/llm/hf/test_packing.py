@@ -1,27 +1,38 @@
 """Spans in the rectangle of a forward pass, and the columns that they attend to."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.attention.packing import Run, Span, pack
+from genlm_backend.attention import packing
 from genlm_backend.attention.torch import GatherAttend, WholeAttend
 from genlm_backend.attention.torch.gathered_attend import gather
+from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.prefix import KVLayout, KVStore, LayerLayout
 
 
-def span(token_ids, past_slots=(), slots=(), outputs=(), cut=None):
-    """A span whose past is one run, or two where it is cut."""
-    parts = [past_slots] if cut is None else [past_slots[:cut], past_slots[cut:]]
-    runs = tuple(Run(object(), part, len(part)) for part in parts)
-    return Span(token_ids, runs, slots, outputs)
+class Span(NamedTuple):
+    """A span, and the slots that it has before it."""
+
+    token_ids: list[int]
+    past: Sequence[int] = ()
+    slots: Sequence[int] = ()
+    outputs: Sequence[int] = ()
+
+
+def pack(spans):
+    own = [packing.Span(span.token_ids, span.slots, span.outputs) for span in spans]
+    return packing.pack(own, paths_of([span.past for span in spans]))
 
 
 def test_the_drawing_in_the_docstring():
     spans = [
-        span([51, 52, 53], [7, 8], [9, 10, 11], [2]),
-        span([61], [1, 2, 3, 4], [5], [0], cut=1),
+        Span([51, 52, 53], [7, 8], [9, 10, 11], [2]),
+        Span([61], [1, 2, 3, 4], [5], [0]),
     ]
     batch, gathered = pack(spans), gather(pack(spans))
     assert batch.input_ids.tolist() == [[51, 52, 53], [61, 0, 0]]
@@ -35,15 +46,8 @@ def test_the_drawing_in_the_docstring():
     assert (gathered.num_past, batch.num_new_tokens) == (4, 4)
 
 
-def test_a_run_may_be_the_beginning_of_its_owners_slots():
-    spans = [Span([1], (Run("a", [4, 5, 6], 2), Run("b", [9], 1)), [7], [0])]
-    assert spans[0].num_past == 3
-    assert gather(pack(spans)).slots.tolist() == [[4, 5, 9, 7]]
-    assert pack(spans).position_ids.tolist() == [[3]]
-
-
 def test_run_whole_the_right_padding_is_masked():
-    batch = pack([span([1, 2, 3], outputs=[2]), span([4], outputs=[0])])
+    batch = pack([Span([1, 2, 3], outputs=[2]), Span([4], outputs=[0])])
     with WholeAttend().attending(batch, None) as inputs:
         assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
         assert inputs["use_cache"] is False
@@ -52,26 +56,26 @@ def test_run_whole_the_right_padding_is_masked():
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 9), st.integers(1, 6), st.booleans(), st.integers(0, 9)),
+        st.tuples(st.integers(0, 9), st.integers(1, 6), st.booleans()),
         min_size=1,
         max_size=8,
     )
 )
 def test_every_column_is_a_real_token_or_padding(shapes):
     spans, slots_of, next_slot = [], [], 1
-    for past, new, wants_all, cut in shapes:
+    for past, new, wants_all in shapes:
         slots = list(range(next_slot, next_slot + past + new))
         next_slot += past + new
         outputs = list(range(new)) if wants_all else [new - 1]
         ids = [s % 90 for s in slots[past:]]
-        spans.append(span(ids, slots[:past], slots[past:], outputs, cut=min(cut, past)))
+        spans.append(Span(ids, slots[:past], slots[past:], outputs))
         slots_of.append(slots)
     batch, gathered = pack(spans), gather(pack(spans))
     num_rows, num_new = batch.input_ids.shape
     columns_of = gathered.slots.view(num_rows, -1).numpy()
     mask = gathered.mask.numpy()
     for index, own in enumerate(spans):
-        past, new = own.num_past, own.num_new
+        past, new = len(own.past), len(own.token_ids)
         columns = columns_of[index][columns_of[index] > 0]
         assert columns.tolist() == slots_of[index]
         first = gathered.num_past - past
@@ -86,14 +90,14 @@ def test_every_column_is_a_real_token_or_padding(shapes):
     if columns is None:
         columns = torch.arange(num_rows * num_new)
     assert batch.input_ids.flatten()[columns].tolist() == [t for s in spans for t in s.token_ids]
-    assert batch.position_ids.max() == max(s.num_past + s.num_new for s in spans) - 1
+    assert batch.position_ids.max() == max(len(s.past) + len(s.token_ids) for s in spans) - 1
 
 
 def test_a_layer_stores_new_tokens_and_hands_out_past_and_new():
     """Against the states themselves: two heads of three, a row with padding on either side."""
     layout = KVLayout((LayerLayout(2, 3, 1, 4, torch.float32, torch.device("cpu")),))
     store = KVStore(layout, 20)
-    spans = [span([1, 2], [7, 8], [9, 10], [1]), span([3], [1], [2], [0])]
+    spans = [Span([1, 2], [7, 8], [9, 10], [1]), Span([3], [1], [2], [0])]
     (codes,) = store.codes[0]
     codes[1:] = torch.randn_like(codes[1:])
     keys, values = torch.randn(2, 2, 2, 3), torch.randn(2, 1, 2, 4)

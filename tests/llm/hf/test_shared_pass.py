@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm_backend.attention.packing import pack, pack_step
+from genlm_backend.attention.packing import Span, pack, pack_step
 from genlm_backend.attention.reading import Reading
 from genlm_backend.attention.torch.dispatch import TorchPass
 from genlm_backend.backends.mlx import present
@@ -163,7 +163,7 @@ def test_a_pass_and_the_steps_that_go_on_from_it_attend_as_the_formula_says(
         return keys, values
 
     reading = Reading.of(tree.paths(nodes), np.array(num_new), few_tokens)
-    passed(pack(tree.spans(nodes, num_new), tree.paths(nodes)))
+    passed(pack([Span([1] * new) for new in num_new], tree.paths(nodes)))
     num_new = [1] * len(nodes)
     reading = Reading.of(tree.paths(nodes), np.array(num_new), few_tokens)
     for pick in picks:

@@ -15,18 +15,20 @@ from transformers import LlamaForCausalLM
 from genlm_backend import AsyncTransformer
 from genlm_backend.attention import reading as sharing
 from genlm_backend.attention.block import Block
-from genlm_backend.attention.packing import Run, Span, paths_of
 from genlm_backend.attention.reading import Reading
 from genlm_backend.attention.torch import SharedAttend, dispatch, torch_operators
 from genlm_backend.attention.torch.torch_operators import TORCH
+from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.errors import ModelStateError
 from genlm_backend.prefix import KVLayout, KVStore, LayerLayout
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.hf.plan_of_runs import Run, Span
 
 
 def reading_of(spans, few_tokens):
-    return Reading.of(paths_of(spans), np.array([span.num_new for span in spans]), few_tokens)
+    past, num_new = paths_of([span.past_slots for span in spans]), [span.num_new for span in spans]
+    return Reading.of(past, np.array(num_new), few_tokens)
 
 
 @st.composite
@@ -42,7 +44,7 @@ def forests(draw):
     bounds = np.cumsum([0, *sizes])
     own = [slots[a:b] for a, b in itertools.pairwise(bounds)]
     spans = []
-    for row in range(draw(st.integers(1, 7))):
+    for _ in range(draw(st.integers(1, 7))):
         node, path = draw(st.integers(-1, num_owners - 1)), []
         while node >= 0:
             path.append(node)
@@ -52,7 +54,7 @@ def forests(draw):
             last = runs.pop()
             runs.append(Run(last.owner, last.slots, draw(st.integers(1, last.num_tokens))))
         num_new = draw(st.sampled_from([1, 1, 1, 2, 20]))
-        spans.append(Span([row] * num_new, tuple(runs)))
+        spans.append(Span(num_new, tuple(runs)))
     return spans
 
 
@@ -78,12 +80,12 @@ def test_every_token_is_read_once_for_every_row_that_has_it(spans, few_tokens):
             else:
                 assert found[row].setdefault(position, slot) == slot
     for row, span in enumerate(spans):
-        expected = [slot for run in span.past for slot in run.slots[: run.num_tokens]]
+        expected = span.past_slots
         assert [found[row].pop(position) for position in range(len(expected))] == expected
         assert not found[row]
     counts = sum(len(part.rows) * len(part) for part in reading.parts)
     counts += int((reading.rest.positions >= 0).sum())
-    assert counts == sum(span.num_past for span in spans)
+    assert counts == sum(len(span.past_slots) for span in spans)
     if few_tokens == 10**6:  # nobody is worth it but who has many new tokens
         assert all(
             any(spans[row].num_new >= sharing.MANY_NEW_TOKENS for row in part.rows)
@@ -93,7 +95,7 @@ def test_every_token_is_read_once_for_every_row_that_has_it(spans, few_tokens):
 
 def test_a_prompt_is_one_part_and_what_follows_is_not():
     prompt = Run("prompt", range(1, 513), 512)
-    spans = [Span([7], (prompt, Run(i, [600 + 7 * i], 1))) for i in range(20)]
+    spans = [Span(1, (prompt, Run(i, [600 + 7 * i], 1))) for i in range(20)]
     reading = reading_of(spans, 384)
     (part,) = reading.parts
     assert part.rows.tolist() == [*range(20)]
@@ -104,7 +106,7 @@ def test_a_prompt_is_one_part_and_what_follows_is_not():
 
 def test_long_stretches_are_read_where_they_lie_and_short_ones_together():
     slots = [*range(1, 501), *range(700, 710), *range(1000, 1600)]
-    spans = [Span([7], (Run("a", slots, len(slots)),)) for _ in range(2)]
+    spans = [Span(1, (Run("a", slots, len(slots)),)) for _ in range(2)]
     parts = reading_of(spans, 384).parts
     assert [len(part) for part in parts] == [500, 600]
     assert all(part.is_consecutive for part in parts)

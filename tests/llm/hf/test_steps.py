@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.attention.packing import Span, pack, pack_step, paths_of
+from genlm_backend.attention.packing import Span, pack, pack_step
 from genlm_backend.attention.reading import Reading
 from genlm_backend.attention.shared_pass import Indices, PassMasks
 from genlm_backend.attention.torch import GatherAttend, SharedAttend
 from genlm_backend.attention.torch.torch_operators import TORCH
+from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.backends.hf.twin import Twin
 from genlm_backend.prefix import KVStore
 from tests.llm import families
@@ -141,9 +142,8 @@ def test_a_step_from_arrays_is_packed_as_one_from_spans(rows):
     past, num_rows = tree.paths(nodes), len(nodes)
     token_ids, slots = np.arange(num_rows) + 5, np.arange(num_rows) + 900
     batch = pack_step(token_ids, slots, past, None)
-    runs = [span.past for span in tree.spans(nodes, [1] * num_rows)]
-    own = zip(token_ids.tolist(), runs, slots.tolist(), strict=True)
-    other = pack([Span([token], past, [slot], (0,)) for token, past, slot in own])
+    own = zip(token_ids.tolist(), slots.tolist(), strict=True)
+    other = pack([Span([token], [slot], (0,)) for token, slot in own], past)
     names = ["input_ids", "position_ids", "new_slots", "output_rows", "output_columns"]
     for name in names:
         found, wanted = getattr(batch, name), getattr(other, name)
@@ -156,10 +156,11 @@ def test_a_step_from_arrays_is_packed_as_one_from_spans(rows):
 
 
 @given(rows_in_trees())
-def test_spans_have_the_paths_that_they_are_of(rows):
-    tree, nodes, num_new = rows
+def test_paths_of_slots_are_those_of_a_tree(rows):
+    tree, nodes, _ = rows
     width = max(tree.depth)
-    expected, past = tree.paths(nodes), paths_of(tree.spans(nodes, num_new))
+    slots = [[tree.slot[node] for node in tree.path(end)] for end in nodes]
+    expected, past = tree.paths(nodes), paths_of(slots)
     assert past.num_tokens.tolist() == expected.num_tokens.tolist()
     assert past.columns(width).tolist() == expected.columns(width).tolist()
     distinct = {node for end in nodes for node in tree.path(end)}

@@ -77,7 +77,7 @@ def test_a_model_is_loaded_several_times():
         with torch.no_grad():
             logits = plain(input_ids=torch.tensor(contexts)).logits[:, -1]
         torch.testing.assert_close(rows, logits.log_softmax(-1), rtol=0, atol=2e-5)
-        used = [replica.answering.counts.tokens_computed for replica in lm._set.replicas]
+        used = [replica.evaluator.counts().tokens_computed for replica in lm._set.replicas]
         assert all(used)
         lm.cache_kv([7, 7, 7, 7])
         assert asyncio.run(lm.num_cached_tokens([7, 7, 7, 7, 1])) == 4

@@ -36,7 +36,7 @@ async def test_replicas_of_vllm_answer_and_come_back():
         for token in range(4):
             await check(lm, contexts)
             contexts = [[*context, token] for context in contexts]
-        assert all(replica.answering.counts.tokens_computed for replica in lm._set.replicas)
+        assert all(replica.evaluator.counts().tokens_computed for replica in lm._set.replicas)
         row = await lm.next_token_logprobs([1, 2])
         drawn = await lm.draw_next_token([1, 2], allowed=[3, 4], temperature=0)
         assert drawn.token_id == 3 + int(row[3:5].argmax())

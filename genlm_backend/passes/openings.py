@@ -1,4 +1,4 @@
-"""Roots: contexts that begin with pictures, up to where they go on as text."""
+"""Openings: contexts that begin with pictures, up to where they go on as text."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ import torch
 from numpy.typing import NDArray
 
 from genlm_backend.attention.packing import Span
-from genlm_backend.attention.torch.root_attend import RootAttend, positions_of
+from genlm_backend.attention.torch.opening_attend import OpeningAttend, positions_of
 from genlm_backend.model.context import Context
+from genlm_backend.model.scoring import Answer, Question
 from genlm_backend.passes.forwards import Forwards
-from genlm_backend.passes.job import Asked, Found, Job, first_output
+from genlm_backend.passes.job import Job, first_output
 from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.vision.pictures import Pictures
 
-SHORT_REST: Final = 64
-"""Tokens behind a root, at most, that go through the model with it."""
+FEW_BEHIND: Final = 64
+"""Tokens behind an opening, at most, that go through the model with it."""
 
 
 @final
-class Roots:
+class Openings:
     """The beginnings of contexts that are pictures, each of which goes through the model at once.
 
-    What follows a root is text: its tokens are computed with those of all other contexts.
+    What follows an opening is text: its tokens are computed with those of all other contexts.
 
     Args:
         forwards: What runs the model.
@@ -37,12 +38,13 @@ class Roots:
         self._forwards, self._cache = forwards, cache
         self._shifts: weakref.WeakKeyDictionary[Pictures, int] = weakref.WeakKeyDictionary()
 
-    def begin(self, questions: Sequence[Asked]) -> dict[Asked, Found]:
-        """Compute the roots that are not kept; return the answers that came of it.
+    def begin(self, questions: Sequence[Question]) -> dict[Question, Answer]:
+        """Compute the openings that are not kept; return the answers that came of it.
 
-        A context that has little behind its root, or ends within it, is answered by the same pass.
+        A context that has little behind its opening, or ends within it, is answered by the same
+        pass.
         """
-        answers: dict[Asked, Found] = {}
+        answers: dict[Question, Answer] = {}
         for question in questions:
             pictures = question.context.pictures
             if pictures is None:
@@ -55,16 +57,16 @@ class Roots:
                 answers[question] = answer
         return answers
 
-    def whole(self, question: Asked) -> Found:
+    def whole(self, question: Question) -> Answer:
         """Return the answer of a context that is run whole and alone; nothing is kept.
 
         A model counts the tokens that stand for parts of pictures. Where one has come behind the
-        root, as text, the root and the rest go through it one after the other.
+        opening, as text, the opening and what is left go through it one after the other.
         """
         job, pictures = Job.of(question), question.context.pictures
         assert pictures is not None
         is_apart = _holds_parts(job, pictures)
-        attend = RootAttend(pictures, self._cache.layout, goes_on=is_apart)
+        attend = OpeningAttend(pictures, self._cache.layout, goes_on=is_apart)
         end, size = pictures.num_tokens, len(question.context)
         if not is_apart:
             self._forwards.alone(job, _span(job, pictures, size), attend)
@@ -72,8 +74,8 @@ class Roots:
         self._forwards.alone(job, _span(job, pictures, end), attend)
         outputs = [position - end for position in job.outputs_in(end, size)]
         shift = end + self.shift(question.context)
-        rest = Span(job.context.packed(end), outputs=outputs, shift=shift)
-        self._forwards.alone(job, rest, attend, end)
+        behind = Span(job.context.packed(end), outputs=outputs, shift=shift)
+        self._forwards.alone(job, behind, attend, end)
         return job.answer
 
     def shift(self, context: Context) -> int:
@@ -87,8 +89,8 @@ class Roots:
             self._shifts[pictures] = shift
         return self._shifts[pictures]
 
-    def _begun(self, question: Asked, pictures: Pictures) -> Found | None:
-        """Have a root kept; return the answer if it came with it."""
+    def _begun(self, question: Question, pictures: Pictures) -> Answer | None:
+        """Have an opening kept; return the answer if it came with it."""
         tree, end, size = self._cache.tree, pictures.num_tokens, len(question.context)
         tree.begin()
         node = self._cache.match(question.context, question.adapter, end)
@@ -98,7 +100,7 @@ class Roots:
         is_apart = _holds_parts(Job.of(question), pictures)
         if is_within and is_apart:
             return self.whole(question)
-        is_answered = is_within or (size - end <= SHORT_REST and not is_apart)
+        is_answered = is_within or (size - end <= FEW_BEHIND and not is_apart)
         stop = size if is_answered else end
         slots = tree.allocate(0 if start == end else stop - start, [node])
         if slots is None:
@@ -116,7 +118,7 @@ class Roots:
         new = tree.grow_chain(node, tokens, slots)
         try:
             store = cache.store if len(slots) else None
-            attend = RootAttend(pictures, cache.layout, store, slots.tolist(), stop)
+            attend = OpeningAttend(pictures, cache.layout, store, slots.tolist(), stop)
             span = _span(job, pictures, stop)
             self._forwards.alone(job, span, attend)
             is_spoilt = any(job.is_spoilt(range(i, i + 1)) for i in span.outputs)
@@ -127,7 +129,7 @@ class Roots:
 
 
 def _holds_parts(job: Job, pictures: Pictures) -> bool:
-    """Return whether the token of a part of a picture has come behind the root."""
+    """Return whether the token of a part of a picture has come behind the opening."""
     return pictures.image_token_id in job.context.packed(pictures.num_tokens)
 
 

@@ -1,4 +1,4 @@
-"""RootAttend: contexts that begin with pictures, run from their first token on."""
+"""OpeningAttend: contexts that begin with pictures, run from their first token on."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from genlm_backend.vision.pictures import Pictures
 
 
 @final
-class RootAttend(Attend[dict[str, Any]]):
+class OpeningAttend(Attend[dict[str, Any]]):
     """Attends to one context's own tokens, as the model does where it is given pictures.
 
-    A second pass goes on behind the root, as the model does by a cache of its own, and is given no
-    pictures.
+    A second pass goes on behind the opening, as the model does by a cache of its own, and is given
+    no pictures.
 
     Args:
         pictures: The pictures.
@@ -45,7 +45,7 @@ class RootAttend(Attend[dict[str, Any]]):
     ) -> None:
         self._pictures, self._layout = pictures, layout
         self._layers: list[Any] = [
-            _RootLayer(layer, store, i, slots, stop) for i, layer in enumerate(layout.layers)
+            _OpeningLayer(layer, store, i, slots, stop) for i, layer in enumerate(layout.layers)
         ]
         is_own = self._layers or layout.states or not goes_on
         self._cache = cache_of(self._layers, layout.states, None) if is_own else DynamicCache()
@@ -77,7 +77,7 @@ class RootAttend(Attend[dict[str, Any]]):
 
 
 @final
-class _RootLayer(SlotLayer):
+class _OpeningLayer(SlotLayer):
     """One layer: new keys and values come out as they will be read, and some go into slots."""
 
     def __init__(
@@ -120,7 +120,7 @@ class _RootLayer(SlotLayer):
 def positions_of(
     model: Any, input_ids: torch.Tensor, pictures: Pictures
 ) -> tuple[torch.Tensor | None, int]:
-    """Return the positions of a context's tokens, and how far those behind its root are shifted.
+    """Return the positions of a context's tokens, and how far those behind its opening are shifted.
 
     Models whose positions have several dimensions (Qwen's) compute them of the shapes of pictures.
 
@@ -131,7 +131,7 @@ def positions_of(
 
     Returns:
         Positions as ``forward`` takes them, ``None`` where they are counted from 0; and the number
-        that the position of a token behind the root is larger by than its place.
+        that the position of a token behind the opening is larger by than its place.
     """
     count = next(filter(None, (getattr(m, "get_rope_index", None) for m in model.modules())), None)
     if count is None:

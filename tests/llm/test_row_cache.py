@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.prefix import RowCache
+from genlm_backend.model.row import RowCache
 
 
 def row(value, size=4):
