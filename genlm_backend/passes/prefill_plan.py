@@ -343,12 +343,10 @@ def most_passes(num_passes: NDArray[np.int32], lengths: NDArray[np.int32], cost:
         cost: What a pass costs.
     """
     order = np.argsort(num_passes, kind="stable")
-    num_whole = lengths.sum() - np.cumsum(lengths[order])
-    costs = num_passes[order] * cost.per_forward + num_whole
-    best = int(np.argmin(costs))
-    if lengths.sum() + cost.per_forward <= costs[best]:
-        return 0
-    return int(num_passes[order[best]])
+    num_stepped = np.concatenate([[0], num_passes[order]])
+    num_whole = lengths.sum() - np.concatenate([[0], np.cumsum(lengths[order])])
+    costs = (num_stepped + (num_whole > 0)) * cost.per_forward + num_whole
+    return int(num_stepped[np.argmin(costs)])
 
 
 def cut_to_sound(segments: Sequence[Segment]) -> None:

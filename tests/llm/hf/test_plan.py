@@ -8,11 +8,14 @@ from genlm_backend.model.context import of_no_model
 from genlm_backend.passes.job import Job
 from genlm_backend.passes.prefill_plan import (
     CostModel,
+    Segment,
     Size,
+    most_passes,
     plan_groups,
     plan_segments,
     plan_waves,
     plan_whole,
+    states_needed,
 )
 from genlm_backend.prefix import PrefixTree, Slots
 
@@ -242,3 +245,33 @@ def test_steps_do_not_pay_for_a_prefills_padding():
 def test_steps_of_about_one_length_go_together():
     sizes = [Size(1, 50 + i) for i in range(20)]
     assert len(plan_groups(sizes, CostModel())) == 1
+
+
+# ---------------------------------------------------------------- running states
+
+
+@given(
+    contexts=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), min_size=1, max_size=8),
+    per_forward=st.integers(0, 30),
+)
+def test_contexts_go_on_one_by_one_as_far_as_it_costs_less_than_whole_ones(contexts, per_forward):
+    num_passes = np.array([new for new, _ in contexts], np.int32)
+    lengths = np.array([new + past for new, past in contexts], np.int32)
+
+    def cost_of(most):
+        is_far = num_passes > most
+        steps = max(num_passes[~is_far].tolist(), default=0)
+        return steps * per_forward + lengths[is_far].sum() + (per_forward if is_far.any() else 0)
+
+    most = most_passes(num_passes, lengths, CostModel(per_forward=per_forward))
+    assert cost_of(most) == min(map(cost_of, range(10)))
+
+
+def test_states_are_needed_until_the_last_segment_that_goes_on_from_them():
+    jobs = [Job(of_no_model([1, 2, 3, *ids]), node, 0) for node, *ids in ((7, 4), (7, 5), (9, 6))]
+    trunk, other = (Segment(job, 0, 3, None, 0, num_behind=2 - i) for i, job in enumerate(jobs[:2]))
+    ends = [Segment(job, 3, 4, trunk, 1) for job in jobs[:2]]
+    last = Segment(jobs[2], 0, 4, None, 1)
+    behind = Segment(jobs[2], 3, 4, other, 2)
+    passes = [[trunk], [ends[0], other], [ends[1], last], [behind]]
+    assert [(n, sorted(nodes)) for n, nodes in states_needed(passes)] == [(1, [7, 9]), (2, [9])]
