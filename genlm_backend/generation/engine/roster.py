@@ -352,7 +352,7 @@ class Roster(Generic[R, D]):
 
     def _replanned(self, change: RosterChange[R, D]) -> RosterChange[R, D]:
         """Start, resume and preempt drafts by a new plan, and end requests that never can run."""
-        while (plan := self._plan()).hopeless:
+        while (plan := make_plan(self._wanted(), self.max_batch, self.capacity)).hopeless:
             for request in dict.fromkeys(entry.request for entry in plan.hopeless):
                 self._take_off(change, request, GenerationStatus.INTERRUPTED)
         self._num_tokens = plan.num_tokens
@@ -370,9 +370,6 @@ class Roster(Generic[R, D]):
                 change.resume.append(entry)
             entry.phase = Phase.RUNNING
         return change
-
-    def _plan(self) -> Plan[R, D]:
-        return make_plan(self._wanted(), self.max_batch, self.capacity)
 
     # ---------------------------------------------------------------- without a prefix cache
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias, final
 
@@ -35,20 +34,8 @@ Submission: TypeAlias = dict[GenerationRequest, list[Draft]]
 
 _Entry: TypeAlias = Entry[GenerationRequest, Draft]
 _Change: TypeAlias = RosterChange[GenerationRequest, Draft]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    """The asyncio task of one draft, on the background loop.
-
-    Attributes:
-        task: The task.
-        may_run: Cleared while the draft is preempted.
-    """
-
-    task: asyncio.Task[None]
-    may_run: asyncio.Event
+_Worker: TypeAlias = tuple[asyncio.Task[None], asyncio.Event]
+"""The task of a draft, and an event that is cleared while the draft is preempted."""
 
 
 @final
@@ -203,19 +190,19 @@ class ServedModel:
             may_run = asyncio.Event()
             may_run.set()
             task = asyncio.get_running_loop().create_task(self._work(entry, may_run))
-            self._workers[entry] = _Worker(task, may_run)
+            self._workers[entry] = task, may_run
             task.add_done_callback(lambda _: self._workers.pop(entry))
 
     def _let(self, entry: _Entry, may_run: bool) -> None:
         """Resume or preempt a draft."""
         if entry in self._workers:
-            event = self._workers[entry].may_run
+            _, event = self._workers[entry]
             event.set() if may_run else event.clear()
 
     def _cancel(self, entry: _Entry) -> None:
         # One that has noticed is not cancelled, or what it forgets last would stay.
         if entry in self._workers and entry.phase is Phase.CANCELLED:
-            self._workers[entry].task.cancel()
+            self._workers[entry][0].cancel()
 
     # ---------------------------------------------------------------- working at a draft
 
@@ -312,7 +299,7 @@ class ServedModel:
             lm.close()
 
     async def _join(self) -> None:
-        await asyncio.gather(*(w.task for w in self._workers.values()), return_exceptions=True)
+        await asyncio.gather(*(task for task, _ in self._workers.values()), return_exceptions=True)
 
 
 def _settle(settlement: Settlement[GenerationRequest, Draft]) -> None:

@@ -197,8 +197,7 @@ def _check_keys(schema: dict[str, Any], pointer: str) -> None:
         if odd and not (is_free and (is_same or not unwritable)):
             raise ConstraintError(
                 f"the pattern {shown(pattern)} of keys at {pointer} is read in several ways, and "
-                "may "
-                f"match the key {odd[0]!r} by one of them: write the characters out, "
+                f"may match the key {odd[0]!r} by one of them: write the characters out, "
                 "without $, or leave that key to the pattern"
             )
         if (others is not False or is_one_of_several) and has_inner_end(pattern):

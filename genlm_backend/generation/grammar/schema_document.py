@@ -399,6 +399,5 @@ def _listed(found: dict[str, Any]) -> str:
 def _refused(pointer: str, fault: str) -> ConstraintError:
     return ConstraintError(
         f"no constraint keeps to propertyNames at {pointer} with {fault}: give names one 'enum', "
-        "or "
-        "one 'pattern', 'format' or bounds of their length in an object without other properties"
+        "or one 'pattern', 'format' or bounds of their length in an object without other properties"
     )

@@ -137,10 +137,9 @@ def _check_syntax(pattern: str, pointer: str) -> None:
         if is_odd:
             raise ConstraintError(
                 f"the pattern {shown(pattern)} at {pointer} has {part!r} where it is not read "
-                "alike "
-                "by ECMA 262, by Python's re and by Rust's regex: write it another way, such as "
-                "a{1,3} without a space, ^ and $ for the ends, \\u0061 for a character by number, "
-                "[aA] for a letter of either case, "
+                "alike by ECMA 262, by Python's re and by Rust's regex: write it another way, "
+                "such as a{1,3} without a space, ^ and $ for the ends, \\u0061 for a character by "
+                "number, [aA] for a letter of either case, "
                 "(?:…) for a group, or a backslash before a character that stands for itself"
             )
         before = ("lazy" if before else "quantifier") if is_quantifier else ""
