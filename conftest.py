@@ -1,5 +1,6 @@
 """Every Python block in the README and the docs runs as a test."""
 
+import gc
 import signal
 from importlib.util import find_spec
 
@@ -20,6 +21,15 @@ pytest_collect_file = Sybil(
         find_spec=find_spec, has_int8_products=has_int8_products, __name__="__main__"
     ),
 ).pytest()
+
+
+gc.disable()  # until all tests are collected: what that makes stays
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage from here on, and no more at modules and tests, which stay to the end."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_configure() -> None:

@@ -49,7 +49,7 @@ class Others:
         self._random, self._count = random.Random(0), 0
 
     def choose(self, space: None, packed: bytes) -> Choice:
-        known = [place.num_known for place in self._sent.places(space, packed)]
+        known = [match.num_known for match in self._sent.matches(space, packed)]
         loads = self._router.loads
         self._count += 1
         if self._way == "random":

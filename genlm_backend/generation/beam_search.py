@@ -156,9 +156,9 @@ class BeamSearch(Draft):
         text, tokens = Text(self._config.stop or ()), []
         generated = beam.context[len(self._prompt.token_ids) :]
         reason = self._finish_reason(beam.context)
-        for place, (token_id, own) in enumerate(zip(generated, beam.logprobs, strict=True)):
+        for position, (token_id, own) in enumerate(zip(generated, beam.logprobs, strict=True)):
             new = text.add(self._bytes(token_id))
-            is_last = place == len(generated) - 1
+            is_last = position == len(generated) - 1
             if is_last and not text.is_stopped:
                 new += text.end()
             ends = reason if is_last else None

@@ -33,7 +33,7 @@ class MultiMediaInfo:
     """The pictures of a prompt, for the field ``mm_info`` of a ``GenerationConfig``.
 
     Attributes:
-        images: One for each place in the prompt that the model's own token for a picture marks: PIL
+        images: One for each of the model's own tokens for a picture in the prompt: PIL
             images, arrays ``[height, width, 3]`` of uint8, paths or the bytes of files.
 
     Raises:

@@ -272,7 +272,7 @@ class Constraint:
         Args:
             row: Log-probabilities of all tokens, float ``[vocab]``, as a model returns them; not
                 modified.
-            mask: The mask of this place, where it has been computed, as while a model computed
+            mask: The mask of the next token, where it has been computed, as while a model computed
                 the row: ``asyncio.to_thread(constraint.mask)``.
 
         Returns:

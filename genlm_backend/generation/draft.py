@@ -21,10 +21,10 @@ from genlm_backend.model.sampling import Sampler
 
 
 class Draft(abc.ABC):
-    """A generation in progress: contexts that a model is asked, and what its answers add to them.
+    """Texts of one prompt in the making: contexts to ask a model, and what its answers add to them.
 
     Until ``is_finished``: await ``ask()``, then call ``choose()``. Between the two calls a draft
-    may rest for as long as anybody likes.
+    may wait for as long as anybody likes.
 
     Args:
         lm: The model.
@@ -133,7 +133,7 @@ class Text:
         return self._show(len(self._bytes) - self._num_held_back())
 
     def end(self) -> str:
-        """Return the rest of the text; half a character becomes U+FFFD."""
+        """Return the characters held back; half a character becomes U+FFFD."""
         return self._show(len(self._bytes)) + self._decoder.decode(b"", final=True)
 
     def _num_held_back(self) -> int:

@@ -72,7 +72,7 @@ class GeneratedToken:
         token_id: The token.
         text: The characters that are certain with it; those of several tokens may come together.
         logprob: The logarithm of the model's probability of it, if asked for.
-        top_logprobs: The most probable tokens at its place and theirs, if asked for.
+        top_logprobs: The most probable tokens at its position and theirs, if asked for.
         finish_reason: Why the text ends, with its last token: ``"eos"``, ``"stop"`` (a stop string
             or list of ids, or a ``response_format`` that is complete), or ``"length"``; else
             ``None``.
@@ -146,7 +146,7 @@ class GenerationStatus(enum.Enum):
     """How far a request has come. The last three are final."""
 
     INIT = "init"
-    """It waits for a place, or for its prompt to be computed."""
+    """It waits to run, or for its prompt to be computed."""
     CONTEXT_FINISHED = "context finished"
     """The prompt has been computed."""
     GENERATING = "generating"
@@ -173,7 +173,7 @@ class GeneratedElements:
         token_ids: The new tokens.
         text: The characters that are certain with them, never half of one.
         logprobs: The logarithms of the tokens' probabilities, if asked for.
-        top_logprobs: The most probable tokens at each place and theirs, if asked for.
+        top_logprobs: The most probable tokens at each position and theirs, if asked for.
         index: The number of the text among the ``n`` of the request.
         finish_reason: ``"eos"``, ``"stop"``, ``"length"`` or ``"interrupted"`` where the text ends
             with these; else ``None``.

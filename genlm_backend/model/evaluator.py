@@ -23,7 +23,7 @@ from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.scoring import Answer, Question
 from genlm_backend.prefix import TierName
 from genlm_backend.runtime.threads import release_idle_threads
-from genlm_backend.vision.picture_rules import PictureRules
+from genlm_backend.vision.pictures import PictureRules
 
 
 @dataclass(frozen=True, slots=True)

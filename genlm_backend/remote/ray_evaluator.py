@@ -35,7 +35,7 @@ _LOOK_SECONDS: Final = 0.05
 _RETURN_SECONDS: Final = 60.0
 """Seconds that Ray has to start an actor again, before another one is asked for."""
 _PLACE_SECONDS: Final = 15.0
-"""Seconds after which it is said that an actor has no place yet."""
+"""Seconds after which it is said that an actor has no node of the cluster yet."""
 _ANSWER_SECONDS: Final = 5.0
 """Seconds that an address has to take a connection."""
 

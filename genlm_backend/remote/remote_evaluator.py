@@ -22,7 +22,7 @@ from genlm_backend.prefix import TierName
 from genlm_backend.remote.arguments import Sender
 from genlm_backend.remote.messages import Answers, InTable, PackedError, Reply
 from genlm_backend.runtime.threads import frequent_switches
-from genlm_backend.vision.picture_rules import PictureRules
+from genlm_backend.vision.pictures import PictureRules
 
 logger = logging.getLogger(__name__)
 

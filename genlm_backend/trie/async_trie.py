@@ -16,8 +16,8 @@ from genlm_backend.errors import BatcherClosedError, UnknownBackendError
 from genlm_backend.readable import Readable
 from genlm_backend.runtime.forks import OfOneProcess, ProcessLock
 from genlm_backend.trie.base import VocabularyTrie
-from genlm_backend.trie.operation import Operation, Weights, check_weights
 from genlm_backend.trie.sequential import TokenCharacterTrie
+from genlm_backend.trie.weights import Operation, Weights, check_weights
 
 Backend = Literal["parallel", "sequential"]
 

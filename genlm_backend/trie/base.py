@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 
 from genlm_backend.checks import listed, shown
 from genlm_backend.errors import OptionTypeError, VocabularyTypeError
-from genlm_backend.trie.construction import build_layout
-from genlm_backend.trie.entries import check_unique, keys_of
-from genlm_backend.trie.operation import Operation, Weights, check_batch, check_weights
+from genlm_backend.trie.construction import build_layout, check_unique, keys_of
 from genlm_backend.trie.selection import Selector
 from genlm_backend.trie.views import Children, Jump, Prefixes
+from genlm_backend.trie.weights import Operation, Weights, check_batch, check_weights
 
 if TYPE_CHECKING:
     import graphviz

@@ -8,16 +8,15 @@ linear, but for the sorting, and none is recursive, whatever the length of a tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.errors import VocabularyError
+from genlm_backend.errors import VocabularyError, VocabularyTypeError
 from genlm_backend.runtime.compiled import compiled
-from genlm_backend.trie.entries import spell
+from genlm_backend.tokenization import Token
 from genlm_backend.trie.layout import Int32, TrieLayout
 
 
@@ -33,93 +32,53 @@ def build_layout(decode: Sequence[Any]) -> TrieLayout:
     """
     if not decode:
         raise VocabularyError("a trie needs a vocabulary of at least one token; got none")
-    words = _sort(decode)
-    shared = _shared_lengths(words.codes, words.lengths)
-    nodes = _Nodes(*_preorder(words.codes, words.lengths, shared))
-    runs = _Runs(*_gather_runs(nodes.parents, nodes.num_children, nodes.last_children))
-    numbered = _Numbered(*_number_nodes(*nodes.edges, runs.of_nodes, runs.starts))
-    return _tell_leaves_from_branches(words, nodes, runs, numbered)
-
-
-# -------------------------------------------------------------------- what the phases hand on
-
-
-@dataclass(frozen=True, eq=False)
-class _Words:
-    """The entries of a vocabulary in alphabetical order.
-
-    Attributes:
-        alphabet: Letter of each code, or ``None`` where a code is the letter (a byte).
-        codes: Codes of the letters, one entry after another, ``[num_letters]``.
-        lengths: Number of letters of each entry, int64 ``[num_tokens]``.
-        order: Position of each entry in the vocabulary, int32 ``[num_tokens]``.
-    """
-
-    alphabet: list[Any] | None
-    codes: NDArray[np.unsignedinteger]
-    lengths: NDArray[np.int64]
-    order: Int32
-
-
-@dataclass(frozen=True, eq=False)
-class _Nodes:
-    """The nodes in preorder: the root first, parents before children, alphabetically.
-
-    Attributes:
-        parents: Parent of each node, int32 ``[num_nodes]``; -1 for the root.
-        codes: Code of the letter on the edge into each node, ``[num_nodes]``.
-        num_children: Number of each node's children, int32 ``[num_nodes]``.
-        last_children: Last child of each node that has any, int32 ``[num_nodes]``.
-        leaves: Leaf of each entry in alphabetical order, int32 ``[num_tokens]``.
-    """
-
-    parents: Int32
-    codes: NDArray[np.unsignedinteger]
-    num_children: Int32
-    last_children: Int32
-    leaves: Int32
-
-    @property
-    def edges(self) -> tuple[NDArray[Any], ...]:
-        """The arrays that have an element for each node."""
-        return self.parents, self.codes, self.num_children, self.last_children
-
-
-@dataclass(frozen=True, eq=False)
-class _Runs:
-    """The runs, numbered from the deepest level up, alphabetically within a level.
-
-    Attributes:
-        of_nodes: Run of each node in preorder, int32 ``[num_nodes]``.
-        starts: ``run_start`` of the layout.
-        children: ``run_children`` of the layout.
-    """
-
-    of_nodes: Int32
-    starts: Int32
-    children: Int32
-
-
-@dataclass(frozen=True, eq=False)
-class _Numbered:
-    """The nodes by their final numbers, children before parents.
-
-    Attributes:
-        codes: ``codes`` of the layout.
-        runs: Run of each node, int32 ``[num_nodes]``.
-        run_parents: ``run_parent`` of the layout.
-    """
-
-    codes: NDArray[np.unsignedinteger]
-    runs: Int32
-    run_parents: Int32
+    alphabet, letters, lengths, order = _sort(decode)
+    shared = _shared_lengths(letters, lengths)
+    parents, codes, num_children, last_children, leaves = _preorder(letters, lengths, shared)
+    of_nodes, starts, children = _gather_runs(parents, num_children, last_children)
+    codes, runs, run_parents = _number_nodes(
+        parents, codes, num_children, last_children, of_nodes, starts
+    )
+    # Runs that end in a leaf, and those that do not, are numbered each by themselves.
+    num_words, num_runs = len(order), len(starts) - 1
+    tokens = np.full(num_runs, -1, np.int32)
+    tokens[of_nodes[leaves]] = order
+    leaf_runs = np.flatnonzero(tokens >= 0).astype(np.int32)
+    branch_runs = np.flatnonzero(tokens < 0).astype(np.int32)
+    sources = np.empty(num_runs, np.int32)
+    sources[leaf_runs] = np.arange(num_words)
+    sources[branch_runs] = np.arange(num_words, num_runs)
+    branch_above = np.full(num_runs, num_runs - num_words, np.int32)
+    branch_above[:-1] = sources[run_parents] - num_words
+    return TrieLayout(
+        alphabet=alphabet,
+        codes=codes,
+        run_start=starts,
+        run_parent=run_parents,
+        run_children=children,
+        sorted_tokens=order,
+        leaf_tokens=tokens[leaf_runs],
+        leaf_runs=leaf_runs,
+        leaf_parents=branch_above[leaf_runs],
+        branch_runs=branch_runs,
+        branch_parents=branch_above[branch_runs],
+        node_sources=sources[runs],
+    )
 
 
 # -------------------------------------------------------------------- the phases
 
 
-def _sort(decode: Sequence[Any]) -> _Words:
-    """Sort the entries by the codes of their letters."""
+def _sort(
+    decode: Sequence[Any],
+) -> tuple[list[Any] | None, NDArray[np.unsignedinteger], NDArray[np.int64], Int32]:
+    """Sort the entries by the codes of their letters.
+
+    Returns:
+        The alphabet, or ``None`` where a code is the letter (a byte); the codes of the letters, one
+        entry after another, ``[num_letters]``; the number of letters of each entry, and its
+        position in the vocabulary, ``[num_tokens]``.
+    """
     if all(isinstance(item, bytes) for item in decode):
         words = [bytes(item) for item in decode]  # a Token is ordered by its id
         alphabet, width = None, 1
@@ -136,7 +95,7 @@ def _sort(decode: Sequence[Any]) -> _Words:
         codes = np.frombuffer(flat, np.uint8)
     else:
         codes = np.frombuffer(flat, ">u4").astype(np.uint32)
-    return _Words(alphabet, codes, lengths, np.array(order, np.int32))
+    return alphabet, codes, lengths, np.array(order, np.int32)
 
 
 @compiled
@@ -157,7 +116,11 @@ def _shared_lengths(codes, lengths):
 
 @compiled
 def _preorder(codes, lengths, shared):
-    """Return the arrays of ``_Nodes``: each word adds its own letters' nodes and a leaf."""
+    """Return the nodes in preorder: each word adds its own letters' nodes and a leaf.
+
+    Parent of each (-1 for the root), code of the letter on the edge into it, number of its
+    children, and the last of them; and the leaf of each word.
+    """
     num_words = len(lengths)
     num_nodes = 1 + (lengths - shared).sum() + num_words
     parents = np.empty(num_nodes, np.int32)
@@ -187,7 +150,10 @@ def _preorder(codes, lengths, shared):
 
 @compiled
 def _gather_runs(parents, num_children, last_children):
-    """Return the arrays of ``_Runs``: a counting sort of the runs' bottoms, by level."""
+    """Return the run of each node in preorder, and ``run_start`` and ``run_children``.
+
+    A counting sort of the runs' bottoms, by level.
+    """
     num_nodes = len(parents)
     levels = np.zeros(num_nodes, np.int32)
     for node in range(1, num_nodes):
@@ -224,7 +190,10 @@ def _gather_runs(parents, num_children, last_children):
 
 @compiled
 def _number_nodes(parents, codes, num_children, last_children, runs, starts):
-    """Return the arrays of ``_Numbered``: the nodes of a run follow its bottom."""
+    """Return codes and runs of the nodes by their final numbers, and ``run_parent``.
+
+    The nodes of a run follow its bottom.
+    """
     num_nodes = len(parents)
     numbers = np.empty(num_nodes, np.int32)
     numbered_codes = np.zeros(num_nodes, codes.dtype)
@@ -243,32 +212,54 @@ def _number_nodes(parents, codes, num_children, last_children, runs, starts):
     return numbered_codes, numbered_runs, run_parents
 
 
-def _tell_leaves_from_branches(
-    words: _Words, nodes: _Nodes, runs: _Runs, numbered: _Numbered
-) -> TrieLayout:
-    """Number the runs that end in a leaf, and those that do not, each by themselves."""
-    num_runs, num_words = len(runs.starts) - 1, len(words.order)
-    num_branches = num_runs - num_words
-    tokens = np.full(num_runs, -1, np.int32)
-    tokens[runs.of_nodes[nodes.leaves]] = words.order
-    leaf_runs = np.flatnonzero(tokens >= 0).astype(np.int32)
-    branch_runs = np.flatnonzero(tokens < 0).astype(np.int32)
-    sources = np.empty(num_runs, np.int32)
-    sources[leaf_runs] = np.arange(num_words)
-    sources[branch_runs] = np.arange(num_words, num_runs)
-    parents = np.full(num_runs, num_branches, np.int32)
-    parents[:-1] = sources[numbered.run_parents] - num_words
-    return TrieLayout(
-        alphabet=words.alphabet,
-        codes=numbered.codes,
-        run_start=runs.starts,
-        run_parent=numbered.run_parents,
-        run_children=runs.children,
-        sorted_tokens=words.order,
-        leaf_tokens=tokens[leaf_runs],
-        leaf_runs=leaf_runs,
-        leaf_parents=parents[leaf_runs],
-        branch_runs=branch_runs,
-        branch_parents=parents[branch_runs],
-        node_sources=sources[numbered.runs],
-    )
+# -------------------------------------------------------------------- the entries
+
+
+def spell(decode: Iterable[Any]) -> tuple[list[bytes], list[Any]]:
+    """Return each entry as bytes, four for the code of each letter, and the letter of each code.
+
+    The order of the bytes is that of the codes. Letters are numbered as they come, after the
+    bytes, so that a byte is its own code.
+
+    Raises:
+        VocabularyTypeError: (``TypeError``) If an entry is no iterable of hashable letters.
+    """
+    code_of: dict[Hashable, int] = {letter: letter for letter in range(256)}
+    words = []
+    for position, item in enumerate(decode):
+        try:
+            codes = [code_of.setdefault(letter, len(code_of)) for letter in item]
+        except TypeError as error:
+            raise VocabularyTypeError(
+                f"decode[{position}] is {item!r}: every entry of a vocabulary is an iterable of "
+                f"hashable letters, such as bytes or a string ({error})"
+            ) from error
+        words.append(np.array(codes, ">u4").tobytes())
+    return words, list(code_of)
+
+
+def keys_of(decode: Iterable[Any]) -> list[Hashable]:
+    """Return the key of each entry: ``(bytes, token_id)``, or the entry itself."""
+    return [
+        (item.byte_string, item.token_id) if isinstance(item, Token) else item for item in decode
+    ]
+
+
+def check_unique(decode: Sequence[Any]) -> None:
+    """Raise a ``VocabularyError`` where two entries have the same key."""
+    is_ordinary = all(type(item) is Token for item in decode)
+    if is_ordinary and len({item.token_id for item in decode}) == len(decode):
+        return  # without making a key of each token
+    seen: dict[Hashable, int] = {}
+    for position, key in enumerate(keys_of(decode)):
+        try:
+            first = seen.setdefault(key, position)
+        except TypeError as error:
+            raise VocabularyTypeError(
+                f"decode[{position}] is {key!r}, which is not hashable; pass a tuple"
+            ) from error
+        if first != position:
+            raise VocabularyError(
+                f"decode[{first}] and decode[{position}] are the same entry, {key!r}; entries "
+                f"that spell the same bytes are told apart by their ids, as Tokens"
+            )

@@ -48,7 +48,7 @@ class TrieLayout:
         branch_runs: Run of each branch, ascending, int32 ``[num_branches]``.
         branch_parents: Branch that each branch hangs at, int32 ``[num_branches]``; larger
             than its own number. ``num_branches`` where there is none, as for leaves.
-        node_sources: For each node the leaf (by its place in ``leaf_tokens``) whose run it is
+        node_sources: For each node the leaf (by its index in ``leaf_tokens``) whose run it is
             in, or ``num_tokens`` plus the branch; int32 ``[num_nodes]``.
     """
 

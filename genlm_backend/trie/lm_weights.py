@@ -12,7 +12,7 @@ from genlm_backend.errors import OptionTypeError
 from genlm_backend.tokenization import Token
 from genlm_backend.trie.async_trie import AsyncTokenCharacterTrie
 from genlm_backend.trie.base import VocabularyTrie
-from genlm_backend.trie.operation import Operation
+from genlm_backend.trie.weights import Operation
 
 if TYPE_CHECKING:
     from torch import Tensor

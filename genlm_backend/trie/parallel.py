@@ -13,8 +13,8 @@ from torch import Tensor
 from genlm_backend.checks import device as check_device
 from genlm_backend.checks import switch
 from genlm_backend.trie.base import VocabularyTrie
-from genlm_backend.trie.operation import Operation, Weights, is_tensor, to_numpy, torch_dtype
 from genlm_backend.trie.reachability import RADIX, build_reachability
+from genlm_backend.trie.weights import Operation, Weights, is_tensor, to_numpy, torch_dtype
 
 MAX_ELEMENTS = 1 << 26
 """Largest number of elements of an intermediate tensor; larger batches are evaluated in parts."""
@@ -75,10 +75,10 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         tensors = [self._to_device(weights) for weights in batch]
         rows: list[Any] = [None] * len(batch)
         for dtype in {tensor.dtype for tensor in tensors}:  # each row in its own precision
-            places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            result = self._evaluate(operation, [tensors[i] for i in places])
+            indices = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+            result = self._evaluate(operation, [tensors[i] for i in indices])
             found = list(result) if self.as_tensor else list(result.cpu().numpy())
-            for i, row in zip(places, found, strict=True):
+            for i, row in zip(indices, found, strict=True):
                 rows[i] = row.clone() if isinstance(row, Tensor) else row.copy()
         return rows
 
@@ -109,12 +109,12 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
     def _evaluate_part(self, operation: Operation, weights: Tensor) -> Tensor:
         tokens = weights.index_select(1, self._sorted_tokens)
         if operation == "sum":
-            runs = self.sum_kernel(self._with_blocks(tokens, lambda blocks: blocks.sum(-1)))
+            branches = self.sum_kernel(self._with_blocks(tokens, lambda blocks: blocks.sum(-1)))
         elif operation == "max":
-            runs = self.max_kernel(self._with_blocks(tokens, lambda blocks: blocks.amax(-1)))
+            branches = self.max_kernel(self._with_blocks(tokens, lambda blocks: blocks.amax(-1)))
         else:
-            runs = self._log_sum(self._with_blocks(tokens, lambda blocks: blocks.logsumexp(-1)))
-        return torch.cat([tokens, runs], 1).index_select(1, self._node_sources)
+            branches = self._log_sum(self._with_blocks(tokens, lambda blocks: blocks.logsumexp(-1)))
+        return torch.cat([tokens, branches], 1).index_select(1, self._node_sources)
 
     def _with_blocks(self, tokens: Tensor, combine: Any) -> Tensor:
         """Append the blocks of every level: ``[batch, num_columns]``."""

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from genlm_backend.checks import byte_count, integer, optional
 from genlm_backend.runtime.spare_memory import SpareMemory
 from genlm_backend.trie.base import VocabularyTrie
-from genlm_backend.trie.operation import Operation, Weights, rows_of, widest
 from genlm_backend.trie.sweep import SWEEPS
+from genlm_backend.trie.weights import Operation, Weights, rows_of, widest
 
 Row = NDArray[np.floating]
 
@@ -93,7 +93,7 @@ class TokenCharacterTrie(VocabularyTrie):
             values = np.empty(self.layout.num_tokens + self.layout.num_branches, dtype)
             return values, np.empty(self.layout.num_branches + 1, wide)
 
-        def run(part: slice) -> None:
+        def sweep_part(part: slice) -> None:
             made: dict[np.dtype, tuple[Row, Row]] = {}
             for row, result in zip(rows[part], out[part], strict=True):
                 if row.dtype not in made:
@@ -101,11 +101,11 @@ class TokenCharacterTrie(VocabularyTrie):
                 sweep(row, result, *made[row.dtype], *arrays)
 
         num_threads = len(rows) * self.num_nodes // NODES_PER_THREAD
-        in_threads(run, len(rows), max(1, min(self.num_threads, len(rows), num_threads)))
+        in_threads(sweep_part, len(rows), max(1, min(self.num_threads, len(rows), num_threads)))
 
 
-def in_threads(run: Any, count: int, num_threads: int) -> None:
-    """Call ``run`` with consecutive slices of ``range(count)``, one in each of the threads.
+def in_threads(work: Any, count: int, num_threads: int) -> None:
+    """Call ``work`` with consecutive slices of ``range(count)``, one in each of the threads.
 
     The threads end with the call, so that a fork of the process misses none of them.
     """
@@ -115,7 +115,7 @@ def in_threads(run: Any, count: int, num_threads: int) -> None:
 
     def guarded(part: slice) -> None:
         try:
-            run(part)
+            work(part)
         except BaseException as error:
             errors.append(error)
 

@@ -12,7 +12,7 @@ import numpy as np
 from genlm_backend.checks import integer, optional
 from genlm_backend.errors import MissingExtraError, WeightsError
 from genlm_backend.trie.layout import TrieLayout
-from genlm_backend.trie.operation import Weights, as_array, to_numpy
+from genlm_backend.trie.weights import Weights, as_array, to_numpy
 
 try:
     import graphviz

@@ -29,7 +29,7 @@ def read_images(images: Any) -> list[Any]:
 
 
 def read_image(image: Any, number: int) -> Any:
-    """Return one picture as PIL has it, in RGB; ``number`` is its place among others.
+    """Return one picture as PIL has it, in RGB; ``number`` counts them.
 
     Raises:
         PictureError: If it cannot be read.

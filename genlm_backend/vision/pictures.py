@@ -1,4 +1,4 @@
-"""Pictures: the beginning of a context that is no text."""
+"""Pictures: the beginning of a context that is no text, rules of a model for it, and checks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, Final, Self, final
 
 import numpy as np
 import torch
+
+from genlm_backend.errors import ContextError, PictureError
 
 _NEGATIVE: Final = np.int32(-(2**31))
 
@@ -133,3 +135,46 @@ def codes(fingerprint: bytes, count: int) -> np.ndarray[Any, np.dtype[np.int32]]
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a tensor."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PictureRules:
+    """Rules of a model for pictures, as it has been asked.
+
+    Attributes:
+        is_prompt_one: Whether the tokens of a prompt see each other, those that come later too
+            (PaliGemma), so that all of it goes through the model at once; otherwise that ends with
+            the last picture.
+        suffix: What tokens behind the opening have where the processor makes an element for each.
+        keeps: Whether text is computed from kept keys and values; where not, contexts that begin
+            with pictures are run whole.
+    """
+
+    is_prompt_one: bool = False
+    suffix: int = 0
+    keeps: bool = True
+
+
+def check_num_pictures(marker: str, num_markers: int, num_pictures: int) -> None:
+    """Raise a ``PictureError`` unless a prompt has a marker for each picture.
+
+    Args:
+        marker: Text, or name of a token, that stands for a picture in a prompt.
+        num_markers: Number of markers in the prompt.
+        num_pictures: Number of pictures.
+    """
+    if num_markers != num_pictures:
+        raise PictureError(
+            f"the prompt must hold {marker!r} once for each picture: it has {num_markers} of them, "
+            f"and the number of pictures is {num_pictures}"
+        )
+
+
+def check_fits(token_ids: Sequence[int], max_length: int | None) -> None:
+    """Raise a ``ContextError`` if a prompt with its pictures is longer than the model's maximum."""
+    if max_length is not None and len(token_ids) > max_length:
+        raise ContextError(
+            f"the prompt and its pictures are {len(token_ids)} tokens, more than the model's "
+            f"maximum of {max_length}"
+        )

@@ -190,7 +190,7 @@ def test_the_draft_of_one_that_can_never_fit_keeps_nobody_from_being_told(engine
         stopped = engine.start_request_ids("m", [1], max_new_tokens=4)
         hopeless = [engine.start_request_ids("m", [i] * 41, max_new_tokens=4) for i in range(3)]
         fitting = engine.start_request_ids("m", [2], max_new_tokens=4)
-        for text in engine._models["m"].served._roster.texts[1:3]:
+        for text in engine._models["m"].served._roster.entries[1:3]:
             monkeypatch.setattr(text.draft, "cut", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.stop_request(stopped)

@@ -29,7 +29,7 @@ def test_distinct_tokens_are_the_distinct_prefixes(found):
 def test_a_plan_fits_and_is_the_longest_that_does(found, data, max_batch, capacity):
     texts = [Entry("request", Draft(c, lora_name, len(c))) for c, lora_name in found]
     for text in texts:
-        text.phase = data.draw(st.sampled_from([Phase.WAITING, Phase.RUNNING, Phase.RESTING]))
+        text.phase = data.draw(st.sampled_from([Phase.WAITING, Phase.RUNNING, Phase.PREEMPTED]))
 
     def needed(chosen):
         return need([text.draft for text in chosen])

@@ -45,17 +45,17 @@ class Histories(RuleBasedStateMachine):
     def carry_out(self, decision):
         if decision is None:
             return
-        lists = [decision.start, decision.go_on, decision.rest, decision.cancel]
+        lists = [decision.start, decision.resume, decision.preempt, decision.cancel]
         assert max(Counter(text for texts in lists for text in texts).values(), default=0) <= 1
         for text in decision.start:
             assert text not in self.started
             self.started.add(text)
             self.at_work.append(text)
-        for text in decision.rest:
+        for text in decision.preempt:
             assert text in self.started
             assert text not in self.resting
             self.resting.add(text)
-        for text in decision.go_on:
+        for text in decision.resume:
             self.resting.remove(text)
         for text in decision.cancel:
             assert text in self.started
@@ -64,7 +64,7 @@ class Histories(RuleBasedStateMachine):
         for settlement in decision.settle:
             assert settlement.request not in self.settled
             self.settled[settlement.request] = settlement.status
-            assert all(not text.is_wanted for text in settlement.texts)
+            assert all(not text.is_wanted for text in settlement.entries)
 
     def of(self, *phases):
         return [text for text in self.at_work if text.phase in phases]
@@ -73,12 +73,12 @@ class Histories(RuleBasedStateMachine):
         """Texts whose tasks go on: one that has just begun asks before it rests."""
         return [
             text
-            for text in self.of(Phase.RUNNING, Phase.RESTING)
+            for text in self.of(Phase.RUNNING, Phase.PREEMPTED)
             if text not in self.reading and (text not in self.resting or text not in self.asked)
         ]
 
     def may_write(self):
-        return [text for text in self.of(Phase.RUNNING, Phase.RESTING) if text in self.reading]
+        return [text for text in self.of(Phase.RUNNING, Phase.PREEMPTED) if text in self.reading]
 
     def ask_for(self, text):
         self.roster.asks(text)
@@ -123,15 +123,15 @@ class Histories(RuleBasedStateMachine):
         self.num_submitted += 1
         texts = [Wanted(r, draft) for r, drafts in requests.items() for draft in drafts]
         has_room = self.plain.submit(texts)
-        before = self.roster.texts
+        before = self.roster.entries
         decision = self.roster.submit(requests)
         assert (decision is not None) == has_room
         if decision is None:
-            assert self.roster.texts == before
+            assert self.roster.entries == before
             return
         self.carry_out(decision)
         by_draft = {text.draft: text for text in texts}
-        roster_texts = [*self.roster.texts, *(t for s in decision.settle for t in s.texts)]
+        roster_texts = [*self.roster.entries, *(t for s in decision.settle for t in s.entries)]
         for text in roster_texts:
             if text.draft in by_draft:
                 self.of_text[text] = by_draft[text.draft]
@@ -239,7 +239,7 @@ class Histories(RuleBasedStateMachine):
     def close(self):
         """Stopping interrupts everybody who is not about to finish, and gives nobody a place."""
         decision = self.roster.close()
-        assert decision.start == decision.go_on == decision.rest == []
+        assert decision.start == decision.resume == decision.preempt == []
         self.carry_out(decision)
         for request in {t.request for t in self.plain.texts if not t.is_complete}:
             self.expected[request] = GenerationStatus.INTERRUPTED
@@ -259,24 +259,24 @@ class Histories(RuleBasedStateMachine):
         for request in self.plain.hopeless:
             self.expected[request] = GenerationStatus.INTERRUPTED
         assert self.settled == {r: status for r, status in self.expected.items() if status}
-        mine = {text: self.of_text[text] for text in roster.texts}
+        mine = {text: self.of_text[text] for text in roster.entries}
         gone = {text for text in mine if text.phase is Phase.GONE}
-        assert [mine[text] for text in roster.texts if text not in gone] == self.plain.texts
+        assert [mine[text] for text in roster.entries if text not in gone] == self.plain.texts
         for text in mine.keys() - gone:
             rule_text = mine[text]
             expected = Phase.LEAVING if rule_text.is_complete else None
             if expected is None and rule_text.is_running:
                 expected = Phase.RUNNING
             elif expected is None:
-                expected = Phase.RESTING if rule_text.has_begun else Phase.WAITING
+                expected = Phase.PREEMPTED if rule_text.has_begun else Phase.WAITING
             assert text.phase is expected
-            assert (text in self.resting) == (text.phase is Phase.RESTING)
-        running = [text.draft for text in roster.texts if text.phase is Phase.RUNNING]
+            assert (text in self.resting) == (text.phase is Phase.PREEMPTED)
+        running = [text.draft for text in roster.entries if text.phase is Phase.RUNNING]
         assert roster.num_running == len(running)
         assert sum(draft.width for draft in running) <= roster.max_batch
         assert need(running) <= roster.capacity
-        assert roster.num_waiting == len(self.plain.waiting())
-        wanted = [text for text in roster.texts if text.is_wanted]
+        assert roster.num_waiting_submissions == len(self.plain.waiting())
+        wanted = [text for text in roster.entries if text.is_wanted]
         if wanted and not self.of(Phase.LEAVING):  # the oldest goes on
             assert wanted[0].phase is Phase.RUNNING
 
@@ -292,7 +292,7 @@ class Histories(RuleBasedStateMachine):
         """Nobody is lost: whoever is there comes to an end, and nothing stays in memory."""
         if not hasattr(self, "roster"):
             return
-        while self.at_work or self.roster.texts:
+        while self.at_work or self.roster.entries:
             for text in self.of(Phase.RUNNING):
                 self.finish_with(text)
             for text in self.of(Phase.CANCELLED, Phase.GONE):
@@ -317,8 +317,8 @@ def test_thousands_that_can_never_fit_are_all_told_at_once(max_batch):
     for i in range(1, 5000):
         decision = roster.submit({i: [Draft([[i] * 41])]})
         assert not decision.settle
-    assert roster.num_waiting == 4999
+    assert roster.num_waiting_submissions == 4999
     decision = roster.ended(0, GenerationStatus.INTERRUPTED)
     assert decision.cancel == first.start
     assert [settlement.request for settlement in decision.settle] == list(range(5000))
-    assert roster.texts == []
+    assert roster.entries == []

@@ -32,7 +32,7 @@ from genlm_backend.model.query import Adapter, Query
 from genlm_backend.passes.pass_evaluator import PassEvaluator
 from genlm_backend.prefix import KVCacheDtype
 from genlm_backend.runtime.threads import use_num_threads
-from genlm_backend.vision.picture_rules import PictureRules
+from genlm_backend.vision.pictures import PictureRules
 
 logger = logging.getLogger(__name__)
 

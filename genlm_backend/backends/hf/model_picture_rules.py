@@ -17,8 +17,7 @@ from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.errors import PictureError
 from genlm_backend.prefix import KVLayout, KVStore
-from genlm_backend.vision.picture_rules import PictureRules
-from genlm_backend.vision.pictures import Pictures, image_token_id_of
+from genlm_backend.vision.pictures import PictureRules, Pictures, image_token_id_of
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,14 @@ from genlm_backend.checks import shown
 from genlm_backend.errors import PictureError
 from genlm_backend.model.context import Context, Contexts
 from genlm_backend.vision.images import fingerprint, read_image, read_images
-from genlm_backend.vision.picture_prompt import check_fits, check_places
-from genlm_backend.vision.picture_rules import PictureRules
-from genlm_backend.vision.pictures import Pictures, bytes_of, codes
+from genlm_backend.vision.pictures import (
+    PictureRules,
+    Pictures,
+    bytes_of,
+    check_fits,
+    check_num_pictures,
+    codes,
+)
 
 _OF_TEXT: Final = frozenset({"input_ids", "attention_mask", "labels"})
 """Entries that processors return and the model is not given as they are."""
@@ -110,7 +115,7 @@ class PictureReader:
             return self._of_inputs(self._ids(prompt), images, max_length)
         pictures = read_images(images)
         if isinstance(prompt, str):
-            check_places(str(self._marker), prompt.count(str(self._marker)), len(pictures))
+            check_num_pictures(str(self._marker), prompt.count(str(self._marker)), len(pictures))
             part = str(self._processor.tokenizer.convert_ids_to_tokens(self._image_token_id))
             if part != self._marker and part in prompt:
                 raise PictureError(
@@ -178,12 +183,12 @@ class PictureReader:
         marker = self._processor.tokenizer.convert_tokens_to_ids(self._marker)
         num_parts = ids.count(self._image_token_id)
         if not pictures:
-            check_places(str(self._marker), num_parts or ids.count(marker), 0)
+            check_num_pictures(str(self._marker), num_parts or ids.count(marker), 0)
             return None, ids
         read = self._read(str(self._marker) * len(pictures), pictures)
         if num_parts == read.token_ids.count(self._image_token_id) and num_parts != len(pictures):
             return self._with_ids(read, ids), ids
-        check_places(str(self._marker), ids.count(marker), len(pictures))
+        check_num_pictures(str(self._marker), ids.count(marker), len(pictures))
         if num_parts and marker != self._image_token_id:
             raise PictureError(
                 f"the token ids hold {self._image_token_id}, which stands for a part of a picture, "

@@ -14,7 +14,7 @@ from genlm_backend.checks import shown
 from genlm_backend.errors import OptionTypeError, PictureError
 from genlm_backend.model.context import Context, Contexts
 from genlm_backend.model.evaluator import Evaluator
-from genlm_backend.vision.picture_rules import PictureRules
+from genlm_backend.vision.pictures import PictureRules
 
 
 def check_processor(processor: Any) -> None:

@@ -113,7 +113,10 @@ class AsyncVirtualLM(BatchedLM):
         )
         self._pictures = VLLMPictureReader(engine, self.contexts)
         self._sampler = VLLMSampler(
-            self._vllm.rounds, self.undefined_ids, self._batcher.call_soon, self._adapters.error_of
+            self._vllm.planner,
+            self.undefined_ids,
+            self._batcher.call_soon,
+            self._adapters.error_of,
         )
 
     @classmethod

@@ -127,7 +127,7 @@ class RowExtension:
         kept = RowCapture.logits
         is_asked = get_tensor_model_parallel_rank() == 0 and kept.keys() >= set(tags)
         rows = RowCapture.take_rows(tags) if is_asked else None
-        kept.clear()  # nobody asks for what is left: a round's rows are asked for together
+        kept.clear()  # rows are asked for together: nobody asks for what is left
         if rows is None:
             return None
         logprobs = torch.stack([row.logprobs for row in rows]).cpu()

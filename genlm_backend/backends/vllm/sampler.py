@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from genlm_backend.backends.vllm.completion import Completion
-from genlm_backend.backends.vllm.engine_rounds import Rounds
+from genlm_backend.backends.vllm.session_planner import SessionPlanner
 from genlm_backend.errors import BatcherClosedError
 from genlm_backend.model.query import Query
 from genlm_backend.model.sampling import Sampled
@@ -19,7 +19,7 @@ class VLLMSampler:
     """Starts completions, keeps the engine going while there are any, and stops the unwanted.
 
     Args:
-        rounds: What asks the engine.
+        planner: The planner that asks the engine.
         forbidden: Ids that are never sampled.
         call_soon: Puts a function behind the batches already sent, on the thread that asks the
             engine; raises a ``BatcherClosedError`` where that thread takes nothing any more.
@@ -29,12 +29,12 @@ class VLLMSampler:
 
     def __init__(
         self,
-        rounds: Rounds,
+        planner: SessionPlanner,
         forbidden: frozenset[int],
         call_soon: Callable[[Callable[[], None]], object],
         error_of: Callable[[Query], Exception | None],
     ) -> None:
-        self._rounds = rounds
+        self._planner = planner
         self._forbidden = forbidden
         self._call_soon = call_soon
         self._error_of = error_of
@@ -69,7 +69,7 @@ class VLLMSampler:
                 known.append(completion)
             else:
                 completion.fail(error)
-        self._rounds.start(known, self._forbidden)
+        self._planner.start(known, self._forbidden)
         if not self._is_pumping:
             self._pump()
 
@@ -78,7 +78,7 @@ class VLLMSampler:
 
         Batches that wait go in between, and take the completions along.
         """
-        self._is_pumping = self._rounds.go_on()
+        self._is_pumping = self._planner.go_on()
         if self._is_pumping:
             with contextlib.suppress(BatcherClosedError):  # whoever closes it settles what is left
                 self._call_soon(self._pump)

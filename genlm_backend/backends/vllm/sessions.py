@@ -58,8 +58,8 @@ class _Session:
 class SessionTable:
     """Live sessions by their contexts, the ones unused for longest ended first.
 
-    ``place`` is called for each query of a round; what it hands out is not seen by the queries
-    after it until ``commit``, because the engine has not computed it yet.
+    ``place`` is called for each query of a part of a batch; what it hands out is not seen by the
+    queries after it until ``commit``, because the engine has not computed it yet.
 
     Args:
         max_sessions: Number of sessions that the engine can hold, at least 1.
@@ -85,7 +85,7 @@ class SessionTable:
         """Choose where the row of ``query`` is computed, from the most tokens already there.
 
         The session it uses, or copies from, is held until ``commit``. A session is extended by
-        one query of a round; its siblings begin where it stood before.
+        one query of a part of a batch; its siblings begin where it stood before.
         """
         best, num_shared = self._longest_prefix(query)
         if best is None:
@@ -112,7 +112,7 @@ class SessionTable:
             self._extended.discard(placement.session)
 
     def oldest(self) -> str | None:
-        """Return the session unused for longest that no placement of the round needs, if any."""
+        """Return the session unused for longest that no placement of the part needs, if any."""
         idle = (s for s in self._sessions.values() if s.id not in self._held)
         found = min(idle, key=lambda session: session.used, default=None)
         return None if found is None else found.id
@@ -125,7 +125,7 @@ class SessionTable:
         return len(session.token_ids)
 
     def commit(self) -> None:
-        """Record that the engine has computed every placement of the round; begin the next."""
+        """Record that the engine has computed every placement of the part; begin the next."""
         for placement in self._round:
             if placement.is_new:
                 session = _Session(placement.session, placement.query, next(self._clock))
@@ -142,7 +142,7 @@ class SessionTable:
         self._end_round()
 
     def clear(self) -> list[str]:
-        """Remove every session, those of an uncommitted round too; return their ids."""
+        """Remove every session, those of an uncommitted part of a batch too; return their ids."""
         ids = [*self._sessions, *(p.session for p in self._round if p.is_new)]
         self._sessions.clear()
         self._by_context.clear()

@@ -7,8 +7,8 @@ from typing import final
 
 import torch
 
-from genlm_backend.backends.vllm.engine_rounds import Rounds
 from genlm_backend.backends.vllm.session_engine import SessionEngine
+from genlm_backend.backends.vllm.session_planner import SessionPlanner
 from genlm_backend.errors import BatcherClosedError, CacheError, UnknownAdapterError
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
@@ -18,7 +18,7 @@ from genlm_backend.prefix import TierName
 
 @final
 class VLLMEvaluator(Evaluator):
-    """Answers queries by an engine of sessions, in rounds.
+    """Answers queries by an engine of sessions, in parts of a batch.
 
     Args:
         engine: The engine, used by nobody else.
@@ -27,7 +27,7 @@ class VLLMEvaluator(Evaluator):
 
     Attributes:
         engine: The engine.
-        rounds: What asks the engine; completions go on in its rounds.
+        planner: The planner that asks the engine; completions go on in its steps.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class VLLMEvaluator(Evaluator):
         max_length: int | None = None,
     ) -> None:
         self.engine = engine
-        self.rounds = Rounds(engine)
+        self.planner = SessionPlanner(engine)
         self._output_device = output_device
         self._max_length = max_length
 
@@ -61,7 +61,7 @@ class VLLMEvaluator(Evaluator):
 
     def evaluate(self, queries: Sequence[Query], /) -> Sequence[Row]:
         """Return one row for each query, on the output device."""
-        return self._moved(self.rounds.evaluate(queries, self.check_wanted))
+        return self._moved(self.planner.evaluate(queries, self.check_wanted))
 
     def _moved(self, rows: list[Row]) -> list[Row]:
         """Return the rows of a batch on the output device, by one transfer."""
@@ -77,7 +77,7 @@ class VLLMEvaluator(Evaluator):
 
     def num_cached(self, query: Query, tier: TierName | None = None) -> int:
         """Return how many of a context's tokens a session has; vLLM does not tell of a host."""
-        return 0 if tier == "host" else self.rounds.table.num_shared(query)
+        return 0 if tier == "host" else self.planner.table.num_shared(query)
 
     def forget(self, query: Query, keep: int) -> None:
         """Do nothing: vLLM frees a block when another context needs it, and cannot be told to."""
@@ -88,7 +88,7 @@ class VLLMEvaluator(Evaluator):
 
     def clear(self) -> None:
         """End all sessions, and free the blocks that they had."""
-        self.rounds.end_sessions()
+        self.planner.end_sessions()
         self.engine.reset()
 
     # ---------------------------------------------------------------- adapters
@@ -114,12 +114,12 @@ class VLLMEvaluator(Evaluator):
     # ---------------------------------------------------------------- keeping house
 
     def counts(self) -> EvaluatorCounts:
-        """Return the counts of the engine and the rounds; vLLM tells no bytes."""
+        """Return the counts of the engine and its planner; vLLM tells no bytes."""
         return EvaluatorCounts(
             num_forwards=self.engine.num_steps,
-            tokens_computed=self.rounds.tokens_computed,
-            tokens_reused=self.rounds.tokens_reused,
-            num_evicted_tokens=self.rounds.tokens_evicted,
+            tokens_computed=self.planner.tokens_computed,
+            tokens_reused=self.planner.tokens_reused,
+            num_evicted_tokens=self.planner.tokens_evicted,
         )
 
     def close(self) -> None:

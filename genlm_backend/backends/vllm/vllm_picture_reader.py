@@ -14,8 +14,7 @@ from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.errors import PictureError
 from genlm_backend.model.context import Context, Contexts
 from genlm_backend.vision.images import read_images
-from genlm_backend.vision.picture_prompt import check_fits, check_places
-from genlm_backend.vision.pictures import Pictures, codes
+from genlm_backend.vision.pictures import Pictures, check_fits, check_num_pictures, codes
 
 _FEATURES: Final = "features"
 _READER: Final = "vLLM"
@@ -60,13 +59,13 @@ class VLLMPictureReader:
             raise PictureError("vLLM runs its processor itself: images are a list of pictures")
         pictures, marker = read_images(images), str(processor.image_token)
         if isinstance(prompt, str):
-            num_places = prompt.count(marker)
+            num_markers = prompt.count(marker)
         else:
             packed = array("i")
             packed.frombytes(self._contexts.packed(prompt))
             prompt = list(packed)
-            num_places = prompt.count(processor.tokenizer.convert_tokens_to_ids(marker))
-        check_places(marker, num_places, len(pictures))
+            num_markers = prompt.count(processor.tokenizer.convert_tokens_to_ids(marker))
+        check_num_pictures(marker, num_markers, len(pictures))
         if not pictures:
             is_text = isinstance(prompt, str)
             return self._contexts.of(

@@ -42,7 +42,7 @@ class Engine(OfOneProcess, Closing):
     Requests live on an event loop of the engine's own, on a thread of its own: they are started,
     read, awaited and stopped from any coroutine and any thread, and go on while those do other
     things. At most ``max_batch`` texts of a model are under way; the others wait in order. When
-    its keys and values do not fit into memory, the youngest text rests until they do.
+    its keys and values do not fit into memory, the youngest is preempted until they do.
 
     Use it in a ``with`` or ``async with`` statement, or call ``close()``. It belongs to the process
     that made it: a fork of that process gets a ``ForkedError``.
@@ -157,7 +157,7 @@ class Engine(OfOneProcess, Closing):
 
     def num_waiting(self, name: str) -> int:
         """Return how many requests for a model wait; those submitted together count as one."""
-        return self._served(name).num_waiting
+        return self._served(name).num_waiting_submissions
 
     def _served(self, name: str) -> ServedModel:
         return self._model(name).served
@@ -199,7 +199,7 @@ class Engine(OfOneProcess, Closing):
             ContextError: (``ValueError``) If the prompt is empty, or leaves no room for a token.
             ContextTypeError: (``TypeError``) If its ids are not integers.
             GenerationConfigError: (``ValueError``) If the configuration does not go with the model,
-                or has more beams than a batch has places.
+                or has more beams than a batch has rows.
             RequestQueueFullError: (``queue.Full``) If there was no room in time.
         """
         timeout = check_timeout("timeout", timeout)
@@ -218,7 +218,7 @@ class Engine(OfOneProcess, Closing):
     ) -> list[GenerationRequest]:
         """Start a request for each of several prompts with one submission, all or none of them.
 
-        They count as one in the queue of those that wait.
+        They count as one of the submissions that wait.
 
         Args:
             model_name: Name of a running model.

@@ -29,7 +29,7 @@ class _Text:
     """A text so far, and how far it has been handed out."""
 
     tokens: list[GeneratedToken] = field(default_factory=list)
-    rest: str = ""
+    held_back: str = ""
     is_cut: bool = False
     num_read: int = 0
     is_end_read: bool = False
@@ -152,12 +152,12 @@ class ResultQueue:
         tokens = text.tokens[text.num_read :]
         text.num_read = len(text.tokens)
         reason = tokens[-1].finish_reason if tokens else None
-        rest = ""
+        held_back = ""
         if text.is_cut and not text.is_end_read:
-            rest, reason, text.is_end_read = text.rest, reason or "interrupted", True
+            held_back, reason, text.is_end_read = text.held_back, reason or "interrupted", True
         return GeneratedElements(
             token_ids=[token.token_id for token in tokens],
-            text="".join(token.text for token in tokens) + rest,
+            text="".join(token.text for token in tokens) + held_back,
             logprobs=[cast(float, t.logprob) for t in tokens] if self._with_logprobs else None,
             top_logprobs=[t.top_logprobs for t in tokens] if self._with_logprobs else None,
             index=index,
@@ -191,7 +191,7 @@ class ResultQueue:
         """Return every text as it is now, read or not."""
         with self._lock.here:
             return [
-                Generation.of_tokens(list(text.tokens), text.rest, self._scores.get(index))
+                Generation.of_tokens(list(text.tokens), text.held_back, self._scores.get(index))
                 for index, text in enumerate(self._texts)
             ]
 
@@ -213,7 +213,7 @@ class ResultQueue:
                 self._changed.notify()
 
     def preempt(self) -> None:
-        """Note that a text has to rest."""
+        """Note that a draft is preempted."""
         with self._lock.here:
             self._num_preemptions += 1
 
@@ -234,7 +234,7 @@ class ResultQueue:
     def end(
         self,
         status: GenerationStatus,
-        rests: list[tuple[int, str]] | None = None,
+        held_back: list[tuple[int, str]] | None = None,
         scores: dict[int, float] | None = None,
         error: BaseException | None = None,
     ) -> None:
@@ -242,16 +242,17 @@ class ResultQueue:
 
         Args:
             status: A final one.
-            rests: The characters that are left of texts that were cut off.
+            held_back: Characters at the ends of texts that were cut off.
             scores: Scores of the texts that have one, by their number.
             error: The exception that it failed with.
         """
         with self._lock.here:
             if self._status.is_final:
                 return
-            for number, rest in rests or ():
-                self._texts[number].rest = rest
-                self._texts[number].is_cut = status is GenerationStatus.INTERRUPTED or rest != ""
+            for number, characters in held_back or ():
+                self._texts[number].held_back = characters
+                is_interrupted = status is GenerationStatus.INTERRUPTED
+                self._texts[number].is_cut = is_interrupted or characters != ""
             self._scores.update(scores or {})
             self._status, self._error = status, error
             self._ended = time.monotonic()

@@ -1,4 +1,4 @@
-"""Roster: which texts fit and are worked at, and what is to be done then. Decides only."""
+"""Roster: which drafts of an engine's requests run, and which wait. Decides only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from genlm_backend.common_prefix import common_length
 from genlm_backend.generation.generated import GenerationStatus
 
 HEADROOM = 16
-"""Tokens that must be free beyond its context for a text to begin, or to go on after a rest.
+"""Tokens that must be free beyond its contexts for a draft to start or resume.
 
 Or one that was preempted would be preempted again at its next token.
 """
@@ -29,7 +29,7 @@ class Work(Protocol):
 
     @property
     def width(self) -> int:
-        """Number of places of a batch that it takes."""
+        """Number of rows of a batch that it takes."""
         ...
 
     @property
@@ -43,32 +43,32 @@ D = TypeVar("D", bound=Work)
 
 
 class Phase(enum.Enum):
-    """How far a text has come; it is in exactly one phase."""
+    """How far a draft has come; it is in exactly one phase."""
 
     WAITING = "waiting"
-    """The text has had no place so far, and no task."""
+    """The draft has not run yet, and has no task."""
     RUNNING = "running"
-    """The text has a place."""
-    RESTING = "resting"
-    """The text has lost its place between two tokens, and goes on when there is one again."""
+    """The draft has its rows of a batch."""
+    PREEMPTED = "preempted"
+    """The draft has lost its rows between two tokens, and resumes when there is room again."""
     LEAVING = "leaving"
-    """The text is complete and takes no place; its task is still forgetting what it asked for."""
+    """The draft is complete and takes no row; its task is still forgetting what it asked for."""
     CANCELLED = "cancelled"
-    """The request has been settled with what the text had; its task has yet to notice that."""
+    """The request has been settled with what the draft had; its task has yet to notice that."""
     GONE = "gone"
-    """The roster has nothing more to do with the text."""
+    """The roster has nothing more to do with the draft."""
 
 
 @final
 @dataclass(eq=False, slots=True)
 class Entry(Generic[R, D]):
-    """A draft of a request, as it stands on the roster.
+    """A draft on the roster, with its phase.
 
     Attributes:
-        request: The request that the text belongs to.
-        draft: What makes the text.
+        request: The request that the draft belongs to.
+        draft: The draft.
         arrival: Number of the submission that it came with.
-        phase: How far the text has come.
+        phase: How far the draft has come.
         asked: The contexts that the model was asked for last; empty until the first.
     """
 
@@ -80,18 +80,18 @@ class Entry(Generic[R, D]):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the text has a place or is to get one."""
-        return self.phase in (Phase.WAITING, Phase.RUNNING, Phase.RESTING)
+        """Whether the draft runs or is to run."""
+        return self.phase in (Phase.WAITING, Phase.RUNNING, Phase.PREEMPTED)
 
 
 @final
 @dataclass(slots=True)
 class Plan(Generic[R, D]):
-    """An admission plan: the texts that run, and those that never can; all others wait.
+    """An admission plan: the drafts that run, and those that never can; all others wait.
 
     Attributes:
-        running: Texts that may run, in order.
-        hopeless: Texts that do not fit alone.
+        running: Drafts that may run, in order.
+        hopeless: Drafts that do not fit alone.
         num_tokens: A bound of the number of distinct tokens of the running ones' contexts.
     """
 
@@ -100,46 +100,46 @@ class Plan(Generic[R, D]):
     num_tokens: int = 0
 
 
-def make_plan(texts: Iterable[Entry[R, D]], max_batch: int, capacity: int | None) -> Plan[R, D]:
-    """Choose from the beginning of ``texts``, oldest first, whoever fits into batch and memory.
+def make_plan(entries: Iterable[Entry[R, D]], max_batch: int, capacity: int | None) -> Plan[R, D]:
+    """Choose from the beginning of ``entries``, oldest first, the drafts that fit together.
 
     Nobody overtakes: the first one that does not fit ends the choice. So the youngest of the
-    running ones is the first to rest when memory is short, and the first to go on afterwards.
+    running ones is the first to be preempted when memory is short, and the first to resume.
 
     Args:
-        texts: Texts in the order of arrival.
-        max_batch: Places of a batch.
+        entries: Drafts in the order of arrival.
+        max_batch: Rows of a batch.
         capacity: Tokens that fit into memory; ``None`` for no bound.
     """
     plan = Plan[R, D]()
-    num_places = 0
-    for text in texts:
-        draft = text.draft
-        if num_places + draft.width > max_batch:
+    num_rows = 0
+    for entry in entries:
+        draft = entry.draft
+        if num_rows + draft.width > max_batch:
             break
         num_own = sum(map(len, draft.contexts))
         num_tokens = plan.num_tokens + num_own
         if capacity is not None:
-            if num_own > capacity and _num_distinct([text]) > capacity:
-                plan.hopeless.append(text)
+            if num_own > capacity and _num_distinct([entry]) > capacity:
+                plan.hopeless.append(entry)
                 continue
-            needs_room = bool(plan.running) and text.phase is not Phase.RUNNING
+            needs_room = bool(plan.running) and entry.phase is not Phase.RUNNING
             headroom = HEADROOM * draft.width if needs_room else 0
             if num_tokens + headroom > capacity:  # what they share may make the difference
-                num_tokens = _num_distinct([*plan.running, text])
+                num_tokens = _num_distinct([*plan.running, entry])
             if num_tokens + headroom > capacity:
                 break
-        plan.running.append(text)
+        plan.running.append(entry)
         plan.num_tokens = num_tokens
-        num_places += draft.width
+        num_rows += draft.width
     return plan
 
 
-def _num_distinct(texts: Iterable[Entry[R, D]]) -> int:
+def _num_distinct(entries: Iterable[Entry[R, D]]) -> int:
     """Count the tokens of all contexts, those of a shared beginning once."""
     by_adapter: dict[str | None, list[list[int]]] = defaultdict(list)
-    for text in texts:
-        by_adapter[text.draft.lora_name].extend(text.draft.contexts)
+    for entry in entries:
+        by_adapter[entry.draft.lora_name].extend(entry.draft.contexts)
     return sum(map(num_distinct_tokens, by_adapter.values()))
 
 
@@ -160,13 +160,13 @@ class Settlement(Generic[R, D]):
 
     Attributes:
         request: The request.
-        texts: Every draft of the request.
+        entries: Every draft of the request.
         status: The final status of the request.
         error: The exception that the request failed with, if it did.
     """
 
     request: R
-    texts: tuple[Entry[R, D], ...]
+    entries: tuple[Entry[R, D], ...]
     status: GenerationStatus
     error: Exception | None = None
 
@@ -174,39 +174,39 @@ class Settlement(Generic[R, D]):
 @final
 @dataclass(slots=True)
 class RosterChange(Generic[R, D]):
-    """Transitions of texts and requests to carry out; a text is in one of the lists at most.
+    """Transitions of drafts and requests to carry out; a draft is in one of the lists at most.
 
     Attributes:
-        start: Texts whose tasks begin.
-        go_on: Texts that go on after a rest.
-        rest: Texts that rest from their next token on.
-        cancel: Texts whose tasks are cancelled, unless they notice their end themselves.
+        start: Drafts whose tasks begin.
+        resume: Drafts that go on after they were preempted.
+        preempt: Drafts that wait from their next token on.
+        cancel: Drafts whose tasks are cancelled, unless they notice their end themselves.
         settle: Requests that have ended.
     """
 
     start: list[Entry[R, D]] = field(default_factory=list)
-    go_on: list[Entry[R, D]] = field(default_factory=list)
-    rest: list[Entry[R, D]] = field(default_factory=list)
+    resume: list[Entry[R, D]] = field(default_factory=list)
+    preempt: list[Entry[R, D]] = field(default_factory=list)
     cancel: list[Entry[R, D]] = field(default_factory=list)
     settle: list[Settlement[R, D]] = field(default_factory=list)
 
 
 @final
 class Roster(Generic[R, D]):
-    """The texts that are wanted, each in one phase: the oldest run whose contexts fit.
+    """The drafts that are wanted, each in one phase: the oldest run whose contexts fit.
 
     Its methods change phases and return the transitions that follow, in a ``RosterChange``;
     ``None`` is returned where everybody goes on as before. There is no event loop, no lock and no
     model in it.
 
     Args:
-        max_batch: Places of a batch.
+        max_batch: Rows of a batch.
         max_waiting: Submissions that may wait to begin; ``None`` for no bound.
         capacity: Tokens that fit into memory; ``None`` for no bound.
         keeps_contexts: Whether what was asked for stays in memory for others.
 
     Attributes:
-        max_batch: Places of a batch.
+        max_batch: Rows of a batch.
         capacity: Tokens that fit into memory; it can be set, for the changes to come.
         is_open: Whether requests are let in; it can be set.
     """
@@ -230,34 +230,34 @@ class Roster(Generic[R, D]):
     # ---------------------------------------------------------------- what there is
 
     @property
-    def texts(self) -> list[Entry[R, D]]:
-        """Texts of the requests that are not settled, in the order of arrival."""
+    def entries(self) -> list[Entry[R, D]]:
+        """Drafts of the requests that are not settled, in the order of arrival."""
         return list(itertools.chain.from_iterable(self._requests.values()))
 
     @property
     def num_running(self) -> int:
-        """Number of texts that have a place."""
-        return sum(text.phase is Phase.RUNNING for text in self.texts)
+        """Number of drafts that run."""
+        return sum(entry.phase is Phase.RUNNING for entry in self.entries)
 
     @property
-    def num_waiting(self) -> int:
+    def num_waiting_submissions(self) -> int:
         """Number of submissions of which nothing has begun."""
         # They begin in the order of arrival: whatever came after the last one to begin is waiting.
-        return len({text.arrival for text in self.texts if text.arrival > self._last_begun})
+        return len({entry.arrival for entry in self.entries if entry.arrival > self._last_begun})
 
     def _wanted(self) -> Iterator[Entry[R, D]]:
-        texts = itertools.chain.from_iterable(self._requests.values())
-        return (text for text in texts if text.is_wanted)
+        entries = itertools.chain.from_iterable(self._requests.values())
+        return (entry for entry in entries if entry.is_wanted)
 
     # ---------------------------------------------------------------- admission
 
     def submit(self, requests: Mapping[R, Sequence[D]]) -> RosterChange[R, D] | None:
         """Take requests, all with one submission, unless as many wait as may.
 
-        A submission whose first text would have a place at once does not wait.
+        A submission whose first draft would run at once does not wait.
 
         Args:
-            requests: What makes the texts of each request.
+            requests: The drafts of each request.
 
         Returns:
             The change, or ``None`` where there is no room: nothing has changed then.
@@ -269,7 +269,7 @@ class Roster(Generic[R, D]):
             for request, drafts in requests.items()
         }
         limit = self._max_waiting
-        if limit is not None and self.num_waiting >= limit:
+        if limit is not None and self.num_waiting_submissions >= limit:
             first = next(itertools.chain.from_iterable(taken.values()))
             plan = make_plan([*self._wanted(), first], self.max_batch, self.capacity)
             if first not in plan.running:
@@ -278,37 +278,37 @@ class Roster(Generic[R, D]):
         self._requests.update(taken)
         return self._replanned(RosterChange())
 
-    # ---------------------------------------------------------------- texts under way
+    # ---------------------------------------------------------------- drafts under way
 
-    def asks(self, text: Entry[R, D]) -> None:
-        """Note that the model is asked for the contexts of a text."""
-        text.asked = text.draft.contexts
+    def asks(self, entry: Entry[R, D]) -> None:
+        """Note that the model is asked for the contexts of a draft."""
+        entry.asked = entry.draft.contexts
 
-    def grew(self, text: Entry[R, D]) -> RosterChange[R, D] | None:
-        """Note that a text is one step longer and goes on."""
-        self._num_tokens += text.draft.width
+    def grew(self, entry: Entry[R, D]) -> RosterChange[R, D] | None:
+        """Note that a draft has one token more in each context, and goes on."""
+        self._num_tokens += entry.draft.width
         if self.capacity is None or self._num_tokens <= self.capacity:
             return None
         return self._replanned(RosterChange())
 
-    def finished(self, text: Entry[R, D]) -> None:
-        """Note that a text is complete, before it has left."""
-        text.phase = Phase.LEAVING
+    def finished(self, entry: Entry[R, D]) -> None:
+        """Note that a draft is complete, before it has left."""
+        entry.phase = Phase.LEAVING
 
-    def noticed(self, text: Entry[R, D]) -> None:
-        """Note that a text's task asks for nothing more, so that nobody has to cancel it."""
-        if text.phase is Phase.CANCELLED:
-            text.phase = Phase.GONE
+    def noticed(self, entry: Entry[R, D]) -> None:
+        """Note that a draft's task asks for nothing more, so that nobody has to cancel it."""
+        if entry.phase is Phase.CANCELLED:
+            entry.phase = Phase.GONE
 
-    def left(self, text: Entry[R, D]) -> RosterChange[R, D] | None:
-        """Note that a text's task has nothing more to do; the last one finishes its request."""
-        if text.phase is not Phase.LEAVING:
+    def left(self, entry: Entry[R, D]) -> RosterChange[R, D] | None:
+        """Note that a draft's task has nothing more to do; the last one finishes its request."""
+        if entry.phase is not Phase.LEAVING:
             return None
-        text.phase = Phase.GONE
-        change, texts = RosterChange[R, D](), self._requests[text.request]
-        if all(other.phase is Phase.GONE for other in texts):
-            del self._requests[text.request]
-            change.settle.append(Settlement(text.request, texts, GenerationStatus.FINISHED))
+        entry.phase = Phase.GONE
+        change, entries = RosterChange[R, D](), self._requests[entry.request]
+        if all(other.phase is Phase.GONE for other in entries):
+            del self._requests[entry.request]
+            change.settle.append(Settlement(entry.request, entries, GenerationStatus.FINISHED))
         return self._replanned(change)
 
     # ---------------------------------------------------------------- ending
@@ -316,13 +316,13 @@ class Roster(Generic[R, D]):
     def ended(
         self, request: R, status: GenerationStatus, error: Exception | None = None
     ) -> RosterChange[R, D] | None:
-        """End a request; one whose texts are all complete, or that has ended, stays as it is."""
+        """End a request; one whose drafts are all complete, or that has ended, stays as it is."""
         change = RosterChange[R, D]()
         self._take_off(change, request, status, error)
         return self._replanned(change) if change.settle else None
 
     def close(self) -> RosterChange[R, D]:
-        """Let no more requests in and interrupt those that there are; nobody gets a place."""
+        """Let no more requests in and interrupt those that there are."""
         self.is_open = False
         change = RosterChange[R, D]()
         for request in list(self._requests):
@@ -336,69 +336,66 @@ class Roster(Generic[R, D]):
         status: GenerationStatus,
         error: Exception | None = None,
     ) -> None:
-        texts = self._requests.get(request, ())
-        if all(text.phase in (Phase.LEAVING, Phase.GONE) for text in texts):
+        entries = self._requests.get(request, ())
+        if all(entry.phase in (Phase.LEAVING, Phase.GONE) for entry in entries):
             return
         del self._requests[request]
-        change.settle.append(Settlement(request, texts, status, error))
-        for text in texts:
-            if text.phase in (Phase.RUNNING, Phase.RESTING):
-                text.phase = Phase.CANCELLED
-                change.cancel.append(text)
+        change.settle.append(Settlement(request, entries, status, error))
+        for entry in entries:
+            if entry.phase in (Phase.RUNNING, Phase.PREEMPTED):
+                entry.phase = Phase.CANCELLED
+                change.cancel.append(entry)
             else:  # without a task, or with one that is to forget what it asked for
-                text.phase = Phase.GONE
+                entry.phase = Phase.GONE
 
     # ---------------------------------------------------------------- who runs
 
     def _replanned(self, change: RosterChange[R, D]) -> RosterChange[R, D]:
-        """Let whoever may run go on and the others rest, and end whoever never may."""
-        while (plan := self._plan()).hopeless:
-            for request in dict.fromkeys(text.request for text in plan.hopeless):
+        """Start, resume and preempt drafts by a new plan, and end requests that never can run."""
+        while (plan := make_plan(self._wanted(), self.max_batch, self.capacity)).hopeless:
+            for request in dict.fromkeys(entry.request for entry in plan.hopeless):
                 self._take_off(change, request, GenerationStatus.INTERRUPTED)
         self._num_tokens = plan.num_tokens
         # Those that ran follow one another, from the oldest on: nobody has overtaken.
-        for text in itertools.islice(self._wanted(), len(plan.running), None):
-            if text.phase is not Phase.RUNNING:
+        for entry in itertools.islice(self._wanted(), len(plan.running), None):
+            if entry.phase is not Phase.RUNNING:
                 break
-            text.phase = Phase.RESTING
-            change.rest.append(text)
-        for text in plan.running:
-            if text.phase is Phase.WAITING:
-                change.start.append(text)
-                self._last_begun = text.arrival
-            elif text.phase is Phase.RESTING:
-                change.go_on.append(text)
-            text.phase = Phase.RUNNING
+            entry.phase = Phase.PREEMPTED
+            change.preempt.append(entry)
+        for entry in plan.running:
+            if entry.phase is Phase.WAITING:
+                change.start.append(entry)
+                self._last_begun = entry.arrival
+            elif entry.phase is Phase.PREEMPTED:
+                change.resume.append(entry)
+            entry.phase = Phase.RUNNING
         return change
-
-    def _plan(self) -> Plan[R, D]:
-        return make_plan(self._wanted(), self.max_batch, self.capacity)
 
     # ---------------------------------------------------------------- without a prefix cache
 
-    def left_behind(self, text: Entry[R, D]) -> list[list[int]]:
-        """Return the contexts of a text that are not to stay in memory for itself.
+    def left_behind(self, entry: Entry[R, D]) -> list[list[int]]:
+        """Return the contexts of a draft that are not to stay in memory for itself.
 
-        A text that goes on leaves behind what it asked for and has given up; another one leaves
+        A draft that goes on leaves behind what it asked for and has given up; another one leaves
         all of its contexts.
         """
         if self._keeps_contexts:
             return []
-        contexts = text.draft.contexts
-        if not text.is_wanted:
-            return [*text.asked, *contexts]
-        if text.draft.width == 1:  # what was asked for has only become longer
+        contexts = entry.draft.contexts
+        if not entry.is_wanted:
+            return [*entry.asked, *contexts]
+        if entry.draft.width == 1:  # what was asked for has only become longer
             return []
-        return [context for context in text.asked if context not in contexts]
+        return [context for context in entry.asked if context not in contexts]
 
     def num_needed(self, context: Sequence[int], lora_name: str | None) -> int:
-        """Return how many leading tokens of a context stay, as texts that go on need them."""
+        """Return how many leading tokens of a context stay, as drafts that go on need them."""
         return max(
             (
                 common_length(context, needed)
-                for text in self._wanted()
-                if text.asked and text.draft.lora_name == lora_name
-                for needed in text.draft.contexts
+                for entry in self._wanted()
+                if entry.asked and entry.draft.lora_name == lora_name
+                for needed in entry.draft.contexts
             ),
             default=0,
         )

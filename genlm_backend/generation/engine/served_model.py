@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias, final
 
@@ -31,24 +30,12 @@ from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.forks import ProcessLock
 
 Submission: TypeAlias = dict[GenerationRequest, list[Draft]]
-"""Requests that are let in together, and what makes the texts of each."""
+"""Requests that are let in together, and the drafts of each."""
 
 _Entry: TypeAlias = Entry[GenerationRequest, Draft]
 _Change: TypeAlias = RosterChange[GenerationRequest, Draft]
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    """The asyncio task of one draft, on the background loop.
-
-    Attributes:
-        task: The task.
-        may_go: Cleared while the text rests.
-    """
-
-    task: asyncio.Task[None]
-    may_go: asyncio.Event
+_Worker: TypeAlias = tuple[asyncio.Task[None], asyncio.Event]
+"""The task of a draft, and an event that is cleared while the draft is preempted."""
 
 
 @final
@@ -143,7 +130,7 @@ class ServedModel:
 
     def _full(self) -> RequestQueueFullError:
         return RequestQueueFullError(
-            f"{self.num_waiting} requests wait for model {self.name!r} already"
+            f"{self.num_waiting_submissions} requests wait for model {self.name!r} already"
         )
 
     def _try_submit(self, requests: Submission) -> Literal[True] | Future[None]:
@@ -167,15 +154,15 @@ class ServedModel:
 
     @property
     def num_running(self) -> int:
-        """Number of texts under way."""
+        """Number of drafts under way."""
         with self._lock.here:
             return self._roster.num_running
 
     @property
-    def num_waiting(self) -> int:
+    def num_waiting_submissions(self) -> int:
         """Number of submissions of which nothing has begun."""
         with self._lock.here:
-            return self._roster.num_waiting
+            return self._roster.num_waiting_submissions
 
     # ---------------------------------------------------------------- what the roster decides
 
@@ -186,107 +173,107 @@ class ServedModel:
         with contextlib.ExitStack() as stack:  # each is settled, whatever another's drafts do
             for settlement in change.settle:
                 stack.callback(_settle, settlement)
-            for text in change.cancel:
-                self.loop.call_soon(self._cancel, text)
-            for text in change.rest:
-                text.request.queue.preempt()
-                self.loop.call_soon(self._let, text, False)
-            for text in change.start:
-                self.loop.call_soon(self._start, text)
-            for text in change.go_on:
-                self.loop.call_soon(self._let, text, True)
+            for entry in change.cancel:
+                self.loop.call_soon(self._cancel, entry)
+            for entry in change.preempt:
+                entry.request.queue.preempt()
+                self.loop.call_soon(self._let, entry, False)
+            for entry in change.start:
+                self.loop.call_soon(self._start, entry)
+            for entry in change.resume:
+                self.loop.call_soon(self._let, entry, True)
             self._room.notify()
 
-    def _start(self, text: _Entry) -> None:
-        """Give a text its task; on the loop, as are the next two."""
-        if text.is_wanted:
-            may_go = asyncio.Event()
-            may_go.set()
-            task = asyncio.get_running_loop().create_task(self._work(text, may_go))
-            self._workers[text] = _Worker(task, may_go)
-            task.add_done_callback(lambda _: self._workers.pop(text))
+    def _start(self, entry: _Entry) -> None:
+        """Give a draft its task; on the loop, as are the next two."""
+        if entry.is_wanted:
+            may_run = asyncio.Event()
+            may_run.set()
+            task = asyncio.get_running_loop().create_task(self._work(entry, may_run))
+            self._workers[entry] = task, may_run
+            task.add_done_callback(lambda _: self._workers.pop(entry))
 
-    def _let(self, text: _Entry, may_go: bool) -> None:
-        """Let a text go on, or have it rest."""
-        if text in self._workers:
-            event = self._workers[text].may_go
-            event.set() if may_go else event.clear()
+    def _let(self, entry: _Entry, may_run: bool) -> None:
+        """Resume or preempt a draft."""
+        if entry in self._workers:
+            _, event = self._workers[entry]
+            event.set() if may_run else event.clear()
 
-    def _cancel(self, text: _Entry) -> None:
+    def _cancel(self, entry: _Entry) -> None:
         # One that has noticed is not cancelled, or what it forgets last would stay.
-        if text in self._workers and text.phase is Phase.CANCELLED:
-            self._workers[text].task.cancel()
+        if entry in self._workers and entry.phase is Phase.CANCELLED:
+            self._workers[entry][0].cancel()
 
-    # ---------------------------------------------------------------- working at a text
+    # ---------------------------------------------------------------- working at a draft
 
-    async def _work(self, text: _Entry, may_go: asyncio.Event) -> None:
+    async def _work(self, entry: _Entry, may_run: asyncio.Event) -> None:
         try:
-            await self._generate(text, may_go)
+            await self._generate(entry, may_run)
         except asyncio.CancelledError:
-            self.end(text.request, GenerationStatus.INTERRUPTED)
+            self.end(entry.request, GenerationStatus.INTERRUPTED)
         except Exception as error:  # the request's own, and nobody else's
-            self.end(text.request, GenerationStatus.FAILED, error)
+            self.end(entry.request, GenerationStatus.FAILED, error)
         finally:
-            await self._leave(text)
+            await self._leave(entry)
 
-    async def _generate(self, text: _Entry, may_go: asyncio.Event) -> None:
-        """Generate a text to its end, or until its request has ended."""
-        queue, draft = text.request.queue, text.draft
+    async def _generate(self, entry: _Entry, may_run: asyncio.Event) -> None:
+        """Generate a draft to its end, or until its request has ended."""
+        queue, draft = entry.request.queue, entry.draft
         queue.begin()
-        await self._ask_first(text)
+        await self._ask_first(entry)
         while True:
             with self._lock.here:
-                if not text.is_wanted:
+                if not entry.is_wanted:
                     return
                 queue.put(draft.choose())
                 if draft.is_finished:
-                    self._roster.finished(text)
+                    self._roster.finished(entry)
                     return
                 self._roster.capacity = self.lm.kv_capacity
-                self._carry_out(self._roster.grew(text))
-            await self._forget(text)
-            await may_go.wait()
-            await self._ask(text)
+                self._carry_out(self._roster.grew(entry))
+            await self._forget(entry)
+            await may_run.wait()
+            await self._ask(entry)
 
-    async def _ask_first(self, text: _Entry) -> None:
-        draft = text.draft
+    async def _ask_first(self, entry: _Entry) -> None:
+        draft = entry.draft
         # The counts are queued before the question, and so are taken before the prompt is computed.
         num_cached, num_on_host, _ = await asyncio.gather(
             self.lm.num_cached_tokens(draft.asked()[0], draft.lora_name),
             self._num_on_host(draft),
-            self._ask(text),
+            self._ask(entry),
         )
-        text.request.queue.finish_context(num_cached, num_on_host)
+        entry.request.queue.finish_context(num_cached, num_on_host)
 
     async def _num_on_host(self, draft: Draft) -> int:
         if not self.lm.has_host_tier:
             return 0
         return await self.lm.num_cached_tokens(draft.asked()[0], draft.lora_name, tier="host")
 
-    async def _ask(self, text: _Entry) -> None:
+    async def _ask(self, entry: _Entry) -> None:
         with self._lock.here:
-            self._roster.asks(text)
-        await text.draft.ask()
+            self._roster.asks(entry)
+        await entry.draft.ask()
 
-    async def _leave(self, text: _Entry) -> None:
+    async def _leave(self, entry: _Entry) -> None:
         with self._lock.here:
-            self._roster.noticed(text)
+            self._roster.noticed(entry)
         try:
-            await self._forget(text)
+            await self._forget(entry)
         finally:
             with self._lock.here:
-                self._carry_out(self._roster.left(text))
+                self._carry_out(self._roster.left(entry))
 
-    async def _forget(self, text: _Entry) -> None:
-        """Forget what a text has left behind and nobody else is at."""
-        lora_name = text.draft.lora_name
+    async def _forget(self, entry: _Entry) -> None:
+        """Forget what a draft has left behind and nobody else is at."""
+        lora_name = entry.draft.lora_name
         with self._lock.here:
-            contexts = self._roster.left_behind(text)
+            contexts = self._roster.left_behind(entry)
         with contextlib.suppress(BatcherClosedError):  # there is nothing left to forget
             for context in contexts:
                 with self._lock.here:
                     keep = self._roster.num_needed(context, lora_name)
-                await self.lm.forget(text.draft.asked_of(context), lora_name, keep)
+                await self.lm.forget(entry.draft.asked_of(context), lora_name, keep)
 
     # ---------------------------------------------------------------- ending
 
@@ -312,7 +299,7 @@ class ServedModel:
             lm.close()
 
     async def _join(self) -> None:
-        await asyncio.gather(*(w.task for w in self._workers.values()), return_exceptions=True)
+        await asyncio.gather(*(task for task, _ in self._workers.values()), return_exceptions=True)
 
 
 def _settle(settlement: Settlement[GenerationRequest, Draft]) -> None:
@@ -321,10 +308,10 @@ def _settle(settlement: Settlement[GenerationRequest, Draft]) -> None:
     held_back: list[tuple[int, str]] = []
     scores: dict[int, float] = {}
     try:
-        for text in settlement.texts:
-            tokens, characters = text.draft.cut()
+        for entry in settlement.entries:
+            tokens, characters = entry.draft.cut()
             queue.put(tokens)
             held_back += characters
-            scores |= text.draft.scores
+            scores |= entry.draft.scores
     finally:
         queue.end(settlement.status, held_back, scores, settlement.error)

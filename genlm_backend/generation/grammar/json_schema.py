@@ -103,52 +103,52 @@ def check_values(document: SchemaDocument) -> None:
             it is and what can be written instead.
     """
     for schema in document:
-        place = document.place(schema)
+        pointer = document.pointer(schema)
         types = types_of(schema)
-        _check_sizes(schema, place)
-        _check_numbers(schema, place)
+        _check_sizes(schema, pointer)
+        _check_numbers(schema, pointer)
         if "string" in types:
-            _check_format(schema, place)
+            _check_format(schema, pointer)
             if isinstance(pattern := schema.get("pattern"), str):
-                portable(pattern, place)
+                portable(pattern, pointer)
         if "object" in types:
-            _check_num_properties(schema, place)
-            _check_keys(schema, place)
+            _check_num_properties(schema, pointer)
+            _check_keys(schema, pointer)
     _check_multiples(document)
 
 
-def _check_sizes(schema: dict[str, Any], place: str) -> None:
+def _check_sizes(schema: dict[str, Any], pointer: str) -> None:
     for name in SIZES & schema.keys():
         size = schema[name]
         if not is_number(size) or size != int(size) or not 0 <= size < 2**32:
-            raise ConstraintError(f"{name} at {place} must be an integer from 0, got {size!r}")
+            raise ConstraintError(f"{name} at {pointer} must be an integer from 0, got {size!r}")
 
 
-def _check_numbers(schema: dict[str, Any], place: str) -> None:
+def _check_numbers(schema: dict[str, Any], pointer: str) -> None:
     inexact = inexact_bounds(schema)
     if inexact and "number" in types_of(schema):
         raise ConstraintError(
-            f"no constraint keeps to {inexact[0]} {schema[inexact[0]]} at {place} exactly, as it "
+            f"no constraint keeps to {inexact[0]} {schema[inexact[0]]} at {pointer} exactly, as it "
             'is no double of few digits: add "type": "integer", or take one of fewer digits'
         )
     divisor = schema.get("multipleOf")
     if inexact and divisor is not None:
         raise ConstraintError(
             f"no constraint keeps to {inexact[0]} {schema[inexact[0]]} beside multipleOf at "
-            f"{place}: leave one of them out, or take a bound below 2**53"
+            f"{pointer}: leave one of them out, or take a bound below 2**53"
         )
     if not is_number(divisor):
         return
     factor = factor_of(divisor)
     if factor is None and divisor < 2**32:
         raise ConstraintError(
-            f"no constraint keeps to multipleOf {divisor} at {place} exactly, as doubles make "
+            f"no constraint keeps to multipleOf {divisor} at {pointer} exactly, as doubles make "
             "another number of it: take an integer from 1 to 100000, or a power of ten from 1e-9 "
             "to 1e8"
         )
     if factor is None or not is_quickly_built(factor[0]):
         raise ConstraintError(
-            f"multipleOf {divisor} at {place} is too much to build, as its digits make "
+            f"multipleOf {divisor} at {pointer} is too much to build, as its digits make "
             "an automaton of as many states: take an integer from 1 to 100000, or below 100 "
             "times a power of ten, up to 1e8; or leave it out, and round what comes"
         )
@@ -157,7 +157,7 @@ def _check_numbers(schema: dict[str, Any], place: str) -> None:
 def _check_multiples(document: SchemaDocument) -> None:
     """Refuse several ``multipleOf`` that may meet in one number."""
     factors = {
-        document.place(schema): factor
+        document.pointer(schema): factor
         for schema in document
         if is_number(number := schema.get("multipleOf")) and (factor := factor_of(number))
     }
@@ -168,7 +168,7 @@ def _check_multiples(document: SchemaDocument) -> None:
         )
 
 
-def _check_format(schema: dict[str, Any], place: str) -> None:
+def _check_format(schema: dict[str, Any], pointer: str) -> None:
     """Refuse formats that are not kept to, but for those that by all accounts are annotations."""
     name = schema.get("format")
     if name is None or (isinstance(name, str) and name in FORMATS):
@@ -178,17 +178,17 @@ def _check_format(schema: dict[str, Any], place: str) -> None:
         return
     hint = f"did you mean {near!r}?" if near else f"there are {', '.join(FORMATS)}"
     raise ConstraintError(
-        f"no constraint keeps to format {name!r} at {place}: {hint}; or write it as a pattern"
+        f"no constraint keeps to format {name!r} at {pointer}: {hint}; or write it as a pattern"
     )
 
 
-def _check_keys(schema: dict[str, Any], place: str) -> None:
+def _check_keys(schema: dict[str, Any], pointer: str) -> None:
     """Refuse patterns of keys that other keys may match by another reading."""
     others = schema.get("additionalProperties", True)
     others = True if is_anything(others) else others
     is_one_of_several = len(schema.get("patternProperties") or ()) > 1
     for pattern in schema.get("patternProperties") or ():
-        is_same = portable(pattern, place) == pattern
+        is_same = portable(pattern, pointer) == pattern
         is_alike = is_read_alike(pattern) and not (has_dot(pattern) and others is not True)
         declared = [*(schema.get("properties") or ()), *(schema.get("required") or ())]
         odd = [name for name in declared if not (str(name).isascii() and str(name).isprintable())]
@@ -196,25 +196,25 @@ def _check_keys(schema: dict[str, Any], place: str) -> None:
         is_free = is_alike and not has_dot(pattern) and not has_end(pattern)
         if odd and not (is_free and (is_same or not unwritable)):
             raise ConstraintError(
-                f"the pattern {shown(pattern)} of keys at {place} is read in several ways, and may "
-                f"match the key {odd[0]!r} by one of them: write the characters out, "
+                f"the pattern {shown(pattern)} of keys at {pointer} is read in several ways, and "
+                f"may match the key {odd[0]!r} by one of them: write the characters out, "
                 "without $, or leave that key to the pattern"
             )
         if (others is not False or is_one_of_several) and has_inner_end(pattern):
             raise ConstraintError(
-                f"the pattern {shown(pattern)} of keys at {place} has a $ elsewhere than at its "
+                f"the pattern {shown(pattern)} of keys at {pointer} has a $ elsewhere than at its "
                 "end, which by Python matches before a line break, and other keys are allowed: "
                 'write it as ^(…)$, or forbid all others by "additionalProperties": false'
             )
         if others is not False and not is_alike:
             raise ConstraintError(
-                f"the pattern {shown(pattern)} of keys at {place} has a class of characters that "
+                f"the pattern {shown(pattern)} of keys at {pointer} has a class of characters that "
                 "is read in several ways, and other keys are allowed: write it out, as [0-9] or "
                 '[A-Za-z0-9_], or forbid others by "additionalProperties": false'
             )
 
 
-def _check_num_properties(schema: dict[str, Any], place: str) -> None:
+def _check_num_properties(schema: dict[str, Any], pointer: str) -> None:
     least, required = schema.get("minProperties"), schema.get("required")
     is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     if not is_number(least) or is_closed:
@@ -222,7 +222,7 @@ def _check_num_properties(schema: dict[str, Any], place: str) -> None:
     num_required = len(set(map(str, required))) if isinstance(required, list) else 0
     if least > num_required + 1:
         raise ConstraintError(
-            f"no constraint keeps to minProperties {least} at {place}, as a key that is not "
+            f"no constraint keeps to minProperties {least} at {pointer}, as a key that is not "
             f"declared may be written twice: at most {num_required + 1} is kept to beside "
             f"{num_required} required; name more keys in 'required', or forbid others by "
             '"additionalProperties": false'

@@ -45,7 +45,7 @@ class SchemaDocument:
         """
         self.root = root
         self._draft = draft_of(root.get("$schema"))
-        self._places: dict[int, str] = {}
+        self._pointers: dict[int, str] = {}
         self._bases: dict[int, str] = {}  # the URIs that references are relative to
         self._targets: dict[int, Schema] = {}
         self._named: dict[str, Schema] = {"": root}
@@ -58,9 +58,9 @@ class SchemaDocument:
         """Iterate over all schemas that are no booleans."""
         return iter(self._found)
 
-    def place(self, schema: Schema) -> str:
+    def pointer(self, schema: Schema) -> str:
         """Return where a schema is, as a JSON pointer behind ``#``."""
-        return self._places.get(id(schema), "#")
+        return self._pointers.get(id(schema), "#")
 
     def target(self, schema: dict[str, Any]) -> Schema:
         """Return the schema that the ``$ref`` of a schema names."""
@@ -87,26 +87,26 @@ class SchemaDocument:
             for schema in self._found[settled:]:
                 settled += 1
                 if "$ref" in schema:
-                    target, place, base = self._resolved(schema)
+                    target, pointer, base = self._resolved(schema)
                     self._targets[id(schema)] = target
-                    self._find(target, place, base)
+                    self._find(target, pointer, base)
 
-    def _find(self, schema: Any, place: str, base: str) -> None:
-        rest: list[tuple[Any, str, str, int]] = [(schema, place, base, 0)]
+    def _find(self, schema: Any, pointer: str, base: str) -> None:
+        rest: list[tuple[Any, str, str, int]] = [(schema, pointer, base, 0)]
         while rest:
-            one, place, base, depth = rest.pop()
-            if not isinstance(one, dict) or id(one) in self._places:
+            one, pointer, base, depth = rest.pop()
+            if not isinstance(one, dict) or id(one) in self._pointers:
                 continue  # a boolean, or what llguidance says the fault of
             if depth > _DEEPEST:
                 raise ConstraintError(f"the schema is nested more than {_DEEPEST} deep")
             base = self._named_base(one, base)
-            self._places[id(one)], self._bases[id(one)] = place, base
+            self._pointers[id(one)], self._bases[id(one)] = pointer, base
             self._found.append(one)
             for keyword in one:
-                self._check_keyword(keyword, one, place)
-            self._check_neighbours(one, place)
+                self._check_keyword(keyword, one, pointer)
+            self._check_neighbours(one, pointer)
             inner = _within(one, (*HONOURED, *DEFINITIONS))
-            rest.extend((part, place + path, base, depth + 1) for path, part in inner)
+            rest.extend((part, pointer + path, base, depth + 1) for path, part in inner)
 
     def _named_base(self, schema: dict[str, Any], base: str) -> str:
         """Note the names of a schema, and return the URI that its references are relative to."""
@@ -124,10 +124,10 @@ class SchemaDocument:
         return base
 
     def _resolved(self, schema: dict[str, Any]) -> tuple[Schema, str, str]:
-        """Return the schema that another refers to, its place, and its base."""
-        reference, place, base = schema["$ref"], self.place(schema), self._bases[id(schema)]
+        """Return the schema that another refers to, its pointer, and its base."""
+        reference, pointer, base = schema["$ref"], self.pointer(schema), self._bases[id(schema)]
         if not isinstance(reference, str):
-            raise ConstraintError(f"$ref at {place} must be a text, got {reference!r}")
+            raise ConstraintError(f"$ref at {pointer} must be a text, got {reference!r}")
         whole = base + reference if reference[:1] == "#" else urljoin(base, reference)
         uri, fragment = urldefrag(whole)
         start = self._named.get(f"{uri}#{fragment}") if fragment[:1] not in ("", "/") else None
@@ -135,15 +135,15 @@ class SchemaDocument:
             fragment = ""
         elif (start := self._named.get(uri)) is None or fragment[:1] not in ("", "/"):
             raise ConstraintError(
-                f"$ref {reference!r} at {place} does not exist in the schema, and nothing is "
+                f"$ref {reference!r} at {pointer} does not exist in the schema, and nothing is "
                 "fetched: put what it names into '$defs', and refer to '#/$defs/…'"
             )
         target, base = _at(start, fragment), self._bases.get(id(start), base)
         if not isinstance(target, (dict, bool)):
             raise ConstraintError(
-                f"$ref {reference!r} at {place} does not exist in the schema, or is no schema"
+                f"$ref {reference!r} at {pointer} does not exist in the schema, or is no schema"
             )
-        root = "" if start is self.root else self.place(start).removeprefix("#")
+        root = "" if start is self.root else self.pointer(start).removeprefix("#")
         return target, f"#{root}{fragment}", base
 
     def _write_names(self) -> None:
@@ -157,11 +157,11 @@ class SchemaDocument:
         for schema in written:
             names = self.followed(schema["propertyNames"])
             types = types_of(names) if isinstance(names, dict) else ALL_TYPES
-            keep_names(schema, names, types, self.place(schema))
+            keep_names(schema, names, types, self.pointer(schema))
 
     # ---------------------------------------------------------------- checking them
 
-    def _check_keyword(self, keyword: str, schema: dict[str, Any], place: str) -> None:
+    def _check_keyword(self, keyword: str, schema: dict[str, Any], pointer: str) -> None:
         if keyword in ANNOTATIONS or keyword.startswith("x-"):
             return
         if keyword not in HONOURED:
@@ -172,25 +172,28 @@ class SchemaDocument:
                 f"did you mean {near[0]!r}?" if near else "annotations of your own begin with 'x-'"
             )
             raise ConstraintError(
-                f"no constraint keeps to the JSON schema's keyword {keyword!r}; {hint} (at {place})"
+                f"no constraint keeps to the JSON schema's keyword {keyword!r}; {hint} "
+                f"(at {pointer})"
             )
         if HONOURED[keyword].since > self._draft:
             raise ConstraintError(
                 f"the draft that '$schema' names ({self.root['$schema']}) has no keyword "
-                f"{keyword!r}, which is at {place}: name a later one, or none"
+                f"{keyword!r}, which is at {pointer}: name a later one, or none"
             )
 
-    def _check_neighbours(self, schema: dict[str, Any], place: str) -> None:
+    def _check_neighbours(self, schema: dict[str, Any], pointer: str) -> None:
         """Refuse keywords that another one beside them takes the meaning from."""
         beside = sorted(rules(schema).keys() - {"$ref"})
         if "$ref" in schema and beside and self._draft <= 7:
             raise ConstraintError(
                 f"the draft that '$schema' names ({self.root['$schema']}) passes over "
-                f"{beside[0]!r} beside $ref at {place}: put the $ref into an allOf, or name a "
+                f"{beside[0]!r} beside $ref at {pointer}: put the $ref into an allOf, or name a "
                 "later draft"
             )
         if isinstance(schema.get("items"), list) and "prefixItems" in schema:
-            raise ConstraintError(f"a list of items beside prefixItems at {place}: use one of them")
+            raise ConstraintError(
+                f"a list of items beside prefixItems at {pointer}: use one of them"
+            )
 
     def _check_loops(self) -> None:
         """Refuse schemas that refer to themselves before there is a part of a value."""
@@ -205,7 +208,7 @@ class SchemaDocument:
                     path.discard(id(one))
                     done.add(id(one))
                 elif id(part) in path:
-                    raise ConstraintError(f"the schema at {self.place(part)} refers to itself")
+                    raise ConstraintError(f"the schema at {self.pointer(part)} refers to itself")
                 elif id(part) not in done:
                     path.add(id(part))
                     rest.append((part, self._in_place(part)))
@@ -218,7 +221,7 @@ class SchemaDocument:
 
 
 def _within(schema: dict[str, Any], keywords: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas in the values of some keywords, each with its place in the schema."""
+    """Yield the schemas in the values of some keywords, each with its JSON pointer."""
     for keyword in keywords:
         value = schema.get(keyword)
         kind = "map" if keyword in DEFINITIONS else HONOURED[keyword].schemas
@@ -315,7 +318,7 @@ def _binds(schema: dict[str, Any], branch: str) -> bool:
 
 
 def keep_names(
-    schema: dict[str, Any], names: dict[str, Any] | bool, types: tuple[str, ...], place: str
+    schema: dict[str, Any], names: dict[str, Any] | bool, types: tuple[str, ...], pointer: str
 ) -> None:
     """Write the ``propertyNames`` of a schema as other keywords, in place.
 
@@ -323,7 +326,7 @@ def keep_names(
         schema: A schema of objects.
         names: The schema of their keys, behind a reference.
         types: The types of values that this one allows.
-        place: The place of the schema of objects.
+        pointer: JSON pointer of the schema of objects.
 
     Raises:
         ConstraintError: (``ValueError``) If it cannot be written so.
@@ -335,14 +338,14 @@ def keep_names(
         _declare(schema, (), others)
     elif (listed := constants(found)) is not None and found.keys() <= {"const", "enum"}:
         if schema.get("patternProperties"):
-            raise _refused(place, "a list of names, beside patternProperties")
+            raise _refused(pointer, "a list of names, beside patternProperties")
         _declare(schema, (name for name in listed if isinstance(name, str)), others)
     elif found:
         pattern = _pattern(found)
         if pattern is None:
-            raise _refused(place, f"{_listed(found)} together")
+            raise _refused(pointer, f"{_listed(found)} together")
         if schema.get("properties") or schema.get("patternProperties"):
-            raise _refused(place, f"{_listed(found)}, beside properties or patternProperties")
+            raise _refused(pointer, f"{_listed(found)}, beside properties or patternProperties")
         schema |= {"patternProperties": {pattern: others}, "additionalProperties": False}
 
 
@@ -393,8 +396,8 @@ def _listed(found: dict[str, Any]) -> str:
     return ", ".join(map(repr, sorted(found)))
 
 
-def _refused(place: str, fault: str) -> ConstraintError:
+def _refused(pointer: str, fault: str) -> ConstraintError:
     return ConstraintError(
-        f"no constraint keeps to propertyNames at {place} with {fault}: give names one 'enum', or "
-        "one 'pattern', 'format' or bounds of their length in an object without other properties"
+        f"no constraint keeps to propertyNames at {pointer} with {fault}: give names one 'enum', "
+        "or one 'pattern', 'format' or bounds of their length in an object without other properties"
     )

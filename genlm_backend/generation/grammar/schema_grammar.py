@@ -73,15 +73,15 @@ def fault_of_schema(document: SchemaDocument, whitespace: str, message: str) -> 
         message: The message about the schema as a whole.
     """
     leaves, fault = Leaves(document, whitespace), fault_of_generated(message)
-    place, seen = "#", set[int]()
+    pointer, seen = "#", set[int]()
     schema: Schema | None = document.root
     while isinstance(schema, dict):
-        place = document.place(schema)
+        pointer = document.pointer(schema)
         seen.add(id(schema))
         inner = map(document.followed, document.parts(schema))
         unseen = (part for part in inner if isinstance(part, dict) and id(part) not in seen)
         schema = next((part for part in unseen if _has(part, leaves, fault)), None)
-    return f"{fault} (at {place})"
+    return f"{fault} (at {pointer})"
 
 
 def _has(schema: Schema, leaves: Leaves, fault: str) -> bool:
@@ -104,7 +104,7 @@ def _check_keys(document: SchemaDocument) -> None:
             if any(is_beginning(_probe(probe), text) for probe, text in wrong):
                 raise ConstraintError(
                     f"the installed llguidance does not keep to the keys of the schema at "
-                    f"{document.place(schema)}: install llguidance 1.8 or later, or declare all "
+                    f"{document.pointer(schema)}: install llguidance 1.8 or later, or declare all "
                     "keys in 'properties', with \"additionalProperties\": false"
                 )
 
@@ -196,7 +196,7 @@ class _Rules:
 
     def _refused(self, schema: dict[str, Any], fault: str) -> ConstraintError:
         return ConstraintError(
-            f"the schema at {self._document.place(schema)} has numbers of more than 53 bits or "
+            f"the schema at {self._document.pointer(schema)} has numbers of more than 53 bits or "
             f"characters without a short escape, and {fault}: write it as one 'enum', 'const' or "
             "integer with bounds, or as an object, array or anyOf of these"
         )

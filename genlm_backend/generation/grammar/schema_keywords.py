@@ -17,7 +17,7 @@ class Keyword:
     Attributes:
         kept: How it is kept to, and what of it is refused.
         types: The types of values that it says something about; empty for all.
-        schemas: The place of the schemas in its value, if it has some.
+        schemas: Where schemas are in its value, if it has some.
         since: The first draft that has it.
     """
 

@@ -100,7 +100,7 @@ class Leaves:
                 if keyword == "patternProperties":
                     others = schema.get("additionalProperties", True)
                     others = is_anything(others) or self._written(others, names, waiting)
-                    parts = _with_patterns(written, others, self._document.place(schema))
+                    parts = _with_patterns(written, others, self._document.pointer(schema))
             elif "list" in kind and isinstance(value, list):
                 listed = self.exclusive(schema) if keyword == "oneOf" else value
                 parts = [self._written(part, names, waiting) for part in listed]
@@ -132,7 +132,7 @@ class Leaves:
             waiting.append((name, target))
             return f"#/$defs/{name}"
         if id(target) not in names:
-            last = self._document.place(target).rpartition("/")[2]
+            last = self._document.pointer(target).rpartition("/")[2]
             names[id(target)] = f"{_NAME.sub('', last)}_{len(names)}"
             waiting.append((names[id(target)], target))
         return f"#/$defs/{names[id(target)]}"
@@ -157,13 +157,13 @@ def _divide(schema: dict[str, Any], given: dict[str, Any]) -> None:
         _add_options(schema, [{"multipleOf": first}, *less])
 
 
-def _with_patterns(written: dict[str, Any], others: Any, place: str) -> dict[str, Any]:
+def _with_patterns(written: dict[str, Any], others: Any, pointer: str) -> dict[str, Any]:
     """Return schemas by patterns of keys, such that no key escapes them by another reading.
 
     Args:
         written: The schemas by their patterns, as llguidance gets them.
         others: The schema of the other keys, as it gets it.
-        place: The place of the schema.
+        pointer: JSON pointer of the schema.
 
     Raises:
         ConstraintError: (``ValueError``) If two of the patterns are written alike.
@@ -171,22 +171,22 @@ def _with_patterns(written: dict[str, Any], others: Any, place: str) -> dict[str
     found: list[tuple[str, Any]] = []
     for name, part in written.items():
         if others is True:  # more keys are kept to it, and none need be
-            found.append((portable(name, place, dot=".", end=r"\n?$"), part))
+            found.append((portable(name, pointer, dot=".", end=r"\n?$"), part))
             continue
-        found.append((portable(name, place), part))
+        found.append((portable(name, pointer), part))
         # Some keys match by Python alone: they are kept to both, and to no other pattern.
         if has_end(name) and (others is not False or len(written) > 1):
             both = [one for one in (part, others) if one is not True]
             schema = both[0] if len(both) == 1 else {"allOf": both}
             found.append(
                 (
-                    portable(before_line_break(name), place),
+                    portable(before_line_break(name), pointer),
                     False if False in both else schema,
                 )
             )
     if len(dict(found)) < len(found):
         raise ConstraintError(
-            f"two of the patterns of keys at {place} may match the same key: {', '.join(written)}"
+            f"two of the patterns of keys at {pointer} may match the same key: {', '.join(written)}"
         )
     return dict(found)
 
@@ -233,7 +233,7 @@ class Options:
             if len(found) == len(options) and all(self._differ(*pair, key) for pair in pairs):
                 return found
         raise ConstraintError(
-            f"options of oneOf are not known to be apart at {self._document.place(schema)}: give "
+            f"options of oneOf are not known to be apart at {self._document.pointer(schema)}: give "
             "them different types, constants or ranges, or a required property that differs so; "
             "or write anyOf, if a value may fit several"
         )

@@ -34,12 +34,12 @@ _QUANTIFIER = re.compile(r"[*+?]|\{[0-9]+(?:,[0-9]*)?\}")
 _RUST_ALONE = re.compile(r"\\[AazU]|\\[xu]\{.*|\\[pP]|\(\?(?![:=!<]|P<).*", re.S)
 
 
-def portable(pattern: str, place: str, dot: str = _DOT, end: str = "$") -> str:
+def portable(pattern: str, pointer: str, dot: str = _DOT, end: str = "$") -> str:
     """Return a pattern as Rust's ``regex`` has to get it.
 
     Args:
         pattern: A pattern as a schema has it.
-        place: The place of the schema.
+        pointer: JSON pointer of the schema.
         dot: What a dot is written as; ``"."`` matches what it does by Python.
         end: What a ``$`` is written as.
 
@@ -47,14 +47,14 @@ def portable(pattern: str, place: str, dot: str = _DOT, end: str = "$") -> str:
         ConstraintError: (``ValueError``) If it has something in square brackets that stands for
             sets of characters by Rust, and for characters otherwise.
     """
-    _check_syntax(pattern, place)
+    _check_syntax(pattern, pointer)
     found, is_mixed = [], False  # whether these square brackets have what no string has
     for part, is_inside, is_negated in _parts(pattern):
         letter = part[1:]
         if is_inside and (part[0] == "[" or part in ("&&", "--", "~~")):
-            raise _ambiguous(pattern, part, place)
+            raise _ambiguous(pattern, part, pointer)
         if part[0] == "[" and part[-1] == "]":
-            raise _ambiguous(pattern, part, place)
+            raise _ambiguous(pattern, part, pointer)
         if part == "." and not is_inside:
             found.append(dot)
         elif part == "[^":
@@ -125,7 +125,7 @@ def _alternatives(pattern: str) -> list[str]:
     return found
 
 
-def _check_syntax(pattern: str, place: str) -> None:
+def _check_syntax(pattern: str, pointer: str) -> None:
     """Refuse what is a quantifier, an escape or a flag by Rust alone, or by it and Python."""
     before = previous = ""  # the quantifier before a part, and the part
     for part, is_inside, _ in _parts(pattern):
@@ -136,10 +136,10 @@ def _check_syntax(pattern: str, place: str) -> None:
         is_odd |= is_quantifier and previous[-1:] in ("^", "$") and previous[0] != "\\"
         if is_odd:
             raise ConstraintError(
-                f"the pattern {shown(pattern)} at {place} has {part!r} where it is not read alike "
-                "by ECMA 262, by Python's re and by Rust's regex: write it another way, such as "
-                "a{1,3} without a space, ^ and $ for the ends, \\u0061 for a character by number, "
-                "[aA] for a letter of either case, "
+                f"the pattern {shown(pattern)} at {pointer} has {part!r} where it is not read "
+                "alike by ECMA 262, by Python's re and by Rust's regex: write it another way, "
+                "such as a{1,3} without a space, ^ and $ for the ends, \\u0061 for a character by "
+                "number, [aA] for a letter of either case, "
                 "(?:…) for a group, or a backslash before a character that stands for itself"
             )
         before = ("lazy" if before else "quantifier") if is_quantifier else ""
@@ -158,8 +158,8 @@ def _parts(pattern: str) -> Iterator[tuple[str, bool, bool]]:
             is_inside = is_negated = False
 
 
-def _ambiguous(pattern: str, part: str, place: str) -> ConstraintError:
+def _ambiguous(pattern: str, part: str, pointer: str) -> ConstraintError:
     return ConstraintError(
-        f"the pattern {shown(pattern)} at {place} has {part!r} in square brackets, which is read "
+        f"the pattern {shown(pattern)} at {pointer} has {part!r} in square brackets, which is read "
         "in two ways: write a backslash before each of these characters"
     )

@@ -23,7 +23,7 @@ from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.row import Row, RowCache
 from genlm_backend.prefix import TierName
 from genlm_backend.remote.replicas.replica import Replica
-from genlm_backend.vision.picture_rules import PictureRules
+from genlm_backend.vision.pictures import PictureRules
 
 T = TypeVar("T")
 

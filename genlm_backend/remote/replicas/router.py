@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from genlm_backend.remote.replicas.sent_tree import Place, SentTree
+from genlm_backend.remote.replicas.sent_tree import Match, SentTree
 
 _PER_REPEATED: Final = 4.0
 """Weight of a token that is computed on one more replica, beside one that waits.
@@ -88,24 +88,24 @@ class Router:
 
     def choose(self, space: Hashable, packed: bytes) -> Choice:
         """Send a context, 32-bit token ids, to a replica; at least one has to be alive."""
-        places = self._sent.places(space, packed)
+        matches = self._sent.matches(space, packed)
         costs = [
-            (self._wait(load, place) + _PER_REPEATED * place.part, replica)
-            for replica, (load, place) in enumerate(zip(self.loads, places, strict=True))
+            (self._wait(load, match) + _PER_REPEATED * match.part, replica)
+            for replica, (load, match) in enumerate(zip(self.loads, matches, strict=True))
             if load.is_alive
         ]
         _, replica = min(costs)
-        num_new = max(1, len(packed) // 4 - places[replica].num_known)
+        num_new = max(1, len(packed) // 4 - matches[replica].num_known)
         choice = Choice(replica, num_new, self.loads[replica], space, packed)
         choice.load.num_contexts += 1
         choice.load.num_tokens += choice.num_new
         self._sent.add(space, packed, replica)
         return choice
 
-    def _wait(self, load: Load, place: Place) -> float:
+    def _wait(self, load: Load, match: Match) -> float:
         """Return the time that a context waits; its own tokens would take as long anywhere."""
         num_passes = 1 + load.num_contexts // self.batch_size
-        return load.num_tokens - place.num_waiting + self._per_forward * num_passes
+        return load.num_tokens - match.num_waiting + self._per_forward * num_passes
 
     def ended(self, choice: Choice) -> None:
         """Take note that a context that was sent has been answered, or is waited for no more."""

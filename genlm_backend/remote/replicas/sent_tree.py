@@ -16,29 +16,29 @@ _KEPT: Final = 0.8
 
 @final
 class _Node:
-    """A run of tokens behind that of its parent.
+    """A node of the radix tree; its label is the tokens behind those of its parent.
 
     Attributes:
-        run: Token ids as 32-bit integers.
+        label: Token ids as 32-bit integers.
         stamps: Replicas that were sent the whole of it, and when each was last.
         waiting: Replicas that have not answered yet what it came with.
     """
 
-    __slots__ = ("children", "parent", "run", "stamps", "waiting")
+    __slots__ = ("children", "label", "parent", "stamps", "waiting")
 
     def __init__(
-        self, run: bytes, parent: _Node | None, stamps: dict[int, int], waiting: set[int]
+        self, label: bytes, parent: _Node | None, stamps: dict[int, int], waiting: set[int]
     ) -> None:
-        self.run, self.parent, self.stamps, self.waiting = run, parent, stamps, waiting
+        self.label, self.parent, self.stamps, self.waiting = label, parent, stamps, waiting
         self.children: dict[bytes, _Node] = {}
 
     @property
     def num_tokens(self) -> int:
-        return len(self.run) // _ID_BYTES
+        return len(self.label) // _ID_BYTES
 
     @property
     def key(self) -> bytes:
-        return self.run[:_ID_BYTES]
+        return self.label[:_ID_BYTES]
 
 
 class _PathNode(NamedTuple):
@@ -55,7 +55,7 @@ class _PathNode(NamedTuple):
     matched: int
 
 
-class Place(NamedTuple):
+class Match(NamedTuple):
     """The part of a context that a replica was sent.
 
     Attributes:
@@ -86,7 +86,7 @@ class SentTree:
         self._clock = itertools.count(1)
         self.num_tokens = [0] * len(self._capacities)
 
-    def places(self, space: Hashable, packed: bytes) -> list[Place]:
+    def matches(self, space: Hashable, packed: bytes) -> list[Match]:
         """Return the part of a context that each replica was sent.
 
         Args:
@@ -101,13 +101,13 @@ class SentTree:
             num_ways = max(num_ways, len(step.node.children))
             parts.append(parts[-1] + step.matched / _ID_BYTES / num_ways)
         parts.reverse()
-        found = [Place(0, 0, parts[0])] * len(self._capacities)
+        found = [Match(0, 0, parts[0])] * len(self._capacities)
         for step, part in zip(path, parts[1:], strict=True):
             own = step.matched // _ID_BYTES
             for replica in step.node.stamps:
                 known, waiting, _ = found[replica]
                 waiting += own if replica in step.node.waiting else 0
-                found[replica] = Place(known + own, waiting, part)
+                found[replica] = Match(known + own, waiting, part)
         return found
 
     def _path(self, space: Hashable, packed: bytes) -> Iterable[_PathNode]:
@@ -117,9 +117,9 @@ class SentTree:
             node = node.children.get(packed[depth : depth + _ID_BYTES])
             if node is None:
                 return
-            matched = _matched(node.run, packed, depth)
+            matched = _matched(node.label, packed, depth)
             yield _PathNode(node, depth, matched)
-            if matched < len(node.run):
+            if matched < len(node.label):
                 return
             depth += matched
 
@@ -132,8 +132,8 @@ class SentTree:
             if child is None:
                 self._append(node, packed[depth:], replica, stamp)
                 break
-            matched = _matched(child.run, packed, depth)
-            if matched < len(child.run):
+            matched = _matched(child.label, packed, depth)
+            if matched < len(child.label):
                 child = _split(child, matched)
             self._mark(child, replica, stamp)
             node, depth = child, depth + matched
@@ -141,13 +141,13 @@ class SentTree:
         if capacity is not None and self.num_tokens[replica] > capacity:
             self._evict(replica, int(capacity * _KEPT))
 
-    def _append(self, node: _Node, run: bytes, replica: int, stamp: int) -> None:
+    def _append(self, node: _Node, label: bytes, replica: int, stamp: int) -> None:
         if node.parent is not None and not node.children and set(node.stamps) == {replica}:
-            node.run += run
+            node.label += label
             node.waiting.add(replica)
         else:
-            node.children[run[:_ID_BYTES]] = _Node(run, node, {replica: stamp}, {replica})
-        self.num_tokens[replica] += len(run) // _ID_BYTES
+            node.children[label[:_ID_BYTES]] = _Node(label, node, {replica: stamp}, {replica})
+        self.num_tokens[replica] += len(label) // _ID_BYTES
 
     def _mark(self, node: _Node, replica: int, stamp: int) -> None:
         if replica not in node.stamps:
@@ -203,20 +203,20 @@ class SentTree:
         return found
 
 
-def _matched(run: bytes, packed: bytes, depth: int) -> int:
-    """Return how many bytes of whole tokens a run has in common with a context from a depth on."""
-    if packed.startswith(run, depth):
-        return len(run)
-    common = common_length(run, packed[depth : depth + len(run)])
+def _matched(label: bytes, packed: bytes, depth: int) -> int:
+    """Return how many bytes of whole tokens a label shares with a context from a depth on."""
+    if packed.startswith(label, depth):
+        return len(label)
+    common = common_length(label, packed[depth : depth + len(label)])
     return common - common % _ID_BYTES
 
 
 def _split(node: _Node, matched: int) -> _Node:
-    """Part a node in two; return the first, which takes its place."""
+    """Part a node in two; return the first, which stands for it now."""
     parent = node.parent
     assert parent is not None
-    first = _Node(node.run[:matched], parent, dict(node.stamps), set(node.waiting))
+    first = _Node(node.label[:matched], parent, dict(node.stamps), set(node.waiting))
     parent.children[first.key] = first
-    node.run, node.parent = node.run[matched:], first
+    node.label, node.parent = node.label[matched:], first
     first.children[node.key] = node
     return first

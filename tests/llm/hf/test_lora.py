@@ -2,11 +2,11 @@
 
 import asyncio
 import copy
+import importlib
 import random
 import sys
 import threading
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,6 +26,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture(params=["llama", "mistral-sliding"])
 def base(request):
     return families.make(request.param)
+
+
+@pytest.fixture
+def peft():
+    return importlib.import_module("peft")
 
 
 @pytest.fixture
@@ -203,7 +208,7 @@ async def test_scores_with_adapters(lm, models):
         await lm.score([1], [2], "poet")
 
 
-async def test_what_fails_with_one_adapter_fails_for_nobody_else(lm, models, tmp_path):
+async def test_what_fails_with_one_adapter_fails_for_nobody_else(lm, models, peft, tmp_path):
     def fail(module, *_):
         if any(3 in child.r.values() for child in module.modules() if hasattr(child, "lora_A")):
             raise ArithmeticError("as asked")
@@ -296,7 +301,7 @@ def test_the_owner_may_use_adapters_between_batches(models, tmp_path, came_with)
             lm.next_token_logprobs_sync([7, 8, 9], "mine")
 
 
-def test_an_adapter_that_its_owner_merges_is_not_read_with_others(models, tmp_path):
+def test_an_adapter_that_its_owner_merges_is_not_read_with_others(models, peft, tmp_path):
     model = peft.PeftModel.from_pretrained(copy.deepcopy(models[None]), str(tmp_path / "poet"))
     with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
         lm.add_new_lora(str(tmp_path / "clerk"), "mine")
@@ -366,7 +371,7 @@ def test_an_adapter_of_nothing_but_nan_is_refused(lm, base, tmp_path):
         lm.add_new_lora(str(tmp_path / "nan"), "nan")
 
 
-def test_a_repository_is_not_asked_for_again_and_again_where_no_hub_answers(lm, monkeypatch):
+def test_a_repository_is_not_asked_for_again_and_again_where_no_hub_answers(lm, peft, monkeypatch):
     monkeypatch.setattr(loading, "hub_answers", lambda: False)
     monkeypatch.setattr(peft.PeftConfig, "from_pretrained", lambda *_: pytest.fail("it was asked"))
     with pytest.raises(AdapterError, match="the hub does not answer"):

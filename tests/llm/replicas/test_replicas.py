@@ -430,7 +430,7 @@ def test_a_prompt_that_all_have_computed_is_waited_for_by_nobody():
     lm, _ = make(2)
     with lm:
         lm._distributor.sent_to_all(Query([*range(50)]))
-        places = lm._distributor._router._sent.places(
+        matches = lm._distributor._router._sent.matches(
             None, Query([*range(50)]).context.packed().tobytes()
         )
-        assert [(place.num_known, place.num_waiting) for place in places] == [(50, 0)] * 2
+        assert [(match.num_known, match.num_waiting) for match in matches] == [(50, 0)] * 2

@@ -34,7 +34,7 @@ def test_what_a_replica_was_sent_is_known(data):
             max((common(context, other) for other in sent.get((space, r), [])), default=0)
             for r in range(3)
         ]
-        assert [p.num_known for p in tree.places(space, packed(context))] == expected
+        assert [p.num_known for p in tree.matches(space, packed(context))] == expected
         replica = data.draw(st.integers(0, 2))
         if data.draw(st.integers(0, 9)) == 0:
             tree.forget(replica)
@@ -59,7 +59,7 @@ def test_what_is_known_is_bounded(history, capacity):
         last[replica] = context
         assert tree.num_tokens[0] <= max(capacity, 0)
     if 1 in last:
-        assert tree.places(None, packed(last[1]))[1].num_known == len(last[1])
+        assert tree.matches(None, packed(last[1]))[1].num_known == len(last[1])
     tree.clear()
     assert tree.num_tokens == [0, 0]
 
@@ -68,13 +68,13 @@ def test_what_has_not_been_answered_is_known_to_wait():
     tree = SentTree([None] * 2)
     tree.add(None, packed([1, 2, 3]), 0)
     tree.add(None, packed([1, 2, 4]), 0)
-    assert tree.places(None, packed([1, 2, 4, 5]))[0] == (3, 3, 1.0)
+    assert tree.matches(None, packed([1, 2, 4, 5]))[0] == (3, 3, 1.0)
     tree.answered(None, packed([1, 2, 3]), 0)
-    assert tree.places(None, packed([1, 2, 4, 5])) == [(3, 1, 1.0), (0, 0, 3.0)]
+    assert tree.matches(None, packed([1, 2, 4, 5])) == [(3, 1, 1.0), (0, 0, 3.0)]
     tree.answered(None, packed([1, 2, 4]), 0)
-    assert tree.places(None, packed([1, 2, 4, 5]))[0] == (3, 0, 1.0)
+    assert tree.matches(None, packed([1, 2, 4, 5]))[0] == (3, 0, 1.0)
     tree.add(None, packed([1, 2]), 1)
-    assert tree.places(None, packed([1, 2, 4, 5]))[1] == (2, 2, 2.0)
+    assert tree.matches(None, packed([1, 2, 4, 5]))[1] == (2, 2, 2.0)
 
 
 def send(router, context, space=None):

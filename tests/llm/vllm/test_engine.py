@@ -116,7 +116,7 @@ def test_clearing_changes_no_answer(lm, smollm2):
     context = lm.tokenizer.encode(TEXT)
     lm.next_token_logprobs_sync(context)
     lm.clear_cache()
-    assert len(lm._evaluator.rounds.table) == 0
+    assert len(lm._evaluator.planner.table) == 0
     check(lm.next_token_logprobs_sync([*context, 5]), smollm2, [*context, 5])
 
 

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def start(evaluator, prompt):
     completion = Completion(prompt, 5, [], 1.0, 0, 0, 63)
-    evaluator.rounds.start([completion], frozenset())
+    evaluator.planner.start([completion], frozenset())
     return completion
 
 

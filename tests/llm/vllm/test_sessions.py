@@ -30,7 +30,7 @@ def test_whatever_is_asked_in_whatever_order_the_rows_are_right(rounds, max_sess
             for asked in rounds:
                 rows = lm.batch_next_token_logprobs_sync(asked)
                 assert torch.equal(rows, other.batch_next_token_logprobs_sync(asked))
-                assert set(engine.sessions) == set(lm._evaluator.rounds.table._sessions)
+                assert set(engine.sessions) == set(lm._evaluator.planner.table._sessions)
         counts = lm.statistics()
         assert counts.tokens_computed + counts.tokens_reused == sum(
             len(context) for asked in rounds for context in asked
@@ -163,7 +163,7 @@ async def test_a_batch_that_nobody_waits_for_ends_between_two_rounds(monkeypatch
         assert torch.equal(row, await other.next_token_logprobs([50]))
         assert engine.num_steps == 2
         assert lm.statistics().batch_sizes == {9: 1, 1: 1}
-        assert set(engine.sessions) == set(lm._evaluator.rounds.table._sessions)
+        assert set(engine.sessions) == set(lm._evaluator.planner.table._sessions)
 
 
 def test_a_table_has_room_for_a_session():

@@ -1,4 +1,4 @@
-"""The operations of a trie, and the checks of weights."""
+"""Weights of tokens: their checks and dtypes, and the operations over them below a node."""
 
 from __future__ import annotations
 

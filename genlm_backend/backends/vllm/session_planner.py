@@ -1,7 +1,7 @@
-"""Rounds: the work of an engine of sessions, one round after another.
+"""SessionPlanner: which contexts of a batch the steps of an engine compute together.
 
-A round computes the rows of as many contexts as the engine has room for at once; completions go
-on in every round, and in rounds of their own where no row is wanted.
+A batch is computed in parts, each as many contexts as the engine has room for at once; completions
+go on in every step, and in steps of their own where no row is wanted.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from genlm_backend.model.row import Row
 
 
 @final
-class Rounds:
-    """Plans rounds over an engine, and ends the oldest sessions where there is no room.
+class SessionPlanner:
+    """Plans an engine's batches in parts, and ends the oldest sessions where there is no room.
 
     Everything happens on the thread that calls.
 
@@ -44,16 +44,16 @@ class Rounds:
     # ---------------------------------------------------------------- rows
 
     def evaluate(self, queries: Sequence[Query], check_wanted: Callable[[], None]) -> list[Row]:
-        """Return the engine's row of each query, in as few rounds as it has room for.
+        """Return the engine's row of each query, in as few parts as it has room for.
 
-        ``check_wanted`` is called before each round; it raises a ``QueryDroppedError`` where
+        ``check_wanted`` is called before each part; it raises a ``QueryDroppedError`` where
         nobody waits for the rows any more.
         """
         rows: list[Row] = []
         while len(rows) < len(queries):
-            check_wanted()  # the engine is between two rounds, and nothing is amiss
+            check_wanted()  # the engine is between two parts, and nothing is amiss
             with self._distrusting():
-                placements = self._plan_round(queries[len(rows) :])
+                placements = self._plan_part(queries[len(rows) :])
                 for placement in placements:
                     self._engine.add(placement)
                 sessions = [placement.session for placement in placements]
@@ -64,7 +64,7 @@ class Rounds:
                 self.tokens_computed += sum(len(p.query.context) for p in placements) - reused
         return rows
 
-    def _plan_round(self, queries: Sequence[Query]) -> list[Placement]:
+    def _plan_part(self, queries: Sequence[Query]) -> list[Placement]:
         """Place as many of the queries, in order, as there is room for."""
         placements: list[Placement] = []
         reserved = 0
@@ -101,8 +101,8 @@ class Rounds:
         return -(-len(placement.query.context) // size) - there
 
     def _make_room(self, num_blocks: int) -> bool:
-        """End the oldest sessions until the round fits; return whether it does."""
-        # Sessions leave half of the places to the completions, if those need as many.
+        """End the oldest sessions until the part fits; return whether it does."""
+        # Sessions leave half of the engine's requests to the completions, if those need as many.
         limit = self._engine.max_sessions
         self.table.max_sessions = limit - min(len(self._engine.completions), limit // 2)
         while len(self.table) > self.table.max_sessions or (
