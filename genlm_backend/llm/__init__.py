@@ -27,9 +27,11 @@ if TYPE_CHECKING:
     )
     from genlm_backend.model.lm_statistics import LMStatistics
     from genlm_backend.model.query import Adapter, Query
+    from genlm_backend.model.readout import Readout
     from genlm_backend.model.row import Row, rows_of_logits, scores_of_logits
     from genlm_backend.model.sampling import Sampled
     from genlm_backend.model.scoring import Scoring
+    from genlm_backend.model.token_readouts import TopTokens
     from genlm_backend.remote.process_evaluator import ProcessEvaluator
     from genlm_backend.remote.ray_evaluator import RayEvaluator
     from genlm_backend.remote.replicas.async_replicas import AsyncReplicas
@@ -55,11 +57,13 @@ __all__ = [
     "ProcessEvaluator",
     "Query",
     "RayEvaluator",
+    "Readout",
     "RestartableEvaluator",
     "Row",
     "Sampled",
     "Scoring",
     "StatelessEvaluator",
+    "TopTokens",
     "VLLMLoader",
     "bundled_directory",
     "load_model_by_name",
@@ -91,10 +95,12 @@ __getattr__, __dir__ = lazy_names(
         "Query": "genlm_backend.model.query",
         "RayEvaluator": "genlm_backend.remote.ray_evaluator",
         "RestartableEvaluator": "genlm_backend.model.evaluator",
+        "Readout": "genlm_backend.model.readout",
         "Row": "genlm_backend.model.row",
         "Sampled": "genlm_backend.model.sampling",
         "Scoring": "genlm_backend.model.scoring",
         "StatelessEvaluator": "genlm_backend.model.evaluator",
+        "TopTokens": "genlm_backend.model.token_readouts",
         "VLLMLoader": "genlm_backend.backends.vllm.vllm_loader",
         "bundled_directory": "genlm_backend.backends.bundled",
         "load_model_by_name": "genlm_backend.backends.registry",

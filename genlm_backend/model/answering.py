@@ -11,9 +11,9 @@ import torch
 from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.adapters import AdapterNames
-from genlm_backend.model.drawing import Drawing
-from genlm_backend.model.evaluator import Evaluator
+from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.model.query import Query
+from genlm_backend.model.readout import Readout, answers_by_rows
 from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_without
 from genlm_backend.model.scoring import Answer, Question, weight
 
@@ -26,17 +26,18 @@ class Answering:
         evaluator: What answers.
         rows: Where rows are kept.
         adapters: The adapters that are loaded.
-
-    Attributes:
-        is_bounded: Whether the evaluator takes so many questions at most, whatever they are.
     """
 
     def __init__(self, evaluator: Evaluator, rows: RowCache[Row], adapters: AdapterNames) -> None:
-        self.is_bounded = True
+        self._is_bounded, self._reads_out = True, False
         self._evaluator, self._rows, self._adapters = evaluator, rows, adapters
         self._vocab_size = 0
         self._undefined = torch.empty(0, dtype=torch.int64)
         self._is_to_exclude = False
+
+    def set_abilities(self, info: EvaluatorInfo) -> None:
+        """Say what the evaluator is able to do, before anything is asked."""
+        self._is_bounded, self._reads_out = info.max_batch_size is not None, info.reads_out
 
     def set_vocabulary(
         self, vocab_size: int, undefined_ids: Collection[int], *, are_omitted: bool = False
@@ -55,7 +56,7 @@ class Answering:
 
     def weight(self, question: Question) -> float:
         """Return the weight of a question in a batch: 1, but for a text by its length."""
-        return 1.0 if self.is_bounded or type(question) is Query else weight(question)
+        return 1.0 if self._is_bounded or type(question) is Query else weight(question)
 
     def answers(self, questions: Sequence[Question]) -> list[Answer | Exception]:
         """Return one answer, or the error of those who asked, for each question of a batch."""
@@ -63,12 +64,17 @@ class Answering:
         # frame, which must not know it in turn.
         generation = self._rows.generation
         refused = self._refused(questions)
-        evaluate = self._evaluator.evaluate
         if not refused:
-            return self._found(questions, evaluate(questions), generation)
+            return self._found(questions, self._evaluated(questions), generation)
         known = [question for question in questions if question not in refused]
-        answers = iter(self._found(known, evaluate(known), generation) if known else ())
+        answers = iter(self._found(known, self._evaluated(known), generation) if known else ())
         return [refused[q] if q in refused else next(answers) for q in questions]
+
+    def _evaluated(self, questions: Sequence[Question]) -> Any:
+        if self._reads_out:
+            return self._evaluator.evaluate(questions)
+        undefined_ids = self._evaluator.undefined_ids if self._is_to_exclude else ()
+        return answers_by_rows(self._evaluator.evaluate, questions, undefined_ids)
 
     def _refused(self, questions: Sequence[Question]) -> dict[Question, Exception]:
         """Return the errors of questions whose adapter has gone."""
@@ -119,9 +125,8 @@ class Answering:
         if isinstance(question, Query):
             wanted = f"a Row of float32 [{size}] for each query"
             is_right = isinstance(answer, Row) and answer.is_of(size)
-        elif isinstance(question, Drawing):
-            wanted, is_right = "a Draw for a drawing", question.is_answered_by(answer)
-            is_right = is_right and answer.token_id < size
+        elif isinstance(question, Readout):
+            wanted, is_right = question.wanted, question.is_answered_by(answer, size)
         else:
             wanted = f"a tensor of float32 [{question.num_targets}] for a scoring of so many tokens"
             is_right = question.is_answered_by(answer)

@@ -11,7 +11,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.checks import MAX_VOCAB, Check, checked, integer, optional, switch
+from genlm_backend.checks import (
+    MAX_VOCAB,
+    Check,
+    checked,
+    integer,
+    one_of,
+    optional,
+    sequence,
+    switch,
+)
 from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
 from genlm_backend.model.context import Context, Contexts, listed_contexts
@@ -20,14 +29,15 @@ from genlm_backend.model.draw import (
     AnyRow,
     Draw,
     RandomGenerator,
-    as_scores,
     draw,
     uniform_of,
 )
 from genlm_backend.model.drawing import Drawing, packed_mask
 from genlm_backend.model.ends import default_ends
 from genlm_backend.model.lm_statistics import LMStatistics
-from genlm_backend.model.query import UNKNOWN_ADAPTER, Query, TokenIds
+from genlm_backend.model.query import UNKNOWN_ADAPTER, Query, TokenIds, check_known_ids
+from genlm_backend.model.readout import Readout
+from genlm_backend.model.row import Row
 from genlm_backend.model.sampling import Sampled, Sampler, check_no_others, check_sampling
 from genlm_backend.model.scoring import (
     Scoring,
@@ -35,11 +45,15 @@ from genlm_backend.model.scoring import (
     scores_of_rows,
     scores_of_rows_sync,
 )
+from genlm_backend.model.token_readouts import Chosen, Entropy, Top, TopTokens
 from genlm_backend.prefix import TierName
 from genlm_backend.runtime.closing import Closing
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
 from genlm_backend.tokenization import Token, decode_vocab
+
+Impossible: TypeAlias = Literal["raise", "return"]
+"""Answer to a draw where no token is possible: an error, or a ``Draw`` without a token."""
 
 Allowed: TypeAlias = torch.Tensor | NDArray[np.bool_] | Iterable[int]
 """Tokens that may be drawn: bools ``[vocab]``, or token ids."""
@@ -239,6 +253,93 @@ class AsyncLM(Closing):
             else torch.empty(0, len(self.byte_vocab), dtype=torch.float32)
         )
 
+    # ---------------------------------------------------------------- read off rows
+
+    async def next_token_top(
+        self, token_ids: TokenIds, k: int, lora_name: str | None = None
+    ) -> TopTokens:
+        """Return the ``k`` most probable tokens after a context, and what is left for the others.
+
+        Like all that is read off rows, it is read where the model is, in the batches of all other
+        awaits: no row is made for the caller, comes out of another process, or is kept.
+
+        Args:
+            token_ids: The context.
+            k: Number of tokens, from 1 to the size of the vocabulary.
+            lora_name: The adapter to read the context with.
+
+        Returns:
+            Their ids, int64 ``[k]``, their log-probabilities, float32 ``[k]``, the most probable
+            first, and the logarithm of the probability of all others together, summed from theirs.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If ``k`` is no integer.
+            OptionError: (``ValueError``) If it is below 1 or above the size of the vocabulary.
+            EvaluationError: (``RuntimeError``) If the row is NaN.
+            Exception: What ``next_token_logprobs`` raises.
+        """
+        readout = partial(Top, k=self._num_top(k))
+        return _own_top(await self._read(token_ids, readout, lora_name))
+
+    def next_token_top_sync(
+        self, token_ids: TokenIds, k: int, lora_name: str | None = None
+    ) -> TopTokens:
+        """Return the same tokens as ``next_token_top``, blocking the calling thread."""
+        readout = partial(Top, k=self._num_top(k))
+        return _own_top(self._read_sync(token_ids, readout, lora_name))
+
+    async def next_token_logprobs_of(
+        self, token_ids: TokenIds, chosen: Iterable[int], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the log-probabilities of chosen tokens after a context: float32 ``[len(chosen)]``.
+
+        They are those of the whole row, to the last bit; see ``next_token_top``.
+
+        Args:
+            token_ids: The context.
+            chosen: Ids of the tokens, in any order; one that is there twice is answered twice.
+            lora_name: The adapter to read the context with.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If they are no collection of integers.
+            OptionError: (``ValueError``) If one is outside the vocabulary.
+            EvaluationError: (``RuntimeError``) If the row is NaN.
+            Exception: What ``next_token_logprobs`` raises.
+        """
+        readout = partial(Chosen, token_ids=self._chosen(chosen))
+        return (await self._read(token_ids, readout, lora_name)).clone()
+
+    def next_token_logprobs_of_sync(
+        self, token_ids: TokenIds, chosen: Iterable[int], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the same numbers as ``next_token_logprobs_of``, blocking the calling thread."""
+        readout = partial(Chosen, token_ids=self._chosen(chosen))
+        return self._read_sync(token_ids, readout, lora_name).clone()
+
+    async def next_token_entropy(self, token_ids: TokenIds, lora_name: str | None = None) -> float:
+        """Return the entropy of the token after a context in nats, summed in float64.
+
+        See ``next_token_top``.
+
+        Raises:
+            EvaluationError: (``RuntimeError``) If the row is NaN.
+            Exception: What ``next_token_logprobs`` raises.
+        """
+        return await self._read(token_ids, Entropy, lora_name)
+
+    def next_token_entropy_sync(self, token_ids: TokenIds, lora_name: str | None = None) -> float:
+        """Return the same number as ``next_token_entropy``, blocking the calling thread."""
+        return self._read_sync(token_ids, Entropy, lora_name)
+
+    def _num_top(self, k: Any) -> int:
+        return integer(1, len(self.byte_vocab))("k", k)
+
+    def _chosen(self, chosen: Any) -> tuple[int, ...]:
+        values = chosen.tolist() if isinstance(chosen, np.ndarray | torch.Tensor) else chosen
+        ids = tuple(_IDS("chosen", values))
+        check_known_ids("chosen", ids, len(self.byte_vocab))
+        return ids
+
     # ---------------------------------------------------------------- scores
 
     async def score(
@@ -324,12 +425,13 @@ class AsyncLM(Closing):
         allowed: Allowed | None = None,
         generator: RandomGenerator | None = None,
         temperature: float = 1.0,
+        impossible: Impossible = "raise",
         lora_name: str | None = None,
     ) -> Draw:
         """Draw the token after a context from its row, or from the allowed tokens of it.
 
         The same token as ``draw`` of the row, where what is not allowed is ``-inf``, draws with the
-        same generator. Of a model in another process, or of replicas, no row comes here for it.
+        same generator. It is drawn where the model is: no row is made for the caller, nor kept.
 
         Args:
             token_ids: The context.
@@ -338,21 +440,48 @@ class AsyncLM(Closing):
             generator: Random stream that one number is taken from, before anything is awaited, and
                 none at temperature 0. By default, a fresh one.
             temperature: Divisor of the log-probabilities; 0 takes the first of the most probable.
+            impossible: ``"raise"`` an error where no allowed token has a probability, or
+                ``"return"`` a draw without a token, whose ``token_id`` is -1 and whose ``logprob``
+                and ``log_allowed`` are ``-inf``: the weight of a particle that dies there.
             lora_name: The adapter to read the context with.
 
         Raises:
             OptionTypeError: (``TypeError``) If an argument is of another type, such as a seed.
-            OptionError: (``ValueError``) If ``temperature`` is negative, or ``allowed`` has another
-                shape, an id outside the vocabulary, or no token.
-            EvaluationError: (``RuntimeError``) If the model gives no allowed token a probability.
+            OptionError: (``ValueError``) If ``temperature`` is negative, ``impossible`` is another
+                word, or ``allowed`` has another shape, an id outside the vocabulary, or no token
+                where that is to raise.
+            EvaluationError: (``RuntimeError``) If the row is NaN, or the model gives no allowed
+                token a probability and that is to raise.
             Exception: What ``next_token_logprobs`` raises.
         """
         context = self.contexts.check(token_ids)
+        drawing = self._drawing(allowed, generator, temperature, impossible)
+        return await self._read(context, drawing, lora_name)
+
+    def draw_next_token_sync(
+        self,
+        token_ids: TokenIds,
+        *,
+        allowed: Allowed | None = None,
+        generator: RandomGenerator | None = None,
+        temperature: float = 1.0,
+        impossible: Impossible = "raise",
+        lora_name: str | None = None,
+    ) -> Draw:
+        """Return the same draw as ``draw_next_token``, blocking the calling thread."""
+        context = self.contexts.check(token_ids)
+        drawing = self._drawing(allowed, generator, temperature, impossible)
+        return self._read_sync(context, drawing, lora_name)
+
+    def _drawing(
+        self, allowed: Any, generator: Any, temperature: Any, impossible: Any
+    ) -> Callable[[Query], Drawing]:
+        """Return what makes a drawing of a query; the random number is taken here."""
         divisor = TEMPERATURE("temperature", temperature)
-        mask, uniform = packed_mask(allowed, len(self.byte_vocab)), uniform_of(generator)
+        may_fail = _IMPOSSIBLE("impossible", impossible) == "return"
+        mask, uniform = packed_mask(allowed, len(self.byte_vocab), may_fail), uniform_of(generator)
         point = uniform() if divisor else 0.0
-        drawing = partial(Drawing, temperature=divisor, uniform=point, allowed=mask)
-        return await self._drawn(context, drawing, lora_name)
+        return partial(Drawing, temperature=divisor, uniform=point, allowed=mask, may_fail=may_fail)
 
     async def sample(
         self,
@@ -439,7 +568,7 @@ class AsyncLM(Closing):
             is_full = self.max_length is not None and len(context) > self.max_length
             if is_full and len(context) > len(prompt):  # of a prompt that is, the model tells
                 break
-            drawn = await self._drawn(context, sampler.drawing, lora_name)
+            drawn = await self._read(context, sampler.drawing, lora_name)
             if drawn.token_id in eos_token_ids:
                 reason = "eos"
                 break
@@ -454,11 +583,18 @@ class AsyncLM(Closing):
         given = {"max_tokens": max_tokens, "eos_token_ids": ends, **options}
         return check_sampling(len(self.byte_vocab), **given)
 
-    async def _drawn(
-        self, token_ids: TokenIds, drawing: Callable[[Query], Drawing], lora_name: str | None
-    ) -> Draw:
+    async def _read(
+        self, token_ids: TokenIds, readout: Callable[[Query], Readout], lora_name: str | None
+    ) -> Any:
+        """Return what is read off the row behind a context."""
         row = await self.next_token_logprobs(token_ids, lora_name=lora_name)
-        return drawing(_ANY).of_scores(as_scores(row))
+        return readout(_ANY).of_row(Row(row.float()))
+
+    def _read_sync(
+        self, token_ids: TokenIds, readout: Callable[[Query], Readout], lora_name: str | None
+    ) -> Any:
+        row = self.next_token_logprobs_sync(token_ids, lora_name=lora_name)
+        return readout(_ANY).of_row(Row(row.float()))
 
     # ---------------------------------------------------------------- keys and values
 
@@ -565,3 +701,11 @@ class AsyncLM(Closing):
 
 _ANY: Final = Query([0])
 """In place of the query of a row that is there."""
+
+_IMPOSSIBLE: Final = one_of("raise", "return")
+_IDS: Final = sequence(integer(), "a collection of token ids")
+
+
+def _own_top(found: TopTokens) -> TopTokens:
+    """Return top tokens for a caller to modify: others may have asked the same."""
+    return TopTokens(found.token_ids.clone(), found.logprobs.clone(), found.log_rest)

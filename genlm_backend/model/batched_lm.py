@@ -38,10 +38,10 @@ from genlm_backend.model.adapters import ADAPTER_CHECKS, AdapterNames, check_ada
 from genlm_backend.model.answering import Answering
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.context import Context, listed_contexts
-from genlm_backend.model.drawing import Draw, Drawing
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.model.query import Adapter, Query, TokenIds
+from genlm_backend.model.readout import Readout
 from genlm_backend.model.row import Row, RowCache, table_of
 from genlm_backend.model.scoring import (
     Question,
@@ -141,7 +141,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
             info = self._call(evaluator.open) if evaluator.info is None else evaluator.info
             self._info = instance(EvaluatorInfo, "an EvaluatorInfo")("info", info)
             self._batcher.set_policy(max_batch_size=self._bounded(given["batch_size"]))
-            self._answering.is_bounded = self._info.max_batch_size is not None
+            self._answering.set_abilities(self._info)
             super().__init__(tokenizer, vocab_size=self._info.vocab_size, self_check=self_check)
         except BaseException:
             self._batcher.close()  # or its thread would stay as long as the traceback
@@ -283,14 +283,25 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._before_wait()
         return found, distinct(found)
 
-    async def _drawn(
-        self, token_ids: TokenIds, drawing: Callable[[Query], Drawing], lora_name: str | None
-    ) -> Draw:
-        if not self._info.draws:
-            return await super()._drawn(token_ids, drawing, lora_name)
-        asked = drawing(self._query(token_ids, lora_name))
-        row = self._rows.get(asked.query)  # and where there is none, none has to come here
-        return await self._batcher.submit(asked) if row is None else asked.of_row(row)
+    async def _read(
+        self, token_ids: TokenIds, readout: Callable[[Query], Readout], lora_name: str | None
+    ) -> Any:
+        query = self._query(token_ids, lora_name)
+        asked, row = readout(query), self._rows.get(query)
+        if row is not None:
+            return asked.of_row(row)
+        self._before_wait()
+        return await self._batcher.submit(asked)
+
+    def _read_sync(
+        self, token_ids: TokenIds, readout: Callable[[Query], Readout], lora_name: str | None
+    ) -> Any:
+        query = self._query(token_ids, lora_name)
+        asked, row = readout(query), self._rows.get(query)
+        if row is not None:
+            return asked.of_row(row)
+        self._before_wait()
+        return self._batcher.submit_sync([asked])[0]
 
     # ------------------------------------------------------- the worker thread and its queue
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, final
 
@@ -11,16 +12,15 @@ import torch
 from numpy.typing import NDArray
 
 from genlm_backend.checks import integer, sequence
-from genlm_backend.errors import OptionError
-from genlm_backend.model.context import Context
-from genlm_backend.model.draw import Draw, as_scores, draw_token
-from genlm_backend.model.query import Adapter, Query, check_known_ids
-from genlm_backend.model.row import Row
+from genlm_backend.errors import EvaluationError, OptionError
+from genlm_backend.model.draw import Draw, draw_token
+from genlm_backend.model.query import Query, check_known_ids
+from genlm_backend.model.readout import Readout
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class Drawing(Readout):
     """A context, and the random number that its next token is drawn by.
 
     The answer is a ``Draw`` of the token that ``draw_token`` returns of the context's row. So it is
@@ -32,46 +32,46 @@ class Drawing:
         uniform: A number from 0 up to, and not including, 1.
         allowed: A bit for each token, set where it may be drawn, as ``packed_mask`` packs them;
             ``None`` where all may be.
-        targets: No tokens: one is wanted, and no score.
+        may_fail: Whether a draw where no token is possible is ``NO_DRAW``, and no error.
     """
 
     query: Query
     temperature: float
     uniform: float
     allowed: bytes | None = None
-    targets: ClassVar[tuple[int, ...]] = ()
+    may_fail: bool = False
+    wanted: ClassVar[str] = "a Draw for a drawing"
 
-    @property
-    def adapter(self) -> Adapter | None:
-        """The adapter to read the context with, or ``None`` for the base model."""
-        return self.query.adapter
+    @classmethod
+    def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
+        """Return a draw from each row, or the error where no token is possible."""
+        pairs = zip(readouts, rows.cpu().numpy(), strict=True)
+        return [_drawn(drawing, row) for drawing, row in pairs]
 
-    @property
-    def context(self) -> Context:
-        """The tokens that the model has to read."""
-        return self.query.context
+    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
+        """Return whether ``answer`` is a ``Draw``, of no token only where that may be."""
+        least = NO_DRAW.token_id if self.may_fail else 0
+        is_draw = isinstance(answer, Draw) and type(answer.token_id) is int
+        return is_draw and least <= answer.token_id < vocab_size
 
-    def of_row(self, row: Row) -> Draw:
-        """Return the answer, given the context's row.
 
-        Raises:
-            EvaluationError: (``RuntimeError``) If the row is NaN, or no token is possible.
-        """
-        return self.of_scores(as_scores(row.logprobs))
+def _drawn(drawing: Drawing, logprobs: NDArray[np.float32]) -> Draw | EvaluationError:
+    scores = logprobs
+    if drawing.allowed is not None:
+        mask = np.unpackbits(np.frombuffer(drawing.allowed, np.uint8), count=len(logprobs))
+        scores = np.where(mask, logprobs, np.float32(-np.inf))
+    if drawing.may_fail and scores.max() == -np.inf:
+        return NO_DRAW
+    try:
+        token_id = draw_token(scores, drawing.temperature, lambda: drawing.uniform)
+    except EvaluationError as error:
+        return error
+    log_allowed = 0.0 if drawing.allowed is None else log_mass(log_sum(scores), logprobs)
+    return Draw(token_id, float(logprobs[token_id]), log_allowed)
 
-    def of_scores(self, logprobs: NDArray[np.float32]) -> Draw:
-        """Return the answer, given the log-probabilities of the row, which are not modified."""
-        scores = logprobs
-        if self.allowed is not None:
-            mask = np.unpackbits(np.frombuffer(self.allowed, np.uint8), count=len(logprobs))
-            scores = np.where(mask, logprobs, np.float32(-np.inf))
-        token_id = draw_token(scores, self.temperature, lambda: self.uniform)
-        log_allowed = 0.0 if self.allowed is None else log_mass(log_sum(scores), logprobs)
-        return Draw(token_id, float(logprobs[token_id]), log_allowed)
 
-    def is_answered_by(self, answer: Any) -> bool:
-        """Return whether ``answer`` is a ``Draw``."""
-        return isinstance(answer, Draw) and type(answer.token_id) is int and answer.token_id >= 0
+NO_DRAW: Final = Draw(-1, -math.inf, -math.inf)
+"""The draw where no token is possible: ``token_id`` is -1, which is no token of any model."""
 
 
 _ROUNDING: Final = 5e-5
@@ -104,13 +104,14 @@ def log_sum(logprobs: NDArray[np.floating]) -> float:
     return float(largest) + math.log(np.exp(logprobs - largest).sum(dtype=np.float64))
 
 
-def packed_mask(allowed: Any, vocab_size: int) -> bytes | None:
+def packed_mask(allowed: Any, vocab_size: int, may_be_empty: bool = False) -> bytes | None:
     """Return the mask of the tokens that may be drawn, a bit for each, once it is checked.
 
     Args:
         allowed: Array or tensor of bools ``[vocab_size]``, or a collection of token ids; ``None``
             for all tokens.
         vocab_size: Number of ids that the model has.
+        may_be_empty: Whether no token may be drawn, too.
 
     Raises:
         OptionTypeError: (``TypeError``) If it is neither.
@@ -140,7 +141,7 @@ def packed_mask(allowed: Any, vocab_size: int) -> bytes | None:
         check_known_ids("allowed", ids, vocab_size)
         mask = np.zeros(vocab_size, bool)
         mask[list(ids)] = True
-    if not mask.any():
+    if not mask.any() and not may_be_empty:
         raise OptionError("allowed has no token: nothing can be drawn")
     return np.packbits(mask).tobytes()
 

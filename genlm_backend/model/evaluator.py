@@ -48,7 +48,7 @@ class EvaluatorInfo:
         uses_openmp: Whether it computes on OpenMP threads of this process, which idle threads of
             callers slow down.
         scores: Whether it answers a ``Scoring`` too. Where not, texts are scored by rows.
-        draws: Whether it answers a ``Drawing`` too. Where not, samples are drawn from rows.
+        reads_out: Whether it answers each ``Readout`` too. Where not, it is asked for their rows.
         image_token_id: The id that stands for a part of a picture, where it sees pictures; ``None``
             where it does not.
         eos_token_ids: The ids that end a text by the model's own generation config; ``None`` where
@@ -69,7 +69,7 @@ class EvaluatorInfo:
     takes_adapters: bool = False
     uses_openmp: bool = False
     scores: bool = False
-    draws: bool = False
+    reads_out: bool = False
     image_token_id: int | None = None
     eos_token_ids: Collection[int] | None = None
     omits_undefined: bool = False
@@ -117,7 +117,7 @@ _CHECKS: Final = {
     "takes_adapters": switch,
     "uses_openmp": switch,
     "scores": switch,
-    "draws": switch,
+    "reads_out": switch,
     "omits_undefined": switch,
     "image_token_id": optional(integer(0)),
     "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
@@ -208,8 +208,8 @@ class Evaluator(abc.ABC):
 
         Where ``info.scores`` says so, there may be a ``Scoring`` among them. Its answer is a
         float32 tensor ``[num_targets]``, on any device, of what rows without ``undefined_ids``
-        say: those are left out, and a target among them is ``-inf``. Where ``info.draws`` says so,
-        there may be a ``Drawing``, whose answer is a ``Draw`` of none of ``undefined_ids``.
+        say: those are left out, and a target among them is ``-inf``. Where ``info.reads_out`` says
+        so, there may be a ``Readout``, of whose answer ``undefined_ids`` are left out as well.
         """
 
     @abc.abstractmethod

@@ -148,6 +148,26 @@ def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
         start = stop
 
 
+def stacked(rows: Sequence[Row]) -> torch.Tensor:
+    """Return the log-probabilities of one or more rows of one width, ``[n, vocab]``.
+
+    They are not copied where they lie one after another in a table.
+    """
+    parts = [table for _, table in _tables(rows)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def rows_on(rows: Sequence[Row], device: torch.device) -> list[Row]:
+    """Return rows on ``device``, those that are there as they are; a table is moved at once."""
+    found = list(rows)
+    if all(row.logprobs.device == device for row in rows):
+        return found
+    for start, table in _tables(rows):
+        for i, logprobs in enumerate(table.to(device).unbind(), start):
+            found[i] = Row(logprobs, rows[i].normaliser)
+    return found
+
+
 def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
     """Return the log-probabilities of one or more rows, each written once: ``[n, vocab]``."""
     if device.type != "cpu":

@@ -11,10 +11,8 @@ import torch
 from genlm_backend.checks import listed
 from genlm_backend.errors import OptionError
 from genlm_backend.model.context import Context, Contexts
-from genlm_backend.model.draw import Draw
-from genlm_backend.model.drawing import Drawing
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.row import Row
+from genlm_backend.model.readout import Readout
 
 
 @final
@@ -59,11 +57,11 @@ class Scoring:
         return is_tensor and answer.shape == (self.num_targets,) and not answer.requires_grad
 
 
-Question: TypeAlias = Query | Scoring | Drawing
-"""A question to an evaluator: a context's row, a text's scores, or a next token."""
+Question: TypeAlias = Query | Scoring | Readout
+"""A question to an evaluator: a context's row, a text's scores, or what is read off a row."""
 
-Answer: TypeAlias = Row | torch.Tensor | Draw
-"""The answer: a ``Row`` to a query, scores to a scoring, a ``Draw`` to a drawing."""
+Answer: TypeAlias = Any
+"""The answer: a ``Row`` to a query, scores to a scoring, of a readout what its kind says."""
 
 
 TOKENS_PER_ROW: Final = 200

@@ -15,7 +15,8 @@ from genlm_backend.attention.attend import Attend
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.row import Row, rows_of_logits, scores_of_logits
+from genlm_backend.model.readout import answers_by_rows
+from genlm_backend.model.row import Row, rows_of_logits, rows_on, scores_of_logits
 from genlm_backend.model.scoring import Answer, Question
 from genlm_backend.passes.forwards import Forwards, Runner
 from genlm_backend.passes.passes import Passes
@@ -52,7 +53,7 @@ class PassEvaluator(Evaluator):
 
     @torch.inference_mode()  # where its logits come from, which are overwritten
     def _finished(self, logits: torch.Tensor) -> list[Row]:
-        return rows_of_logits(logits, self._output_device, self.undefined_ids, in_place=True)
+        return rows_of_logits(logits, None, self.undefined_ids, in_place=True)
 
     def _scored(self, logits: torch.Tensor, places: list[int], targets: list[int]) -> torch.Tensor:
         return scores_of_logits(logits, places, targets, self.undefined_ids)
@@ -63,14 +64,27 @@ class PassEvaluator(Evaluator):
 
     @final
     def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer | Exception]:
-        """Return one answer to each query or scoring, adapter by adapter."""
+        """Return one answer to each question; readouts are read off where the model computes."""
         with frequent_switches():
-            if len(set(map(_ADAPTER, questions))) == 1:  # as a rule
-                return self._of_adapter(list(questions))
-            places: defaultdict[Adapter | None, list[int]] = defaultdict(list)
-            for place, question in enumerate(questions):
-                places[question.adapter].append(place)
-            return self._in_parts(questions, places.values())
+            return self._returned(answers_by_rows(self._by_adapter, questions))
+
+    def _returned(self, answers: list[Answer | Exception]) -> list[Answer | Exception]:
+        """Put rows where they are returned."""
+        if self._output_device is None:
+            return answers
+        rows = {i: answer for i, answer in enumerate(answers) if isinstance(answer, Row)}
+        for i, row in zip(rows, rows_on([*rows.values()], self._output_device), strict=True):
+            answers[i] = row
+        return answers
+
+    def _by_adapter(self, questions: Sequence[Question]) -> list[Answer | Exception]:
+        """Return one answer to each query or scoring, adapter by adapter."""
+        if len(set(map(_ADAPTER, questions))) == 1:  # as a rule
+            return self._of_adapter(list(questions))
+        places: defaultdict[Adapter | None, list[int]] = defaultdict(list)
+        for place, question in enumerate(questions):
+            places[question.adapter].append(place)
+        return self._in_parts(questions, places.values())
 
     def _of_adapter(self, questions: list[Question]) -> list[Answer | Exception]:
         """Return the answers to questions of one adapter, or the error that they meet."""
@@ -105,7 +119,8 @@ class PassEvaluator(Evaluator):
     def evaluate_whole(self, query: Query) -> Row:
         """Return the row of a context run whole and alone, past whatever is kept."""
         with self._in_place(query.adapter):
-            return self.passes.row_alone(query)
+            row = self.passes.row_alone(query)
+        return row if self._output_device is None else row.to(self._output_device)
 
     # ---------------------------------------------------------------- what is kept
 

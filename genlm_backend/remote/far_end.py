@@ -14,8 +14,8 @@ from genlm_backend.errors import (
     ModelStateError,
     QueryDroppedError,
 )
-from genlm_backend.model.drawing import Drawing
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
+from genlm_backend.model.readout import answers_by_rows
 from genlm_backend.model.row import Row
 from genlm_backend.model.scoring import Question
 from genlm_backend.remote.arguments import Receiver
@@ -48,6 +48,7 @@ class FarEnd:
         self._receiver = Receiver()
         self._current = self._dropped = -1
         self._rows: list[Row] = []
+        self._reads_out = self._omits_undefined = False
 
     def reply(self, request: Request) -> Reply:
         """Carry out a request."""
@@ -90,7 +91,7 @@ class FarEnd:
             return None
         if verb == "evaluate":
             self._rows = []
-            return self._answers(drawn_there(evaluator, *arguments))
+            return self._answers(self._evaluated(evaluator, *arguments))
         return getattr(evaluator, verb)(*arguments)
 
     def _open(self, made_by: bytes, version: str | None = None) -> EvaluatorInfo:
@@ -114,7 +115,15 @@ class FarEnd:
             raise EvaluationError(f"{make!r} must return an Evaluator, got {type(evaluator)}")
         evaluator.check_wanted = self._check_wanted
         self._evaluator = evaluator  # first: it is closed where opening it raises, too
-        return evaluator.open() if evaluator.info is None else evaluator.info
+        info = evaluator.open() if evaluator.info is None else evaluator.info
+        self._reads_out, self._omits_undefined = info.reads_out, info.omits_undefined
+        return info
+
+    def _evaluated(self, evaluator: Evaluator, questions: Sequence[Question]) -> Any:
+        if self._reads_out:
+            return evaluator.evaluate(questions)
+        undefined_ids = () if self._omits_undefined else evaluator.undefined_ids
+        return answers_by_rows(evaluator.evaluate, questions, undefined_ids)
 
     def _answers(self, found: Any) -> Any:
         """Return answers without their rows, which are beside them."""
@@ -136,36 +145,6 @@ def library_version() -> str:
     from importlib.metadata import version
 
     return version("genlm-backend")
-
-
-def drawn_there(evaluator: Evaluator, questions: Sequence[Question]) -> Any:
-    """Return an evaluator's answers; a ``Drawing`` by a row, where it answers none itself."""
-    if not any(isinstance(question, Drawing) for question in questions):
-        return evaluator.evaluate(questions)
-    asked = [q.query if isinstance(q, Drawing) else q for q in questions]
-    distinct = list(dict.fromkeys(asked))
-    found = evaluator.evaluate(distinct)
-    if not isinstance(found, Sequence) or len(found) != len(distinct):
-        return found  # for the parent process to refuse
-    answers = dict(zip(distinct, found, strict=True))
-    return [
-        _drawn(question, answers[own], evaluator.undefined_ids)
-        if isinstance(question, Drawing)
-        else answers[own]
-        for question, own in zip(questions, asked, strict=True)
-    ]
-
-
-def _drawn(drawing: Drawing, answer: Any, undefined_ids: Sequence[int]) -> Any:
-    if not is_row(answer):
-        return answer
-    if undefined_ids:
-        ids = torch.tensor(undefined_ids, dtype=torch.int64)
-        answer = Row(answer.logprobs.cpu(), answer.normaliser).without(ids)
-    try:
-        return drawing.of_row(answer)
-    except EvaluationError as error:
-        return error
 
 
 def is_row(answer: Any) -> bool:

@@ -100,7 +100,7 @@ class RemoteEvaluator(RestartableEvaluator):
         if not isinstance(info, EvaluatorInfo):
             return info  # for the caller to refuse
         # The threads are not of this process, and what is drawn over there is no row on its way.
-        return replace(info, uses_openmp=False, draws=True, device=_known_here(info.device))
+        return replace(info, uses_openmp=False, reads_out=True, device=_known_here(info.device))
 
     @final
     def restart(self) -> EvaluatorInfo:

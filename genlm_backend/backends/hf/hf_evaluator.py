@@ -133,6 +133,7 @@ class HFEvaluator(PassEvaluator):
             uses_openmp=runner.device.type == "cpu",
             scores=not support.reason,  # which tells that what follows a token is not seen
             omits_undefined=True,
+            reads_out=True,
             image_token_id=image_token_id(runner.model),
             eos_token_ids=ends_of_model(runner.model),
         )

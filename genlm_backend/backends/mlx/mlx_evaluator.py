@@ -109,6 +109,7 @@ class MlxEvaluator(PassEvaluator):
             takes_adapters=True,
             scores=support.pads or self.passes.cache.keeps,
             omits_undefined=True,
+            reads_out=True,
             eos_token_ids=self._ends,
         )
 

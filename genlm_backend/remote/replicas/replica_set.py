@@ -82,7 +82,7 @@ class ReplicaSet(Evaluator):
         if len(set(widths)) > 1:
             raise OptionError(f"replicas must be of one model, got vocabularies of {widths} ids")
         for replica, info in zip(self.replicas, self.infos, strict=True):
-            replica.answering.is_bounded = info.max_batch_size is not None
+            replica.answering.set_abilities(info)
         return self.info_of_all()
 
     def info_of_all(self) -> EvaluatorInfo:
@@ -99,7 +99,7 @@ class ReplicaSet(Evaluator):
             takes_adapters=all(info.takes_adapters for info in self.infos),
             uses_openmp=any(info.uses_openmp for info in self.infos),
             scores=all(info.scores for info in self.infos),
-            draws=all(info.draws for info in self.infos),
+            reads_out=all(info.reads_out for info in self.infos),
         )
 
     def _of_living(self, verb: Callable[[Evaluator], Any]) -> list[Any]:

@@ -21,8 +21,8 @@ from genlm_backend.llm import (
 )
 from genlm_backend.model.draw import Draw
 from genlm_backend.model.drawing import Drawing
+from genlm_backend.model.readout import answers_by_rows
 from genlm_backend.model.sampling import Sampler
-from genlm_backend.remote.far_end import drawn_there
 from tests.llm.elsewhere.over_there import word_tokenizer
 from tests.llm.toy import VOCAB
 
@@ -70,7 +70,8 @@ def test_drawings_of_one_context_take_one_row():
     evaluator = Drawn()
     evaluator.undefined_ids = (0, 95)
     drawings = [Drawing(Query([5]), 1.0, i / 20) for i in range(20)]
-    found = drawn_there(evaluator, [*drawings, Query([5]), Drawing(Query([7]), 0.0, 0.0)])
+    asked = [*drawings, Query([5]), Drawing(Query([7]), 0.0, 0.0)]
+    found = answers_by_rows(evaluator.evaluate, asked, evaluator.undefined_ids)
     assert evaluator.asked == [[Query([5]), Query([7])]]
     assert [drawn.token_id for drawn in found[:20]] == [1 + int(94 * i / 20) for i in range(20)]
     assert found[3].logprob == pytest.approx(-math.log(94))
@@ -79,12 +80,12 @@ def test_drawings_of_one_context_take_one_row():
     assert found[21] == Draw(1, found[3].logprob, 0.0)
     assert pickle.loads(pickle.dumps(drawings[3])) == drawings[3]
     wrong = [Drawing(Query([1]), 1.0, 0.5), Drawing(Query([2]), 1.0, 0.5)]
-    errors = drawn_there(evaluator, wrong)
+    errors = answers_by_rows(evaluator.evaluate, wrong)
     assert [type(error) for error in errors] == [EvaluationError, KeyError]
 
 
 class DrawsWrong(StatelessEvaluator):
-    info = EvaluatorInfo(VOCAB, draws=True)
+    info = EvaluatorInfo(VOCAB, reads_out=True)
 
     def __init__(self):
         super().__init__(VOCAB)

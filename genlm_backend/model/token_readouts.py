@@ -1,0 +1,150 @@
+"""Top tokens, chosen tokens and entropies, read off rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, final
+
+import torch
+
+from genlm_backend.model.query import Query
+from genlm_backend.model.readout import Readout
+
+
+class TopTokens(NamedTuple):
+    """The most probable tokens behind a context, and what is left for the others.
+
+    Attributes:
+        token_ids: Their ids, the most probable first, of equal ones the smaller id first: int64
+            ``[k]``.
+        logprobs: Their log-probabilities: float32 ``[k]``.
+        log_rest: Logarithm of the probability of all other tokens together, summed from theirs;
+            ``-inf`` where there is none.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    log_rest: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Top(Readout):
+    """The ``k`` most probable tokens behind a context; the answer is a ``TopTokens``.
+
+    Attributes:
+        query: The context, and the adapter to read it with.
+        k: Number of tokens, from 1 to the size of the vocabulary.
+    """
+
+    query: Query
+    k: int
+    wanted: ClassVar[str] = "TopTokens of k tokens for a Top"
+
+    @classmethod
+    def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
+        """Return the most probable tokens of each row."""
+        answers: list[Any] = [None] * len(readouts)
+        for k in {readout.k for readout in readouts}:
+            places = [i for i, readout in enumerate(readouts) if readout.k == k]
+            own = rows if len(places) == len(rows) else rows[places]
+            values, ids = _largest(own, k)
+            rest = _log_sums(own.scatter(1, ids, -torch.inf)).tolist()
+            values, ids = values.cpu(), ids.cpu()
+            for i, place in enumerate(places):
+                answers[place] = TopTokens(ids[i].clone(), values[i].clone(), rest[i])
+        return answers
+
+    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
+        """Return whether ``answer`` is a ``TopTokens`` of as many tokens."""
+        return (
+            isinstance(answer, TopTokens)
+            and _is_vector(answer.token_ids, torch.int64, self.k)
+            and _is_vector(answer.logprobs, torch.float32, self.k)
+            and bool(((answer.token_ids >= 0) & (answer.token_ids < vocab_size)).all())
+            and isinstance(answer.log_rest, float)
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Chosen(Readout):
+    """The log-probabilities of chosen tokens behind a context: float32 ``[len(token_ids)]``.
+
+    Attributes:
+        query: The context, and the adapter to read it with.
+        token_ids: The tokens, in any order; one that is there twice is answered twice.
+    """
+
+    query: Query
+    token_ids: tuple[int, ...]
+    wanted: ClassVar[str] = "a tensor of float32 [len(token_ids)] for a Chosen"
+
+    @classmethod
+    def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
+        """Return the log-probabilities of each readout's tokens in its row."""
+        sizes = [len(readout.token_ids) for readout in readouts]
+        ids = [token_id for readout in readouts for token_id in readout.token_ids]
+        columns = torch.tensor(ids, dtype=torch.int64, device=rows.device)
+        own = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(rows.device)
+        return [part.clone() for part in rows[own, columns].cpu().split(sizes)]
+
+    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
+        """Return whether ``answer`` has one log-probability for each token."""
+        return _is_vector(answer, torch.float32, len(self.token_ids))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Entropy(Readout):
+    """The entropy of the token behind a context, in nats: a ``float``, summed in float64.
+
+    Attributes:
+        query: The context, and the adapter to read it with.
+    """
+
+    query: Query
+    wanted: ClassVar[str] = "a float for an Entropy"
+
+    @classmethod
+    def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
+        """Return the entropy of each row."""
+        values = _double(rows)
+        # What is impossible adds nothing: its probability is zero, times any finite number.
+        return (-(values.exp() * values.clamp(min=-1e6)).sum(-1)).tolist()
+
+    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
+        """Return whether ``answer`` is a ``float``."""
+        return isinstance(answer, float)
+
+
+def _is_vector(answer: Any, dtype: torch.dtype, size: int) -> bool:
+    is_tensor = isinstance(answer, torch.Tensor) and answer.dtype is dtype
+    return is_tensor and answer.shape == (size,) and not answer.requires_grad
+
+
+def _largest(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ``k`` largest numbers of each row and where they are, of equal ones the first."""
+    values, ids = rows.topk(k, -1)
+    least = values[:, -1:]
+    for i in ((rows >= least).sum(-1) > k).nonzero()[:, 0].tolist():  # as many are alike
+        larger = ids[i][values[i] > least[i]]
+        equal = (rows[i] == least[i]).nonzero()[: k - len(larger), 0]
+        ids[i] = torch.cat([larger, equal])
+    ids = ids.sort(-1).values
+    values = rows.gather(1, ids)
+    values, order = torch.sort(values, dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def _log_sums(rows: torch.Tensor) -> torch.Tensor:
+    """Return the logarithm of each row's sum of probabilities, summed in float64."""
+    largest = rows.amax(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).min)
+    sums = _double((rows - largest).exp()).sum(-1)
+    return largest[:, 0].to(sums) + sums.log()
+
+
+def _double(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows in float64, on the processor where the device has no such numbers."""
+    return (rows.cpu() if rows.device.type == "mps" else rows).double()

@@ -1,0 +1,265 @@
+"""What is read off rows where the model is: the same as from whole rows, on every backend."""
+
+import asyncio
+import math
+import pickle
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from genlm_backend.errors import (
+    BatcherClosedError,
+    ContextError,
+    EvaluationError,
+    OptionError,
+    OptionTypeError,
+    UnknownAdapterError,
+)
+from genlm_backend.llm import BatchedLM, Draw, Query, Readout, Row, StatelessEvaluator, TopTokens
+from genlm_backend.model.drawing import Drawing
+from genlm_backend.model.readout import answers_by_rows, read_off
+from genlm_backend.model.token_readouts import Chosen, Entropy, Top
+from tests.llm.conftest import random_contexts, word_tokenizer
+from tests.llm.toy import VOCAB
+
+
+def check_top(found, row, k):
+    """Compare with NumPy's stable sort, in float64 from then on."""
+    row = row.double().numpy()
+    order = np.argsort(-row, kind="stable")
+    assert found.token_ids.tolist() == order[:k].tolist()
+    assert found.logprobs.double().tolist() == row[order[:k]].tolist()
+    rest = row[order[k:]]
+    log_rest = float(torch.from_numpy(rest).logsumexp(0)) if len(rest) else -math.inf
+    assert found.log_rest == pytest.approx(log_rest, abs=1e-5)
+
+
+def entropy_of(row):
+    values = [x for x in row.tolist() if x > -math.inf]
+    return -math.fsum(math.exp(x) * x for x in values)
+
+
+async def test_readouts_are_those_of_the_row(lm):
+    """At once, and in any order beside rows, draws and scores of the same contexts."""
+    contexts = random_contexts(12)
+    chosen = [5, 0, 5, VOCAB - 1]
+    asked = [
+        asked
+        for i, ids in enumerate(contexts)
+        for asked in (
+            lm.next_token_top(ids, 1 + i),
+            lm.next_token_logprobs_of(ids, chosen),
+            lm.next_token_entropy(ids),
+            lm.score(ids, chosen[:2]),
+            lm.draw_next_token(ids, temperature=0),
+        )
+    ]
+    found = await asyncio.gather(*asked)
+    assert lm.statistics().row_cache_hits == 0
+    for i, ids in enumerate(contexts):
+        row = await lm.next_token_logprobs(ids)
+        top, of_chosen, entropy, _, drawn = found[5 * i : 5 * i + 5]
+        near = {"rtol": 0, "atol": 5e-5}
+        k = 1 + i
+        torch.testing.assert_close(top.logprobs, row.sort(descending=True).values[:k], **near)
+        torch.testing.assert_close(top.logprobs, row[top.token_ids], **near)
+        assert math.exp(top.log_rest) + float(top.logprobs.double().exp().sum()) == pytest.approx(1)
+        assert top.token_ids.dtype is torch.int64
+        torch.testing.assert_close(of_chosen, row[chosen], **near)
+        assert entropy == pytest.approx(entropy_of(row), abs=1e-4)
+        assert float(row[drawn.token_id]) == pytest.approx(float(row.max()), abs=5e-5)
+
+
+async def test_readouts_of_cached_rows_and_sync_ones_are_exact(lm):
+    for ids in random_contexts(4, seed=1):
+        row = await lm.next_token_logprobs(ids)
+        for top in (await lm.next_token_top(ids, 7), lm.next_token_top_sync(ids, 7)):
+            check_top(top, row, 7)
+        for values in (
+            await lm.next_token_logprobs_of(ids, range(9)),
+            lm.next_token_logprobs_of_sync(ids, np.arange(9)),
+        ):
+            assert torch.equal(values, row[:9])
+        for entropy in (await lm.next_token_entropy(ids), lm.next_token_entropy_sync(ids)):
+            assert entropy == pytest.approx(entropy_of(row), abs=1e-6)
+        options = {"allowed": [3, 4, 5], "temperature": 0}
+        drawn = await lm.draw_next_token(ids, **options)
+        assert drawn == lm.draw_next_token_sync(ids, **options)
+        assert drawn.token_id == 3 + int(row[3:6].argmax())
+
+
+async def test_nothing_and_everything(lm):
+    row = await lm.next_token_logprobs([1, 2])
+    assert (await lm.next_token_logprobs_of([1, 2], [])).shape == (0,)
+    check_top(await lm.next_token_top([1, 2], VOCAB), row, VOCAB)
+
+
+async def test_readouts_keep_no_row_and_what_two_have_asked_is_each_ones_own(lm):
+    first, second = await asyncio.gather(*(lm.next_token_top([1, 2], 3) for _ in range(2)))
+    first.logprobs.zero_()
+    row = await lm.next_token_logprobs([1, 2])
+    torch.testing.assert_close(second.logprobs, row[second.token_ids], rtol=0, atol=5e-5)
+    assert lm.statistics().row_cache_hits == 0
+
+
+async def test_mistakes_are_told_before_anything_is_asked(lm):
+    asked = lm.statistics().num_awaits
+    for call, error, message in (
+        (lambda: lm.next_token_top([1], 0), OptionError, "k"),
+        (lambda: lm.next_token_top([1], VOCAB + 1), OptionError, "k"),
+        (lambda: lm.next_token_top([1], 2.0), OptionTypeError, "k"),
+        (lambda: lm.next_token_top([1], True), OptionTypeError, "k"),
+        (lambda: lm.next_token_logprobs_of([1], [VOCAB]), OptionError, f"chosen has {VOCAB}"),
+        (lambda: lm.next_token_logprobs_of([1], [-1]), OptionError, "chosen has -1"),
+        (lambda: lm.next_token_logprobs_of([1], 3), OptionTypeError, "chosen"),
+        (lambda: lm.next_token_logprobs_of([1], ["a"]), OptionTypeError, "chosen"),
+        (lambda: lm.next_token_logprobs_of([1], np.ones(3)), OptionTypeError, "chosen"),
+        (lambda: lm.next_token_entropy([]), ContextError, "empty"),
+        (lambda: lm.next_token_entropy([1], "none"), UnknownAdapterError, "none"),
+        (lambda: lm.draw_next_token([1], impossible="die"), OptionError, "impossible"),
+    ):
+        with pytest.raises(error, match=message):
+            await call()
+    assert lm.statistics().num_awaits == asked
+    lm.close()
+    with pytest.raises(BatcherClosedError):
+        await lm.next_token_entropy([1])
+    with pytest.raises(BatcherClosedError):
+        lm.next_token_entropy_sync([1])
+
+
+# ---------------------------------------------------------------- rows of one's own
+
+
+class OfRows(StatelessEvaluator):
+    """A context of one token is answered with that row; a NaN and an error among them."""
+
+    def __init__(self, rows, **info):
+        super().__init__(rows.shape[1])
+        self.rows, self.num_asked = rows, 0
+
+    def evaluate(self, queries):
+        self.num_asked += len(queries)
+        table = torch.stack([self.rows[query.context[-1]] for query in queries])
+        return [Row(row, 0.0 if row.isfinite().any() else math.nan) for row in table]
+
+
+async def test_a_nan_is_told_to_its_caller_only():
+    rows = torch.zeros(3, VOCAB).log_softmax(-1)
+    rows[1] = torch.nan
+    with BatchedLM(word_tokenizer(), OfRows(rows)) as lm:
+        found = await asyncio.gather(
+            *(lm.next_token_entropy([i]) for i in range(3)),
+            lm.next_token_top([1], 2),
+            lm.next_token_logprobs_of([1], [2]),
+            return_exceptions=True,
+        )
+    assert [type(each) for each in found] == [float, EvaluationError, float] + 2 * [EvaluationError]
+    assert found[0] == pytest.approx(math.log(VOCAB))
+
+
+async def test_where_no_token_is_possible_a_draw_may_be_of_none():
+    rows = torch.full((2, VOCAB), -torch.inf)
+    rows[:, 4] = 0.0
+    with BatchedLM(word_tokenizer(), OfRows(rows)) as lm:
+        for asked in ({"allowed": [3, 5]}, {"allowed": []}, {"allowed": np.zeros(VOCAB, bool)}):
+            dead = await lm.draw_next_token([1], **asked, impossible="return")
+            assert dead == Draw(-1, -math.inf, -math.inf)
+        live = await lm.draw_next_token([1], allowed=[3, 4], impossible="return")
+        assert live == Draw(4, 0.0, 0.0)
+        assert lm.draw_next_token_sync([1], allowed=[3], impossible="return").token_id == -1
+        with pytest.raises(ContextError):
+            lm.context([1]).extend(dead.token_id)
+        with pytest.raises(EvaluationError, match="no token can be chosen"):
+            await lm.draw_next_token([1], allowed=[3, 5])
+
+
+async def test_ids_that_no_token_has_are_in_no_readout():
+    rows = torch.randn(4, VOCAB + 3).log_softmax(-1)
+    with BatchedLM(word_tokenizer(), OfRows(rows)) as lm:
+        row = await lm.next_token_logprobs([1])
+        lm.clear_cache()
+        assert float((await lm.next_token_logprobs_of([1], [VOCAB + 1]))[0]) == -math.inf
+        check_top(await lm.next_token_top([1], 5), row, 5)
+        assert await lm.next_token_entropy([1]) == pytest.approx(entropy_of(row), abs=1e-5)
+
+
+@dataclass(frozen=True, slots=True)
+class Largest(Readout):
+    """A kind of one's own, in one class."""
+
+    query: Query
+    wanted: ClassVar[str] = "a float for a Largest"
+
+    @classmethod
+    def of_rows(cls, readouts, rows):
+        return rows.amax(-1).tolist()
+
+    def is_answered_by(self, answer, vocab_size):
+        return isinstance(answer, float)
+
+
+async def test_a_kind_of_ones_own_is_one_class(lm):
+    row = await lm.next_token_logprobs([3, 4])
+    lm.clear_cache()
+    assert await lm._read([3, 4], Largest, None) == pytest.approx(float(row.max()), abs=5e-5)
+
+
+# ---------------------------------------------------------------- any rows
+
+numbers = st.floats(-60, 0, width=32) | st.sampled_from([-math.inf, 0.0, -1.0])
+tables = st.integers(1, 12).flatmap(
+    lambda n: st.lists(st.lists(numbers, min_size=n, max_size=n), min_size=1, max_size=5)
+)
+
+
+@given(tables, st.data())
+def test_readouts_of_any_rows(table, data):
+    rows = torch.tensor(table, dtype=torch.float32)
+    rows[:, 0] = rows[:, 0].clamp(min=-30)  # something is possible
+    rows = rows.log_softmax(-1)
+    width = rows.shape[1]
+    picked = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=8))
+    ks = [data.draw(st.integers(1, width)) for _ in picked]
+    ids = [tuple(data.draw(st.lists(st.integers(0, width - 1), max_size=4))) for _ in picked]
+    queries = [Query([i]) for i in picked]
+    asked = [
+        *map(Top, queries, ks),
+        *map(Chosen, queries, ids),
+        *map(Entropy, queries),
+        *(Drawing(query, 1.0, 0.3) for query in queries),
+        *queries,
+    ]
+    asked = pickle.loads(pickle.dumps(data.draw(st.permutations(list(dict.fromkeys(asked))))))
+    evaluator = OfRows(rows)
+    found = answers_by_rows(evaluator.evaluate, asked)
+    assert evaluator.num_asked == len(set(picked))
+    for question, answer in zip(asked, found, strict=True):
+        row = rows[question.context[-1]]
+        if isinstance(question, Query):
+            assert torch.equal(answer.logprobs, row)
+            continue
+        assert question.is_answered_by(answer, width)
+        if isinstance(question, Top):
+            assert isinstance(answer, TopTokens)
+            check_top(answer, row, question.k)
+        elif isinstance(question, Chosen):
+            assert torch.equal(answer, row[list(question.token_ids)])
+        elif isinstance(question, Entropy):
+            assert answer == pytest.approx(entropy_of(row), abs=1e-9)
+        else:
+            assert answer == question.of_row(Row(row))
+
+
+def test_the_rest_is_exact_where_it_is_tiny():
+    row = torch.full((1000,), -20.0 - math.log(997), dtype=torch.float64)
+    row[[7, 30]] = math.log(0.5)
+    row[999] = -math.inf
+    (top,) = read_off([Top(Query([1]), 2)], [Row(row.float())])
+    assert top.token_ids.tolist() == [7, 30]
+    assert top.log_rest == pytest.approx(-20, abs=1e-6)
