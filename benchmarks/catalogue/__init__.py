@@ -55,6 +55,7 @@ _WORKLOADS: tuple[Workload, ...] = (
     elsewhere.Replicas(),
     elsewhere.Ray(),
     elsewhere.Routing(),
+    elsewhere.Readouts(),
 )
 
 WORKLOADS = {workload.name: workload for workload in _WORKLOADS}

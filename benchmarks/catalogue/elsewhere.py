@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import elsewhere, routing
+from benchmarks import elsewhere, readouts, routing
 from benchmarks.workload import Found, Numbers, Row, Workload
 
 
@@ -56,3 +56,16 @@ class Routing(Workload):
 
     def rows(self, found: Found) -> list[Row]:
         return routing.rows(found[""])
+
+
+class Readouts(Workload):
+    """Top tokens, chosen tokens, entropies and draws of 256 awaits, over whole rows of them."""
+
+    name = "readouts"
+    table = "readouts"
+
+    def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
+        return readouts.measure()
+
+    def rows(self, found: Found) -> list[Row]:
+        return readouts.rows(found[""])

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from genlm_backend.checks import number, shown
 from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
+from genlm_backend.model.row import spare_memory
 
 AnyRow = torch.Tensor | NDArray[np.floating]
 """A row of log-probabilities or other scores, float ``[vocab]``, on any device."""
@@ -88,10 +89,16 @@ def draw_token(
     check_possible(largest, error)
     if temperature == 0:
         return int(scores.argmax())
+    return invert(weights_of(scores, largest, temperature), uniform())
+
+
+def weights_of(
+    scores: NDArray[np.float32], largest: np.float32, temperature: float
+) -> NDArray[np.float32]:
+    """Return what a draw from ``tempered`` scores is made in proportion to, in a new array."""
     weights = tempered(scores, largest, temperature)
     with np.errstate(under="ignore"):
-        np.exp(weights, out=weights)
-    return invert(weights, uniform())
+        return np.exp(weights, out=weights)
 
 
 def tempered(
@@ -106,9 +113,11 @@ def tempered(
         largest: The largest of them.
         temperature: Divisor of the scores, above zero, infinity included.
     """
-    # One array for all steps: the pages of new ones would cost more than the arithmetic.
+    # One array for all steps, whose memory is used again: the pages of new ones would cost more
+    # than the arithmetic.
+    found = spare_memory.take(scores.shape, np.float32)
     with np.errstate(over="ignore", under="ignore"):
-        found = scores - largest
+        np.subtract(scores, largest, out=found)
         if temperature != 1:
             # An infinite divisor would make a NaN of what is impossible; the largest finite one
             # makes a zero of everything else as well.

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from genlm_backend.checks import integer, sequence
 from genlm_backend.errors import EvaluationError, OptionError
-from genlm_backend.model.draw import Draw, draw_token
+from genlm_backend.model.draw import Draw, check_possible, invert, weights_of
 from genlm_backend.model.query import Query, check_known_ids
 from genlm_backend.model.readout import Readout
+from genlm_backend.model.row import spare_memory
 
 
 @final
@@ -56,17 +57,28 @@ class Drawing(Readout):
 
 
 def _drawn(drawing: Drawing, logprobs: NDArray[np.float32]) -> Draw | EvaluationError:
-    scores = logprobs
-    if drawing.allowed is not None:
+    if drawing.allowed is None:
+        scores = logprobs
+    else:
         mask = np.unpackbits(np.frombuffer(drawing.allowed, np.uint8), count=len(logprobs))
-        scores = np.where(mask, logprobs, np.float32(-np.inf))
-    if drawing.may_fail and scores.max() == -np.inf:
+        scores = np.where(mask.view(bool), logprobs, np.float32(-np.inf))
+    largest = scores.max()
+    if drawing.may_fail and largest == -np.inf:
         return NO_DRAW
     try:
-        token_id = draw_token(scores, drawing.temperature, lambda: drawing.uniform)
+        check_possible(largest)
     except EvaluationError as error:
         return error
-    log_allowed = 0.0 if drawing.allowed is None else log_mass(log_sum(scores), logprobs)
+    if drawing.temperature == 0:
+        token_id, total = int(scores.argmax()), None
+    else:
+        weights = weights_of(scores, largest, drawing.temperature)
+        token_id = invert(weights, drawing.uniform)
+        total = weights.sum(dtype=np.float64) if drawing.temperature == 1 else None
+    log_allowed = 0.0
+    if drawing.allowed is not None:
+        of_allowed = log_sum(scores) if total is None else float(largest) + math.log(total)
+        log_allowed = log_mass(of_allowed, logprobs)
     return Draw(token_id, float(logprobs[token_id]), log_allowed)
 
 
@@ -101,7 +113,11 @@ def log_sum(logprobs: NDArray[np.floating]) -> float:
     largest = logprobs.max()
     if largest == -np.inf:
         return -math.inf
-    return float(largest) + math.log(np.exp(logprobs - largest).sum(dtype=np.float64))
+    shifted = spare_memory.take(logprobs.shape, logprobs.dtype.type)
+    np.subtract(logprobs, largest, out=shifted)
+    with np.errstate(under="ignore"):
+        total = np.exp(shifted, out=shifted).sum(dtype=np.float64)
+    return float(largest) + math.log(total)
 
 
 def packed_mask(allowed: Any, vocab_size: int, may_be_empty: bool = False) -> bytes | None:

@@ -172,14 +172,16 @@ def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
     """Return the log-probabilities of one or more rows, each written once: ``[n, vocab]``."""
     if device.type != "cpu":
         return torch.stack([row.logprobs.to(device) for row in rows])
-    table = _spare.take((len(rows), len(rows[0].logprobs)), np.float32)
+    table = spare_memory.take((len(rows), len(rows[0].logprobs)), np.float32)
     put_rows(rows, table)
     return torch.from_numpy(table)
 
 
 _Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
-_spare: Final = SpareMemory(32 << 20)
+spare_memory: Final = SpareMemory(32 << 20)
+"""Memory of rows, and of what is computed with them."""
+
 _SMALL: Final = 1 << 14
 
 # torch would wake a team of threads for a copy, which is slower than one memcpy; and both torch and
@@ -193,7 +195,7 @@ def own_copy(row: _Numbers) -> torch.Tensor:
     """Return a copy of a row as a tensor: float32 ``[n]``."""
     if row.nbytes <= _SMALL:
         return torch.frombuffer(bytearray(row.data), dtype=torch.float32)
-    own = _spare.take(row.shape, np.float32)
+    own = spare_memory.take(row.shape, np.float32)
     own.data.cast("B")[:] = np.ascontiguousarray(row).data.cast("B")
     return torch.from_numpy(own)
 

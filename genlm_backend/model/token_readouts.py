@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, ClassVar, Final, NamedTuple, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from genlm_backend.model.query import Query
 from genlm_backend.model.readout import Readout
+from genlm_backend.model.row import spare_memory
 
 
 class TopTokens(NamedTuple):
@@ -45,6 +49,9 @@ class Top(Readout):
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
         """Return the most probable tokens of each row."""
+        if rows.is_cpu:
+            pairs = zip(readouts, rows.numpy(), strict=True)
+            return [_top_here(readout.k, row) for readout, row in pairs]
         answers: list[Any] = [None] * len(readouts)
         for k in {readout.k for readout in readouts}:
             places = [i for i, readout in enumerate(readouts) if readout.k == k]
@@ -110,6 +117,8 @@ class Entropy(Readout):
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
         """Return the entropy of each row."""
+        if rows.is_cpu:
+            return [_entropy_here(row) for row in rows.numpy()]
         values = _double(rows)
         # What is impossible adds nothing: its probability is zero, times any finite number.
         return (-(values.exp() * values.clamp(min=-1e6)).sum(-1)).tolist()
@@ -122,6 +131,64 @@ class Entropy(Readout):
 def _is_vector(answer: Any, dtype: torch.dtype, size: int) -> bool:
     is_tensor = isinstance(answer, torch.Tensor) and answer.dtype is dtype
     return is_tensor and answer.shape == (size,) and not answer.requires_grad
+
+
+# On the processor, a row at a time stays in the cache, and its memory is used again.
+
+_NUM_BLOCKS: Final = 64
+
+
+def _top_here(k: int, row: NDArray[np.float32]) -> TopTokens:
+    """Return the most probable tokens of a row.
+
+    The ``k``-th largest number is at least the ``k``-th largest of the maxima of that many parts or
+    more, so that only parts with such a maximum are looked through.
+    """
+    width = len(row) // _NUM_BLOCKS
+    if k <= width // 2:
+        blocks = row[: width * _NUM_BLOCKS].reshape(_NUM_BLOCKS, width)
+        largest = np.maximum.reduce(blocks, axis=0)
+        least = np.partition(largest, -k)[-k]
+        offsets, columns = np.nonzero(blocks[:, own := np.flatnonzero(largest >= least)] >= least)
+        (behind,) = np.nonzero(row[width * _NUM_BLOCKS :] >= least)
+        ids = np.concatenate([offsets * width + own[columns], behind + width * _NUM_BLOCKS])
+        ids.sort()
+    else:
+        ids = np.arange(len(row))
+    ids = ids[np.argsort(-row[ids], kind="stable")[:k]]
+    logprobs = row[ids]
+    memory = spare_memory.take(row.shape, np.float32)
+    with np.errstate(under="ignore"):
+        np.exp(row, out=memory)
+        memory[ids] = 0
+        rest = float(memory.sum(dtype=np.float64))
+        log_rest = math.log(rest) if rest > _TINY else _log_rest(row, ids)
+    return TopTokens(torch.from_numpy(ids), torch.from_numpy(logprobs), log_rest)
+
+
+_TINY: Final = 1e-25
+"""Sum of probabilities below which those of single tokens may be too small for float32."""
+
+
+def _log_rest(row: NDArray[np.float32], ids: NDArray[np.int64]) -> float:
+    others = np.delete(row, ids).astype(np.float64)
+    largest = others.max(initial=-np.inf)
+    if largest == -np.inf:
+        return -math.inf
+    return float(largest) + math.log(np.exp(others - largest).sum())
+
+
+def _entropy_here(row: NDArray[np.float32]) -> float:
+    memory = spare_memory.take(row.shape, np.float32)
+    with np.errstate(under="ignore"):
+        np.exp(row, out=memory)
+        # What is impossible adds nothing: its probability is zero, times any finite number.
+        finite = np.maximum(row, np.float32(-1e6), out=spare_memory.take(row.shape, np.float32))
+        np.multiply(memory, finite, out=memory)
+        return -float(memory.sum(dtype=np.float64)) + 0.0
+
+
+# On another device, all rows at once.
 
 
 def _largest(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,6 +37,7 @@ from genlm_backend.passes.prefill_plan import (
     states_needed,
 )
 from genlm_backend.passes.prefix_cache import OutOfStates, PrefixCache
+from genlm_backend.prefix import PrefixTree
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 
 
@@ -59,7 +60,6 @@ class Passes:
         cost: As given; it can be set.
         attend_whole: As given; it can be set.
         cache: What is kept.
-        tree: The contexts that are kept.
         openings: The beginnings of contexts that have pictures.
         pads: Whether contexts that are run whole may be padded beside longer ones; it can be set.
         aligns: Whether rows of a pass have to have as many past tokens each; it can be set.
@@ -78,11 +78,16 @@ class Passes:
 
     def keep(self, cache: PrefixCache) -> None:
         """Keep contexts in a cache from now on; in an empty one, run every context whole."""
-        self.cache, self.tree = cache, cache.tree
+        self.cache = cache
         if cache.most_rows is not None:
             self.cost = replace(self.cost, max_rows=cache.most_rows)
         self._steps = DecodeSteps(self.forwards, cache)
         self.openings = Openings(self.forwards, cache)
+
+    @property
+    def tree(self) -> PrefixTree:
+        """The contexts that are kept."""
+        return self.cache.tree
 
     def evaluate(self, questions: list[Question]) -> list[Answer]:
         """Return one answer to each question; out of memory, halve the batch and try again."""
