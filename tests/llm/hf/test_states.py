@@ -44,9 +44,15 @@ def model_of(name):
     return state_families.make(name)
 
 
+@lru_cache
+def exact_model_of(name):
+    """In float64, where the rows of float32 are 3e-4 off for some contexts, farther than ours."""
+    return copy.deepcopy(model_of(name)).double() if name == "zamba" else model_of(name)
+
+
 @lru_cache(20_000)
 def expected(name, context):
-    return fresh_row(model_of(name), context)
+    return fresh_row(exact_model_of(name), context)
 
 
 @lru_cache
