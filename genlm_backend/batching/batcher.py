@@ -207,7 +207,7 @@ class Batcher(Asking[Q, R]):
             if self._is_closed or self._worker.is_stopped:
                 self.check_open()
             for query in queries:
-                numbers.append(self._place(caller, loop, query))
+                numbers.append(self._enter(caller, loop, query))
             self._counts.num_submitted += len(numbers)
             if type(caller) is Several:
                 caller.wait_for(numbers)
@@ -223,7 +223,7 @@ class Batcher(Asking[Q, R]):
                     self._advance(loop)
         return numbers
 
-    def _place(self, caller: Caller, loop: Loop, query: Q) -> int:
+    def _enter(self, caller: Caller, loop: Loop, query: Q) -> int:
         key = cast(Hashable, query) if self._key is None else self._key(query)
         number = self._numbers.get(key)
         if number is not None and (joined := self._round_of(number)) is not None:
@@ -285,14 +285,14 @@ class Batcher(Asking[Q, R]):
                 ticker.is_scheduled = True
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        """One pass of ``loop``, while queries of its own or of others wait."""
+        """Take a turn of ``loop``, while queries of its own or of others wait."""
         try:
-            self._pass(loop)
+            self._turn(loop)
         except (KeyboardInterrupt, SystemExit):
             loop.call_soon(self._tick, loop)  # it may be run again
             raise
 
-    def _pass(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock.here:
             ticker = self._tickers[loop]
             ticker.is_scheduled = False
