@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast, final
 
-from genlm_backend.batching.asking import Asking
+from genlm_backend.batching.batcher_base import BatcherBase
 from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision, Ticker
 from genlm_backend.batching.round import (
     Answers,
@@ -36,7 +36,7 @@ _POLICY = instance(BatchPolicy, "a BatchPolicy")
 
 
 @final
-class Batcher(Asking[Q, R]):
+class Batcher(BatcherBase[Q, R]):
     """Coalesces concurrent queries into batches and evaluates them on one worker thread.
 
     ``evaluate`` is an ordinary function from a list of distinct queries to as many results; it
@@ -216,7 +216,7 @@ class Batcher(Asking[Q, R]):
                 self._is_urgent = bool(self._waiting)
                 self._advance(None)
             elif numbers and max(numbers) >= self._waiting.first and not self._is_busy:
-                # While the loop's next pass is coming, that decides, but for a full batch.
+                # While the loop's next turn is coming, that decides, but for a full batch.
                 ticker = self._tickers.get(loop)
                 is_full = len(self._waiting) >= self.policy.max_batch_size
                 if ticker is None or is_full or self._is_urgent or not ticker.is_coming:
@@ -309,8 +309,8 @@ class Batcher(Asking[Q, R]):
     def _fire(self) -> None:
         """Have the worker take a batch.
 
-        A thread may be interrupted anywhere in here: whoever comes next puts a job that is missing,
-        and one too many finds nothing to do.
+        A thread may be interrupted anywhere in here: whoever comes next puts a call that is
+        missing, and one too many finds nothing to do.
         """
         try:
             self.check_open()  # which claims the lock, for the thread is here

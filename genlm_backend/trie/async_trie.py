@@ -175,7 +175,7 @@ class AsyncTokenCharacterTrie(OfOneProcess):
                 for operation in get_args(Operation):
                     numbers = itertools.count()
                     self._batchers[operation] = Batcher(
-                        partial(_evaluate, self.trie, operation),
+                        partial(self.trie.evaluate_rows, operation),
                         self._policy,
                         # No two are one query, whatever the weights: each answer owns its memory.
                         key=lambda weights, numbers=numbers: next(numbers),
@@ -220,7 +220,3 @@ _TRIE = instance(
     VocabularyTrie,
     "a TokenCharacterTrie or a ParallelTokenCharacterTrie (from_vocab takes a vocabulary)",
 )
-
-
-def _evaluate(trie: VocabularyTrie, operation: Operation, rows: list[Weights]) -> Any:
-    return trie.evaluate_rows(operation, rows)
