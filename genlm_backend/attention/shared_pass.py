@@ -254,7 +254,7 @@ def _joined(mask: torch.Tensor, group_size: int) -> torch.Tensor:
 
 
 class LastArrays(NamedTuple):
-    """Arrays of a decode step, of which those of the next one are made.
+    """Arrays of the last pass, a decode step, of which those of the next one are made.
 
     Attributes:
         identity: The identity of its reading.

@@ -276,7 +276,7 @@ class Engine(OfOneProcess, Closing):
     ) -> GenerationRequest | list[GenerationRequest]:
         """Start a request for texts after a text or a chat, or one for each of several.
 
-        Of several, all are checked before any is started, and each is a submission of its own.
+        Several are all checked before any is started, and each is a submission of its own.
         Where one of them finds no room, those that have been started are interrupted.
 
         Args:
