@@ -175,7 +175,7 @@ class AsyncTokenCharacterTrie(OfOneProcess):
                 for operation in get_args(Operation):
                     numbers = itertools.count()
                     self._batchers[operation] = Batcher(
-                        partial(self.trie.evaluate_rows, operation),
+                        partial(_evaluate, self.trie, operation),
                         self._policy,
                         # No two are one query, whatever the weights: each answer owns its memory.
                         key=lambda weights, numbers=numbers: next(numbers),
@@ -220,3 +220,7 @@ _TRIE = instance(
     VocabularyTrie,
     "a TokenCharacterTrie or a ParallelTokenCharacterTrie (from_vocab takes a vocabulary)",
 )
+
+
+def _evaluate(trie: VocabularyTrie, operation: Operation, rows: list[Weights]) -> Any:
+    return trie.evaluate_rows(operation, rows)
