@@ -111,7 +111,7 @@ def reading(repeats: int) -> Numbers:
     rows, slots = np.arange(256) // 2, np.arange(256)
     timed: dict[str, Callable[[], object]] = {
         "anew": lambda: Reading.of(wide, ones, FEW_TOKENS),
-        "stepped": lambda: made.stepped(rows, slots),
+        "stepped": lambda: made.advanced(rows, slots),
         **{
             name: partial(Reading.of, past, ones[:32], FEW_TOKENS)
             for name, past in lineages.items()

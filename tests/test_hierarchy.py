@@ -20,8 +20,9 @@ EXTENSIBLE = {"AsyncTransformer", "BatchedLM", "MockAsyncLM"}
 DEFAULTS = {
     "Attend": {"keep", "reading"},
     "AsyncLM": {
-        "_drawn",
         "_pictured",
+        "_read",
+        "_read_sync",
         "add_new_lora",
         "batch_next_token_logprobs",
         "batch_next_token_logprobs_sync",

@@ -22,10 +22,10 @@ class Attend(abc.ABC, Generic[Given]):
     """A way for the new tokens of a forward pass to attend to those before them."""
 
     def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading | None:
-        """Return how a pass reads what its rows have cached, made anew.
+        """Divide anew what the rows of a pass have cached.
 
-        A batch that carries it, or what it is a few decode steps later, is read so; one that
-        carries none is read as this says.
+        A batch may carry this reading, or one that has advanced from it, and is read so then. For
+        a batch that carries none, it is made when the pass begins.
 
         Args:
             past: What the rows have cached.

@@ -31,7 +31,7 @@ class Span:
         token_ids: The new tokens; at least one.
         slots: Slots that receive the new tokens' keys and values; empty to keep none.
         outputs: Indices into ``token_ids`` after which the row of logits is wanted.
-        shift: Number that the positions of the new tokens are larger by than their places.
+        shift: Number that the positions of the new tokens are larger by than their indices.
         num_new: Number of new tokens.
     """
 

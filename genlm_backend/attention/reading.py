@@ -126,7 +126,7 @@ class Rest:
         """Its position in the row's context, int64 ``[B, P]``; -1 for padding."""
         return self._positions.read()
 
-    def stepped(
+    def advanced(
         self, rows: NDArray[np.int64], slots: NDArray[np.int64], positions: NDArray[np.int64]
     ) -> Rest:
         """Return the rest of rows that go on from ``rows``, with a token more each."""
@@ -156,7 +156,7 @@ class Wear:
     origins: NDArray[np.int64]
     num_repeated: int = 0
 
-    def stepped(self, rows: NDArray[np.int64]) -> Wear:
+    def advanced(self, rows: NDArray[np.int64]) -> Wear:
         """Return that of a reading whose rows go on from ``rows``."""
         origins = self.origins[rows]
         num_others = len(rows) - int(np.count_nonzero(np.bincount(origins)))
@@ -166,11 +166,11 @@ class Wear:
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class Advance:
     """The way from a reading to that of the next decode step.
 
     Attributes:
-        before: The ``name`` of the former.
+        before: The ``identity`` of the former.
         rows: Row of the former that each row goes on from: int64 ``[B]``.
         slots: Slot of the token more that each row has: int64 ``[B]``.
         parts: Numbers of the parts of the former that are still read.
@@ -196,16 +196,16 @@ class Reading:
         rest: Everything else.
         num_past: Number of cached tokens of each row: int64 ``[B]``.
         wear: What has happened since it was made.
-        step: The step that has led to it; ``None`` where it was made anew.
-        name: What a later ``Step`` knows it by.
+        advance: The way from the reading before it; ``None`` where it was made anew.
+        identity: What a later ``Advance`` knows it by.
     """
 
     parts: tuple[Part, ...]
     rest: Rest
     num_past: NDArray[np.int64]
     wear: Wear
-    step: Step | None = None
-    name: object = field(default_factory=object)
+    advance: Advance | None = None
+    identity: object = field(default_factory=object)
 
     @classmethod
     def of(cls, past: Paths, num_new: NDArray[np.int64], few_tokens: int) -> Self:
@@ -245,7 +245,7 @@ class Reading:
         most = max(MIN_ADDED, wear.num_columns)
         return num_added > most or wear.num_repeated > wear.num_tokens
 
-    def stepped(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> Reading:
+    def advanced(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> Reading:
         """Return the reading of the next decode step, each of whose rows has a token more.
 
         Args:
@@ -269,8 +269,8 @@ class Reading:
         num_past = self.num_past[rows]
         return Reading(
             tuple(parts),
-            self.rest.stepped(rows, slots, num_past),
+            self.rest.advanced(rows, slots, num_past),
             num_past + 1,
-            self.wear.stepped(rows),
-            Step(self.name, rows, slots, tuple(numbers)),
+            self.wear.advanced(rows),
+            Advance(self.identity, rows, slots, tuple(numbers)),
         )

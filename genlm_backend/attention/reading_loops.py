@@ -97,8 +97,8 @@ def _count(first: Any, above: Any, last: Any, is_long: Any) -> Any:
 @compiled
 def _order(first: Any, above: Any, last: Any, num_rows: Any) -> Any:
     """Return where the rows of each token start in the order of a walk, and that order."""
-    starts, places = np.zeros(len(above), np.int64), np.zeros(len(above), np.int64)
-    stops = np.zeros(len(above), np.int64)  # of the rows that have a place by now
+    starts, num_placed = np.zeros(len(above), np.int64), np.zeros(len(above), np.int64)
+    stops = np.zeros(len(above), np.int64)  # of the rows that are placed by now
     num_last = np.zeros(len(above), np.int64)
     for row in range(len(last)):
         num_last[last[row]] += 1
@@ -110,8 +110,8 @@ def _order(first: Any, above: Any, last: Any, num_rows: Any) -> Any:
             stops[k] = starts[k] + num_last[k]
     order = np.empty(len(last), np.int64)
     for row in range(len(last)):
-        order[starts[last[row]] + places[last[row]]] = row
-        places[last[row]] += 1
+        order[starts[last[row]] + num_placed[last[row]]] = row
+        num_placed[last[row]] += 1
     return starts, order
 
 

@@ -21,7 +21,7 @@ import torch
 from genlm_backend.attention.block import Attended, Block, together
 from genlm_backend.attention.operators import A, Operators
 from genlm_backend.attention.packing import PackedBatch
-from genlm_backend.attention.reading import Part, Reading, Step
+from genlm_backend.attention.reading import Advance, Part, Reading
 from genlm_backend.errors import ModelStateError
 
 LONG_COPY: Final = 4096
@@ -113,17 +113,19 @@ class Indices(Generic[A]):
             tuple(PartIndices.of(operators, part, num_rows, device) for part in reading.parts),
         )
 
-    def stepped(self, reading: Reading, step: Step) -> Indices[A]:
+    def advanced(self, reading: Reading, advance: Advance) -> Indices[A]:
         """Return the indices of the next step, of which a row and a slot each come to the device.
 
         Args:
             reading: How it is read.
-            step: The way there from the reading of these indices.
+            advance: The way there from the reading of these indices.
         """
-        operators, device, num_rows = self.operators, self.device, len(step.rows)
-        rows, slots = (operators.put(torch.from_numpy(i), device) for i in (step.rows, step.slots))
+        operators, device, num_rows = self.operators, self.device, len(advance.rows)
+        rows, slots = (
+            operators.put(torch.from_numpy(i), device) for i in (advance.rows, advance.slots)
+        )
         parts: list[PartIndices[A]] = []
-        for number, part in zip(step.parts, reading.parts, strict=True):
+        for number, part in zip(advance.parts, reading.parts, strict=True):
             own = _rows_of(operators, part, num_rows, device)
             parts.append(PartIndices(own, self.parts[number].slots, len(part)))
         rest = operators.concat([self.rest[rows], slots[:, None]], 1)
@@ -221,18 +223,18 @@ class PassMasks(Generic[A]):
             is_causal and not reading.rest.num_columns,
         )
 
-    def stepped(self, reading: Reading, step: Step) -> PassMasks[A]:
+    def advanced(self, reading: Reading, advance: Advance) -> PassMasks[A]:
         """Return the masks of the next decode step, where all before count in both.
 
         Args:
             reading: How it is read.
-            step: The way there from the decode step that these are for.
+            advance: The way there from the decode step that these are for.
         """
         operators, device, rest = self.operators, self.device, self.rest
         if rest is not None and not reading.rest.is_padded.any():
             rest = None  # the rows that had padding are gone
         if rest is not None:
-            own = rest[operators.put(torch.from_numpy(step.rows), device)]
+            own = rest[operators.put(torch.from_numpy(advance.rows), device)]
             rest = operators.concat([own, operators.zeros_like(own[..., :1])], 3)
         num_parts = len(reading.parts)
         nothing, everything = (None,) * num_parts, (True,) * num_parts
@@ -251,16 +253,16 @@ def _joined(mask: torch.Tensor, group_size: int) -> torch.Tensor:
     return _grouped(mask, group_size).reshape(1, 1, -1, mask.shape[-1])
 
 
-class LastStep(NamedTuple):
-    """Arrays of a decode step, of which those of the next one are made.
+class LastArrays(NamedTuple):
+    """Arrays of the last pass, a decode step, of which those of the next one are made.
 
     Attributes:
-        name: The name of its reading.
+        identity: The identity of its reading.
         indices: Its indices, by device.
         masks: Its masks where all before count, by what ``SharedPass`` knows them by.
     """
 
-    name: object
+    identity: object
     indices: dict[Any, Indices[Any]]
     masks: dict[tuple[object, ...], PassMasks[Any]]
 
@@ -292,7 +294,7 @@ class SharedPass(abc.ABC, Generic[A]):
         store: Stored[A],
         batch: PackedBatch,
         reading: Reading,
-        last: LastStep | None,
+        last: LastArrays | None,
         wider: int = 0,
     ) -> None:
         self._store, self._batch, self._reading = store, batch, reading
@@ -304,25 +306,25 @@ class SharedPass(abc.ABC, Generic[A]):
         # The layer whose new keys and values have come, and no query yet, and these.
         self._new: tuple[int, A, A] | None = None
         self.num_attended = 0
-        step = reading.step
-        if step is not None and last is not None and last.name is step.before:
+        advance = reading.advance
+        if advance is not None and last is not None and last.identity is advance.before:
             for device, indices in last.indices.items():
-                self._indices[device] = indices.stepped(reading, step)
+                self._indices[device] = indices.advanced(reading, advance)
             for key, masks in last.masks.items():
-                self._masks[key] = masks.stepped(reading, step)
+                self._masks[key] = masks.advanced(reading, advance)
 
     @staticmethod
     @abc.abstractmethod
     def attends_otherwise(how: str) -> ModelStateError:
         """Return the error of a model that attends in a way that ours cannot stand for."""
 
-    def for_later(self) -> LastStep | None:
+    def for_later(self) -> LastArrays | None:
         """Return the indices and masks that the next step goes on from; ``None`` after no step."""
         if self._batch.input_ids.shape[1] > 1:
             return None
         # Those of windows are functions of positions, which the next step has others of.
         masks = {key: masks for key, masks in self._masks.items() if key[0] is None}
-        return LastStep(self._reading.name, self._indices, masks)
+        return LastArrays(self._reading.identity, self._indices, masks)
 
     def is_complete(self, num_layers: int) -> bool:
         """Whether so many layers have attended, and none has yet to."""

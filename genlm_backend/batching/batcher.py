@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast, final
 
-from genlm_backend.batching.asking import Asking
+from genlm_backend.batching.batcher_base import BatcherBase
 from genlm_backend.batching.policy import BatchPolicy, BatchState, Decision, Ticker
 from genlm_backend.batching.round import (
     Answers,
@@ -36,7 +36,7 @@ _POLICY = instance(BatchPolicy, "a BatchPolicy")
 
 
 @final
-class Batcher(Asking[Q, R]):
+class Batcher(BatcherBase[Q, R]):
     """Coalesces concurrent queries into batches and evaluates them on one worker thread.
 
     ``evaluate`` is an ordinary function from a list of distinct queries to as many results; it
@@ -207,7 +207,7 @@ class Batcher(Asking[Q, R]):
             if self._is_closed or self._worker.is_stopped:
                 self.check_open()
             for query in queries:
-                numbers.append(self._place(caller, loop, query))
+                numbers.append(self._enter(caller, loop, query))
             self._counts.num_submitted += len(numbers)
             if type(caller) is Several:
                 caller.wait_for(numbers)
@@ -216,14 +216,14 @@ class Batcher(Asking[Q, R]):
                 self._is_urgent = bool(self._waiting)
                 self._advance(None)
             elif numbers and max(numbers) >= self._waiting.first and not self._is_busy:
-                # While the loop's next pass is coming, that decides, but for a full batch.
+                # While the loop's next turn is coming, that decides, but for a full batch.
                 ticker = self._tickers.get(loop)
                 is_full = len(self._waiting) >= self.policy.max_batch_size
                 if ticker is None or is_full or self._is_urgent or not ticker.is_coming:
                     self._advance(loop)
         return numbers
 
-    def _place(self, caller: Caller, loop: Loop, query: Q) -> int:
+    def _enter(self, caller: Caller, loop: Loop, query: Q) -> int:
         key = cast(Hashable, query) if self._key is None else self._key(query)
         number = self._numbers.get(key)
         if number is not None and (joined := self._round_of(number)) is not None:
@@ -285,14 +285,14 @@ class Batcher(Asking[Q, R]):
                 ticker.is_scheduled = True
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        """One pass of ``loop``, while queries of its own or of others wait."""
+        """Take a turn of ``loop``, while queries of its own or of others wait."""
         try:
-            self._pass(loop)
+            self._turn(loop)
         except (KeyboardInterrupt, SystemExit):
             loop.call_soon(self._tick, loop)  # it may be run again
             raise
 
-    def _pass(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock.here:
             ticker = self._tickers[loop]
             ticker.is_scheduled = False
@@ -309,8 +309,8 @@ class Batcher(Asking[Q, R]):
     def _fire(self) -> None:
         """Have the worker take a batch.
 
-        A thread may be interrupted anywhere in here: whoever comes next puts a job that is missing,
-        and one too many finds nothing to do.
+        A thread may be interrupted anywhere in here: whoever comes next puts a call that is
+        missing, and one too many finds nothing to do.
         """
         try:
             self.check_open()  # which claims the lock, for the thread is here

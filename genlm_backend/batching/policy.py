@@ -11,7 +11,7 @@ from genlm_backend.checks import checked, integer, number
 from genlm_backend.errors import OptionError
 
 LOST_SECONDS = 1.0
-"""Seconds without a pass after which a loop is asked for another one."""
+"""Seconds without a turn after which a loop is asked for another one."""
 
 
 class Decision(enum.Enum):
@@ -20,7 +20,7 @@ class Decision(enum.Enum):
     FIRE = "fire"
     """Send a batch to the worker now."""
     YIELD = "yield"
-    """Let the event loop make another pass, then decide again."""
+    """Let the event loop take another turn, then decide again."""
     SLEEP = "sleep"
     """Do nothing: an arrival or the worker's return will ask again."""
 
@@ -33,7 +33,7 @@ class BatchState:
         num_pending: Distinct queries that wait for a batch.
         is_busy: Whether the worker is evaluating a batch.
         is_urgent: Whether somebody blocks a thread, or asked for a flush.
-        num_passes: Event-loop passes since the oldest waiting query could have gone.
+        num_passes: Turns of the event loop since the oldest waiting query could have gone.
         num_quiet_passes: Number of the latest of these that brought no new query.
         waited: Seconds since the oldest waiting query could have gone.
     """
@@ -50,8 +50,8 @@ class BatchState:
 class BatchPolicy:
     """Bounds on the size and the age of a batch.
 
-    A batch goes when it is full, when the event loop has had ``quiet_passes`` passes in a row
-    without a new query, or when ``timeout`` seconds or ``max_passes`` passes have gone by since
+    A batch goes when it is full, when the event loop has had ``quiet_passes`` turns in a row
+    without a new query, or when ``timeout`` seconds or ``max_passes`` turns have gone by since
     its first query. Only a program that keeps trickling queries in ever meets the last two.
 
     Attributes:
@@ -59,10 +59,10 @@ class BatchPolicy:
             its queries, so much in one batch, and whoever has come when it goes.
         timeout: Seconds that the first query of a batch may wait for others; zero or more.
             The time for which the worker is busy does not count: nothing could go then.
-        quiet_passes: Passes of the event loop without an arrival after which a batch goes.
+        quiet_passes: Turns of the event loop without an arrival after which a batch goes.
             More than one, because a result travels through a task or two (``asyncio.gather``)
-            before the next query is born of it. One idle pass costs about 20 microseconds.
-        max_passes: Passes of the event loop after which a batch goes in any case.
+            before the next query is born of it. One idle turn costs about 20 microseconds.
+        max_passes: Turns of the event loop after which a batch goes in any case.
 
     Raises:
         OptionTypeError: (``TypeError``) If a field has a wrong type.
@@ -109,13 +109,13 @@ _CHECKS = {
 
 @final
 class Ticker:
-    """The passes of one event loop since queries began to wait.
+    """The turns of one event loop since queries began to wait.
 
     Attributes:
-        is_scheduled: Whether the loop has been asked for another pass for the queue.
+        is_scheduled: Whether the loop has been asked for another turn for the queue.
     """
 
-    __slots__ = ("_last", "_num_passes", "_num_quiet_passes", "_seen", "_since", "is_scheduled")
+    __slots__ = ("_last", "_num_quiet_turns", "_num_turns", "_seen", "_since", "is_scheduled")
 
     def __init__(self) -> None:
         self.is_scheduled = False
@@ -123,27 +123,27 @@ class Ticker:
 
     def start(self, num_arrived: int) -> None:
         """Begin to count, with so many queries there have ever been."""
-        self._num_passes = self._num_quiet_passes = 0
+        self._num_turns = self._num_quiet_turns = 0
         self._seen, self._since = num_arrived, time.monotonic()
         self._last = self._since
 
     @property
     def is_coming(self) -> bool:
-        """Whether the loop will make another pass, as far as one can tell.
+        """Whether the loop will take another turn, as far as one can tell.
 
-        An interrupt may have come between the note and the pass. One too many does no harm.
+        An interrupt may have come between the note and the turn. One too many does no harm.
         """
         return self.is_scheduled and time.monotonic() - self._last <= LOST_SECONDS
 
     def tick(
         self, num_arrived: int, num_pending: int, is_busy: bool, is_urgent: bool
     ) -> BatchState:
-        """Count a pass; return the state of the queue with what this loop has seen of it."""
-        self._num_passes += 1
-        self._num_quiet_passes = self._num_quiet_passes + 1 if self._seen == num_arrived else 0
+        """Count a turn; return the state of the queue with what this loop has seen of it."""
+        self._num_turns += 1
+        self._num_quiet_turns = self._num_quiet_turns + 1 if self._seen == num_arrived else 0
         self._seen = num_arrived
         self._last = time.monotonic()
         waited = self._last - self._since
         return BatchState(
-            num_pending, is_busy, is_urgent, self._num_passes, self._num_quiet_passes, waited
+            num_pending, is_busy, is_urgent, self._num_turns, self._num_quiet_turns, waited
         )

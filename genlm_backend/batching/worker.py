@@ -12,13 +12,11 @@ from typing import Final, final
 from genlm_backend.errors import BatcherClosedError
 from genlm_backend.runtime.forks import finalize_here
 
-Job = Callable[[], None]
-
 _ENDED: Final = "the worker thread has ended, as it does when the interpreter exits"
 
 
 @final
-class _Jobs(queue.SimpleQueue):
+class _Calls(queue.SimpleQueue):
     """A queue that one thread works off, and that takes nothing any more once it has been closed.
 
     Attributes:
@@ -39,11 +37,11 @@ class _Jobs(queue.SimpleQueue):
                 return True
             return False
 
-    def add(self, job: Job) -> None:
+    def add(self, call: Callable[[], None]) -> None:
         with self._lock:
             if self.is_closed:
                 raise BatcherClosedError(_ENDED)
-            self.put(job)
+            self.put(call)
 
     def close(self) -> None:
         with self._lock:
@@ -53,20 +51,20 @@ class _Jobs(queue.SimpleQueue):
 
 @final
 class Worker:
-    """Runs jobs one after another on a daemon thread that starts with the first of them.
+    """Runs calls one after another on a daemon thread that starts with the first of them.
 
     The thread holds its queue and nothing else, so that a worker nobody refers to is collected;
-    it ends then, at ``stop()``, and at interpreter exit, each time after the jobs in the queue.
+    it ends then, at ``stop()``, and at interpreter exit, each time after the calls in the queue.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs = _Jobs()
+        self._calls = _Calls()
         self._thread: threading.Thread | None = None
         self._finalizer: weakref.finalize | None = None
 
-    def put(self, job: Job) -> None:
-        """Queue ``job``; an exception out of it would end the thread, so it must raise none.
+    def put(self, call: Callable[[], None]) -> None:
+        """Queue ``call``, which must raise nothing: an exception would end the thread.
 
         Not to be called by two threads at once.
 
@@ -78,7 +76,7 @@ class Worker:
             raise BatcherClosedError(_ENDED)
         if self._thread is None:
             thread = threading.Thread(
-                target=_work, args=(self._jobs,), name=self._name, daemon=True
+                target=_work, args=(self._calls,), name=self._name, daemon=True
             )
             try:
                 # Interrupted here, it may have begun all the same. The next one then ends at once.
@@ -88,39 +86,39 @@ class Worker:
                     raise
                 raise BatcherClosedError(f"asked while the interpreter exits: {error}") from error
             self._thread = thread
-            self._finalizer = finalize_here(self, _stop, self._jobs, thread)
-        self._jobs.add(job)
+            self._finalizer = finalize_here(self, _stop, self._calls, thread)
+        self._calls.add(call)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it takes no more jobs: after ``stop()``, or at interpreter exit."""
-        return self._jobs.is_closed or sys.is_finalizing()
+        """Whether it takes no more calls: after ``stop()``, or at interpreter exit."""
+        return self._calls.is_closed or sys.is_finalizing()
 
     def stop(self) -> None:
-        """Finish the jobs already queued and end the thread; again has no effect."""
+        """Finish the calls already queued and end the thread; again has no effect."""
         if self._finalizer is None:
-            self._jobs.close()
+            self._calls.close()
         elif self._finalizer.alive:
             self._finalizer()
         elif self._thread is not None:  # it was interrupted before
-            _join(self._thread, self._jobs.thread)
+            _join(self._thread, self._calls.thread)
 
     def is_current_thread(self) -> bool:
-        """Whether the caller is a job of this worker."""
-        return threading.current_thread() is self._jobs.thread
+        """Whether the current thread is this worker's."""
+        return threading.current_thread() is self._calls.thread
 
 
-def _work(jobs: _Jobs) -> None:
-    if not jobs.claim():
+def _work(calls: _Calls) -> None:
+    if not calls.claim():
         return
-    while (job := jobs.get()) is not None:
-        job()
-        del job  # or the last batch would be held until the next one comes
+    while (call := calls.get()) is not None:
+        call()
+        del call  # or the last batch would be held until the next one comes
 
 
-def _stop(jobs: _Jobs, thread: threading.Thread) -> None:
-    jobs.close()
-    _join(thread, jobs.thread)
+def _stop(calls: _Calls, thread: threading.Thread) -> None:
+    calls.close()
+    _join(thread, calls.thread)
 
 
 def _join(*threads: threading.Thread | None) -> None:

@@ -36,7 +36,7 @@ class Answering:
         self._is_to_exclude = False
 
     def set_abilities(self, info: EvaluatorInfo) -> None:
-        """Say what the evaluator is able to do, before anything is asked."""
+        """Note the evaluator's abilities, before anything is asked."""
         self._is_bounded, self._reads_out = info.max_batch_size is not None, info.reads_out
 
     def set_vocabulary(

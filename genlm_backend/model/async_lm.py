@@ -3,60 +3,57 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, ClassVar, Final, Literal, NoReturn, TypeAlias
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Final, Literal, NoReturn
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from genlm_backend.checks import (
     MAX_VOCAB,
     Check,
     checked,
     integer,
-    one_of,
     optional,
-    sequence,
     switch,
 )
 from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
 from genlm_backend.model.context import Context, Contexts, listed_contexts
 from genlm_backend.model.draw import (
-    TEMPERATURE,
     AnyRow,
     Draw,
     RandomGenerator,
     draw,
-    uniform_of,
 )
-from genlm_backend.model.drawing import Drawing, packed_mask
-from genlm_backend.model.ends import default_ends
+from genlm_backend.model.drawing import Allowed, Impossible, drawing_of
 from genlm_backend.model.lm_statistics import LMStatistics
-from genlm_backend.model.query import UNKNOWN_ADAPTER, Query, TokenIds, check_known_ids
-from genlm_backend.model.readout import Readout
-from genlm_backend.model.row import Row
-from genlm_backend.model.sampling import Sampled, Sampler, check_no_others, check_sampling
+from genlm_backend.model.query import UNKNOWN_ADAPTER, Query, TokenIds
+from genlm_backend.model.sampling import (
+    Sampled,
+    Sampler,
+    check_no_others,
+    check_sampling,
+    default_ends,
+)
 from genlm_backend.model.scoring import (
     Scoring,
     check_scorings,
     scores_of_rows,
     scores_of_rows_sync,
 )
-from genlm_backend.model.token_readouts import Chosen, Entropy, Top, TopTokens
+from genlm_backend.model.token_readouts import (
+    Entropy,
+    ReadoutOf,
+    TopTokens,
+    chosen_of,
+    own_top,
+    top_of,
+)
 from genlm_backend.prefix import TierName
 from genlm_backend.runtime.closing import Closing
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
 from genlm_backend.tokenization import Token, decode_vocab
-
-Impossible: TypeAlias = Literal["raise", "return"]
-"""Answer to a draw where no token is possible: an error, or a ``Draw`` without a token."""
-
-Allowed: TypeAlias = torch.Tensor | NDArray[np.bool_] | Iterable[int]
-"""Tokens that may be drawn: bools ``[vocab]``, or token ids."""
 
 
 class AsyncLM(Closing):
@@ -278,15 +275,15 @@ class AsyncLM(Closing):
             EvaluationError: (``RuntimeError``) If the row is NaN.
             Exception: What ``next_token_logprobs`` raises.
         """
-        readout = partial(Top, k=self._num_top(k))
-        return _own_top(await self._read(token_ids, readout, lora_name))
+        readout = top_of(k, len(self.byte_vocab))
+        return own_top(await self._read(token_ids, readout, lora_name))
 
     def next_token_top_sync(
         self, token_ids: TokenIds, k: int, lora_name: str | None = None
     ) -> TopTokens:
         """Return the same tokens as ``next_token_top``, blocking the calling thread."""
-        readout = partial(Top, k=self._num_top(k))
-        return _own_top(self._read_sync(token_ids, readout, lora_name))
+        readout = top_of(k, len(self.byte_vocab))
+        return own_top(self._read_sync(token_ids, readout, lora_name))
 
     async def next_token_logprobs_of(
         self, token_ids: TokenIds, chosen: Iterable[int], lora_name: str | None = None
@@ -306,14 +303,14 @@ class AsyncLM(Closing):
             EvaluationError: (``RuntimeError``) If the row is NaN.
             Exception: What ``next_token_logprobs`` raises.
         """
-        readout = partial(Chosen, token_ids=self._chosen(chosen))
+        readout = chosen_of(chosen, len(self.byte_vocab))
         return (await self._read(token_ids, readout, lora_name)).clone()
 
     def next_token_logprobs_of_sync(
         self, token_ids: TokenIds, chosen: Iterable[int], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same numbers as ``next_token_logprobs_of``, blocking the calling thread."""
-        readout = partial(Chosen, token_ids=self._chosen(chosen))
+        readout = chosen_of(chosen, len(self.byte_vocab))
         return self._read_sync(token_ids, readout, lora_name).clone()
 
     async def next_token_entropy(self, token_ids: TokenIds, lora_name: str | None = None) -> float:
@@ -330,15 +327,6 @@ class AsyncLM(Closing):
     def next_token_entropy_sync(self, token_ids: TokenIds, lora_name: str | None = None) -> float:
         """Return the same number as ``next_token_entropy``, blocking the calling thread."""
         return self._read_sync(token_ids, Entropy, lora_name)
-
-    def _num_top(self, k: Any) -> int:
-        return integer(1, len(self.byte_vocab))("k", k)
-
-    def _chosen(self, chosen: Any) -> tuple[int, ...]:
-        values = chosen.tolist() if isinstance(chosen, np.ndarray | torch.Tensor) else chosen
-        ids = tuple(_IDS("chosen", values))
-        check_known_ids("chosen", ids, len(self.byte_vocab))
-        return ids
 
     # ---------------------------------------------------------------- scores
 
@@ -455,7 +443,8 @@ class AsyncLM(Closing):
             Exception: What ``next_token_logprobs`` raises.
         """
         context = self.contexts.check(token_ids)
-        drawing = self._drawing(allowed, generator, temperature, impossible)
+        size = len(self.byte_vocab)
+        drawing = drawing_of(size, allowed, generator, temperature, impossible)
         return await self._read(context, drawing, lora_name)
 
     def draw_next_token_sync(
@@ -470,18 +459,9 @@ class AsyncLM(Closing):
     ) -> Draw:
         """Return the same draw as ``draw_next_token``, blocking the calling thread."""
         context = self.contexts.check(token_ids)
-        drawing = self._drawing(allowed, generator, temperature, impossible)
+        size = len(self.byte_vocab)
+        drawing = drawing_of(size, allowed, generator, temperature, impossible)
         return self._read_sync(context, drawing, lora_name)
-
-    def _drawing(
-        self, allowed: Any, generator: Any, temperature: Any, impossible: Any
-    ) -> Callable[[Query], Drawing]:
-        """Return what makes a drawing of a query; the random number is taken here."""
-        divisor = TEMPERATURE("temperature", temperature)
-        may_fail = _IMPOSSIBLE("impossible", impossible) == "return"
-        mask, uniform = packed_mask(allowed, len(self.byte_vocab), may_fail), uniform_of(generator)
-        point = uniform() if divisor else 0.0
-        return partial(Drawing, temperature=divisor, uniform=point, allowed=mask, may_fail=may_fail)
 
     async def sample(
         self,
@@ -583,18 +563,15 @@ class AsyncLM(Closing):
         given = {"max_tokens": max_tokens, "eos_token_ids": ends, **options}
         return check_sampling(len(self.byte_vocab), **given)
 
-    async def _read(
-        self, token_ids: TokenIds, readout: Callable[[Query], Readout], lora_name: str | None
-    ) -> Any:
-        """Return what is read off the row behind a context."""
+    async def _read(self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None) -> Any:
+        """Return the answer to the readout that a query is made."""
         row = await self.next_token_logprobs(token_ids, lora_name=lora_name)
-        return readout(_ANY).of_row(Row(row.float()))
+        return readout(_ANY).of_logprobs(row)
 
-    def _read_sync(
-        self, token_ids: TokenIds, readout: Callable[[Query], Readout], lora_name: str | None
-    ) -> Any:
+    def _read_sync(self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None) -> Any:
+        """Return the answer to the readout that a query is made, blocking the calling thread."""
         row = self.next_token_logprobs_sync(token_ids, lora_name=lora_name)
-        return readout(_ANY).of_row(Row(row.float()))
+        return readout(_ANY).of_logprobs(row)
 
     # ---------------------------------------------------------------- keys and values
 
@@ -701,11 +678,3 @@ class AsyncLM(Closing):
 
 _ANY: Final = Query([0])
 """In place of the query of a row that is there."""
-
-_IMPOSSIBLE: Final = one_of("raise", "return")
-_IDS: Final = sequence(integer(), "a collection of token ids")
-
-
-def _own_top(found: TopTokens) -> TopTokens:
-    """Return top tokens for a caller to modify: others may have asked the same."""
-    return TopTokens(found.token_ids.clone(), found.logprobs.clone(), found.log_rest)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 
-from genlm_backend.batching import Asking, Batcher, BatchPolicy
+from genlm_backend.batching import Batcher, BatcherBase, BatchPolicy
 from genlm_backend.checks import (
     Check,
     absolute_path,
@@ -135,7 +135,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._answering = Answering(evaluator, self._rows, self._adapters)
         self._closing, self._is_closed = threading.RLock(), False
         self._last_counts: EvaluatorCounts | None = None  # of an evaluator that is closed
-        self._batcher: Asking[Question, Any] = self._asking(BatchPolicy(timeout=timeout))
+        self._batcher: BatcherBase[Question, Any] = self._asking(BatchPolicy(timeout=timeout))
         evaluator.check_wanted = self._batcher.check_wanted
         try:
             info = self._call(evaluator.open) if evaluator.info is None else evaluator.info
@@ -156,7 +156,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
             len(self.byte_vocab), self.undefined_ids, are_omitted=self._info.omits_undefined
         )
 
-    def _asking(self, policy: BatchPolicy) -> Asking[Question, Any]:
+    def _asking(self, policy: BatchPolicy) -> BatcherBase[Question, Any]:
         """Make the batcher of questions, once."""
         answers, weight = self._answering.answers, self._answering.weight
         return Batcher(answers, policy, name=type(self).__name__, weight=weight)

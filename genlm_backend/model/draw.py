@@ -95,7 +95,7 @@ def draw_token(
 def weights_of(
     scores: NDArray[np.float32], largest: np.float32, temperature: float
 ) -> NDArray[np.float32]:
-    """Return what a draw from ``tempered`` scores is made in proportion to, in a new array."""
+    """Return the weights of a draw from ``tempered`` scores, in a new array."""
     weights = tempered(scores, largest, temperature)
     with np.errstate(under="ignore"):
         return np.exp(weights, out=weights)

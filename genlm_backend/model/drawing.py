@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, final
+from functools import partial
+from typing import Any, ClassVar, Final, Literal, TypeAlias, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.checks import integer, sequence
+from genlm_backend.checks import integer, one_of, sequence
 from genlm_backend.errors import EvaluationError, OptionError
-from genlm_backend.model.draw import Draw, check_possible, invert, weights_of
+from genlm_backend.model.draw import (
+    TEMPERATURE,
+    Draw,
+    check_possible,
+    invert,
+    uniform_of,
+    weights_of,
+)
 from genlm_backend.model.query import Query, check_known_ids
 from genlm_backend.model.readout import Readout
 from genlm_backend.model.row import spare_memory
@@ -118,6 +126,31 @@ def log_sum(logprobs: NDArray[np.floating]) -> float:
     with np.errstate(under="ignore"):
         total = np.exp(shifted, out=shifted).sum(dtype=np.float64)
     return float(largest) + math.log(total)
+
+
+Impossible: TypeAlias = Literal["raise", "return"]
+"""Answer to a draw where no token is possible: an error, or a ``Draw`` without a token."""
+
+Allowed: TypeAlias = torch.Tensor | NDArray[np.bool_] | Iterable[int]
+"""Tokens that may be drawn: bools ``[vocab]``, or token ids."""
+
+_IMPOSSIBLE: Final = one_of("raise", "return")
+
+
+def drawing_of(
+    vocab_size: int, allowed: Any, generator: Any, temperature: Any, impossible: Any
+) -> Callable[[Query], Drawing]:
+    """Return a maker of drawings, once its options are checked; it has the random number.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an option is of another type.
+        OptionError: (``ValueError``) If one is out of its bounds.
+    """
+    divisor = TEMPERATURE("temperature", temperature)
+    may_fail = _IMPOSSIBLE("impossible", impossible) == "return"
+    mask, uniform = packed_mask(allowed, vocab_size, may_fail), uniform_of(generator)
+    point = uniform() if divisor else 0.0
+    return partial(Drawing, temperature=divisor, uniform=point, allowed=mask, may_fail=may_fail)
 
 
 def packed_mask(allowed: Any, vocab_size: int, may_be_empty: bool = False) -> bytes | None:

@@ -65,6 +65,10 @@ class Readout(abc.ABC):
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
         """Return whether ``answer`` is one to this question, of a vocabulary of that size."""
 
+    def of_logprobs(self, logprobs: torch.Tensor) -> Any:
+        """Return the answer, given the row's log-probabilities; see ``of_row``."""
+        return self.of_row(Row(logprobs.float()))
+
     def of_row(self, row: Row) -> Any:
         """Return the answer, given the context's row.
 

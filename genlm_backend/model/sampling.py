@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, Literal, final
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from genlm_backend.checks import check_names, checked, integer, optional, sequence, switch
 from genlm_backend.model.draw import TEMPERATURE, as_scores, draw_token
 from genlm_backend.model.drawing import Drawing
+from genlm_backend.model.ends import listed_ids
 from genlm_backend.model.query import Query, check_known_ids
 
 
@@ -137,3 +138,18 @@ def check_sampling(vocab_size: int, **options: Any) -> dict[str, Any]:
     given = checked(CHECKS, options)
     check_known_ids("eos_token_ids", given.get("eos_token_ids", ()), vocab_size)
     return given
+
+
+def default_ends(
+    own: Collection[int] | None, tokenizer: Any, is_token: Callable[[int], bool]
+) -> frozenset[int]:
+    """Return the ids that end a text where a caller names none.
+
+    Args:
+        own: Ids that the model's generation config names; ``None`` where it names none.
+        tokenizer: Tokenizer of the model, which tells where the model names no token of its own.
+        is_token: Whether an id is a token's. What is not comes nowhere, and ends nothing.
+    """
+    of_tokenizer = listed_ids(getattr(tokenizer, "eos_token_id", None))
+    found = (frozenset(filter(is_token, ids)) for ids in (own, of_tokenizer) if ids is not None)
+    return next(filter(None, found), frozenset())

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple, final
+from functools import partial
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.model.query import Query
+from genlm_backend.checks import integer, sequence
+from genlm_backend.model.query import Query, check_known_ids
 from genlm_backend.model.readout import Readout
 from genlm_backend.model.row import spare_memory
 
@@ -30,6 +32,10 @@ class TopTokens(NamedTuple):
     token_ids: torch.Tensor
     logprobs: torch.Tensor
     log_rest: float
+
+
+ReadoutOf: TypeAlias = Callable[[Query], Readout]
+"""A maker of the readout of a query."""
 
 
 @final
@@ -126,6 +132,37 @@ class Entropy(Readout):
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
         """Return whether ``answer`` is a ``float``."""
         return isinstance(answer, float)
+
+
+def top_of(k: Any, vocab_size: int) -> ReadoutOf:
+    """Return a maker of ``Top``, once its number of tokens is checked.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If it is no integer.
+        OptionError: (``ValueError``) If it is below 1 or above the size of the vocabulary.
+    """
+    return partial(Top, k=integer(1, vocab_size)("k", k))
+
+
+def own_top(found: TopTokens) -> TopTokens:
+    """Return top tokens for a caller to modify: others may have asked the same."""
+    return TopTokens(found.token_ids.clone(), found.logprobs.clone(), found.log_rest)
+
+
+def chosen_of(chosen: Any, vocab_size: int) -> ReadoutOf:
+    """Return a maker of ``Chosen``, once its tokens are checked.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If they are no collection of integers.
+        OptionError: (``ValueError``) If one is outside the vocabulary.
+    """
+    values = chosen.tolist() if isinstance(chosen, np.ndarray | torch.Tensor) else chosen
+    ids = tuple(_IDS("chosen", values))
+    check_known_ids("chosen", ids, vocab_size)
+    return partial(Chosen, token_ids=ids)
+
+
+_IDS: Final = sequence(integer(), "a collection of token ids")
 
 
 def _is_vector(answer: Any, dtype: torch.dtype, size: int) -> bool:

@@ -14,19 +14,22 @@ from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.reading import Reading
 from genlm_backend.model.context import Context
 from genlm_backend.model.row import Row
+from genlm_backend.model.scoring import Question
 from genlm_backend.passes.forwards import Forwards
+from genlm_backend.passes.job import PICTURES
+from genlm_backend.passes.prefill_plan import CostModel
 from genlm_backend.passes.prefix_cache import PrefixCache
 
 NUM_REMEMBERED: Final = 8
 """Decode steps whose readings are remembered: as many batches as particles may take in turn."""
 
 
-class _Step(NamedTuple):
-    """A decode step that others may go on from.
+class _RememberedReading(NamedTuple):
+    """The reading of a decode step, from which that of a later one may go on.
 
     Attributes:
-        reading: How it was read.
-        handles: Handles of the nodes that its contexts came to, ascending: int64 ``[B]``.
+        reading: The reading.
+        handles: Handles of the nodes that the step's contexts came to, ascending: int64 ``[B]``.
         order: The number of the context that came to each of them: ``[B]``.
     """
 
@@ -35,7 +38,7 @@ class _Step(NamedTuple):
     order: NDArray[np.intp]
 
     def find(self, handles: NDArray[np.int64]) -> NDArray[np.intp] | None:
-        """Return which of its contexts came to nodes; ``None`` where not all are of this step."""
+        """Return which of the contexts came to nodes; ``None`` where not all are of this step."""
         found = np.searchsorted(self.handles, handles[:1]).clip(max=len(self.handles) - 1)
         if self.handles[found[0]] != handles[0]:  # as of most steps, at the cost of one look
             return None
@@ -58,8 +61,35 @@ class DecodeSteps:
 
     def __init__(self, forwards: Forwards, cache: PrefixCache) -> None:
         self._forwards, self._cache = forwards, cache
-        self._steps: deque[_Step] = deque(maxlen=NUM_REMEMBERED)
-        self._of: tuple[object, ...] = ()  # what their readings depend on beside their nodes
+        self._remembered: deque[_RememberedReading] = deque(maxlen=NUM_REMEMBERED)
+        self._valid_for: tuple[object, ...] = ()  # what these depend on beside their nodes
+
+    def takes(
+        self,
+        questions: Sequence[Question],
+        nodes: NDArray[np.int32],
+        sizes: NDArray[np.int32],
+        cost: CostModel,
+        aligns: bool,
+    ) -> bool:
+        """Return whether queries are one token each behind what is kept, and fit one pass.
+
+        Args:
+            questions: The queries.
+            nodes: The nodes of their cached prefixes: ``[B]``.
+            sizes: Number of tokens before the last one of each: ``[B]``.
+            cost: Bounds on the rows and the tokens of a pass.
+            aligns: Whether rows of a pass have to have as many past tokens each.
+        """
+        depths = self._cache.tree.nodes.depth[nodes]
+        least, deepest = int(depths.min()), int(depths.max())
+        return (
+            len(questions) <= min(cost.max_tokens, cost.max_rows)
+            and bool((depths == sizes).all())
+            and (not self._cache.state_store.num_states or least > 0 or deepest == 0)
+            and (deepest == least if aligns else deepest <= 2 * least + 64)
+            and not any(map(PICTURES, questions))
+        )
 
     def rows(
         self, contexts: Sequence[Context], nodes: NDArray[np.int32]
@@ -103,7 +133,7 @@ class DecodeSteps:
         if reading is not None:
             handles = tree.nodes.handles(kept)
             order = np.argsort(handles)
-            self._steps.append(_Step(reading, handles[order], order))
+            self._remembered.append(_RememberedReading(reading, handles[order], order))
         for context, place in zip(contexts, tree.nodes.places(kept), strict=True):
             context.place = place
         return rows, kept
@@ -111,13 +141,14 @@ class DecodeSteps:
     def _reading(self, nodes: NDArray[np.int32], past: Paths) -> Reading | None:
         """Return how a step behind nodes reads what is cached."""
         attend, tree = self._cache.attend, self._cache.tree
-        of = tree.nodes.key, tree.num_returned, attend  # while it is so, nodes are where they were
-        if of != self._of:
-            self._of = of
-            self._steps.clear()
+        # While these are the same, nodes are where they were.
+        valid_for = tree.nodes.key, tree.num_slot_changes, attend
+        if valid_for != self._valid_for:
+            self._valid_for = valid_for
+            self._remembered.clear()
         handles = tree.nodes.handles(nodes)
-        for step in reversed(self._steps):
-            found = step.find(handles)
-            if found is not None and not step.reading.is_worn:
-                return step.reading.stepped(found, tree.nodes.slot[nodes].astype(np.int64))
+        for last in reversed(self._remembered):
+            found = last.find(handles)
+            if found is not None and not last.reading.is_worn:
+                return last.reading.advanced(found, tree.nodes.slot[nodes].astype(np.int64))
         return attend.reading(past, np.ones(len(nodes), np.int64))

@@ -94,10 +94,10 @@ class Forwards:
         wanted = [jobs for segment in segments for jobs in segment.outputs.values()]
         if any(job.targets for jobs in wanted for job in jobs):
             self._hand_out_scores(segments, logits)
-        places = [i for i, jobs in enumerate(wanted) if not all(job.targets for job in jobs)]
-        if places:
-            rows = self.finish(logits if len(places) == len(wanted) else logits[places])
-            for i, row in zip(places, rows, strict=True):
+        indices = [i for i, jobs in enumerate(wanted) if not all(job.targets for job in jobs)]
+        if indices:
+            rows = self.finish(logits if len(indices) == len(wanted) else logits[indices])
+            for i, row in zip(indices, rows, strict=True):
                 for job in wanted[i]:
                     job.row = None if job.targets else row
 
@@ -125,16 +125,16 @@ class Forwards:
     def _hand_out_scores(self, segments: Sequence[Segment], logits: torch.Tensor) -> None:
         outputs = [output for segment in segments for output in segment.outputs.items()]
         wanted = [
-            (place, job, position - job.first)
-            for place, (position, jobs) in enumerate(outputs)
+            (index, job, position - job.first)
+            for index, (position, jobs) in enumerate(outputs)
             for job in jobs
             if job.targets
         ]
-        places = sorted({place for place, _, _ in wanted})
-        if len(places) < len(outputs):
-            logits = logits[places]
-        index = {place: i for i, place in enumerate(places)}
+        indices = sorted({index for index, _, _ in wanted})
+        if len(indices) < len(outputs):
+            logits = logits[indices]
+        rows = {index: row for row, index in enumerate(indices)}
         targets = [job.targets[i] for _, job, i in wanted]
-        scores = self._score(logits, [index[place] for place, _, _ in wanted], targets)
+        scores = self._score(logits, [rows[index] for index, _, _ in wanted], targets)
         for (_, job, i), score in zip(wanted, scores.tolist(), strict=True):
             job.scores[i] = score

@@ -6,13 +6,16 @@ import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Self, final
+from operator import attrgetter
+from typing import Final, Self, final
 
 import torch
 
 from genlm_backend.model.context import Context
 from genlm_backend.model.row import Row
 from genlm_backend.model.scoring import Question
+
+PICTURES: Final = attrgetter("context.pictures")
 
 
 def first_output(question: Question) -> int:
@@ -30,14 +33,14 @@ class Job:
         node: The node of its cached prefix, which ends before the first output; that of the whole
             context once it is kept. 0 where it is run whole.
         start: Number of tokens of the prefix.
-        num_known: Number of its first tokens that another context had, whether it goes on behind
-            all of them or, without a running state there, from an earlier one.
+        num_known: Number of its first tokens that the tree has. It is more than ``start`` where
+            there is no running state behind them, and the job begins at an earlier one.
         targets: The tokens whose log-probabilities are wanted behind the context's last positions,
             one behind each; empty where a row is wanted behind the last one.
         stop: Position after the last one.
         first: Position of the first output.
         missing: The tokens from ``start`` on.
-        shift: Number that positions of the missing tokens are larger by than their places, behind
+        shift: Number that positions of the missing tokens are larger by than their indices, behind
             pictures.
         row: The row, where one is wanted.
         scores: The scores otherwise.

@@ -79,7 +79,7 @@ class Openings:
         return job.answer
 
     def shift(self, context: Context) -> int:
-        """Return the number that positions of text are larger by than its places, in a context."""
+        """Return the number that positions of text are larger by than its indices, in a context."""
         pictures = context.pictures
         if pictures is None:
             return 0

@@ -15,7 +15,7 @@ from genlm_backend.attention.attend import Attend
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.readout import answers_by_rows
+from genlm_backend.model.readout import Readout, answers_by_rows
 from genlm_backend.model.row import Row, rows_of_logits, rows_on, scores_of_logits
 from genlm_backend.model.scoring import Answer, Question
 from genlm_backend.passes.forwards import Forwards, Runner
@@ -47,13 +47,13 @@ class PassEvaluator(Evaluator):
         attend_whole: Attend,
         output_device: torch.device | None = None,
     ) -> None:
-        self._output_device = output_device
+        self._output_device = self._row_device = output_device
         forwards = Forwards(runner, self._finished, self._scored, lambda: self.check_wanted())
         self.passes = Passes(forwards, CostModel.on(device_type), attend_whole)
 
     @torch.inference_mode()  # where its logits come from, which are overwritten
     def _finished(self, logits: torch.Tensor) -> list[Row]:
-        return rows_of_logits(logits, None, self.undefined_ids, in_place=True)
+        return rows_of_logits(logits, self._row_device, self.undefined_ids, in_place=True)
 
     def _scored(self, logits: torch.Tensor, places: list[int], targets: list[int]) -> torch.Tensor:
         return scores_of_logits(logits, places, targets, self.undefined_ids)
@@ -66,10 +66,16 @@ class PassEvaluator(Evaluator):
     def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer | Exception]:
         """Return one answer to each question; readouts are read off where the model computes."""
         with frequent_switches():
-            return self._returned(answers_by_rows(self._by_adapter, questions))
+            if not any(issubclass(kind, Readout) for kind in set(map(type, questions))):
+                return self._by_adapter(questions)
+            self._row_device = None  # where they are computed, to be read off there
+            try:
+                return self._returned(answers_by_rows(self._by_adapter, questions))
+            finally:
+                self._row_device = self._output_device
 
     def _returned(self, answers: list[Answer | Exception]) -> list[Answer | Exception]:
-        """Put rows where they are returned."""
+        """Put rows that were left where they are computed where they are returned."""
         if self._output_device is None:
             return answers
         rows = {i: answer for i, answer in enumerate(answers) if isinstance(answer, Row)}
@@ -119,8 +125,7 @@ class PassEvaluator(Evaluator):
     def evaluate_whole(self, query: Query) -> Row:
         """Return the row of a context run whole and alone, past whatever is kept."""
         with self._in_place(query.adapter):
-            row = self.passes.row_alone(query)
-        return row if self._output_device is None else row.to(self._output_device)
+            return self.passes.row_alone(query)
 
     # ---------------------------------------------------------------- what is kept
 

@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
-from typing import Any, Final, cast, final
+from typing import Any, cast, final
 
 import numpy as np
 import torch
@@ -21,8 +20,7 @@ from genlm_backend.model.row import Row
 from genlm_backend.model.scoring import Answer, Question, Scoring
 from genlm_backend.passes.decode_steps import DecodeSteps
 from genlm_backend.passes.forwards import Forwards
-from genlm_backend.passes.going_on import GoingOn
-from genlm_backend.passes.job import Job, first_output
+from genlm_backend.passes.job import PICTURES, Job, first_output
 from genlm_backend.passes.openings import Openings
 from genlm_backend.passes.overflow import search, still_spoilt
 from genlm_backend.passes.prefill_plan import (
@@ -37,6 +35,7 @@ from genlm_backend.passes.prefill_plan import (
     states_needed,
 )
 from genlm_backend.passes.prefix_cache import OutOfStates, PrefixCache
+from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import PrefixTree
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 
@@ -72,7 +71,7 @@ class Passes:
     def __init__(self, forwards: Forwards, cost: CostModel, attend_whole: Attend) -> None:
         self.forwards, self.cost, self.attend_whole = forwards, cost, attend_whole
         self.runner = forwards.runner
-        self.pads, self.aligns, self.going_on = True, False, GoingOn()
+        self.pads, self.aligns, self.going_on = True, False, StateBounds()
         self.most_shared, self.tokens_reused = math.inf, 0
         self.keep(PrefixCache(forwards.runner, attend_whole))
 
@@ -111,7 +110,7 @@ class Passes:
         if self.most_shared < math.inf:
             long = [q for q in questions if len(q.context) > self.most_shared]
             apart = {question: self._answer_of_long(question) for question in long}
-        if self.cache.keeps and any(map(_PICTURES, questions)):
+        if self.cache.keeps and any(map(PICTURES, questions)):
             apart.update(self.openings.begin([q for q in questions if q not in apart]))
         return apart
 
@@ -256,7 +255,7 @@ class Passes:
         self.tree.use(nodes)
         answers: list[Answer] | None = None
         if not self.cache.host_state_store.num_states or self.tree.states.fetch(nodes):
-            if are_queries and self.is_step(questions, nodes, sizes):
+            if are_queries and self._steps.takes(questions, nodes, sizes, self.cost, self.aligns):
                 found = self._steps.rows(contexts, nodes)
                 if found is not None:
                     rows, kept = found
@@ -290,20 +289,6 @@ class Passes:
             is_far = num_passes > most_passes(num_passes, lengths, self.cost)
             nodes[is_far] = tree.nodes.root[nodes[is_far]]
         return nodes
-
-    def is_step(
-        self, questions: Sequence[Question], nodes: NDArray[np.int32], sizes: NDArray[np.int32]
-    ) -> bool:
-        """Return whether contexts are one token each behind what is kept, and fit one pass."""
-        depths = self.tree.nodes.depth[nodes]
-        least, deepest = int(depths.min()), int(depths.max())
-        return (
-            len(questions) <= min(self.cost.max_tokens, self.cost.max_rows)
-            and bool((depths == sizes).all())
-            and (not self.cache.state_store.num_states or least > 0 or deepest == 0)
-            and (deepest == least if self.aligns else deepest <= 2 * least + 64)
-            and not any(map(_PICTURES, questions))
-        )
 
     def _planned(
         self, questions: list[Question], nodes: NDArray[np.int32], known: NDArray[np.int32]
@@ -344,7 +329,7 @@ class Passes:
     def _sound(
         self, questions: Sequence[Question], answers: Sequence[Answer], spoilt: Sequence[int]
     ) -> list[Answer]:
-        """Return answers, of which those at some places have NaN and are computed whole.
+        """Return answers, of which those at some indices have NaN and are computed whole.
 
         Attention gives what it masks a weight of zero, and zero times NaN is NaN. So a context
         that overflows spoils its own beginning too, and the answers of others that end there.
@@ -458,9 +443,6 @@ class Passes:
                 if position < segment.stop:
                     for job in jobs:
                         job.node = int(nodes[position - segment.start])
-
-
-_PICTURES: Final = attrgetter("context.pictures")
 
 
 def _has_opening(job: Job) -> bool:

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from genlm_backend.attention.packing import Span
 from genlm_backend.common_prefix import common_length
 from genlm_backend.model.context import Context
-from genlm_backend.passes.going_on import GoingOn
 from genlm_backend.passes.job import Job
+from genlm_backend.passes.state_bounds import StateBounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ class Size(NamedTuple):
 
 
 def plan_segments(
-    jobs: Sequence[Job], cost: CostModel, going_on: GoingOn | None = None
+    jobs: Sequence[Job], cost: CostModel, going_on: StateBounds | None = None
 ) -> list[Segment]:
     """Return segments that together answer every job, parents before their children.
 
@@ -175,13 +175,13 @@ def plan_segments(
             continue
         for part in _split(sorted(group, key=lambda job: job.missing), start):
             if going_on is None or _may_part(part, cost, going_on):
-                _place(part, start, start, None, 0, cost, segments)
+                _add_segments(part, start, start, None, 0, cost, segments)
             else:
                 segments += _apart(part)
     return _chunk(segments, cost, going_on)
 
 
-def _may_part(jobs: Sequence[Job], cost: CostModel, going_on: GoingOn) -> bool:
+def _may_part(jobs: Sequence[Job], cost: CostModel, going_on: StateBounds) -> bool:
     """Return whether sorted contexts may part anywhere, so that what they share is computed once.
 
     Those whose tokens go on one by one are faster whole, unless they share more than that costs.
@@ -231,7 +231,7 @@ def _split(jobs: Iterable[Job], position: int) -> list[list[Job]]:
     return [list(part) for _, part in groupby(jobs, lambda job: job.missing[position - job.start])]
 
 
-def _place(
+def _add_segments(
     part: list[Job],
     start: int,
     answered: int,
@@ -266,12 +266,12 @@ def _place(
         num_saved = (shared - start) * len(branches)
         for branch in branches:
             if num_saved > cost.per_forward:
-                _place(branch, shared, shared, segment, wave + 1, cost, segments)
+                _add_segments(branch, shared, shared, segment, wave + 1, cost, segments)
             else:
-                _place(branch, start, shared, parent, wave, cost, segments)
+                _add_segments(branch, start, shared, parent, wave, cost, segments)
 
 
-def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -> list[Segment]:
+def _chunk(segments: list[Segment], cost: CostModel, going_on: StateBounds | None) -> list[Segment]:
     """Cut segments into chains of at most so many tokens, and outputs, each.
 
     Where there are running states, they are cut where others begin, too, and where a context
@@ -287,7 +287,7 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -
             cuts[segment.parent].append(segment.start)
         if _leaves(segment, going_on, cost):
             cuts[segment].append(segment.job.num_known)
-    rule = going_on or GoingOn()
+    rule = going_on or StateBounds()
     cut = rule.part if going_on is None else rule.cut
     for segment in segments:
         parent = segment.parent
@@ -305,7 +305,7 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -
             left = segment.stop - start
             stop = start + cut(left, start == 0, cost.max_segment)
             least = start + (1 if start == 0 else rule.fewest)
-            stop = min([stop, *(place for place in cuts[segment] if place >= least)])
+            stop = min([stop, *(position for position in cuts[segment] if position >= least)])
             end = bisect_left(positions, stop)
             if end - first > cost.max_outputs:
                 most = positions[first + cost.max_outputs] - start
@@ -322,7 +322,7 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: GoingOn | None) -
     return chunks
 
 
-def _leaves(segment: Segment, going_on: GoingOn, cost: CostModel) -> bool:
+def _leaves(segment: Segment, going_on: StateBounds, cost: CostModel) -> bool:
     """Return whether a segment's context has much of it in common with others, and then parts."""
     known = segment.job.num_known
     if going_on.most is not None:  # where whole contexts are faster than many passes

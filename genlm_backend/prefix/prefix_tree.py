@@ -38,8 +38,8 @@ class PrefixTree:
         num_evicted: Number of tokens that were dropped to make room so far.
         num_to_host: Number of tokens moved to the host so far.
         num_to_device: Number of tokens moved back so far.
-        num_returned: Number of tokens that have got another slot of the device so far, moved back
-            or computed anew.
+        num_slot_changes: Number of tokens that have got another slot of the device so far, as they
+            were moved back or computed anew.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PrefixTree:
         self.host_slots = Slots(0) if host_slots is None else host_slots
         self.nodes = Nodes()
         self.states = States(self.nodes, 0) if states is None else states(self.nodes)
-        self.num_evicted = self.num_to_host = self.num_to_device = self.num_returned = 0
+        self.num_evicted = self.num_to_host = self.num_to_device = self.num_slot_changes = 0
         self._moves = moves
         self._roots: dict[Hashable, int] = {}
         self._now, self._num_linked = 1, 0
@@ -204,7 +204,7 @@ class PrefixTree:
             self.states.use(real)
         own, of_host = spare[spare > 0], -spare[spare < 0]
         self._num_linked += len(nodes) - len(own)
-        self.num_returned += len(of_host)
+        self.num_slot_changes += len(of_host)
         self._used.append(real)
         self.slots.free(own)
         self.host_slots.free(of_host)
@@ -370,7 +370,7 @@ class PrefixTree:
             self.slots.free(slots)
             raise
         self.num_to_device += len(below)
-        self.num_returned += len(below)
+        self.num_slot_changes += len(below)
         self._num_linked += len(below)
         self.host_slots.free(of_host)
         nodes.slot[below] = slots

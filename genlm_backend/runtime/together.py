@@ -1,9 +1,11 @@
-"""together: the results of awaitables that run at the same time, or the first error."""
+"""Work at the same time, by coroutines or on threads: all of it, or the first error."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+import itertools
+import threading
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -24,3 +26,28 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
         task = None
         tasks.clear()  # an error that one of them met remembers this frame
+
+
+def in_threads(work: Callable[[slice], object], count: int, num_threads: int) -> None:
+    """Call ``work`` with consecutive slices of ``range(count)``, one in each of the threads.
+
+    The threads end with the call, so that a fork of the process misses none of them.
+    """
+    bounds = [count * i // num_threads for i in range(num_threads + 1)]
+    parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
+    errors: list[BaseException] = []
+
+    def guarded(part: slice) -> None:
+        try:
+            work(part)
+        except BaseException as error:
+            errors.append(error)
+
+    helpers = [threading.Thread(target=guarded, args=(part,)) for part in parts[1:]]
+    for helper in helpers:
+        helper.start()
+    guarded(parts[0])
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, final
 
@@ -13,11 +11,12 @@ from numpy.typing import NDArray
 
 from genlm_backend.checks import byte_count, integer, optional
 from genlm_backend.runtime.spare_memory import SpareMemory
+from genlm_backend.runtime.together import in_threads
 from genlm_backend.trie.base import VocabularyTrie
 from genlm_backend.trie.sweep import SWEEPS
 from genlm_backend.trie.weights import Operation, Weights, rows_of, widest
 
-Row = NDArray[np.floating]
+Values = NDArray[np.floating]
 
 DEFAULT_SPARE_BYTES = 256 << 20
 """Bytes of results no longer in use that a trie keeps by default, for later results."""
@@ -73,7 +72,7 @@ class TokenCharacterTrie(VocabularyTrie):
         self._sweep(operation, rows, out)
         return out
 
-    def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Row]:
+    def evaluate_rows(self, operation: Operation, batch: list[Weights]) -> Sequence[Values]:
         """Return the rows of ``evaluate_batch``, each of which owns its memory."""
         rows = rows_of(batch)
         out = [self._spare.take((self.num_nodes,), row.dtype.type) for row in rows]
@@ -87,14 +86,14 @@ class TokenCharacterTrie(VocabularyTrie):
     def _sweep(self, operation: Operation, rows: Any, out: Any) -> None:
         sweep, arrays = SWEEPS[operation], self.layout.sweep_arrays
 
-        def scratch(dtype: np.dtype) -> tuple[Row, Row]:
+        def scratch(dtype: np.dtype) -> tuple[Values, Values]:
             # A maximum needs no more precision than it is given.
             wide = dtype if operation == "max" else np.float64
             values = np.empty(self.layout.num_tokens + self.layout.num_branches, dtype)
             return values, np.empty(self.layout.num_branches + 1, wide)
 
         def sweep_part(part: slice) -> None:
-            made: dict[np.dtype, tuple[Row, Row]] = {}
+            made: dict[np.dtype, tuple[Values, Values]] = {}
             for row, result in zip(rows[part], out[part], strict=True):
                 if row.dtype not in made:
                     made[row.dtype] = scratch(row.dtype)
@@ -102,31 +101,6 @@ class TokenCharacterTrie(VocabularyTrie):
 
         num_threads = len(rows) * self.num_nodes // NODES_PER_THREAD
         in_threads(sweep_part, len(rows), max(1, min(self.num_threads, len(rows), num_threads)))
-
-
-def in_threads(work: Any, count: int, num_threads: int) -> None:
-    """Call ``work`` with consecutive slices of ``range(count)``, one in each of the threads.
-
-    The threads end with the call, so that a fork of the process misses none of them.
-    """
-    bounds = [count * i // num_threads for i in range(num_threads + 1)]
-    parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-    errors: list[BaseException] = []
-
-    def guarded(part: slice) -> None:
-        try:
-            work(part)
-        except BaseException as error:
-            errors.append(error)
-
-    helpers = [threading.Thread(target=guarded, args=(part,)) for part in parts[1:]]
-    for helper in helpers:
-        helper.start()
-    guarded(parts[0])
-    for helper in helpers:
-        helper.join()
-    if errors:
-        raise errors[0]
 
 
 def _num_processors() -> int:

@@ -73,7 +73,7 @@ async def test_a_full_queue_blocks_times_out_or_refuses(engine, gated):
     serve(engine, gated, max_batch=1, max_queue_size=2)
     requests = [engine.start_request_ids("m", [i], max_new_tokens=2) for i in range(3)]
     for timeout in (0, 0.02):
-        with pytest.raises(RequestQueueFullError, match="2 requests wait for model 'm'"):
+        with pytest.raises(RequestQueueFullError, match="2 submissions wait for model 'm'"):
             engine.start_request_ids("m", [4], max_new_tokens=2, timeout=timeout)
     assert issubclass(RequestQueueFullError, queue.Full)
     blocked = threading.Thread(

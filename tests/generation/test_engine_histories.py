@@ -114,6 +114,6 @@ def test_whatever_callers_do_every_request_ends_and_nothing_is_left(model, seed)
         lm._batcher.call(lambda: None)  # what was cancelled may still have been evaluated
         assert all(handle.is_done for handle in handles)
         assert not served._roster.entries
-        assert not served._workers
+        assert not served._tasks
         assert has_prefix_cache or lm.statistics().kv_bytes_used == 0
         lm._evaluator.passes.tree.check_integrity()

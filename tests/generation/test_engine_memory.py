@@ -45,4 +45,4 @@ def test_requests_come_and_go_and_memory_does_not_grow():
         work(60)
         lm.clear_cache()
         assert resident() - before < 40 << 20
-        assert len(engine._models["m"].served._workers) <= 1
+        assert len(engine._models["m"].served._tasks) <= 1

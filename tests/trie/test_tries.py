@@ -367,7 +367,7 @@ def test_threads_change_nothing(monkeypatch, num_threads):
 
 
 def test_an_error_on_a_helping_thread_is_raised():
-    from genlm_backend.trie.sequential import in_threads
+    from genlm_backend.runtime.together import in_threads
 
     def fail(part):
         if part.start:

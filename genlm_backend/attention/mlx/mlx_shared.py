@@ -20,7 +20,7 @@ from genlm_backend.attention.mlx.mlx_row_states import caches_of
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.reading import FEW_TOKENS, Reading
-from genlm_backend.attention.shared_pass import LastStep, SharedPass, new_positions
+from genlm_backend.attention.shared_pass import LastArrays, SharedPass, new_positions
 from genlm_backend.prefix.mlx_store import MlxStore
 
 
@@ -43,7 +43,7 @@ class MlxSharedAttend(Attend[Caches]):
         self._store, self._few_tokens, self._makes_arrays = store, few_tokens, makes_arrays
         self._gathered = MlxGatherAttend(store)
         self._dispatch: tuple[Any, Dispatch] | None = None
-        self._last: LastStep | None = None
+        self._last: LastArrays | None = None
 
     def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading | None:
         """Return the division of what several rows have cached into parts and a rest."""
@@ -99,7 +99,7 @@ class MlxPass(SharedPass[mx.array]):
         store: MlxStore,
         batch: PackedBatch,
         reading: Reading,
-        last: LastStep | None,
+        last: LastArrays | None,
         makes_arrays: bool = False,
     ) -> None:
         super().__init__(store, batch, reading, last)

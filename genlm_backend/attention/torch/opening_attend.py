@@ -131,7 +131,7 @@ def positions_of(
 
     Returns:
         Positions as ``forward`` takes them, ``None`` where they are counted from 0; and the number
-        that the position of a token behind the opening is larger by than its place.
+        that the position of a token behind the opening is larger by than its index.
     """
     count = next(filter(None, (getattr(m, "get_rope_index", None) for m in model.modules())), None)
     if count is None:

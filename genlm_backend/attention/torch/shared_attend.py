@@ -15,7 +15,7 @@ from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.reading import Reading
-from genlm_backend.attention.shared_pass import LastStep
+from genlm_backend.attention.shared_pass import LastArrays
 from genlm_backend.attention.torch.dispatch import TorchPass, attends_otherwise, dispatched_to
 from genlm_backend.attention.torch.layer import Pair, SlotLayer, write_new
 from genlm_backend.attention.torch.torch_row_states import cache_of
@@ -36,7 +36,7 @@ class SharedAttend(Attend[dict[str, Any]]):
     def __init__(self, store: KVStore, few_tokens: int | None = None, wider: int = 0) -> None:
         self._store, self._wider = store, wider
         self._few_tokens = sharing.FEW_TOKENS if few_tokens is None else few_tokens
-        self._last: LastStep | None = None
+        self._last: LastArrays | None = None
 
     def reading(self, past: Paths, num_new: NDArray[np.int64]) -> Reading:
         """Return the division of what is cached into parts and a rest."""

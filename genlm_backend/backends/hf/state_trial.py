@@ -18,7 +18,7 @@ from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.torch import TorchRowStates
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.rows_apart import distance, farthest, row_of
-from genlm_backend.passes.going_on import GoingOn
+from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import StateStore
 
 NUM_STATES: Final = 16
@@ -69,7 +69,7 @@ class Findings:
         rows: Their rows.
     """
 
-    going_on: GoingOn
+    going_on: StateBounds
     difference: float
     spans: tuple[Span, ...]
     before: tuple[Begun, ...]
@@ -124,8 +124,8 @@ class StateTrial:
             [distance(row_of(many)[0], short_row), *map(distance, row_of(several), wanted)]
         )
         one_by_one = farthest(map(distance, rows, wanted))
-        going_on = GoingOn.told_by(at_once, one_by_one, rounding)
-        found = {GoingOn(): max(at_once, one_by_one), GoingOn(most=1): one_by_one}
+        going_on = StateBounds.told_by(at_once, one_by_one, rounding)
+        found = {StateBounds(): max(at_once, one_by_one), StateBounds(most=1): one_by_one}
         difference = found.get(going_on, at_once)
         return Findings(going_on, difference, tuple(spans), tuple(ends), rows)
 

@@ -38,7 +38,7 @@ from genlm_backend.backends.hf.trial import (
 )
 from genlm_backend.checks import shown
 from genlm_backend.errors import UnsupportedModelError
-from genlm_backend.passes.going_on import GoingOn
+from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import (
     CacheLayer,
     KVLayout,
@@ -76,7 +76,7 @@ class KVSupport:
     reason: str = ""
     pads: bool = True
     aligns: bool = False
-    going_on: GoingOn = field(default_factory=GoingOn)
+    going_on: StateBounds = field(default_factory=StateBounds)
     spread_alone: float = 0.0
 
 

@@ -23,7 +23,7 @@ from genlm_backend.backends.hf.state_trial import (
     paths_of,
     running_states,
 )
-from genlm_backend.passes.going_on import GoingOn
+from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import KVLayout, KVStore, StateStore
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class Trial:
     rows: torch.Tensor
     difference: float
     states: Callable[[], TorchRowStates | None] = lambda: None
-    going_on: GoingOn = field(default_factory=GoingOn)
+    going_on: StateBounds = field(default_factory=StateBounds)
 
     @classmethod
     def begun(cls, runner: HFRunner, layout: KVLayout, way: Way, expected: Expected) -> Self:

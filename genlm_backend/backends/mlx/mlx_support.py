@@ -30,7 +30,7 @@ from genlm_backend.backends.hf.state_trial import NUM_STATES, StateTrial, paths_
 from genlm_backend.backends.mlx.mlx_runner import MlxRunner
 from genlm_backend.checks import shown
 from genlm_backend.errors import ModelStateError, UnsupportedModelError
-from genlm_backend.passes.going_on import GoingOn
+from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix.mlx_states import MlxStateLayout, MlxStateStore, StateArray
 from genlm_backend.prefix.mlx_store import LayerShape, MlxStore
 
@@ -75,7 +75,7 @@ class MlxSupport:
     way: Way = GATHERED
     reason: str = ""
     pads: bool = True
-    going_on: GoingOn = field(default_factory=GoingOn)
+    going_on: StateBounds = field(default_factory=StateBounds)
 
 
 def check_model(model: Any) -> None:
@@ -222,7 +222,7 @@ def _difference(
     long: list[int],
     short: list[int],
     whole: list[torch.Tensor],
-) -> tuple[float, str, GoingOn]:
+) -> tuple[float, str, StateBounds]:
     """Return the largest distance of rows from what is kept, or why there are none."""
     size = len(long) + len(short)
     attend = way.probing(MlxStore(kept.shapes, 4 * size), 0)
@@ -235,8 +235,8 @@ def _difference(
         rows = _rows_from_slots(runner, attend, long, short)
     except (TypeError, ValueError, AttributeError, IndexError, ModelStateError) as error:
         logger.debug("%s runs on nothing kept", type(runner.model).__name__, exc_info=error)
-        return 0.0, f"it does not run on foreign caches: {error!r}", GoingOn()
-    return farthest(map(distance, rows, (whole[0], whole[1], whole[0]))), "", GoingOn()
+        return 0.0, f"it does not run on foreign caches: {error!r}", StateBounds()
+    return farthest(map(distance, rows, (whole[0], whole[1], whole[0]))), "", StateBounds()
 
 
 def _rows_from_slots(

@@ -183,7 +183,7 @@ class Engine(OfOneProcess, Closing):
     ) -> GenerationRequest:
         """Start a request for texts after token ids, and return its handle at once.
 
-        Where as many requests wait as ``max_queue_size`` allows, this blocks until there is
+        Where as many submissions wait as ``max_queue_size`` allows, this blocks until there is
         room; a coroutine gives ``timeout=0``, or uses ``generate`` and ``stream``.
 
         Args:
@@ -274,19 +274,21 @@ class Engine(OfOneProcess, Closing):
         timeout: float | None = None,
         **fields: Any,
     ) -> GenerationRequest | list[GenerationRequest]:
-        """Start a request for texts after a text or a chat; of several, one request each.
+        """Start a request for texts after a text or a chat, or one for each of several.
+
+        Several are all checked before any is started, and each is a submission of its own.
+        Where one of them finds no room, those that have been started are interrupted.
 
         Args:
             model_name: Name of a running model.
             text: A text; a chat's messages, ``[{"role": …, "content": …}, …]``, which the model's
-                chat template puts together; or several of either. All are checked before any is
-                started.
+                chat template puts together; or several of either.
             config: How, as for ``start_request_ids``; so are ``timeout``, of each, and ``fields``.
 
         Raises:
             OptionTypeError: (``TypeError``) If ``text`` is none of these.
             ContextError: (``ValueError``) If the model's tokenizer does not encode text, or has no
-                chat template; otherwise as ``start_request_ids``. Of several, none goes on then.
+                chat template; otherwise as ``start_request_ids``.
         """
         timeout = check_timeout("timeout", timeout)
         is_one = isinstance(text, str) or is_chat(text)

@@ -19,7 +19,7 @@ Or one that was preempted would be preempted again at its next token.
 """
 
 
-class Work(Protocol):
+class PlannedDraft(Protocol):
     """The view of a draft that the roster plans by."""
 
     @property
@@ -39,7 +39,7 @@ class Work(Protocol):
 
 
 R = TypeVar("R", bound=Hashable)
-D = TypeVar("D", bound=Work)
+D = TypeVar("D", bound=PlannedDraft)
 
 
 class Phase(enum.Enum):
@@ -252,9 +252,9 @@ class Roster(Generic[R, D]):
     # ---------------------------------------------------------------- admission
 
     def submit(self, requests: Mapping[R, Sequence[D]]) -> RosterChange[R, D] | None:
-        """Take requests, all with one submission, unless as many wait as may.
+        """Take the requests of one submission, unless ``max_waiting`` submissions wait already.
 
-        A submission whose first draft would run at once does not wait.
+        One whose first draft would run at once is taken even then, since it does not wait.
 
         Args:
             requests: The drafts of each request.

@@ -42,8 +42,8 @@ class RuntimeConfig:
         threads: Threads of a forward pass on the CPU.
         max_batch: Texts under way at once, at most; the others wait in order.
         max_length: Tokens of a prompt and its text together, at most.
-        max_queue_size: Requests that may wait to begin, at most, of which those that are
-            submitted together count as one; ``None`` for no bound.
+        max_queue_size: Submissions that may wait to begin, at most; requests that are started
+            together are one. ``None`` for no bound.
         kv_cache_mode: How keys and values are stored: ``"default"``, as the model does it,
             ``"int8"`` or ``"uint4"``, in eight or four bits for each element.
         prefix_cache: Whether the keys and values of a request stay for others when it has ended.

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterable
 from concurrent.futures import Future
 from functools import partial
-from typing import Literal, TypeAlias, final
+from typing import Literal, NamedTuple, TypeAlias, final
 
 from genlm_backend.errors import (
     BatcherClosedError,
@@ -34,8 +34,13 @@ Submission: TypeAlias = dict[GenerationRequest, list[Draft]]
 
 _Entry: TypeAlias = Entry[GenerationRequest, Draft]
 _Change: TypeAlias = RosterChange[GenerationRequest, Draft]
-_Worker: TypeAlias = tuple[asyncio.Task[None], asyncio.Event]
-"""The task of a draft, and an event that is cleared while the draft is preempted."""
+
+
+class _DraftTask(NamedTuple):
+    """The task of a draft, and an event that is cleared while the draft is preempted."""
+
+    task: asyncio.Task[None]
+    may_run: asyncio.Event
 
 
 @final
@@ -64,7 +69,7 @@ class ServedModel:
             lm.kv_capacity,
             keeps_contexts=config.prefix_cache,
         )
-        self._workers: dict[_Entry, _Worker] = {}  # on the loop
+        self._tasks: dict[_Entry, _DraftTask] = {}  # on the loop
         self._room = Signal()
 
     @property
@@ -107,7 +112,7 @@ class ServedModel:
         return prepared
 
     def submit(self, requests: Submission, timeout: float | None) -> None:
-        """Take requests, all or none of them, blocking while as many submissions wait as may.
+        """Take requests, all or none of them. Block while ``max_queue_size`` submissions wait.
 
         Args:
             requests: The requests.
@@ -130,7 +135,7 @@ class ServedModel:
 
     def _full(self) -> RequestQueueFullError:
         return RequestQueueFullError(
-            f"{self.num_waiting_submissions} requests wait for model {self.name!r} already"
+            f"{self.num_waiting_submissions} submissions wait for model {self.name!r} already"
         )
 
     def _try_submit(self, requests: Submission) -> Literal[True] | Future[None]:
@@ -177,11 +182,11 @@ class ServedModel:
                 self.loop.call_soon(self._cancel, entry)
             for entry in change.preempt:
                 entry.request.queue.preempt()
-                self.loop.call_soon(self._let, entry, False)
+                self.loop.call_soon(self._set_may_run, entry, False)
             for entry in change.start:
                 self.loop.call_soon(self._start, entry)
             for entry in change.resume:
-                self.loop.call_soon(self._let, entry, True)
+                self.loop.call_soon(self._set_may_run, entry, True)
             self._room.notify()
 
     def _start(self, entry: _Entry) -> None:
@@ -190,19 +195,19 @@ class ServedModel:
             may_run = asyncio.Event()
             may_run.set()
             task = asyncio.get_running_loop().create_task(self._work(entry, may_run))
-            self._workers[entry] = task, may_run
-            task.add_done_callback(lambda _: self._workers.pop(entry))
+            self._tasks[entry] = _DraftTask(task, may_run)
+            task.add_done_callback(lambda _: self._tasks.pop(entry))
 
-    def _let(self, entry: _Entry, may_run: bool) -> None:
+    def _set_may_run(self, entry: _Entry, may_run: bool) -> None:
         """Resume or preempt a draft."""
-        if entry in self._workers:
-            _, event = self._workers[entry]
+        if entry in self._tasks:
+            event = self._tasks[entry].may_run
             event.set() if may_run else event.clear()
 
     def _cancel(self, entry: _Entry) -> None:
         # One that has noticed is not cancelled, or what it forgets last would stay.
-        if entry in self._workers and entry.phase is Phase.CANCELLED:
-            self._workers[entry][0].cancel()
+        if entry in self._tasks and entry.phase is Phase.CANCELLED:
+            self._tasks[entry].task.cancel()
 
     # ---------------------------------------------------------------- working at a draft
 
@@ -299,7 +304,7 @@ class ServedModel:
             lm.close()
 
     async def _join(self) -> None:
-        await asyncio.gather(*(task for task, _ in self._workers.values()), return_exceptions=True)
+        await asyncio.gather(*(one.task for one in self._tasks.values()), return_exceptions=True)
 
 
 def _settle(settlement: Settlement[GenerationRequest, Draft]) -> None:

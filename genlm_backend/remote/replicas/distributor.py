@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, final
 
-from genlm_backend.batching import Asking, BatcherStatistics, BatchPolicy
+from genlm_backend.batching import BatcherBase, BatcherStatistics, BatchPolicy
 from genlm_backend.errors import EngineDiedError
 from genlm_backend.model.evaluator import EvaluatorInfo
 from genlm_backend.model.scoring import Question
@@ -28,7 +28,7 @@ class _Sent(NamedTuple):
 
 
 @final
-class Distributor(Asking[Question, Any]):
+class Distributor(BatcherBase[Question, Any]):
     """Sends each question to the replica that answers it soonest, by what ``Router`` knows.
 
     It is asked as a ``Batcher`` is. What is not a question runs on a thread of its own, and asks

@@ -145,4 +145,4 @@ class Particles:
         self.contexts = [self.contexts[row] for row in rows]
         if self.reading is not None:
             slots = np.array([self.tree.slot[node] for node in self.nodes])
-            self.reading = self.reading.stepped(np.array(rows), slots)
+            self.reading = self.reading.advanced(np.array(rows), slots)

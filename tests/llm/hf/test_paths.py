@@ -83,7 +83,7 @@ def test_rows_without_anything_cached_have_no_columns():
     st.sampled_from([0, 1, 4, 20, 10**6]),
     st.integers(0, 99),
 )
-def test_a_reading_that_is_stepped_reads_what_one_made_anew_does(rows, picks, few_tokens, seed):
+def test_a_reading_that_advances_reads_what_one_made_anew_does(rows, picks, few_tokens, seed):
     tree, nodes, _ = rows
     reading = reading_of(tree, nodes, few_tokens=few_tokens)
     slots = iter(random.Random(seed).sample(range(1000, 2000), 1000))
@@ -94,14 +94,14 @@ def test_a_reading_that_is_stepped_reads_what_one_made_anew_does(rows, picks, fe
         nodes = [computed[i] for i in before]
         made = reading
         rows, added = np.array(before), np.array([tree.slot[node] for node in nodes])
-        reading = made.stepped(rows, added)
+        reading = made.advanced(rows, added)
         anew = reading_of(tree, nodes, few_tokens=few_tokens)
         assert read_by_row(reading, len(nodes)) == read_by_row(anew, len(nodes))
         assert reading.num_past.tolist() == anew.num_past.tolist()
         assert reading.rest.slots.shape == (len(nodes), made.rest.slots.shape[1] + 1)
-        assert reading.step is not None
-        assert reading.step.before is made.name
-        kept = [made.parts[number].slots for number in reading.step.parts]
+        assert reading.advance is not None
+        assert reading.advance.before is made.identity
+        kept = [made.parts[number].slots for number in reading.advance.parts]
         assert [part.slots for part in reading.parts] == kept  # the same arrays
         origins = [origins[i] for i in before]
         repeated += (len(origins) - len({*origins})) * (reading.rest.slots.shape[1] - step - 1)
@@ -121,7 +121,7 @@ def test_a_rest_is_the_same_whenever_it_is_read(data, num_columns, num_rows):
         new = numbers.integers(1, 99, (2, len(rows)))
         slots = np.column_stack([slots[rows], new[0]])
         positions = np.column_stack([positions[rows], new[1]])
-        rest = rest.stepped(rows, *new)
+        rest = rest.advanced(rows, *new)
         rests.append((rest, slots, positions))
         if data.draw(st.booleans()):
             assert (rest.positions == positions).all()
@@ -144,9 +144,9 @@ def test_a_part_of_all_rows_stays_one_and_others_lose_theirs():
     ends[3] = ends[2]
     reading = reading_of(tree, ends, few_tokens=10)
     assert [part.rows.tolist() for part in reading.parts] == [[0, 1, 2, 3], [2, 3]]
-    other = reading.stepped(np.array([3, 0, 2, 3, 1]), np.arange(50, 55))
+    other = reading.advanced(np.array([3, 0, 2, 3, 1]), np.arange(50, 55))
     assert [part.rows.tolist() for part in other.parts] == [[0, 1, 2, 3, 4], [0, 2, 3]]
-    (part,) = other.stepped(np.array([1, 4]), np.arange(60, 62)).parts
+    (part,) = other.advanced(np.array([1, 4]), np.arange(60, 62)).parts
     assert part.rows.tolist() == [0, 1]
 
 
@@ -159,15 +159,15 @@ def test_a_reading_is_worn_once_its_rest_has_grown_or_rows_have_become_one():
     everybody = np.arange(4)
     for i in range(100):
         assert not reading.is_worn
-        reading = reading.stepped(everybody, 1000 + 4 * i + everybody)
+        reading = reading.advanced(everybody, 1000 + 4 * i + everybody)
     assert not reading.is_worn
-    assert reading.stepped(everybody, 2000 + everybody).is_worn
+    assert reading.advanced(everybody, 2000 + everybody).is_worn
     # Three rows too many of 100 tokens, where 400 tokens have been read to make it.
-    one = made.stepped(np.zeros(4, np.int64), np.full(4, 600))
+    one = made.advanced(np.zeros(4, np.int64), np.full(4, 600))
     assert not one.is_worn
-    assert one.stepped(everybody, 700 + everybody).is_worn
+    assert one.advanced(everybody, 700 + everybody).is_worn
     empty = reading_of(Tree(), [0])
     for i in range(64):
-        empty = empty.stepped(everybody[:1], np.array([i]))
+        empty = empty.advanced(everybody[:1], np.array([i]))
         assert not empty.is_worn
-    assert empty.stepped(everybody[:1], np.array([9])).is_worn
+    assert empty.advanced(everybody[:1], np.array([9])).is_worn

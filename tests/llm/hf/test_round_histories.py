@@ -55,7 +55,7 @@ class ReadingRunner(FakeRunner):
         if is_whole:
             self.num_whole += len(batch.num_new)
         elif (reading := batch.reading) is not None:
-            self.num_steps += reading.step is not None
+            self.num_steps += reading.advance is not None
             self.reading = reading
             columns = batch.past.columns(max(batch.num_past, default=0))
             for row, read in enumerate(read_by_row(reading, batch.num_rows)):
@@ -499,7 +499,7 @@ class Remaking(FakeRunner):
             self.num_copied_anew += num_copied(anew)
             self.num_parts_in_place += sum(part.is_consecutive for part in batch.reading.parts)
             self.num_rounds += 1
-            self.num_steps += batch.reading.step is not None
+            self.num_steps += batch.reading.advance is not None
         return super().forward(batch, attend)
 
 

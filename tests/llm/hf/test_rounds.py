@@ -12,7 +12,6 @@ import torch
 from genlm_backend import AsyncTransformer
 from genlm_backend.attention.reading import Reading
 from genlm_backend.passes.decode_steps import DecodeSteps
-from genlm_backend.passes.passes import Passes
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 from tests.llm.hf.test_families import ALIGNED, GATHERED
@@ -43,21 +42,21 @@ def expected(name, context):
 @pytest.fixture(params=["rounds", "no-rounds"])
 def counts(request, monkeypatch):
     """How many rounds have been made, and how many that read as the last one did."""
-    found = {"rounds": 0, "stepped": 0, "wanted": request.param == "rounds"}
-    answers, stepped = DecodeSteps.rows, Reading.stepped
+    found = {"rounds": 0, "advanced": 0, "wanted": request.param == "rounds"}
+    answers, advanced = DecodeSteps.rows, Reading.advanced
 
     def counted(self, *given):
         found["rounds"] += 1
         return answers(self, *given)
 
     def counted_step(self, *given):
-        found["stepped"] += 1
-        return stepped(self, *given)
+        found["advanced"] += 1
+        return advanced(self, *given)
 
     monkeypatch.setattr(DecodeSteps, "rows", counted)
-    monkeypatch.setattr(Reading, "stepped", counted_step)
+    monkeypatch.setattr(Reading, "advanced", counted_step)
     if request.param == "no-rounds":
-        monkeypatch.setattr(Passes, "is_step", lambda *_: False)
+        monkeypatch.setattr(DecodeSteps, "takes", lambda *_: False)
     return found
 
 
@@ -136,7 +135,7 @@ async def test_rows_of_every_family_are_the_bare_models(name, counts):
     is_kept = name not in families.WHOLE and counts["wanted"]
     if name not in ALIGNED:  # in which no round has contexts of several lengths
         assert (counts["rounds"] > 3) == is_kept
-        assert (counts["stepped"] > 1) == (is_kept and name not in {*GATHERED, "mamba", "mamba2"})
+        assert (counts["advanced"] > 1) == (is_kept and name not in {*GATHERED, "mamba", "mamba2"})
 
 
 @pytest.mark.parametrize("num_slots", [20, 45])

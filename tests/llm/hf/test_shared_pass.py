@@ -176,7 +176,7 @@ def test_a_pass_and_the_steps_that_go_on_from_it_attend_as_the_formula_says(
         computed = [tree.add(*pair) for pair in zip(nodes, new_slots.tolist(), strict=True)]
         before = [i % len(nodes) for i in pick]
         nodes, num_new = [computed[i] for i in before], [1] * len(before)
-        reading = reading.stepped(np.array(before), new_slots[before])
+        reading = reading.advanced(np.array(before), new_slots[before])
     if picks:
         own = np.arange(len(nodes))
         passed(pack_step(own, own + 1, tree.paths(nodes), reading))

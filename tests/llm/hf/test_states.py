@@ -21,8 +21,8 @@ from genlm_backend.errors import (
     PrefixFileError,
     QueryDroppedError,
 )
-from genlm_backend.passes.going_on import GoingOn
-from genlm_backend.passes.passes import Passes
+from genlm_backend.passes.decode_steps import DecodeSteps
+from genlm_backend.passes.state_bounds import StateBounds
 from tests.llm import families, state_families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -90,7 +90,7 @@ def set_cost(lm, **changes):
 @pytest.fixture(params=["rounds", "no-rounds"])
 def rounds(request, monkeypatch):
     if request.param == "no-rounds":
-        monkeypatch.setattr(Passes, "is_step", lambda *_: False)
+        monkeypatch.setattr(DecodeSteps, "takes", lambda *_: False)
     return request.param == "rounds"
 
 
@@ -183,7 +183,9 @@ async def test_rows_of_every_family_are_the_bare_models(name):
         passes = lm._evaluator.passes
         assert lm.kv_reuse == (name in KEPT)
         if lm.kv_reuse:
-            wanted = GoingOn(most=1) if name in ONE_BY_ONE else GoingOn(1 + (name in BY_TWO))
+            wanted = (
+                StateBounds(most=1) if name in ONE_BY_ONE else StateBounds(1 + (name in BY_TWO))
+            )
             assert passes.going_on == wanted
         atol = 5e-4 if name == "zamba" else CLOSE  # its float32 rows are so far from float64's
         history = History(lm, generator, of_bare_model(name), atol)
@@ -293,7 +295,7 @@ def test_scores_of_texts_with_more_outputs_than_a_pass_may_have(name, max_output
 
 @pytest.mark.parametrize("fewest", [1, 2, 3])
 def test_no_part_of_some_tokens_has_too_few(fewest):
-    going_on = GoingOn(fewest)
+    going_on = StateBounds(fewest)
     for num_tokens, begins, most in itertools.product(range(1, 30), (True, False), range(1, 12)):
         size, left = going_on.cut(num_tokens, begins, most), num_tokens
         sizes = [size]

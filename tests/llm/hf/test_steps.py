@@ -111,10 +111,10 @@ def test_tensors_that_are_stepped_are_those_of_the_reading(rows, picks, few_toke
         before = [i % len(nodes) for i in pick]
         nodes = [computed[i] for i in before]
         slots = np.array([tree.slot[node] for node in nodes])
-        reading = reading.stepped(np.array(before), slots)
+        reading = reading.advanced(np.array(before), slots)
         batch = step_of(tree, nodes)
-        indices = indices.stepped(reading, reading.step)
-        masks = masks.stepped(reading, reading.step)
+        indices = indices.advanced(reading, reading.advance)
+        masks = masks.advanced(reading, reading.advance)
         anew = Indices.of(TORCH, reading, DEVICE)
         assert torch.equal(indices.rest, anew.rest)
         for own, part in zip(indices.parts, anew.parts, strict=True):

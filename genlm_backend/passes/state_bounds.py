@@ -1,4 +1,4 @@
-"""GoingOn: bounds on the tokens of one pass behind a running state."""
+"""StateBounds: bounds on the tokens of one pass behind a running state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MANY_BY_TWO: Final = 8
 
 
 @final
-class GoingOn(NamedTuple):
+class StateBounds(NamedTuple):
     """Bounds on the tokens of a context in one pass behind a running state.
 
     The code of most models takes any number. Some scans begin anew whatever state there is, so

@@ -1,4 +1,4 @@
-"""Asking: a worker thread that is asked questions and runs functions, while its process lives."""
+"""BatcherBase: a worker thread that is asked questions, and runs functions between them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Asking(abc.ABC, Generic[Q, R]):
-    """A ``Batcher``, or several that look like one: what a model asks, and its worker thread.
+class BatcherBase(abc.ABC, Generic[Q, R]):
+    """The base of ``Batcher``, and of several that look like one to a model; has the worker thread.
 
     Args:
         name: What errors call it, and debuggers the thread, with ``genlm-`` before it.
