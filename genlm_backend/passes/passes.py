@@ -190,24 +190,36 @@ class Passes:
         return padded
 
     def _forward(self, segments: Sequence[Segment], attend: Attend) -> None:
-        """Run segments in one pass, and keep the states that they have come to."""
+        """Run segments in one pass, and keep the states that they have come to.
+
+        Tokens that go on one by one take a pass each, in which all segments have one that are as
+        long.
+        """
         before = np.array([segment.before for segment in segments], np.int32)
         states = self.cache.states_behind(before) if attend is self.cache.attend else None
-        most = None if states is None or segments[0].start == 0 else self.going_on.most
-        pieces = (
-            [segments] if most is None else zip(*(s.pieces(most) for s in segments), strict=True)
-        )
-        for i, piece in enumerate(pieces):
-            self.forwards.check_wanted()
-            if i and states is not None:
-                states = self.cache.states_again(states, len(segments))
-            self.forwards.of_segments(piece, self.tree.nodes, states, attend)
         if states is None:
+            self.forwards.check_wanted()
+            self.forwards.of_segments(segments, self.tree.nodes, None, attend)
             return
         self.tree.states.release(before)
-        ends = np.array([self._end(segment) for segment in segments], np.int32)
-        num_behind = np.array([segment.num_behind for segment in segments])
-        self.cache.keep_states(ends, num_behind, before, states)
+        most = self.going_on.most if segments[0].start else None
+        pieces = [[each] if most is None else each.pieces(most) for each in segments]
+        num_passes = np.array([*map(len, pieces)])
+        left = np.arange(len(segments))
+        for i in range(int(num_passes.max())):
+            self.forwards.check_wanted()
+            if i:
+                rows = np.flatnonzero(num_passes[left] > i)
+                states, left = self.cache.states_again(states, rows), left[rows]
+            run = [pieces[k][i] for k in left.tolist()]
+            self.forwards.of_segments(run, self.tree.nodes, states, attend)
+            ends, num_behind, starts = (np.zeros(len(left), np.int32) for _ in range(3))
+            (last,) = np.nonzero(num_passes[left] == i + 1)
+            for row, k in zip(last.tolist(), left[last].tolist(), strict=True):
+                ends[row], num_behind[row] = self._end(segments[k]), segments[k].num_behind
+                starts[row] = before[k]
+            if len(last):
+                self.cache.keep_states(ends, num_behind, starts, states)
 
     # ---------------------------------------------------------------- with slots
 
@@ -412,13 +424,12 @@ class Passes:
     def _passes(self, segments: Sequence[Segment]) -> list[list[Segment]]:
         """Return the segments by forward passes, in order."""
         has_states, passes = self.cache.state_store.num_states > 0, list[list[Segment]]()
+        one_by_one = has_states and self.going_on.most is not None
         for wave in plan_waves(segments):
-            groups = plan_groups(
-                [segment.size for segment in wave],
-                self.cost,
-                aligns=self.aligns,
-                has_states=has_states,
-            )
+            sizes = [segment.size for segment in wave]
+            if one_by_one:  # and so of any number, side by side
+                sizes = [size._replace(num_new=1) if size.num_past else size for size in sizes]
+            groups = plan_groups(sizes, self.cost, aligns=self.aligns, has_states=has_states)
             passes += [[wave[i] for i in group] for group in groups]
         return passes
 

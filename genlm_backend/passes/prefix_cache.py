@@ -190,10 +190,9 @@ class PrefixCache:
         before = None if begins else self.state_store.read(self.tree.nodes.state[nodes])
         return self._runner.running_states(self.state_store.layout, before)
 
-    def states_again(self, states: RowStates, num_rows: int) -> RowStates:
-        """Return the states that the rows of a pass have come to, for another one of them."""
-        behind = states.behind(np.arange(num_rows))
-        return self._runner.running_states(self.state_store.layout, behind)
+    def states_again(self, states: RowStates, rows: NDArray[np.int64]) -> RowStates:
+        """Return the states that rows of a pass have come to, for another one of them."""
+        return self._runner.running_states(self.state_store.layout, states.behind(rows))
 
     def keep_states(
         self,
@@ -207,7 +206,7 @@ class PrefixCache:
         Args:
             nodes: The node that each row has come to, or 0 for one that is not kept: ``[B]``.
             num_needed: How often each is needed in this batch: ``[B]``.
-            before: The node that each row went on from: ``[B]``.
+            before: The node that each row went on from, 0 as well: ``[B]``.
             states: The states.
         """
         _, rows = np.unique(nodes, return_index=True)

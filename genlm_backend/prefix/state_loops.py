@@ -77,7 +77,7 @@ def unasked(parents, depths, states, nodes, has_state, is_asked):
 
 @compiled
 def most_missed(parents, depths, states, nodes, has_state, may_stay, is_asked, times, now, chosen):
-    """Choose the states that spare the most tokens to compute, one after another.
+    """Choose the states that spare the most tokens to compute, one after another or some at once.
 
     It is the greedy choice by which the marginal gain of each is the largest: the tokens from the
     last state before it, but for those that are computed for other contexts in any case. Behind
@@ -95,26 +95,33 @@ def most_missed(parents, depths, states, nodes, has_state, may_stay, is_asked, t
         chosen: Where the indices of those that stay are written, no more than there is room for.
     """
     above, num_tokens, has, num_asked = _asked(parents, depths, states, nodes, has_state, is_asked)
-    is_left = may_stay.copy()
-    for k in range(len(chosen)):
-        best, best_time, best_gain = -1, np.int64(0), np.int64(0)
+    is_left, gains = may_stay.copy(), np.empty(len(nodes), np.int64)
+    num_chosen = 0
+    while num_chosen < len(chosen):
         for i in range(len(nodes)):
+            gains[i] = -1
             if not is_left[i]:
                 continue
-            time, gain, other = times[i], np.int64(0), i
-            while other >= 0 and (time < now or num_asked[i] > 0):
+            gain, other = np.int64(0), i
+            while other >= 0 and (times[i] < now or num_asked[i] > 0):
                 gain += num_tokens[other]
                 other = above[other]
-                if other >= 0 and (has[other] or (time == now and num_asked[other] > 1)):
+                if other >= 0 and (has[other] or (times[i] == now and num_asked[other] > 1)):
                     break
-            if gain == 0:
-                time = 0
-            if best < 0 or (time, gain) > (best_time, best_gain):
-                best, best_time, best_gain = i, time, gain
-        chosen[k], is_left[best], has[best] = best, False, True
-        other = above[best] if num_asked[best] > 0 else -1
-        while other >= 0:
-            num_asked[other] -= 1
-            if num_asked[other] > 0 or has[other]:
-                break
-            other = above[other]
+            gains[i] = (times[i] << 32) + gain if gain > 0 else 0
+        # One after another where they are few; of many, an eighth of what is left.
+        count = max(1, (len(chosen) - num_chosen) // 8)
+        least = np.partition(gains, len(gains) - count)[len(gains) - count]
+        for is_equal in range(2):
+            for i in range(len(nodes)):
+                is_next = gains[i] == least if is_equal else gains[i] > least
+                if not is_next or not is_left[i] or count == 0:
+                    continue
+                chosen[num_chosen], is_left[i], has[i] = i, False, True
+                num_chosen, count = num_chosen + 1, count - 1
+                other = above[i] if num_asked[i] > 0 else -1
+                while other >= 0:
+                    num_asked[other] -= 1
+                    if num_asked[other] > 0 or has[other]:
+                        break
+                    other = above[other]

@@ -444,7 +444,7 @@ def test_what_stays_spares_the_most_tokens(has, asked, elsewhere, share):
         np.array([context in fixed for context in every], np.bool_),
         np.array([context in left for context in every], np.bool_),
         np.array([context in asked for context in every], np.bool_),
-        np.array([has[context][1] if context in has else 4 for context in every]),
+        np.array([has[context][1] if context in has else 4 for context in every], np.int64),
         4,
         chosen,
     )

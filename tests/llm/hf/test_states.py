@@ -236,6 +236,20 @@ async def test_few_states_spare_most_tokens_of_particles(name, every, most):
         assert lm.statistics().tokens_computed - before < most * len(new)
 
 
+async def test_tokens_that_go_on_one_by_one_do_so_side_by_side():
+    """As many passes as the longest context takes, however many lengths there are."""
+    with opened("mamba", batch_size=64) as lm:
+        prompt = lm.context(range(3, 33))
+        await lm.next_token_logprobs(prompt)
+        await lm.next_token_logprobs(prompt.extend(2))
+        before = lm.statistics().num_forwards
+        contexts = [prompt + [40 + i] * i for i in range(1, 25)]
+        rows = await lm.batch_next_token_logprobs(contexts)
+        assert lm.statistics().num_forwards - before == 24
+        for row, context in zip(rows, contexts, strict=True):
+            torch.testing.assert_close(row, expected("mamba", tuple(context)), rtol=0, atol=CLOSE)
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "zaya", "nemotron_h"])
 async def test_rows_where_tokens_go_to_the_host_and_come_back(name, rounds):
     with opened(name, **budgets(name, 30, 30), **on_host(name, 30, 30, 4)) as lm:
