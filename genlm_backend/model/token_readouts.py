@@ -100,7 +100,7 @@ class Chosen(Readout):
         sizes = [len(readout.token_ids) for readout in readouts]
         ids = [token_id for readout in readouts for token_id in readout.token_ids]
         columns = torch.tensor(ids, dtype=torch.int64, device=rows.device)
-        own = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(rows.device)
+        own = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes)).to(rows.device)
         return [part.clone() for part in rows[own, columns].cpu().split(sizes)]
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:

@@ -172,7 +172,7 @@ def test_clearing_while_a_batch_is_evaluated_comes_after_it(make):
         thread = threading.Thread(target=lm.clear_cache)
         clearing.append(thread)
         thread.start()
-        while lm._batcher._worker._jobs.empty():  # until it waits
+        while lm._batcher._worker._calls.empty():  # until it waits
             time.sleep(0.001)
         return forward(*args)
 

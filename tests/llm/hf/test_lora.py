@@ -142,10 +142,10 @@ async def put_before(lm, ask, *jobs):
     await asyncio.to_thread(is_held.wait, 30)
     for number, job in enumerate(jobs, 1):
         done.append(asyncio.create_task(asyncio.to_thread(job)))
-        while lm._batcher._worker._jobs.qsize() < number:
+        while lm._batcher._worker._calls.qsize() < number:
             await asyncio.sleep(0.001)
     asked = [asyncio.create_task(one) for one in ask]
-    while lm._batcher._worker._jobs.qsize() <= len(jobs):
+    while lm._batcher._worker._calls.qsize() <= len(jobs):
         await asyncio.sleep(0.001)
     gate.set()
     await asyncio.gather(*done)
@@ -383,10 +383,10 @@ async def test_an_adapter_removed_before_its_turn_is_told_by_every_method(lm, wa
     held = threading.Event()
     lm._batcher.call_soon(held.wait)
     removing = asyncio.create_task(asyncio.to_thread(lm.remove_lora, "poet"))
-    while lm._batcher._worker._jobs.qsize() < 1:
+    while lm._batcher._worker._calls.qsize() < 1:
         await asyncio.sleep(0.001)
     asking = asyncio.create_task(asyncio.to_thread(getattr(lm, way), [1, 2], "poet"))
-    while lm._batcher._worker._jobs.qsize() < 2:
+    while lm._batcher._worker._calls.qsize() < 2:
         await asyncio.sleep(0.001)
     held.set()
     await removing

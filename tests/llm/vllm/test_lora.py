@@ -131,7 +131,7 @@ async def test_removing_an_adapter_fails_what_waits_for_it_and_nobody_else():
         await asyncio.sleep(0)
         held = hold(lm)  # a batch that is sent before the removal is answered before it
         removal = asyncio.ensure_future(asyncio.to_thread(lm.remove_lora, "poet"))
-        while lm._batcher._worker._jobs.qsize() < 2:  # the next step of the samples, and it
+        while lm._batcher._worker._calls.qsize() < 2:  # the next step of the samples, and it
             await asyncio.sleep(0)
         rows = {
             name: asyncio.ensure_future(lm.next_token_logprobs([3], name))
@@ -159,7 +159,7 @@ async def test_samples_of_an_adapter_removed_before_they_begin_fail_alone():
         lm.add_new_lora("somewhere", "poet")
         held = hold(lm)
         removal = asyncio.ensure_future(asyncio.to_thread(lm.remove_lora, "poet"))
-        while lm._batcher._worker._jobs.empty():
+        while lm._batcher._worker._calls.empty():
             await asyncio.sleep(0)
         other = asyncio.ensure_future(lm.sample([5], 2, []))
         sample = asyncio.ensure_future(lm.sample([1], 2, [], lora_name="poet"))
@@ -183,7 +183,7 @@ async def test_what_waits_for_an_adapter_is_not_answered_by_another_of_its_name(
         changing = []
         for number, change in enumerate(changes, 1):
             changing.append(asyncio.ensure_future(asyncio.to_thread(change)))
-            while lm._batcher._worker._jobs.qsize() < number:
+            while lm._batcher._worker._calls.qsize() < number:
                 await asyncio.sleep(0)
         sample = asyncio.ensure_future(lm.sample([1], 2, [], lora_name="poet"))
         row = asyncio.ensure_future(lm.next_token_logprobs([1], lora_name="poet"))
