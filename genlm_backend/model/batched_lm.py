@@ -286,22 +286,24 @@ class BatchedLM(OfOneProcess, AsyncLM):
     async def _read(
         self, token_ids: TokenIds, readout: Callable[[Query], Readout], lora_name: str | None
     ) -> Any:
-        query = self._query(token_ids, lora_name)
-        asked, row = readout(query), self._rows.get(query)
-        if row is not None:
-            return asked.of_row(row)
-        self._before_wait()
-        return await self._batcher.submit(asked)
+        asked, row = self._asked(token_ids, readout, lora_name)
+        return await self._batcher.submit(asked) if row is None else asked.of_row(row)
 
     def _read_sync(
         self, token_ids: TokenIds, readout: Callable[[Query], Readout], lora_name: str | None
     ) -> Any:
+        asked, row = self._asked(token_ids, readout, lora_name)
+        return self._batcher.submit_sync([asked])[0] if row is None else asked.of_row(row)
+
+    def _asked(
+        self, token_ids: TokenIds, readout: Callable[[Query], Readout], lora_name: str | None
+    ) -> tuple[Readout, Row | None]:
+        """Return the readout that a query is made, and the row where it is cached."""
         query = self._query(token_ids, lora_name)
-        asked, row = readout(query), self._rows.get(query)
-        if row is not None:
-            return asked.of_row(row)
-        self._before_wait()
-        return self._batcher.submit_sync([asked])[0]
+        row = self._rows.get(query)
+        if row is None:
+            self._before_wait()
+        return readout(query), row
 
     # ------------------------------------------------------- the worker thread and its queue
 

@@ -216,13 +216,12 @@ def _log_rest(row: NDArray[np.float32], ids: NDArray[np.int64]) -> float:
 
 
 def _entropy_here(row: NDArray[np.float32]) -> float:
-    memory = spare_memory.take(row.shape, np.float32)
+    logprobs, weighted = (spare_memory.take(row.shape, np.float64) for _ in range(2))
+    # What is impossible adds nothing: its probability is zero, times any finite number.
+    np.maximum(row, -1e6, out=logprobs)
     with np.errstate(under="ignore"):
-        np.exp(row, out=memory)
-        # What is impossible adds nothing: its probability is zero, times any finite number.
-        finite = np.maximum(row, np.float32(-1e6), out=spare_memory.take(row.shape, np.float32))
-        np.multiply(memory, finite, out=memory)
-        return -float(memory.sum(dtype=np.float64)) + 0.0
+        np.exp(logprobs, out=weighted)
+    return 0.0 - float(np.dot(weighted, logprobs))
 
 
 # On another device, all rows at once.

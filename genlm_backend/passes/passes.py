@@ -373,7 +373,8 @@ class Passes:
         if has_states:
             self.tree.states.hold(np.array([segment.before for segment in segments], np.int32))
             ends = [segment.nodes[-1] for segment in segments if not segment.num_behind]
-            self.tree.states.expect(np.array(ends, np.int32))
+            shares = self.going_on.fewest == 1
+            self.tree.states.expect(np.array(ends, np.int32), shares)
         held = {segment: segment.nodes for segment in segments}  # which are not linked
         computed: list[Segment] = []
         try:

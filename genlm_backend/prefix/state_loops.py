@@ -41,7 +41,8 @@ def _asked(parents, depths, states, nodes, has_state, is_asked):
 
     Returns:
         The index of the node above each, -1 for none; the number of tokens between; whether it has
-        a state; and how many paths that are computed lead to it, its own counted.
+        a state; and how many of those that are asked go through it from the last state before it,
+        or from itself.
     """
     index = np.zeros(len(parents), np.int32)
     all_nodes = _marked(parents, depths, states, nodes, index)
@@ -63,7 +64,7 @@ def _asked(parents, depths, states, nodes, has_state, is_asked):
         other = i if is_asked[i] else -1
         while other >= 0:
             num_asked[other] += 1
-            if num_asked[other] > 1 or has[other]:
+            if has[other]:
                 break
             other = above[other]
     return above, num_tokens, has, num_asked
@@ -76,7 +77,9 @@ def unasked(parents, depths, states, nodes, has_state, is_asked):
 
 
 @compiled
-def most_missed(parents, depths, states, nodes, has_state, may_stay, is_asked, times, now, chosen):
+def most_missed(
+    parents, depths, states, nodes, has_state, may_stay, is_asked, shares, times, now, chosen
+):
     """Choose the states that spare the most tokens to compute, one after another or some at once.
 
     It is the greedy choice by which the marginal gain of each is the largest: the tokens from the
@@ -90,6 +93,7 @@ def most_missed(parents, depths, states, nodes, has_state, may_stay, is_asked, t
         has_state: Whether each has a state that stays in any case.
         may_stay: Whether each has or may have one otherwise.
         is_asked: Whether a context that may be asked again ends there.
+        shares: Whether what several contexts have in common is computed once.
         times: The batch in which each was used last.
         now: This batch.
         chosen: Where the indices of those that stay are written, no more than there is room for.
@@ -102,12 +106,15 @@ def most_missed(parents, depths, states, nodes, has_state, may_stay, is_asked, t
             gains[i] = -1
             if not is_left[i]:
                 continue
-            gain, other = np.int64(0), i
-            while other >= 0 and (times[i] < now or num_asked[i] > 0):
+            gain, other, is_old = np.int64(0), i, times[i] < now
+            while other >= 0 and (is_old or num_asked[i] > 0):
                 gain += num_tokens[other]
                 other = above[other]
-                if other >= 0 and (has[other] or (times[i] == now and num_asked[other] > 1)):
+                is_others = shares and not is_old and num_asked[other] > num_asked[i]
+                if other >= 0 and (has[other] or is_others):
                     break
+            if not (is_old or shares):
+                gain *= num_asked[i]
             gains[i] = (times[i] << 32) + gain if gain > 0 else 0
         # One after another where they are few; of many, an eighth of what is left.
         count = max(1, (len(chosen) - num_chosen) // 8)
@@ -119,9 +126,9 @@ def most_missed(parents, depths, states, nodes, has_state, may_stay, is_asked, t
                     continue
                 chosen[num_chosen], is_left[i], has[i] = i, False, True
                 num_chosen, count = num_chosen + 1, count - 1
-                other = above[i] if num_asked[i] > 0 else -1
+                other = above[i]
                 while other >= 0:
-                    num_asked[other] -= 1
-                    if num_asked[other] > 0 or has[other]:
+                    num_asked[other] -= num_asked[i]
+                    if has[other]:
                         break
                     other = above[other]

@@ -184,7 +184,7 @@ class States:
         self._num_held = np.zeros(size, np.int32)
         self._is_pinned = np.zeros(size, np.bool_)
         self._now = 1
-        self._expected = np.empty(0, np.int32)  # where the contexts of this batch end
+        self._expected, self._shares = np.empty(0, np.int32), True  # ends of this batch
         self._free = np.arange(1, size)
         self._num_handed_out = 0
         self.host.clear()
@@ -266,9 +266,14 @@ class States:
         self.num_to_device += len(wanted)
         return True
 
-    def expect(self, nodes: Ints) -> None:
-        """Note where the contexts of this batch end, which are likely to be asked on."""
-        self._expected = nodes
+    def expect(self, nodes: Ints, shares: bool = True) -> None:
+        """Note where the contexts of this batch end, which are likely to be asked on.
+
+        Args:
+            nodes: The nodes.
+            shares: Whether what several of them have in common is computed once.
+        """
+        self._expected, self._shares = nodes, shares
 
     def give(self, nodes: Ints, num_needed: Ints, before: Ints | None = None) -> Ints:
         """Return numbers of states for nodes that have none; 0 where there is no room.
@@ -287,8 +292,6 @@ class States:
         numbers = np.zeros(len(nodes), np.int64)
         if before is not None:
             np.add.at(self._num_rows, self._numbers(before), 1)
-        if not len(self._expected):
-            self.expect(nodes)
         asked = np.flatnonzero(self._nodes.state[nodes] <= 0)
         free = self._taken(nodes[asked], num_needed[asked] > 0)
         rest, asked, free = asked[free == 0], asked[free > 0], free[free > 0]
@@ -351,14 +354,10 @@ class States:
         self._num_handed_out += len(found)
         return found
 
-    def _can_go(self) -> Ints:
-        """Return the states that are neither held nor pinned."""
-        return np.flatnonzero(self._is_used() & (self._num_held == 0) & ~self._is_pinned)
-
     def _oldest(self, count: int) -> Ints:
         """Return up to so many states that no recent batch has used, the oldest first."""
-        old = self._can_go()
-        old = old[self._stamp[old] < self._now - _NUM_RECENT]
+        can_go = self._is_used() & (self._num_held == 0) & ~self._is_pinned
+        old = np.flatnonzero(can_go & (self._stamp < self._now - _NUM_RECENT))
         if len(old) <= count:
             return old
         old = old[self._stamp[old] <= np.partition(self._stamp[old], count - 1)[count - 1]]
@@ -399,7 +398,7 @@ class States:
             has_state &= ~may_stay
             chosen = np.empty(max(0, int(may_stay[:num_owners].sum()) - count), np.int64)
             state_loops.most_missed(
-                *arrays, has_state, may_stay, is_asked, times, self._now, chosen
+                *arrays, has_state, may_stay, is_asked, self._shares, times, self._now, chosen
             )
         may_stay[chosen] = False
         has_room = ~may_stay[num_used:num_owners]

@@ -186,7 +186,7 @@ async def test_ids_that_no_token_has_are_in_no_readout():
         lm.clear_cache()
         assert float((await lm.next_token_logprobs_of([1], [VOCAB + 1]))[0]) == -math.inf
         check_top(await lm.next_token_top([1], 5), row, 5)
-        assert await lm.next_token_entropy([1]) == pytest.approx(entropy_of(row), abs=1e-5)
+        assert await lm.next_token_entropy([1]) == pytest.approx(entropy_of(row), abs=1e-9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ def test_readouts_of_any_rows(table, data):
         elif isinstance(question, Chosen):
             assert torch.equal(answer, row[list(question.token_ids)])
         elif isinstance(question, Entropy):
-            assert answer == pytest.approx(entropy_of(row), abs=1e-5)
+            assert answer == pytest.approx(entropy_of(row), abs=1e-9)
         else:
             assert answer == question.of_row(Row(row))
 

@@ -4,12 +4,14 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from genlm_backend.errors import CacheError
 from genlm_backend.prefix import PrefixTree, Slots, States, state_loops
+from genlm_backend.prefix.states import StateLayout, StateStore, StateTensor
 
 contexts = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
 namespaces = st.sampled_from([None, None, "adapter"])
@@ -137,6 +139,7 @@ class History(RuleBasedStateMachine):
         can_go = {k for k in others if k not in self.held and k not in self.pinned}
         old = {k for k in can_go if self.used[k] < self.batch}
         num_evicted = self.states.num_evicted
+        self.states.expect(nodes)
         numbers = self.states.give(nodes, np.array(num_needed), before)
         assert not self.num_on_host or all(numbers[i] >= 0 for i, n in enumerate(num_needed) if n)
         given = [n for n in numbers.tolist() if n]
@@ -402,14 +405,14 @@ TestOneStateOnHost = OneStateOnHost.TestCase
 # ---------------------------------------------------------------- which of them stay
 
 
-def num_computed(asked, has):
+def num_computed(asked, has, shares=True):
     """Tokens to compute so that each context has been asked, from those that have states."""
-    missing = set()
+    missing = []
     for context in asked:
         sizes = range(len(context), 0, -1)
         start = next((size for size in sizes if context[:size] in has), 0)
-        missing |= {context[:size] for size in range(start + 1, len(context) + 1)}
-    return len(missing)
+        missing += [context[:size] for size in range(start + 1, len(context) + 1)]
+    return len(set(missing) if shares else missing)
 
 
 @given(
@@ -417,8 +420,9 @@ def num_computed(asked, has):
     asked=st.sets(contexts, max_size=12),
     elsewhere=st.sets(contexts, max_size=3),
     share=st.floats(0, 1),
+    shares=st.booleans(),
 )
-def test_what_stays_spares_the_most_tokens(has, asked, elsewhere, share):
+def test_what_stays_spares_the_most_tokens(has, asked, elsewhere, share, shares):
     tree = PrefixTree(Slots(400))
     every = [*has, *sorted(asked - has.keys())]
     for context in [*every, *sorted(elsewhere)]:
@@ -444,6 +448,7 @@ def test_what_stays_spares_the_most_tokens(has, asked, elsewhere, share):
         np.array([context in fixed for context in every], np.bool_),
         np.array([context in left for context in every], np.bool_),
         np.array([context in asked for context in every], np.bool_),
+        shares,
         np.array([has[context][1] if context in has else 4 for context in every], np.int64),
         4,
         chosen,
@@ -453,7 +458,8 @@ def test_what_stays_spares_the_most_tokens(has, asked, elsewhere, share):
         gains = {}
         for context in left:
             time = has[context][1]
-            spared = num_computed(asked, stay) - num_computed(asked, stay | {context})
+            before = num_computed(asked, stay, shares)
+            spared = before - num_computed(asked, stay | {context}, shares)
             behind = num_computed([context], stay)
             gains[context] = (time, behind) if time < 4 else (4 * (spared > 0), spared)
         assert gains[every[i]] == max(gains.values())
@@ -479,6 +485,7 @@ def add(tree, context, num_needed=0):
     tree.use(node)
     rest = ints(*context[tree.nodes.depth[node[0]] :])
     new = tree.link(tree.grow_chain(int(node[0]), rest, tree.allocate(len(rest), node)))
+    tree.states.expect(new[-1:])
     return tree.states.give(new[-1:], np.array([num_needed]), node).tolist()
 
 
@@ -503,6 +510,7 @@ def test_what_one_row_alone_went_on_from_goes_for_it():
         nodes = np.repeat(prompt, 5)
         tree.use(nodes)
         new = tree.link(tree.grow(nodes, ints(*range(5)), tree.allocate(5, nodes)))
+        tree.states.expect(new)
         numbers = tree.states.give(new, np.zeros(5, np.int64), nodes)
         assert tree.nodes.state[prompt] > 0
     (row,) = np.flatnonzero(tree.nodes.state[new])
@@ -514,6 +522,7 @@ def test_what_one_row_alone_went_on_from_goes_for_it():
         end = tree.link(
             tree.grow(new[row : row + 1], ints(5), tree.allocate(1, new[row : row + 1]))
         )
+        tree.states.expect(end)
         assert tree.states.give(end, np.zeros(1, np.int64), new[row : row + 1]).all()
         assert tree.nodes.state[prompt] > 0
         assert tree.num_cached([1] * 9 + [int(row)] + [5] * (number + 1)) == 11 + number
@@ -526,3 +535,21 @@ def test_two_nodes_with_one_state_are_found_out():
     tree.nodes.state[second] = tree.nodes.state[first]
     with pytest.raises(CacheError, match="state"):
         tree.check_integrity()
+
+
+@given(
+    writes=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=6, unique=True), max_size=6),
+    read=st.lists(st.integers(1, 6), max_size=8),
+)
+def test_a_store_has_what_was_written_last(writes, read):
+    """Whatever the order of the numbers, and whether they follow one another or not."""
+    tensor = StateTensor(0, "conv_states", 0, (2,), torch.float32, torch.device("cpu"))
+    store = StateStore(StateLayout((tensor,)), 6)
+    store.write(np.arange(1, 7), [torch.zeros(6, 2)])
+    has = dict.fromkeys(range(1, 7), 0.0)
+    for number, numbers in enumerate(writes, 1):
+        values = [100.0 * number + i for i in numbers]
+        store.write(np.array(numbers), [torch.tensor(values)[:, None].expand(-1, 2)])
+        has.update(zip(numbers, values, strict=True))
+    (found,) = store.read(np.array(read, np.int64))
+    assert found.tolist() == [[has[i], has[i]] for i in read]

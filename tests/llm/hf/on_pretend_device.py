@@ -13,6 +13,7 @@ from genlm_backend.attention.torch import fused, torch_operators
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.model.query import Query
 from genlm_backend.model.scoring import Scoring
+from genlm_backend.model.token_readouts import Entropy, Top
 from tests.llm import families
 from tests.llm.conftest import fresh_row
 from tests.pretend_device import DEVICE, OnDevice, moved, pretending
@@ -53,6 +54,13 @@ def of_model(name, output=DEVICE, dtype=torch.float32, **options):
         if isinstance(scores, Exception):
             raise scores
         assert scores.shape == (4,)
+        context = BATCHES[-1][0]
+        read = [Query(context), Entropy(Query(context)), Top(Query(context), 3)]
+        row, entropy, top = evaluator.evaluate(read)
+        assert row.logprobs.device == output, "a row beside readouts is elsewhere"
+        inner = on_processor(row.logprobs)
+        assert abs(entropy + float((inner.exp() * inner).sum())) < 1e-4
+        assert top.token_ids.tolist() == inner.topk(3).indices.tolist()
         num_moved = evaluator.counts().num_tokens_from_host
         evaluator.close()
     return {

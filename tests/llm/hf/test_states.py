@@ -178,8 +178,10 @@ async def check(lm, name, contexts):
 
 @pytest.mark.parametrize("name", state_families.NAMES)
 async def test_rows_of_every_family_are_the_bare_models(name):
+    """Zamba in float64: its own rows of float32 are 3e-4 off these for some contexts."""
     generator = random.Random(name)
-    with opened(name) as lm:
+    model = copy.deepcopy(model_of(name)).double() if name == "zamba" else model_of(name)
+    with over(model) as lm:
         passes = lm._evaluator.passes
         assert lm.kv_reuse == (name in KEPT)
         if lm.kv_reuse:
@@ -187,8 +189,7 @@ async def test_rows_of_every_family_are_the_bare_models(name):
                 StateBounds(most=1) if name in ONE_BY_ONE else StateBounds(1 + (name in BY_TWO))
             )
             assert passes.going_on == wanted
-        atol = 5e-4 if name == "zamba" else CLOSE  # its float32 rows are so far from float64's
-        history = History(lm, generator, of_bare_model(name), atol)
+        history = History(lm, generator, lambda context, _: fresh_row(model, context))
         await history.steps(5)
         set_cost(lm, max_segment=7, max_outputs=5)
         await history.steps(4)
@@ -221,7 +222,7 @@ async def test_rows_where_few_states_are_kept(name, num_states, rounds):
 @pytest.mark.parametrize("name", ["qwen3_5", "mamba", "jamba"])
 @pytest.mark.parametrize(("every", "most"), [(1, 3.6), (4, 4.6)])
 async def test_few_states_spare_most_tokens_of_particles(name, every, most):
-    """No choice of 8 states takes fewer than 1.8 and 3.7 times the new tokens."""
+    """A search that knew all of them came to 1.8 and 3.7 times the new tokens."""
     generator = random.Random(1)
     particles = [tuple(generator.choices(range(families.VOCAB), k=51))] * 20
     with opened(name, **budgets(name, 8, 800)) as lm:
