@@ -189,7 +189,6 @@ def _top_here(k: int, row: NDArray[np.float32]) -> TopTokens:
         offsets, columns = np.nonzero(blocks[:, own := np.flatnonzero(largest >= least)] >= least)
         (behind,) = np.nonzero(row[width * _NUM_BLOCKS :] >= least)
         ids = np.concatenate([offsets * width + own[columns], behind + width * _NUM_BLOCKS])
-        ids.sort()
     else:
         ids = np.arange(len(row))
     ids = ids[np.argsort(-row[ids], kind="stable")[:k]]

@@ -21,6 +21,7 @@ from genlm_backend.errors import (
     UnknownAdapterError,
 )
 from genlm_backend.llm import BatchedLM, Draw, Query, Readout, Row, StatelessEvaluator, TopTokens
+from genlm_backend.model import token_readouts
 from genlm_backend.model.drawing import Drawing
 from genlm_backend.model.readout import answers_by_rows, read_off
 from genlm_backend.model.token_readouts import Chosen, Entropy, Top
@@ -254,6 +255,22 @@ def test_readouts_of_any_rows(table, data):
             assert answer == pytest.approx(entropy_of(row), abs=1e-9)
         else:
             assert answer == question.of_row(Row(row))
+
+
+@given(
+    levels=st.lists(st.integers(0, 3), min_size=128, max_size=900),
+    k=st.integers(1, 12),
+    is_tiny=st.booleans(),
+)
+def test_of_equal_tokens_the_first_are_taken(levels, k, is_tiny):
+    """Here, where a large row is looked through in parts, and as on another device."""
+    row = torch.tensor(levels, dtype=torch.float32) * (30.0 if is_tiny else 1.0)
+    row = row.log_softmax(-1)
+    (here,) = read_off([Top(Query([1]), k)], [Row(row)])
+    values, ids = token_readouts._largest(row[None], k)
+    log_rest = token_readouts._log_sums(row[None].scatter(1, ids, -torch.inf))
+    for top in (here, TopTokens(ids[0], values[0], float(log_rest[0]))):
+        check_top(top, row, k)
 
 
 def test_the_rest_is_exact_where_it_is_tiny():

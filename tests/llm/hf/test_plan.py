@@ -267,11 +267,31 @@ def test_contexts_go_on_one_by_one_as_far_as_it_costs_less_than_whole_ones(conte
     assert cost_of(most) == min(map(cost_of, range(10)))
 
 
-def test_states_are_needed_until_the_last_segment_that_goes_on_from_them():
-    jobs = [Job(of_no_model([1, 2, 3, *ids]), node, 0) for node, *ids in ((7, 4), (7, 5), (9, 6))]
-    trunk, other = (Segment(job, 0, 3, None, 0, num_behind=2 - i) for i, job in enumerate(jobs[:2]))
-    ends = [Segment(job, 3, 4, trunk, 1) for job in jobs[:2]]
-    last = Segment(jobs[2], 0, 4, None, 1)
-    behind = Segment(jobs[2], 3, 4, other, 2)
-    passes = [[trunk], [ends[0], other], [ends[1], last], [behind]]
-    assert [(n, sorted(nodes)) for n, nodes in states_needed(passes)] == [(1, [7, 9]), (2, [9])]
+@given(
+    parents=st.lists(st.integers(-3, 8), min_size=1, max_size=9),
+    cuts=st.lists(st.booleans(), min_size=9, max_size=9),
+)
+def test_states_are_needed_until_the_last_segment_that_goes_on_from_them(parents, cuts):
+    """Segments go on from nodes 1 to 3, or from one that comes before; passes are any of them."""
+    segments = []
+    for i, parent in enumerate(parents):
+        above = segments[parent] if 0 <= parent < i else None
+        job = Job(of_no_model([1, 2, 3, i]), 1 + parent % 3, 0)
+        segments.append(Segment(job, 0, 1, above, 0))
+        if above is not None:
+            above.num_behind += 1
+    passes = [[]]
+    for segment, is_cut in zip(segments, cuts, strict=False):
+        if is_cut or segment.parent in passes[-1]:
+            passes.append([])
+        passes[-1].append(segment)
+    passes = [each for each in passes if each]
+    expected = []
+    for i, each in enumerate(passes):
+        later = [segment for one in passes[i + 1 :] for segment in one]
+        done = [segment for one in passes[: i + 1] for segment in one]
+        made = {segment.parent for segment in later} & set(done)
+        starts = {segment.job.node for segment in later if segment.parent is None}
+        if any(segment.num_behind for segment in each):
+            expected.append((len(made), starts))
+    assert [(n, set(nodes)) for n, nodes in states_needed(passes)] == expected

@@ -22,6 +22,7 @@ from genlm_backend.errors import (
     QueryDroppedError,
 )
 from genlm_backend.passes.decode_steps import DecodeSteps
+from genlm_backend.passes.prefix_cache import OutOfStates, PrefixCache
 from genlm_backend.passes.state_bounds import StateBounds
 from tests.llm import families, state_families
 from tests.llm.conftest import fresh_row, word_tokenizer
@@ -235,6 +236,32 @@ async def test_few_states_spare_most_tokens_of_particles(name, every, most):
             new |= set(particles)
             await lm.batch_next_token_logprobs(particles)
         assert lm.statistics().tokens_computed - before < most * len(new)
+
+
+@pytest.mark.parametrize("num_states", [2, 3])
+async def test_no_pass_is_made_in_vain_where_states_are_few(num_states, monkeypatch):
+    """Room for the states that later passes go on from is counted before the first of them."""
+    own, num_in_vain = PrefixCache.keep_states, 0
+
+    def keep_states(*given):
+        nonlocal num_in_vain
+        try:
+            own(*given)
+        except OutOfStates:
+            num_in_vain += 1
+            raise
+
+    monkeypatch.setattr(PrefixCache, "keep_states", keep_states)
+    generator = random.Random(0)
+    particles = [tokens(generator, 51)] * 20
+    with opened("qwen3_5", **budgets("qwen3_5", num_states, 2000)) as lm:
+        for _ in range(12):
+            picked = generator.choices(particles, k=20)
+            particles = [[*ids, *tokens(generator, 1)] for ids in picked]
+            rows = await lm.batch_next_token_logprobs(particles)
+        near = {"rtol": 0, "atol": CLOSE}
+        torch.testing.assert_close(rows[0], expected("qwen3_5", tuple(particles[0])), **near)
+    assert num_in_vain == 0
 
 
 async def test_tokens_that_go_on_one_by_one_do_so_side_by_side():
