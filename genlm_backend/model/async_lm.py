@@ -298,7 +298,7 @@ class AsyncLM(Closing):
             lora_name: The adapter to read the context with.
 
         Raises:
-            OptionTypeError: (``TypeError``) If they are no collection of integers.
+            OptionTypeError: (``TypeError``) If they are no collection of integers, or a set.
             OptionError: (``ValueError``) If one is outside the vocabulary.
             EvaluationError: (``RuntimeError``) If the row is NaN.
             Exception: What ``next_token_logprobs`` raises.
@@ -419,7 +419,8 @@ class AsyncLM(Closing):
         """Draw the token after a context from its row, or from the allowed tokens of it.
 
         The same token as ``draw`` of the row, where what is not allowed is ``-inf``, draws with the
-        same generator. It is drawn where the model is: no row is made for the caller, nor kept.
+        same generator. It is drawn where the model is: no row is made for the caller, nor kept. At
+        temperature 1 its ``log_allowed`` is the log-weight that a particle gains.
 
         Args:
             token_ids: The context.

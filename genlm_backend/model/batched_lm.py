@@ -416,7 +416,11 @@ class BatchedLM(OfOneProcess, AsyncLM):
     def _of_states(self) -> str:
         """Return the part of an error about room that is for models with running states."""
         budget = self._evaluator.counts().state_bytes_budget
-        return f", or its running state into state_cache_bytes={budget}" if budget else ""
+        return (
+            f", or its running state into what is left of state_cache_bytes={budget}"
+            if budget
+            else ""
+        )
 
     def clear_kv_cache(self) -> None:
         """Forget every cached key and value, pinned ones too. No answer changes by it.

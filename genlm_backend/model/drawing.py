@@ -185,11 +185,14 @@ def packed_mask(allowed: Any, vocab_size: int, may_be_empty: bool = False) -> by
                     f"allowed is a mask of numbers, {values.dtype} [{vocab_size}], and would be "
                     "read as token ids: pass bools"
                 )
-            values = values.tolist()
-        ids = _IDS("allowed", values)
-        check_known_ids("allowed", ids, vocab_size)
+            if values.dtype.kind not in "iu" or values.ndim != 1:
+                values = values.tolist()  # to be refused as a list is
+        is_checked = isinstance(values, np.ndarray)
+        ids = values if is_checked else np.array(_IDS("allowed", values), np.int64)
+        wrong = ids[(ids < 0) | (ids >= vocab_size)]
+        check_known_ids("allowed", wrong[:1].tolist(), vocab_size)
         mask = np.zeros(vocab_size, bool)
-        mask[list(ids)] = True
+        mask[ids] = True
     if not mask.any() and not may_be_empty:
         raise OptionError("allowed has no token: nothing can be drawn")
     return np.packbits(mask).tobytes()

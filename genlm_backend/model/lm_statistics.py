@@ -20,8 +20,8 @@ class LMStatistics(Readable):
     """Counts since the model was loaded; bytes and tokens are exact, not estimates.
 
     Attributes:
-        num_awaits: Log-probability rows asked for, and texts to be scored in one pass, by whatever
-            method.
+        num_awaits: Log-probability rows asked for, what is read off rows, and texts to be scored in
+            one pass, by whatever method.
         num_batches: Batches evaluated.
         num_forwards: Forward passes of the model; a batch may take several (contexts of very
             different lengths, chunks of a long one) and a mock takes none.

@@ -42,8 +42,10 @@ class Row:
 
     @property
     def is_nan(self) -> bool:
-        """Whether the model said NaN somewhere, which is so everywhere once it is normalised."""
-        return math.isnan(float(self.logprobs[0]) if self.normaliser is None else self.normaliser)
+        """Whether the model said NaN somewhere; a known normaliser tells that at once."""
+        if self.normaliser is None:
+            return bool(self.logprobs.isnan().any())
+        return math.isnan(self.normaliser)
 
     def is_of(self, vocab_size: int) -> bool:
         """Return whether it is a row of that width, as callers get it."""

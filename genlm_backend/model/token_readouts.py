@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, final
@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from genlm_backend.checks import integer, sequence
+from genlm_backend.errors import OptionTypeError
 from genlm_backend.model.query import Query, check_known_ids
 from genlm_backend.model.readout import Readout
 from genlm_backend.model.row import spare_memory
@@ -153,9 +154,11 @@ def chosen_of(chosen: Any, vocab_size: int) -> ReadoutOf:
     """Return a maker of ``Chosen``, once its tokens are checked.
 
     Raises:
-        OptionTypeError: (``TypeError``) If they are no collection of integers.
+        OptionTypeError: (``TypeError``) If they are no collection of integers, or a set.
         OptionError: (``ValueError``) If one is outside the vocabulary.
     """
+    if isinstance(chosen, Set):
+        raise OptionTypeError(f"chosen must be in an order, got a {type(chosen).__name__}")
     values = chosen.tolist() if isinstance(chosen, np.ndarray | torch.Tensor) else chosen
     ids = tuple(_IDS("chosen", values))
     check_known_ids("chosen", ids, vocab_size)

@@ -118,6 +118,7 @@ async def test_mistakes_are_told_before_anything_is_asked(lm):
         (lambda: lm.next_token_logprobs_of([1], [VOCAB]), OptionError, f"chosen has {VOCAB}"),
         (lambda: lm.next_token_logprobs_of([1], [-1]), OptionError, "chosen has -1"),
         (lambda: lm.next_token_logprobs_of([1], 3), OptionTypeError, "chosen"),
+        (lambda: lm.next_token_logprobs_of([1], {2, 3}), OptionTypeError, "in an order"),
         (lambda: lm.next_token_logprobs_of([1], ["a"]), OptionTypeError, "chosen"),
         (lambda: lm.next_token_logprobs_of([1], np.ones(3)), OptionTypeError, "chosen"),
         (lambda: lm.next_token_entropy([]), ContextError, "empty"),
@@ -147,12 +148,13 @@ class OfRows(StatelessEvaluator):
     def evaluate(self, queries):
         self.num_asked += len(queries)
         table = torch.stack([self.rows[query.context[-1]] for query in queries])
-        return [Row(row, 0.0 if row.isfinite().any() else math.nan) for row in table]
+        return [Row(row) for row in table]
 
 
 async def test_a_nan_is_told_to_its_caller_only():
     rows = torch.zeros(3, VOCAB).log_softmax(-1)
     rows[1] = torch.nan
+    rows[1, 0] = -torch.inf  # as of an id that was left out afterwards
     with BatchedLM(word_tokenizer(), OfRows(rows)) as lm:
         found = await asyncio.gather(
             *(lm.next_token_entropy([i]) for i in range(3)),
