@@ -156,8 +156,8 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         matrix = self._matrices.get(dtype)
         if matrix is None:
             ones = torch.ones(len(self._columns), dtype=dtype, device=self.device)
-            with warnings.catch_warnings():  # that the layout is in beta
-                warnings.filterwarnings("ignore", "Sparse CSR", UserWarning)
+            with warnings.catch_warnings():  # that the layout is in beta, or is not checked
+                warnings.filterwarnings("ignore", "Sparse (CSR|invariant)", UserWarning)
                 matrix = torch.sparse_csr_tensor(
                     self._row_starts.int(),
                     self._columns.int(),

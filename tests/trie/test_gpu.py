@@ -1,6 +1,7 @@
 """The same answers on a CUDA device, and nothing leaves it."""
 
 import asyncio
+import warnings
 
 import numpy as np
 import pytest
@@ -50,7 +51,8 @@ def test_weights_that_are_there_never_leave():
     ws = torch.rand(3, device="cuda:0")
     trie.prepare()
     torch.cuda.synchronize()
-    with torch.cuda.device("cuda:0"):
+    with torch.cuda.device("cuda:0"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
         torch.cuda.set_sync_debug_mode("error")
         try:
             row = trie.weight_max(ws)

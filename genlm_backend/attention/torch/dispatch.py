@@ -14,7 +14,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 import torch
 from transformers import AttentionInterface
@@ -43,7 +43,7 @@ def attends_otherwise(how: str) -> ModelStateError:
     )
 
 
-_HARMLESS: Final = frozenset(
+HARMLESS: Final = frozenset(
     {
         "dropout",  # which is none in a model that is not being trained
         "sliding_window",  # which the mask says too
@@ -122,7 +122,7 @@ class TorchPass(SharedPass[torch.Tensor]):
             is_causal: Nothing but ``False`` says anything.
             options: Whatever else the model passes to its attention functions.
         """
-        unknown = {name for name, value in options.items() if value is not None} - _HARMLESS
+        unknown = {name for name, value in options.items() if value is not None} - HARMLESS
         if unknown or is_causal is False:
             raise attends_otherwise(f"with {sorted(unknown) or 'is_causal=False'}")
         scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -130,18 +130,30 @@ class TorchPass(SharedPass[torch.Tensor]):
         return found.transpose(1, 2).contiguous()
 
 
+class PassAttention(Protocol):
+    """The attention of a pass, as layers of a model of transformers call it.
+
+    Attributes:
+        attended: Attends; see ``TorchPass.attended``.
+        mask: Makes what it is given for a mask; see ``TorchPass.mask``.
+    """
+
+    attended: Callable[..., torch.Tensor]
+    mask: Callable[..., torch.Tensor | None]
+
+
 @final
 class _Current(threading.local):
     """The attention of the pass that runs on this thread, if one of ours does."""
 
-    attention: TorchPass | None = None
+    attention: PassAttention | None = None
 
 
 _current = _Current()
 
 
 @contextlib.contextmanager
-def dispatched_to(attention: TorchPass) -> Iterator[None]:
+def dispatched_to(attention: PassAttention) -> Iterator[None]:
     """Have the layers of twins whose configs name our functions call an attention, on this thread.
 
     A layer of another model does not, which the attention finds out.

@@ -18,6 +18,7 @@ from genlm_backend.backends.hf.hf_cache import Wanted, cache_of, layout_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.model_picture_rules import examine_pictures, image_token_id
 from genlm_backend.backends.hf.prefix_file import PrefixFiles
+from genlm_backend.backends.hf.step_graphs import StepGraphs
 from genlm_backend.backends.hf.support import (
     check_model,
     examine,
@@ -120,6 +121,9 @@ class HFEvaluator(PassEvaluator):
         cache = cache_of(runner, support, layout, self._wanted)
         if cache is not None:
             self.passes.keep(cache)
+            can_be = StepGraphs.can_be(runner.parameters, cache.attend, cache.store)
+            if can_be and not support.aligns:
+                runner.graphs = StepGraphs(cache.store)
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
         return EvaluatorInfo(
             vocab_size=width,

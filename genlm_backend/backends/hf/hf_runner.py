@@ -15,6 +15,7 @@ from genlm_backend.backends.hf.injection import Saved, put_layers
 from genlm_backend.backends.hf.lora import OwnerAdapters, not_loaded, read_adapter
 from genlm_backend.backends.hf.model_state import ModelSnapshot
 from genlm_backend.backends.hf.packed_weights import PackedWeights
+from genlm_backend.backends.hf.step_graphs import StepGraphs
 from genlm_backend.backends.hf.twin import Twin, twin_of
 from genlm_backend.errors import AdapterError
 from genlm_backend.model.query import Adapter
@@ -36,6 +37,8 @@ class HFRunner(Runner):
         model: As given.
         twin: What is run in its place; the model itself at first.
         packed: Packed weights of its layers, with which the twins' compute.
+        graphs: Decode steps that are recorded, on a CUDA device; ``None`` where none is; it can be
+            set.
         device: Device on which it takes its token ids.
         parameters: Names of what its ``forward`` takes.
         num_forwards: Number of passes so far.
@@ -49,6 +52,7 @@ class HFRunner(Runner):
         self._owner = OwnerAdapters(model)
         self._twins: dict[Adapter | None, Twin] = {None: self.twin}
         self._loaded: dict[Adapter, tuple[Saved, bool]] = {}
+        self.graphs: StepGraphs | None = None
         self.num_forwards = 0
         self.tokens_computed = 0
         self.parameters = parameters_of(model)
@@ -63,6 +67,19 @@ class HFRunner(Runner):
             attend: The way to attend.
         """
         batch = spans if isinstance(spans, PackedBatch) else pack(spans)
+        plan = None if self.graphs is None else self.graphs.plan(self.twin, batch)
+        if plan is not None and plan.recorded is not None:
+            logits = plan.recorded.replay(plan.tables, batch)
+        else:
+            logits = self._launched(batch, attend)
+            if plan is not None and self.graphs is not None:
+                self.graphs.learn(plan, self.twin, batch, logits)
+        self.num_forwards += 1
+        self.tokens_computed += batch.num_new_tokens
+        return logits
+
+    def _launched(self, batch: PackedBatch, attend: Attend) -> torch.Tensor:
+        """Run a pass operator by operator."""
         with attend.attending(batch, self.twin.module) as given:
             inputs: dict[str, Any] = {
                 "input_ids": batch.input_ids,
@@ -76,10 +93,7 @@ class HFRunner(Runner):
             for name, value in inputs.items():
                 if isinstance(value, torch.Tensor):
                     inputs[name] = value.to(self.device)
-            logits = self.twin.logits(batch, inputs)
-        self.num_forwards += 1
-        self.tokens_computed += batch.num_new_tokens
-        return logits
+            return self.twin.logits(batch, inputs)
 
     def running_states(
         self, layout: StateLayout, before: Sequence[torch.Tensor] | None
@@ -124,6 +138,8 @@ class HFRunner(Runner):
         if twin is None or (changed and twin.has_other_children(changed)):
             twin = self._twins[adapter] = self._made(adapter)
         elif changed:
+            if self.graphs is not None:
+                self.graphs.drop(twin)
             twin.refill()
             self._dress(twin, adapter)
         self.packed.check()
@@ -194,7 +210,7 @@ class HFRunner(Runner):
             twin.close()
         self._twins.clear()
         self._owner.close()
-        self.model = self.twin = None
+        self.model = self.twin = self.graphs = None
 
 
 def input_device(model: Any) -> torch.device:

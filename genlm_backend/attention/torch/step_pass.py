@@ -1,0 +1,331 @@
+"""StepPass: the attention of a decode step whose every number is on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers.cache_utils import Cache
+
+from genlm_backend.attention.packing import PackedBatch
+from genlm_backend.attention.torch.dispatch import HARMLESS
+from genlm_backend.attention.torch.layer import Pair, SlotLayer, by_token
+from genlm_backend.attention.torch.step_tables import StepShape, StepTables
+from genlm_backend.attention.torch.varlen import varlen_operator
+from genlm_backend.prefix import KVStore
+
+
+class UnrecordableError(RuntimeError):
+    """A pass that does something of which the next one may need another version."""
+
+
+_TYPES: Final[dict[str, tuple[type[np.generic], torch.dtype]]] = {
+    "token_ids": (np.int64, torch.int64),
+    "positions": (np.int64, torch.int64),
+    "new_slots": (np.int64, torch.int64),
+    "slots": (np.int64, torch.int64),
+    "readers": (np.int64, torch.int64),
+    "pieces": (np.int64, torch.int64),
+    "copy_bounds": (np.int32, torch.int32),
+    "copy_starts": (np.int32, torch.int32),
+    "copy_counts": (np.int32, torch.int32),
+    "bounds": (np.int32, torch.int32),
+    "starts": (np.int32, torch.int32),
+    "sizes": (np.int32, torch.int32),
+    "is_missing": (np.float32, torch.float32),
+}
+
+
+@final
+class StepArrays:
+    """The inputs of decode steps of one shape: memory on the device, filled in one copy.
+
+    Args:
+        shape: The shape.
+        device: The device.
+
+    Attributes:
+        shape: As given.
+        arrays: By name, the tensors on the device, all of them views of one.
+    """
+
+    def __init__(self, shape: StepShape, device: torch.device) -> None:
+        self.shape = shape
+        rows, num_readers = shape.rows, shape.rows * shape.pieces
+        shapes: dict[str, tuple[int, ...]] = {
+            "token_ids": (rows,),
+            "positions": (rows,),
+            "new_slots": (rows,),
+            "slots": (shape.tokens,),
+            "readers": (num_readers,),
+            "pieces": (rows, shape.pieces + 1),
+            "copy_bounds": (rows + 1,),
+            "copy_starts": (rows + 1,),
+            "copy_counts": (rows,),
+            "bounds": (shape.stretches + 1,),
+            "starts": (shape.stretches + 1,),
+            "sizes": (shape.stretches,),
+            "is_missing": (rows, shape.pieces + 1),
+        }
+        ends, end = dict[str, tuple[int, int]](), 0
+        for name, of_array in shapes.items():
+            size = math.prod(of_array) * np.dtype(_TYPES[name][0]).itemsize
+            ends[name] = end, end + size
+            end += -(-size // 16) * 16
+        self._host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._on_device = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._numbers: dict[str, NDArray[Any]] = {}
+        self.arrays: dict[str, torch.Tensor] = {}
+        for name, (start, stop) in ends.items():
+            kind, dtype = _TYPES[name]
+            own = self._host.numpy()[start:stop].view(kind)
+            self._numbers[name] = own.reshape(shapes[name])
+            self.arrays[name] = self._on_device[start:stop].view(dtype).view(shapes[name])
+        self._numbers["copy_bounds"][:] = np.arange(rows + 1)
+        self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None
+
+    def fill(self, tables: StepTables, batch: PackedBatch) -> None:
+        """Copy the numbers of a step to the device, behind what that has been told before.
+
+        Rows that are too many do what the first one does, and write the same numbers to its slot.
+
+        Args:
+            tables: What its rows read, in this shape.
+            batch: The step.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()  # the copy before this, or it would take our numbers
+        shape, into, num_rows = self.shape, self._numbers, batch.num_rows
+        for name, numbers in (
+            ("token_ids", batch.input_ids[:, 0].numpy()),
+            ("positions", batch.position_ids[:, 0].numpy()),
+            ("new_slots", batch.new_slots.numpy()),
+            ("copy_counts", tables.counts),
+        ):
+            into[name][:num_rows] = numbers
+            into[name][num_rows:] = numbers[0]
+        ends = tables.counts.cumsum()
+        starts = into["copy_starts"]
+        starts[:num_rows], starts[num_rows:] = ends - tables.counts, 0
+        num_slots, num_readers = len(tables.slots), len(tables.readers)
+        into["slots"][:num_slots], into["slots"][num_slots:] = tables.slots, 0
+        # The pieces of a row: what is copied for it, and its place among the readers of stretches.
+        pieces, is_missing = into["pieces"], into["is_missing"]
+        pieces[:, 0] = np.arange(shape.rows)
+        is_missing[:, 0], is_missing[:, 1:] = 0, -np.inf
+        if shape.pieces:
+            num_pieces = tables.pieces.shape[1]
+            is_there = tables.pieces >= 0
+            pieces[:, 1:] = pieces[:, :1]
+            own = np.where(is_there, tables.pieces + shape.rows, pieces[:num_rows, :1])
+            missing = np.where(is_there, np.float32(0), np.float32(-np.inf))
+            for array, numbers in ((pieces, own), (is_missing, missing)):
+                array[:num_rows, 1 : num_pieces + 1] = numbers
+                array[num_rows:, 1 : num_pieces + 1] = numbers[0]
+            into["readers"][:num_readers], into["readers"][num_readers:] = tables.readers, 0
+            num_stretches = len(tables.starts)
+            into["starts"][:num_stretches], into["sizes"][:num_stretches] = (
+                tables.starts,
+                tables.sizes,
+            )
+            into["starts"][num_stretches:], into["sizes"][num_stretches:] = 0, 0
+            bounds = into["bounds"]
+            bounds[0] = 0
+            bounds[1 : num_stretches + 1] = tables.num_readers.cumsum()
+            bounds[num_stretches + 1 :] = bounds[num_stretches]
+        self._on_device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+@final
+class StepPass:
+    """The attention of a decode step, as layers of a model of transformers call it.
+
+    Args:
+        store: Where keys and values are, all layers on one device and exact.
+        arrays: The numbers of the step.
+        num_past: Number of columns before the new tokens that the model is told of.
+
+    Attributes:
+        most_tokens: Number of tokens of a context up to which the same would be done.
+        num_attended: Number of layers that have attended.
+    """
+
+    def __init__(self, store: KVStore, arrays: StepArrays, num_past: int) -> None:
+        self._store, self._arrays, self._num_past = store, arrays, num_past
+        self._layers = [_NewTokens(self, i, num_past) for i in range(len(store.layout.layers))]
+        self.most_tokens: float = math.inf
+        self.num_attended = 0
+        self._layer: int | None = None
+        self._bounds: dict[int, torch.Tensor] = {}  # of readers, by the size of groups of heads
+
+    def inputs(self, batch: PackedBatch) -> dict[str, Any]:
+        """Return what the model is called with."""
+        return {
+            "input_ids": batch.input_ids,
+            "position_ids": batch.position_ids,
+            "past_key_values": Cache(layers=[*self._layers]),
+            "use_cache": True,
+        }
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take new keys and values of a layer, ``[B, key_heads, 1, dim]``, before its query."""
+        if self._layer is not None:
+            raise UnrecordableError("a layer has attended elsewhere")
+        self._layer = layer
+        self._store.write(layer, self._arrays.arrays["new_slots"], by_token(keys, values, None))
+
+    def mask(
+        self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
+    ) -> None:
+        """Return that there is no mask.
+
+        Raises:
+            UnrecordableError: If a layer does not attend to all before the new tokens.
+        """
+        if is_causal:
+            return
+        if window is None or window <= self._num_past:
+            raise UnrecordableError("a layer attends to a part of what is before it")
+        self.most_tokens = min(self.most_tokens, window)
+
+    def attended(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        is_causal: bool | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Return the outputs of attention: ``[B, 1, heads, dim]``; see ``TorchPass.attended``.
+
+        Raises:
+            UnrecordableError: If it is asked for something that is not done here.
+        """
+        unknown = {name for name, value in options.items() if value is not None} - HARMLESS
+        num_rows, num_heads, num_new, dim = query.shape
+        if self._layer is None or unknown or is_causal is False or softcap is not None:
+            raise UnrecordableError("a layer attends in a way of its own")
+        if mask is not None or num_new > 1:
+            raise UnrecordableError("a layer has a mask, or several new tokens")
+        layer, self._layer = self._layer, None
+        layout, arrays = self._store.layout.layers[layer], self._arrays.arrays
+        num_key_heads = layout.num_key_heads
+        group_size = num_heads // num_key_heads
+        scale = dim**-0.5 if scaling is None else scaling
+        operator = varlen_operator(query.device, query.dtype, dim, group_size)
+        if operator is None or layout.width != 2 * num_key_heads * dim:
+            raise UnrecordableError("there is no operator for heads of this kind")
+        (codes,) = self._store.codes[layer]
+        queries = query.reshape(num_rows, num_heads, dim)
+        own_keys, own_values = _by_head(codes.index_select(0, arrays["slots"]), num_key_heads)
+        found, sums = operator(
+            queries,
+            own_keys,
+            own_values,
+            arrays["copy_bounds"],
+            arrays["copy_starts"],
+            arrays["copy_counts"],
+            1,
+            len(own_keys),
+            scale,
+        )
+        sums = sums.t()
+        if self._arrays.shape.pieces:
+            of_parts = self._in_stretches(operator, queries, codes, num_key_heads, scale)
+            found, sums = _merged(
+                torch.cat([found, of_parts[0]]),
+                torch.cat([sums, of_parts[1]]),
+                arrays["pieces"],
+                arrays["is_missing"],
+            )
+        if s_aux is not None:  # one more score for each head, which has no value
+            share = torch.sigmoid(sums - s_aux.float())
+            found = found * share.to(found.dtype).unsqueeze(-1)
+        self.num_attended += 1
+        return found.unsqueeze(1)
+
+    def _in_stretches(
+        self,
+        operator: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        queries: torch.Tensor,
+        codes: torch.Tensor,
+        num_key_heads: int,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to stretches where they lie: ``[readers, heads, dim]``, ``[readers, heads]``."""
+        arrays = self._arrays.arrays
+        num_rows, num_heads, dim = queries.shape
+        group_size = num_heads // num_key_heads
+        if group_size not in self._bounds:
+            self._bounds[group_size] = arrays["bounds"] * group_size
+        readers = queries.index_select(0, arrays["readers"])
+        # Heads of a group are queries of their own, so that keys are read once for all of them.
+        grouped = readers.unflatten(1, (num_key_heads, group_size)).transpose(1, 2)
+        keys, values = _by_head(codes, num_key_heads)
+        found, sums = operator(
+            grouped.reshape(-1, num_key_heads, dim),
+            keys,
+            values,
+            self._bounds[group_size],
+            arrays["starts"],
+            arrays["sizes"],
+            num_rows * group_size,
+            len(codes),
+            scale,
+        )
+        by_reader = found.unflatten(0, (-1, group_size)).transpose(1, 2).flatten(1, 2)
+        of_reader = sums.unflatten(1, (-1, group_size)).permute(1, 0, 2).flatten(1, 2)
+        return by_reader, of_reader
+
+
+def _by_head(rows: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """From rows of keys and values ``[n, width]`` to ``[n, heads, dim]`` each, as views."""
+    keys, values = rows.chunk(2, 1)
+    return keys.unflatten(1, (num_heads, -1)), values.unflatten(1, (num_heads, -1))
+
+
+def _merged(
+    values: torch.Tensor, sums: torch.Tensor, pieces: torch.Tensor, is_missing: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge the pieces of each row by the logarithms of their sums, as ``Attended.merge`` does.
+
+    Args:
+        values: Weighted means of pieces: ``[n, heads, dim]``.
+        sums: Logarithms of the sums: float32 ``[n, heads]``.
+        pieces: The pieces of each row: int64 ``[B, P]``.
+        is_missing: 0, and ``-inf`` where a row has no such piece: float32 ``[B, P]``.
+
+    Returns:
+        The same of each row: ``[B, heads, dim]`` and ``[B, heads]``.
+    """
+    of_pieces = sums[pieces] + is_missing.unsqueeze(-1)
+    total = of_pieces.logsumexp(1)
+    shares = (of_pieces - total.unsqueeze(1)).exp().unsqueeze(-1)
+    return (values[pieces] * shares).sum(1).to(values.dtype), total
+
+
+@final
+class _NewTokens(SlotLayer):
+    """One layer: new keys and values go into their slots."""
+
+    def __init__(self, step: StepPass, layer: int, num_past: int) -> None:
+        super().__init__(num_past)
+        self._step, self._layer = step, layer
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Pair:
+        """Store ``[B, heads, 1, dim]``, keys and values."""
+        self._step.write(self._layer, key_states, value_states)
+        return key_states, value_states

@@ -1,0 +1,199 @@
+"""From the reading of a decode step to tables of a fixed shape, of which a recorded pass reads.
+
+Cached tokens are read in two ways: stretches of consecutive slots where they lie, once for all rows
+that share them; and each row's other tokens, with the new one, copied out of their slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.attention.reading import Part, Reading
+
+MAX_PIECES: Final = 32
+"""Stretches that a row may read; a part in more than ``MAX_RUNS`` runs of slots is copied."""
+
+MAX_RUNS: Final = 16
+
+NUM_BLOCKS: Final = 264
+"""Blocks of queries, by stretch and head, that keep a device busy: twice the multiprocessors of an
+H100. A long stretch is divided where there are fewer, which takes 28 us in place of 81 for 4,096
+tokens and one row there, and no more where rows are many."""
+
+QUERIES_OF_BLOCK: Final = 128
+
+SHORTEST_STRETCH: Final = 512
+"""Tokens from which on a stretch is divided."""
+
+
+class StepShape(NamedTuple):
+    """The shape of the tables of a decode step.
+
+    Attributes:
+        rows: Number of rows.
+        tokens: Number of tokens that are copied out of their slots, new ones counted.
+        pieces: Number of stretches that each row may read.
+        stretches: Number of stretches.
+    """
+
+    rows: int
+    tokens: int
+    pieces: int
+    stretches: int
+
+
+@final
+class StepTables(NamedTuple):
+    """What the rows of a decode step read, ``B`` of them.
+
+    Attributes:
+        slots: int64 ``[tokens]``: what is copied for the rows, one after another, each row's new
+            token last.
+        counts: int64 ``[B]``: the number of these of each row.
+        starts: int64 ``[S]``: the first slot of each stretch.
+        sizes: int64 ``[S]``: its number of slots.
+        readers: int64 ``[N]``: the rows that read the first stretch, then those of the next.
+        num_readers: int64 ``[S]``: how many read each.
+        pieces: int64 ``[B, pieces]``: which of ``readers`` each row is; -1 for none.
+    """
+
+    slots: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    readers: NDArray[np.int64]
+    num_readers: NDArray[np.int64]
+    pieces: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls, reading: Reading, new_slots: NDArray[np.int64], group_size: int, num_key_heads: int
+    ) -> StepTables:
+        """Return the tables of a decode step.
+
+        Args:
+            reading: How it reads what is cached.
+            new_slots: Where its new tokens' keys and values go: ``[B]``.
+            group_size: Number of heads that share a head of keys.
+            num_key_heads: Number of heads of keys.
+        """
+        num_rows = len(new_slots)
+        in_place: list[tuple[Part, list[tuple[int, int]]]] = []
+        copied: list[Part] = []
+        for part in reading.parts:
+            runs = _runs(part.slots)
+            if len(runs) > MAX_RUNS:
+                copied.append(part)
+            else:
+                in_place.append((part, runs))
+        stretches = _divided(in_place, group_size, num_key_heads)
+        pieces = _pieces(stretches, num_rows)
+        if pieces.shape[1] > MAX_PIECES:
+            stretches = [(part.rows, *run) for part, runs in in_place for run in runs]
+            pieces = _pieces(stretches, num_rows)
+        readers = [rows for rows, _, _ in stretches]
+        slots, counts = _copied(reading, copied, new_slots)
+        return cls(
+            slots,
+            counts,
+            np.array([start for _, start, _ in stretches], np.int64),
+            np.array([size for _, _, size in stretches], np.int64),
+            np.concatenate(readers) if readers else np.empty(0, np.int64),
+            np.array([len(rows) for rows in readers], np.int64),
+            pieces,
+        )
+
+    @property
+    def shape(self) -> StepShape:
+        """The smallest of the shapes that passes are recorded for, in which the tables fit."""
+        num_rows = _rounded_rows(len(self.counts))
+        per_row = max(8, _power_of_two(-(-len(self.slots) // num_rows)))
+        num_pieces = self.pieces.shape[1] and _power_of_two(self.pieces.shape[1])
+        most = num_rows * num_pieces
+        num_stretches = min(most, 64) if len(self.starts) <= 64 else most
+        return StepShape(num_rows, num_rows * per_row, num_pieces, num_stretches)
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def _rounded_rows(number: int) -> int:
+    """Return the number of rows of a recorded pass for so many, a third more at most beyond 16."""
+    power = _power_of_two(number)
+    return 3 * power // 4 if power > 16 and number <= 3 * power // 4 else power
+
+
+def _runs(slots: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return the runs of consecutive slots: the first one and the number of each."""
+    breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+    if not len(breaks):
+        return [(int(slots[0]), len(slots))]
+    starts = np.concatenate([[0], breaks])
+    sizes = np.diff(np.concatenate([starts, [len(slots)]]))
+    return list(zip(slots[starts].tolist(), sizes.tolist(), strict=True))
+
+
+def _divided(
+    parts: Sequence[tuple[Part, list[tuple[int, int]]]], group_size: int, num_key_heads: int
+) -> list[tuple[NDArray[np.int64], int, int]]:
+    """Return stretches, long ones divided so that a device is busy: rows, first slot, size."""
+    num_blocks = sum(
+        num_key_heads * -(-len(part.rows) * group_size // QUERIES_OF_BLOCK) * len(runs)
+        for part, runs in parts
+    )
+    num_parts = max(1, min(16, NUM_BLOCKS // max(1, num_blocks)))
+    found: list[tuple[NDArray[np.int64], int, int]] = []
+    for part, runs in parts:
+        for start, size in runs:
+            count = max(1, min(num_parts, size // SHORTEST_STRETCH))
+            bounds = [start + size * i // count for i in range(count + 1)]
+            found += [
+                (part.rows, first, stop - first)
+                for first, stop in zip(bounds, bounds[1:], strict=False)
+            ]
+    return found
+
+
+def _pieces(
+    stretches: Sequence[tuple[NDArray[np.int64], int, int]], num_rows: int
+) -> NDArray[np.int64]:
+    """Return which of the readers of all stretches each row is: ``[B, pieces]``, -1 for none."""
+    if not stretches:
+        return np.empty((num_rows, 0), np.int64)
+    if all(len(rows) == num_rows for rows, _, _ in stretches):  # as a rule: all read all
+        first = np.arange(len(stretches)) * num_rows
+        return first + np.arange(num_rows)[:, None]
+    readers = np.concatenate([rows for rows, _, _ in stretches])
+    order = np.argsort(readers, kind="stable")
+    rows = readers[order]
+    counts = np.bincount(readers, minlength=num_rows)
+    column = np.arange(len(rows)) - np.repeat(counts.cumsum() - counts, counts)
+    pieces = np.full((num_rows, counts.max()), -1, np.int64)
+    pieces[rows, column] = order
+    return pieces
+
+
+def _copied(
+    reading: Reading, parts: Sequence[Part], new_slots: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the slots that are copied, row by row, and their number of each row."""
+    num_rows = len(new_slots)
+    columns = np.concatenate([reading.rest.slots, new_slots[:, None]], 1)
+    is_there = np.ones(columns.shape, np.bool_)
+    if reading.rest.is_padded.any():
+        is_there[:, :-1] = reading.rest.positions >= 0
+    if not parts:
+        if is_there.all():
+            return columns.reshape(-1), np.full(num_rows, columns.shape[1], np.int64)
+        return columns[is_there], is_there.sum(1)
+    own = np.nonzero(is_there)[0]
+    rows = np.concatenate([own, *(np.repeat(part.rows, len(part)) for part in parts)])
+    slots = np.concatenate(
+        [columns[is_there], *(np.tile(part.slots, len(part.rows)) for part in parts)]
+    )
+    return slots[np.argsort(rows, kind="stable")], np.bincount(rows, minlength=num_rows)

@@ -1,0 +1,292 @@
+"""StepGraphs: decode steps recorded as CUDA graphs, one for each shape of their tables.
+
+A pass of one token for each row is a thousand launches, each of which takes the processor longer
+than a GPU computes. Recorded, they are one launch. What a pass depends on is then on the device, in
+tables of a fixed shape; what would depend on anything else runs as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, final
+
+import torch
+
+from genlm_backend.attention.attend import Attend
+from genlm_backend.attention.packing import PackedBatch
+from genlm_backend.attention.paths import Paths
+from genlm_backend.attention.torch import SharedAttend
+from genlm_backend.attention.torch.dispatch import dispatched_to
+from genlm_backend.attention.torch.step_pass import StepArrays, StepPass, UnrecordableError
+from genlm_backend.attention.torch.step_tables import StepShape, StepTables
+from genlm_backend.attention.torch.varlen import OPERATORS as VARLEN_OPERATORS
+from genlm_backend.backends.hf.twin import Twin
+from genlm_backend.prefix import KVStore
+from genlm_backend.runtime.memory import is_out_of_memory
+
+logger = logging.getLogger(__name__)
+
+MAX_COPIED: Final = 1 << 30
+"""Bytes of a layer's keys and values that a recorded pass may copy out of their slots."""
+
+MAX_GRAPHS: Final = 64
+"""Passes that are recorded of a twin; then the least used is forgotten."""
+
+FARTHEST: Final = 0.05
+"""Distance of a recorded pass's logits from those of the same pass as it runs, over their size."""
+
+
+@final
+@dataclass(slots=True, eq=False)
+class Recorded:
+    """A recorded pass of some shape.
+
+    Attributes:
+        arrays: Its inputs.
+        most_tokens: Number of tokens of a context up to which it is right.
+        run_again: Runs it again.
+        logits: Where it leaves its logits: ``[rows, model_vocab]``.
+    """
+
+    arrays: StepArrays
+    most_tokens: float
+    run_again: Callable[[], object]
+    logits: torch.Tensor
+
+    def replay(self, tables: StepTables, batch: PackedBatch) -> torch.Tensor:
+        """Run a pass as it was recorded; return the logits of its rows, ``[B, model_vocab]``."""
+        self.arrays.fill(tables, batch)
+        self.run_again()
+        return self.logits[: batch.num_rows].clone()  # the next one writes over them
+
+
+@final
+@dataclass(slots=True, eq=False)
+class _OfTwin:
+    """What has been recorded of a twin.
+
+    Attributes:
+        tensors: Its parameters and buffers.
+        pointers: Where they were.
+        by_shape: The passes, the least recently used first.
+        num_seen: How often each shape has been met.
+        failed: Shapes of which none could be recorded.
+    """
+
+    tensors: list[torch.Tensor]
+    pointers: list[int]
+    by_shape: dict[StepShape, Recorded] = field(default_factory=dict)
+    num_seen: Counter[StepShape] = field(default_factory=Counter)
+    failed: set[StepShape] = field(default_factory=set)
+
+
+class Plan(NamedTuple):
+    """A decode step that may run recorded.
+
+    Attributes:
+        shape: The shape of its tables.
+        tables: The tables.
+        recorded: The pass that was recorded; ``None`` where it is yet to be.
+    """
+
+    shape: StepShape
+    tables: StepTables
+    recorded: Recorded | None
+
+
+@final
+class StepGraphs:
+    """Recorded decode steps of a model, over a store of its keys and values.
+
+    Args:
+        store: The store, all layers on one device and exact.
+        record: Runs a function on the device and returns what replays it, and what it returned.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        record: Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]] | None = None,
+    ) -> None:
+        self._store = store
+        layers = store.layout.layers
+        self.device = layers[0].device
+        self._num_key_heads = layers[0].num_key_heads
+        self._bytes_per_token = max(layer.bytes_per_slot for layer in layers)
+        self._record = CudaRecorder(self.device) if record is None else record
+        self._twins: weakref.WeakKeyDictionary[Twin, _OfTwin | None] = weakref.WeakKeyDictionary()
+
+    @staticmethod
+    def can_be(parameters: Collection[str], attend: Attend[Any], store: KVStore) -> bool:
+        """Whether decode steps can be recorded, as far as it shows before one runs.
+
+        Args:
+            parameters: Names of what the model's ``forward`` takes.
+            attend: The way to attend to what is kept.
+            store: Where it is kept.
+        """
+        layers = store.layout.layers
+        return (
+            isinstance(attend, SharedAttend)
+            and {"position_ids", "past_key_values"} <= {*parameters}
+            and store.is_exact
+            and not store.layout.states
+            and len({layer.device for layer in layers}) == 1
+            and layers[0].device.type in VARLEN_OPERATORS
+        )
+
+    def drop(self, twin: Twin) -> None:
+        """Forget what has been recorded of a twin, which is another now."""
+        self._twins.pop(twin, None)
+
+    def plan(self, twin: Twin, batch: PackedBatch) -> Plan | None:
+        """Return how a pass may run recorded; ``None`` where it runs as ever."""
+        if not batch.is_step or batch.reading is None or batch.states is not None:
+            return None
+        own = self._of(twin)
+        if own is None:
+            return None
+        slots = batch.new_slots.numpy()
+        tables = StepTables.of(batch.reading, slots, self._group_size(twin), self._num_key_heads)
+        shape = tables.shape
+        if shape in own.failed or shape.tokens * self._bytes_per_token > MAX_COPIED:
+            return None
+        recorded = own.by_shape.pop(shape, None)
+        if recorded is not None:
+            own.by_shape[shape] = recorded  # as the last one used
+            if int(batch.num_past.max()) + 1 > recorded.most_tokens:
+                return None
+        return Plan(shape, tables, recorded)
+
+    def learn(self, plan: Plan, twin: Twin, batch: PackedBatch, logits: torch.Tensor) -> None:
+        """Record a pass of a shape that has been met before, and compare it.
+
+        Args:
+            plan: The plan of a pass that has run as ever.
+            twin: What it ran in.
+            batch: The pass.
+            logits: What it has said.
+        """
+        own, shape = self._twins.get(twin), plan.shape
+        if own is None:
+            return
+        own.num_seen[shape] += 1
+        if own.num_seen[shape] < 2:
+            return
+        own.failed.add(shape)  # until it has been seen to be right
+        try:
+            recorded = self._recorded(plan, twin, batch)
+        except Exception as error:  # whatever third-party code does that cannot be recorded
+            if is_out_of_memory(error):
+                logger.info("no memory is left to record decode steps of %s", shape)
+                return
+            if isinstance(error, UnrecordableError) or not own.by_shape:
+                self._twins[twin] = None
+            logger.info("decode steps are not recorded: %s", error, exc_info=error)
+            return
+        found = recorded.replay(plan.tables, batch)
+        distance = _distance(found, logits)
+        if distance <= FARTHEST:
+            own.failed.discard(shape)
+            own.by_shape[shape] = recorded
+            if len(own.by_shape) > MAX_GRAPHS:
+                del own.by_shape[next(iter(own.by_shape))]
+        else:
+            logger.warning(
+                "decode steps of %s run as ever: a recorded one is %.2g off", shape, distance
+            )
+
+    def _of(self, twin: Twin) -> _OfTwin | None:
+        """Return what has been recorded of a twin; ``None`` where nothing can be."""
+        if twin in self._twins:
+            own = self._twins[twin]
+            if own is None or [tensor.data_ptr() for tensor in own.tensors] == own.pointers:
+                return own
+        own = None
+        if not _has_hooks(twin.module):
+            tensors = [*twin.module.parameters(), *twin.module.buffers()]
+            own = _OfTwin(tensors, [tensor.data_ptr() for tensor in tensors])
+        self._twins[twin] = own
+        return own
+
+    def _group_size(self, twin: Twin) -> int:
+        config = twin.module.config.get_text_config(decoder=True)
+        return max(1, getattr(config, "num_attention_heads", 1) // self._num_key_heads)
+
+    def _recorded(self, plan: Plan, twin: Twin, batch: PackedBatch) -> Recorded:
+        arrays = StepArrays(plan.shape, self.device)
+        arrays.fill(plan.tables, batch)
+        tensors, rows = arrays.arrays, plan.shape.rows
+        on_device = PackedBatch(
+            input_ids=tensors["token_ids"][:, None],
+            position_ids=tensors["positions"][:, None],
+            new_slots=tensors["new_slots"],
+            new_columns=None,
+            output_rows=torch.arange(rows, dtype=torch.int64),
+            output_columns=torch.zeros(rows, dtype=torch.int64),
+            num_new=batch.num_new,
+            num_past=batch.num_past,
+            past=Paths.none(rows),
+            is_step=True,
+        )
+        num_past, num_layers = int(batch.num_past.max()), len(self._store.layout.layers)
+        most_tokens: list[float] = []
+
+        def run() -> torch.Tensor:
+            step = StepPass(self._store, arrays, num_past)
+            with dispatched_to(step):
+                logits = twin.logits(on_device, step.inputs(on_device))
+            if step.num_attended != num_layers:
+                raise UnrecordableError("some layers do not attend by the function of their config")
+            most_tokens.append(step.most_tokens)
+            return logits
+
+        run_again, logits = self._record(run)
+        return Recorded(arrays, min(most_tokens), run_again, logits)
+
+
+@final
+class CudaRecorder:
+    """Records what a function launches on a CUDA device as a graph.
+
+    All graphs have one pool of memory, since none runs beside another and nobody reads what one
+    has left when the next one runs.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+        """Run a function twice, record it the second time; return what replays it."""
+        current, graph = torch.cuda.current_stream(self._stream.device), torch.cuda.CUDAGraph()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            run()  # what is made once is not to be a part of it
+        current.wait_stream(self._stream)
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        ):
+            found = run()
+        return graph.replay, found
+
+
+def _has_hooks(module: Any) -> bool:
+    """Whether something of a module's owner runs with it, which a replay would leave out."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+
+
+def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the root mean square difference of logits, over the deviation of those expected."""
+    found, expected = found.float(), expected.float()
+    is_finite = expected.isfinite().all(-1, keepdim=True) & found.isfinite().all(-1, keepdim=True)
+    difference = torch.where(is_finite, found - expected, 0.0)
+    size = torch.where(is_finite, expected - expected.mean(-1, keepdim=True), 0.0)
+    return float(difference.norm() / size.norm().clamp(min=1e-30))
