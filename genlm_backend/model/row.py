@@ -173,7 +173,10 @@ def rows_on(rows: Sequence[Row], device: torch.device) -> list[Row]:
 def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
     """Return the log-probabilities of one or more rows, each written once: ``[n, vocab]``."""
     if device.type != "cpu":
-        return torch.stack([row.logprobs.to(device) for row in rows])
+        parts = [part for _, part in _tables(rows)]
+        if len(parts) == 1:
+            return parts[0].to(device, copy=True)
+        return torch.cat([part.to(device) for part in parts])
     table = spare_memory.take((len(rows), len(rows[0].logprobs)), np.float32)
     put_rows(rows, table)
     return torch.from_numpy(table)
@@ -236,8 +239,23 @@ def rows_of_logits(
     normalisers = (largest + logarithms).flatten().tolist()
     table = table.sub_(logarithms)
     if device is not None:
-        table = table.to(device)
+        table = _moved(table, device)
     return [Row(*pair) for pair in zip(table.unbind(), normalisers, strict=True)]
+
+
+MAX_PINNED: Final = 1 << 28
+"""Bytes of a table that comes from a CUDA device through pinned memory, at most."""
+
+
+def _moved(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a table on a device; from a CUDA device to the processor through pinned memory.
+
+    That takes a fifth of the time, and torch keeps the memory for the next table.
+    """
+    if not table.is_cuda or device.type != "cpu" or table.nbytes > MAX_PINNED:
+        return table.to(device)
+    pinned = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+    return pinned.copy_(table)
 
 
 def scores_of_logits(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -59,7 +59,7 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         self._level_sizes = reachability.level_sizes
         self._shape = (reachability.num_rows, reachability.num_columns)
         self._sorted_tokens = to_device(self.layout.sorted_tokens)
-        self._node_sources = to_device(reachability.node_sources)
+        self._node_sources = to_device(reachability.table_sources())
         self._row_starts = to_device(reachability.row_starts)
         self._columns = to_device(reachability.columns)
         self._rows = to_device(reachability.rows())
@@ -107,22 +107,32 @@ class ParallelTokenCharacterTrie(VocabularyTrie):
         return tensor.detach().to(device=self.device, dtype=dtype)
 
     def _evaluate_part(self, operation: Operation, weights: Tensor) -> Tensor:
-        tokens = weights.index_select(1, self._sorted_tokens)
+        # One table of what nodes copy: tokens, the blocks of every level, and branches. Each is
+        # written where it belongs: to join them later would take as long as all the rest.
+        num_branches, num_columns = self._shape
+        table = weights.new_empty(len(weights), num_columns + num_branches)
+        columns = table[:, :num_columns]
+        tokens = columns[:, : self._level_sizes[0]]
+        torch.index_select(weights, 1, self._sorted_tokens, out=tokens)
         if operation == "sum":
-            branches = self.sum_kernel(self._with_blocks(tokens, lambda blocks: blocks.sum(-1)))
+            self._fill_blocks(columns, torch.sum)
+            branches = self.sum_kernel(columns)
         elif operation == "max":
-            branches = self.max_kernel(self._with_blocks(tokens, lambda blocks: blocks.amax(-1)))
+            self._fill_blocks(columns, torch.amax)
+            branches = self.max_kernel(columns)
         else:
-            branches = self._log_sum(self._with_blocks(tokens, lambda blocks: blocks.logsumexp(-1)))
-        return torch.cat([tokens, branches], 1).index_select(1, self._node_sources)
+            self._fill_blocks(columns, torch.logsumexp)
+            branches = self._log_sum(columns)
+        table[:, num_columns:] = branches
+        return table.index_select(1, self._node_sources)
 
-    def _with_blocks(self, tokens: Tensor, combine: Any) -> Tensor:
-        """Append the blocks of every level: ``[batch, num_columns]``."""
-        levels = [tokens]
+    def _fill_blocks(self, columns: Tensor, reduce: Callable[..., Tensor]) -> None:
+        """Write the blocks of every level behind the tokens: ``[batch, num_columns]``."""
+        start, end = 0, self._level_sizes[0]
         for size in self._level_sizes[1:]:
-            level = levels[-1][:, : size * RADIX].unflatten(1, (size, RADIX))
-            levels.append(combine(level))
-        return torch.cat(levels, 1)
+            level = columns[:, start : start + size * RADIX].unflatten(1, (size, RADIX))
+            reduce(level, -1, out=columns[:, end : end + size])
+            start, end = end, end + size
 
     def sum_kernel(self, columns: Tensor) -> Tensor:
         """Sum the columns below each branch: ``[batch, num_rows]``, the sparse product."""

@@ -55,6 +55,11 @@ class Reachability:
         """Return the row of each stored one, int64 ``[num_stored]``."""
         return np.repeat(np.arange(self.num_rows), np.diff(self.row_starts))
 
+    def table_sources(self) -> Int64:
+        """Return where each node's weight is behind all columns and, next, all rows: int64."""
+        sources, num_tokens = self.node_sources, self.level_sizes[0]
+        return np.where(sources < num_tokens, sources, sources - num_tokens + self.num_columns)
+
 
 def build_reachability(layout: TrieLayout) -> Reachability:
     """Return the reachability of the branches of ``layout``."""

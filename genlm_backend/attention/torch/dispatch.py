@@ -131,15 +131,24 @@ class TorchPass(SharedPass[torch.Tensor]):
 
 
 class PassAttention(Protocol):
-    """The attention of a pass, as layers of a model of transformers call it.
+    """The attention of a pass, as layers of a model of transformers call it."""
 
-    Attributes:
-        attended: Attends; see ``TorchPass.attended``.
-        mask: Makes what it is given for a mask; see ``TorchPass.mask``.
-    """
+    def mask(
+        self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
+    ) -> torch.Tensor | None:
+        """Return the mask that layers of one kind are given; see ``TorchPass.mask``."""
+        ...
 
-    attended: Callable[..., torch.Tensor]
-    mask: Callable[..., torch.Tensor | None]
+    def attended(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Return the outputs of attention; see ``TorchPass.attended``."""
+        ...
 
 
 @final

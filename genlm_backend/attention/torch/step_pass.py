@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.torch.dispatch import HARMLESS
 from genlm_backend.attention.torch.layer import Pair, SlotLayer, by_token
+from genlm_backend.attention.torch.step_operators import StepOperators, step_operators
 from genlm_backend.attention.torch.step_tables import StepShape, StepTables
-from genlm_backend.attention.torch.varlen import varlen_operator
 from genlm_backend.prefix import KVStore
 
 
@@ -30,13 +30,11 @@ _TYPES: Final[dict[str, tuple[type[np.generic], torch.dtype]]] = {
     "slots": (np.int64, torch.int64),
     "readers": (np.int64, torch.int64),
     "pieces": (np.int64, torch.int64),
-    "copy_bounds": (np.int32, torch.int32),
     "copy_starts": (np.int32, torch.int32),
     "copy_counts": (np.int32, torch.int32),
     "bounds": (np.int32, torch.int32),
     "starts": (np.int32, torch.int32),
     "sizes": (np.int32, torch.int32),
-    "is_missing": (np.float32, torch.float32),
 }
 
 
@@ -62,14 +60,12 @@ class StepArrays:
             "new_slots": (rows,),
             "slots": (shape.tokens,),
             "readers": (num_readers,),
-            "pieces": (rows, shape.pieces + 1),
-            "copy_bounds": (rows + 1,),
-            "copy_starts": (rows + 1,),
+            "pieces": (rows, shape.pieces),
+            "copy_starts": (rows,),
             "copy_counts": (rows,),
             "bounds": (shape.stretches + 1,),
             "starts": (shape.stretches + 1,),
             "sizes": (shape.stretches,),
-            "is_missing": (rows, shape.pieces + 1),
         }
         ends, end = dict[str, tuple[int, int]](), 0
         for name, of_array in shapes.items():
@@ -85,7 +81,6 @@ class StepArrays:
             own = self._host.numpy()[start:stop].view(kind)
             self._numbers[name] = own.reshape(shapes[name])
             self.arrays[name] = self._on_device[start:stop].view(dtype).view(shapes[name])
-        self._numbers["copy_bounds"][:] = np.arange(rows + 1)
         self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None
 
     def fill(self, tables: StepTables, batch: PackedBatch) -> None:
@@ -113,19 +108,10 @@ class StepArrays:
         starts[:num_rows], starts[num_rows:] = ends - tables.counts, 0
         num_slots, num_readers = len(tables.slots), len(tables.readers)
         into["slots"][:num_slots], into["slots"][num_slots:] = tables.slots, 0
-        # The pieces of a row: what is copied for it, and its place among the readers of stretches.
-        pieces, is_missing = into["pieces"], into["is_missing"]
-        pieces[:, 0] = np.arange(shape.rows)
-        is_missing[:, 0], is_missing[:, 1:] = 0, -np.inf
         if shape.pieces:
-            num_pieces = tables.pieces.shape[1]
-            is_there = tables.pieces >= 0
-            pieces[:, 1:] = pieces[:, :1]
-            own = np.where(is_there, tables.pieces + shape.rows, pieces[:num_rows, :1])
-            missing = np.where(is_there, np.float32(0), np.float32(-np.inf))
-            for array, numbers in ((pieces, own), (is_missing, missing)):
-                array[:num_rows, 1 : num_pieces + 1] = numbers
-                array[num_rows:, 1 : num_pieces + 1] = numbers[0]
+            num_pieces, pieces = tables.pieces.shape[1], into["pieces"]
+            pieces[:num_rows, :num_pieces], pieces[:, num_pieces:] = tables.pieces, -1
+            pieces[num_rows:, :num_pieces] = tables.pieces[0]
             into["readers"][:num_readers], into["readers"][num_readers:] = tables.readers, 0
             num_stretches = len(tables.starts)
             into["starts"][:num_stretches], into["sizes"][:num_stretches] = (
@@ -182,17 +168,18 @@ class StepPass:
 
     def mask(
         self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
-    ) -> None:
+    ) -> torch.Tensor | None:
         """Return that there is no mask.
 
         Raises:
             UnrecordableError: If a layer does not attend to all before the new tokens.
         """
         if is_causal:
-            return
+            return None
         if window is None or window <= self._num_past:
             raise UnrecordableError("a layer attends to a part of what is before it")
         self.most_tokens = min(self.most_tokens, window)
+        return None
 
     def attended(
         self,
@@ -223,96 +210,56 @@ class StepPass:
         num_key_heads = layout.num_key_heads
         group_size = num_heads // num_key_heads
         scale = dim**-0.5 if scaling is None else scaling
-        operator = varlen_operator(query.device, query.dtype, dim, group_size)
-        if operator is None or layout.width != 2 * num_key_heads * dim:
-            raise UnrecordableError("there is no operator for heads of this kind")
+        operators = step_operators(query.device, query.dtype, dim, group_size)
+        if operators is None or layout.width != 2 * num_key_heads * dim:
+            raise UnrecordableError("there are no operators for heads of this kind")
         (codes,) = self._store.codes[layer]
         queries = query.reshape(num_rows, num_heads, dim)
-        own_keys, own_values = _by_head(codes.index_select(0, arrays["slots"]), num_key_heads)
-        found, sums = operator(
+        of_parts = None
+        if self._arrays.shape.pieces:
+            of_parts = self._in_stretches(operators, queries, codes, num_key_heads, scale)
+        found = operators.in_slots(
             queries,
-            own_keys,
-            own_values,
-            arrays["copy_bounds"],
+            codes,
+            arrays["slots"],
             arrays["copy_starts"],
             arrays["copy_counts"],
-            1,
-            len(own_keys),
+            of_parts,
+            arrays["pieces"],
+            s_aux,
             scale,
+            num_key_heads,
         )
-        sums = sums.t()
-        if self._arrays.shape.pieces:
-            of_parts = self._in_stretches(operator, queries, codes, num_key_heads, scale)
-            found, sums = _merged(
-                torch.cat([found, of_parts[0]]),
-                torch.cat([sums, of_parts[1]]),
-                arrays["pieces"],
-                arrays["is_missing"],
-            )
-        if s_aux is not None:  # one more score for each head, which has no value
-            share = torch.sigmoid(sums - s_aux.float())
-            found = found * share.to(found.dtype).unsqueeze(-1)
         self.num_attended += 1
         return found.unsqueeze(1)
 
     def _in_stretches(
         self,
-        operator: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        operators: StepOperators,
         queries: torch.Tensor,
         codes: torch.Tensor,
         num_key_heads: int,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend to stretches where they lie: ``[readers, heads, dim]``, ``[readers, heads]``."""
+        """Attend to stretches where they lie, the heads of a group as queries of their own."""
         arrays = self._arrays.arrays
         num_rows, num_heads, dim = queries.shape
         group_size = num_heads // num_key_heads
         if group_size not in self._bounds:
             self._bounds[group_size] = arrays["bounds"] * group_size
         readers = queries.index_select(0, arrays["readers"])
-        # Heads of a group are queries of their own, so that keys are read once for all of them.
         grouped = readers.unflatten(1, (num_key_heads, group_size)).transpose(1, 2)
-        keys, values = _by_head(codes, num_key_heads)
-        found, sums = operator(
+        keys, values = codes.chunk(2, 1)
+        return operators.in_stretches(
             grouped.reshape(-1, num_key_heads, dim),
-            keys,
-            values,
+            keys.unflatten(1, (num_key_heads, dim)),
+            values.unflatten(1, (num_key_heads, dim)),
             self._bounds[group_size],
             arrays["starts"],
             arrays["sizes"],
             num_rows * group_size,
-            len(codes),
             scale,
         )
-        by_reader = found.unflatten(0, (-1, group_size)).transpose(1, 2).flatten(1, 2)
-        of_reader = sums.unflatten(1, (-1, group_size)).permute(1, 0, 2).flatten(1, 2)
-        return by_reader, of_reader
-
-
-def _by_head(rows: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """From rows of keys and values ``[n, width]`` to ``[n, heads, dim]`` each, as views."""
-    keys, values = rows.chunk(2, 1)
-    return keys.unflatten(1, (num_heads, -1)), values.unflatten(1, (num_heads, -1))
-
-
-def _merged(
-    values: torch.Tensor, sums: torch.Tensor, pieces: torch.Tensor, is_missing: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge the pieces of each row by the logarithms of their sums, as ``Attended.merge`` does.
-
-    Args:
-        values: Weighted means of pieces: ``[n, heads, dim]``.
-        sums: Logarithms of the sums: float32 ``[n, heads]``.
-        pieces: The pieces of each row: int64 ``[B, P]``.
-        is_missing: 0, and ``-inf`` where a row has no such piece: float32 ``[B, P]``.
-
-    Returns:
-        The same of each row: ``[B, heads, dim]`` and ``[B, heads]``.
-    """
-    of_pieces = sums[pieces] + is_missing.unsqueeze(-1)
-    total = of_pieces.logsumexp(1)
-    shares = (of_pieces - total.unsqueeze(1)).exp().unsqueeze(-1)
-    return (values[pieces] * shares).sum(1).to(values.dtype), total
 
 
 @final

@@ -6,6 +6,7 @@ that share them; and each row's other tokens, with the new one, copied out of th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Final, NamedTuple, final
 
@@ -153,8 +154,7 @@ def _divided(
             count = max(1, min(num_parts, size // SHORTEST_STRETCH))
             bounds = [start + size * i // count for i in range(count + 1)]
             found += [
-                (part.rows, first, stop - first)
-                for first, stop in zip(bounds, bounds[1:], strict=False)
+                (part.rows, first, stop - first) for first, stop in itertools.pairwise(bounds)
             ]
     return found
 

@@ -21,9 +21,9 @@ from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.torch import SharedAttend
 from genlm_backend.attention.torch.dispatch import dispatched_to
+from genlm_backend.attention.torch.step_operators import OPERATORS
 from genlm_backend.attention.torch.step_pass import StepArrays, StepPass, UnrecordableError
 from genlm_backend.attention.torch.step_tables import StepShape, StepTables
-from genlm_backend.attention.torch.varlen import OPERATORS as VARLEN_OPERATORS
 from genlm_backend.backends.hf.twin import Twin
 from genlm_backend.prefix import KVStore
 from genlm_backend.runtime.memory import is_out_of_memory
@@ -36,7 +36,7 @@ MAX_COPIED: Final = 1 << 30
 MAX_GRAPHS: Final = 64
 """Passes that are recorded of a twin; then the least used is forgotten."""
 
-FARTHEST: Final = 0.05
+FARTHEST: Final = 0.25
 """Distance of a recorded pass's logits from those of the same pass as it runs, over their size."""
 
 
@@ -136,7 +136,7 @@ class StepGraphs:
             and store.is_exact
             and not store.layout.states
             and len({layer.device for layer in layers}) == 1
-            and layers[0].device.type in VARLEN_OPERATORS
+            and layers[0].device.type in OPERATORS
         )
 
     def drop(self, twin: Twin) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend.attention import reading as sharing
-from genlm_backend.attention.torch import step_tables, varlen
+from genlm_backend.attention.torch import step_operators, step_tables
 from genlm_backend.backends.hf import step_graphs
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.model.query import Query
@@ -15,23 +15,46 @@ from tests.llm import families
 from tests.llm.conftest import fresh_row
 
 
-def by_formula(query, keys, values, bounds, starts, counts, most_queries, most_keys, scale):
-    """Attend as an operator of sequences does; what nobody is to read is NaN."""
-    group_size = query.shape[1] // keys.shape[1]
+def in_stretches(query, keys, values, bounds, starts, sizes, most_queries, scale):
+    """Attend as an operator of stretches does; what nobody is to read is NaN."""
     found, sums = torch.full_like(query, torch.nan), query.new_full(query.shape[:2], torch.nan)
-    for number, count in enumerate(counts.tolist()):
+    for number, size in enumerate(sizes.tolist()):
         first, stop, start = int(bounds[number]), int(bounds[number + 1]), int(starts[number])
         assert stop - first <= most_queries
-        assert count <= most_keys
         if first == stop:
             continue
-        own, theirs = query[first:stop], slice(start, start + count)
-        assert count
-        for head in range(query.shape[1]):
-            scores = own[:, head] @ keys[theirs, head // group_size].T * scale
-            sums[first:stop, head] = scores.logsumexp(-1)
-            found[first:stop, head] = scores.softmax(-1) @ values[theirs, head // group_size]
+        assert size
+        scores = torch.einsum("mhd,nhd->mhn", query[first:stop], keys[start : start + size]) * scale
+        sums[first:stop] = scores.logsumexp(-1)
+        means = torch.einsum("mhn,nhd->mhd", scores.softmax(-1), values[start : start + size])
+        found[first:stop] = means
     return found, sums.T
+
+
+def in_slots(query, codes, slots, starts, counts, of_parts, pieces, sinks, scale, num_key_heads):
+    """Attend as an operator of slots does."""
+    found, group_size = torch.empty_like(query), query.shape[1] // num_key_heads
+    for row, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
+        assert count
+        own = codes[slots[start : start + count]]
+        keys, values = (part.unflatten(1, (num_key_heads, -1)) for part in own.chunk(2, 1))
+        queries = query[row].unflatten(0, (num_key_heads, group_size))
+        scores = torch.einsum("hgd,nhd->hgn", queries, keys) * scale
+        sums, means = (
+            [scores.logsumexp(-1)],
+            [torch.einsum("hgn,nhd->hgd", scores.softmax(-1), values)],
+        )
+        for piece in pieces[row].tolist() if of_parts is not None else ():
+            if piece >= 0:
+                where = slice(piece * group_size, (piece + 1) * group_size)
+                sums.append(of_parts[1][:, where])
+                means.append(of_parts[0][where].transpose(0, 1))
+        if sinks is not None:
+            sums.append(sinks.to(query.dtype).view(num_key_heads, group_size))
+            means.append(torch.zeros_like(means[0]))
+        shares = torch.stack(sums).softmax(0)
+        found[row] = (shares[..., None] * torch.stack(means)).sum(0).flatten(0, 1)
+    return found
 
 
 def run_again(run):
@@ -49,11 +72,12 @@ def recorded(monkeypatch):
         again, found = run_again(run)
         return lambda: (replayed.append(1), again()), found
 
-    monkeypatch.setitem(varlen.OPERATORS, "cpu", by_formula)
+    operators = step_operators.StepOperators(in_stretches, in_slots)
+    monkeypatch.setitem(step_operators.OPERATORS, "cpu", lambda: operators)
     monkeypatch.setattr(step_graphs, "CudaRecorder", lambda device: counted)
-    varlen.varlen_operator.cache_clear()
+    step_operators.step_operators.cache_clear()
     yield replayed
-    varlen.varlen_operator.cache_clear()
+    step_operators.step_operators.cache_clear()
 
 
 def rows_of(evaluator, contexts):

@@ -1,0 +1,135 @@
+"""A kernel of Triton: attention to tokens in slots, merged with what is known of stretches.
+
+One launch does what takes torch a dozen, each of which takes longer than what it computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+
+@triton.jit
+def _attend(
+    query,
+    codes,
+    slots,
+    starts,
+    counts,
+    part_values,
+    part_sums,
+    pieces,
+    sinks,
+    found,
+    scale,
+    width,
+    num_queries,
+    num_pieces,
+    NUM_KEY_HEADS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    QUERIES: tl.constexpr,
+    DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    row, head = tl.program_id(0), tl.program_id(1)
+    each, dims = tl.arange(0, QUERIES), tl.arange(0, DIMS)
+    is_query, is_dim = each < GROUP_SIZE, dims < DIM
+    is_value = is_query[:, None] & is_dim[None, :]
+    own = (row * NUM_KEY_HEADS + head) * GROUP_SIZE + each
+    q = tl.load(query + own[:, None] * DIM + dims[None, :], mask=is_value, other=0.0)
+    start, count = tl.load(starts + row), tl.load(counts + row)
+    largest = tl.full([QUERIES], -float("inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    means = tl.zeros([QUERIES, DIMS], tl.float32)
+    for first in range(0, count, BLOCK):
+        number = first + tl.arange(0, BLOCK)
+        is_there = number < count
+        slot = tl.load(slots + start + number, mask=is_there, other=0)
+        at = codes + slot[:, None] * width + head * DIM + dims[None, :]
+        is_key = is_there[:, None] & is_dim[None, :]
+        keys = tl.load(at, mask=is_key, other=0.0)
+        scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(is_there[None, :], scores, -float("inf"))
+        now = tl.maximum(largest, tl.max(scores, 1))
+        weights, kept = tl.exp(scores - now[:, None]), tl.exp(largest - now)
+        values = tl.load(at + NUM_KEY_HEADS * DIM, mask=is_key, other=0.0)
+        added = tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        means = means * kept[:, None] + added
+        total = total * kept + tl.sum(weights, 1)
+        largest = now
+    for piece in range(0, num_pieces):
+        reader = tl.load(pieces + row * num_pieces + piece)
+        if reader >= 0:
+            at = reader * GROUP_SIZE + each
+            sums = tl.load(part_sums + head * num_queries + at, mask=is_query, other=0.0)
+            place = (at[:, None] * NUM_KEY_HEADS + head) * DIM + dims[None, :]
+            values = tl.load(part_values + place, mask=is_value, other=0.0).to(tl.float32)
+            now = tl.maximum(largest, sums)
+            weights, kept = tl.exp(sums - now), tl.exp(largest - now)
+            means = means * kept[:, None] + values * weights[:, None]
+            total = total * kept + weights
+            largest = now
+    if HAS_SINKS:
+        sink = tl.load(sinks + head * GROUP_SIZE + each, mask=is_query, other=0.0).to(tl.float32)
+        now = tl.maximum(largest, sink)
+        kept = tl.exp(largest - now)
+        means, total = means * kept[:, None], total * kept + tl.exp(sink - now)
+    means = means / total[:, None]
+    to = found + own[:, None] * DIM + dims[None, :]
+    tl.store(to, means.to(found.dtype.element_ty), mask=is_value)
+
+
+def attend_in_slots(
+    query: torch.Tensor,
+    codes: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    counts: torch.Tensor,
+    of_parts: tuple[torch.Tensor, torch.Tensor] | None,
+    pieces: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    num_key_heads: int,
+) -> torch.Tensor:
+    """Attend; see ``StepOperators.in_slots``."""
+    num_rows, num_heads, dim = query.shape
+    group_size = num_heads // num_key_heads
+    query, found = (
+        query.contiguous(),
+        torch.empty_like(query, memory_format=torch.contiguous_format),
+    )
+    per_row = triton.next_power_of_2(max(1, len(slots) // num_rows))
+    if of_parts is None:  # which nobody reads
+        of_parts = query, query.new_empty((1, 1), dtype=torch.float32)
+        pieces = pieces[:, :0]
+    values, sums = (part.contiguous() for part in of_parts)
+    launch: Any = _attend[(num_rows, num_key_heads)]  # pyright: ignore[reportIndexIssue]
+    launch(
+        query,
+        codes,
+        slots,
+        starts,
+        counts,
+        values,
+        sums,
+        pieces,
+        query if sinks is None else sinks,
+        found,
+        scale,
+        codes.stride(0),
+        sums.shape[1],
+        pieces.shape[1],
+        NUM_KEY_HEADS=num_key_heads,
+        GROUP_SIZE=group_size,
+        DIM=dim,
+        QUERIES=max(16, triton.next_power_of_2(group_size)),
+        DIMS=max(16, triton.next_power_of_2(dim)),
+        BLOCK=min(64, max(16, per_row)),
+        HAS_SINKS=sinks is not None,
+    )
+    return found
