@@ -60,6 +60,14 @@ class Paths:
         _write_columns(self.parent, self.depth, self.slot, self.nodes, slots)
         return slots
 
+    def write_last(self, slots: NDArray[np.int64]) -> None:
+        """Write the slots of the last tokens of every row, the last one first.
+
+        Args:
+            slots: Where to, ``[B, n]``; a row with fewer tokens leaves what is behind them.
+        """
+        _write_last(self.parent, self.depth, self.slot, self.nodes, slots)
+
 
 @compiled
 def _write_columns(parent: Any, depth: Any, slot: Any, nodes: Any, slots: Any) -> None:
@@ -67,5 +75,14 @@ def _write_columns(parent: Any, depth: Any, slot: Any, nodes: Any, slots: Any) -
         node, column = nodes[row], slots.shape[1]
         while depth[node] > 0:
             column -= 1
+            slots[row, column] = slot[node]
+            node = parent[node]
+
+
+@compiled
+def _write_last(parent: Any, depth: Any, slot: Any, nodes: Any, slots: Any) -> None:
+    for row in range(len(nodes)):
+        node = nodes[row]
+        for column in range(min(slots.shape[1], depth[node])):
             slots[row, column] = slot[node]
             node = parent[node]

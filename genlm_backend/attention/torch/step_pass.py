@@ -20,7 +20,13 @@ from genlm_backend.prefix import KVStore
 
 
 class UnrecordableError(RuntimeError):
-    """A pass that does something of which the next one may need another version."""
+    """A pass that does something of which the next one may need another version.
+
+    Attributes:
+        window: The window that its tables would have to have; ``None`` where that would not do.
+    """
+
+    window: int | None = None
 
 
 _TYPES: Final[dict[str, tuple[type[np.generic], torch.dtype]]] = {
@@ -30,11 +36,14 @@ _TYPES: Final[dict[str, tuple[type[np.generic], torch.dtype]]] = {
     "slots": (np.int64, torch.int64),
     "readers": (np.int64, torch.int64),
     "pieces": (np.int64, torch.int64),
-    "copy_starts": (np.int32, torch.int32),
-    "copy_counts": (np.int32, torch.int32),
+    "slot_starts": (np.int32, torch.int32),
+    "slot_counts": (np.int32, torch.int32),
     "bounds": (np.int32, torch.int32),
     "starts": (np.int32, torch.int32),
     "sizes": (np.int32, torch.int32),
+    "recent": (np.int64, torch.int64),
+    "recent_starts": (np.int32, torch.int32),
+    "recent_counts": (np.int32, torch.int32),
 }
 
 
@@ -61,11 +70,14 @@ class StepArrays:
             "slots": (shape.tokens,),
             "readers": (num_readers,),
             "pieces": (rows, shape.pieces),
-            "copy_starts": (rows,),
-            "copy_counts": (rows,),
+            "slot_starts": (rows,),
+            "slot_counts": (rows,),
             "bounds": (shape.stretches + 1,),
             "starts": (shape.stretches + 1,),
             "sizes": (shape.stretches,),
+            "recent": (rows, shape.window),
+            "recent_starts": (rows,),
+            "recent_counts": (rows,),
         }
         ends, end = dict[str, tuple[int, int]](), 0
         for name, of_array in shapes.items():
@@ -81,6 +93,7 @@ class StepArrays:
             own = self._host.numpy()[start:stop].view(kind)
             self._numbers[name] = own.reshape(shapes[name])
             self.arrays[name] = self._on_device[start:stop].view(dtype).view(shapes[name])
+        self._numbers["recent_starts"][:] = np.arange(rows) * shape.window
         self._copied: Any = torch.cuda.Event() if device.type == "cuda" else None
 
     def fill(self, tables: StepTables, batch: PackedBatch) -> None:
@@ -99,12 +112,14 @@ class StepArrays:
             ("token_ids", batch.input_ids[:, 0].numpy()),
             ("positions", batch.position_ids[:, 0].numpy()),
             ("new_slots", batch.new_slots.numpy()),
-            ("copy_counts", tables.counts),
+            ("slot_counts", tables.counts),
+            ("recent", tables.recent),
+            ("recent_counts", tables.num_recent),
         ):
             into[name][:num_rows] = numbers
             into[name][num_rows:] = numbers[0]
         ends = tables.counts.cumsum()
-        starts = into["copy_starts"]
+        starts = into["slot_starts"]
         starts[:num_rows], starts[num_rows:] = ends - tables.counts, 0
         num_slots, num_readers = len(tables.slots), len(tables.readers)
         into["slots"][:num_slots], into["slots"][num_slots:] = tables.slots, 0
@@ -148,6 +163,7 @@ class StepPass:
         self.most_tokens: float = math.inf
         self.num_attended = 0
         self._layer: int | None = None
+        self._windowed: list[torch.Tensor] = []  # what layers with a window are given for a mask
         self._bounds: dict[int, torch.Tensor] = {}  # of readers, by the size of groups of heads
 
     def inputs(self, batch: PackedBatch) -> dict[str, Any]:
@@ -169,17 +185,29 @@ class StepPass:
     def mask(
         self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
     ) -> torch.Tensor | None:
-        """Return that there is no mask.
+        """Return what layers of one kind are given for a mask.
+
+        Returns:
+            ``None`` where all before the new tokens count, and something by which ``attended``
+            knows a window.
 
         Raises:
-            UnrecordableError: If a layer does not attend to all before the new tokens.
+            UnrecordableError: If layers attend to something else.
         """
         if is_causal:
             return None
-        if window is None or window <= self._num_past:
+        if window is None or not _is_window(allows, window):
             raise UnrecordableError("a layer attends to a part of what is before it")
-        self.most_tokens = min(self.most_tokens, window)
-        return None
+        if window > self._num_past:
+            self.most_tokens = min(self.most_tokens, window)
+            return None
+        if window != self._arrays.shape.window:
+            error = UnrecordableError("a layer has a window")
+            if not self._arrays.shape.window:
+                error.window = window
+            raise error
+        self._windowed.append(torch.empty(0, dtype=torch.bool))
+        return self._windowed[-1]
 
     def attended(
         self,
@@ -203,7 +231,8 @@ class StepPass:
         num_rows, num_heads, num_new, dim = query.shape
         if self._layer is None or unknown or is_causal is False or softcap is not None:
             raise UnrecordableError("a layer attends in a way of its own")
-        if mask is not None or num_new > 1:
+        has_window = mask is not None
+        if num_new > 1 or (has_window and not any(mask is own for own in self._windowed)):
             raise UnrecordableError("a layer has a mask, or several new tokens")
         layer, self._layer = self._layer, None
         layout, arrays = self._store.layout.layers[layer], self._arrays.arrays
@@ -215,15 +244,15 @@ class StepPass:
             raise UnrecordableError("there are no operators for heads of this kind")
         (codes,) = self._store.codes[layer]
         queries = query.reshape(num_rows, num_heads, dim)
-        of_parts = None
-        if self._arrays.shape.pieces:
+        of_parts, name = None, "recent" if has_window else "slot"
+        if self._arrays.shape.pieces and not has_window:
             of_parts = self._in_stretches(operators, queries, codes, num_key_heads, scale)
         found = operators.in_slots(
             queries,
             codes,
-            arrays["slots"],
-            arrays["copy_starts"],
-            arrays["copy_counts"],
+            arrays["recent"].view(-1) if has_window else arrays["slots"],
+            arrays[f"{name}_starts"],
+            arrays[f"{name}_counts"],
             of_parts,
             arrays["pieces"],
             s_aux,
@@ -260,6 +289,14 @@ class StepPass:
             num_rows * group_size,
             scale,
         )
+
+
+def _is_window(allows: Callable[..., torch.Tensor], window: int) -> bool:
+    """Whether the last tokens are what may be attended to, up to a number of them."""
+    last = 2 * window + window // 2 + 1
+    zero, positions = torch.zeros(1, dtype=torch.int64), torch.arange(last + 1, dtype=torch.int64)
+    found = allows(zero, zero, zero + last, positions).expand(last + 1)
+    return torch.equal(found, positions > last - window)
 
 
 @final

@@ -1,24 +1,28 @@
 """From the reading of a decode step to tables of a fixed shape, of which a recorded pass reads.
 
-Cached tokens are read in two ways: stretches of consecutive slots where they lie, once for all rows
-that share them; and each row's other tokens, with the new one, copied out of their slots.
+Cached tokens are read in two ways: stretches of consecutive slots once for all rows that share
+them; and each row's other tokens, with the new one, slot by slot. Layers with a window read the
+last tokens of each row slot by slot.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Final, NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.reading import Part, Reading
 
 MAX_PIECES: Final = 32
-"""Stretches that a row may read; a part in more than ``MAX_RUNS`` runs of slots is copied."""
+"""Stretches that a row may read."""
 
 MAX_RUNS: Final = 16
+"""Runs of slots that a part may be read in as stretches; one in more is read slot by slot."""
 
 NUM_BLOCKS: Final = 264
 """Blocks of queries, by stretch and head, that keep a device busy: twice the multiprocessors of an
@@ -26,9 +30,14 @@ H100. A long stretch is divided where there are fewer, which takes 28 us in plac
 tokens and one row there, and no more where rows are many."""
 
 QUERIES_OF_BLOCK: Final = 128
+"""Queries that the operator of stretches takes at once."""
 
 SHORTEST_STRETCH: Final = 512
 """Tokens from which on a stretch is divided."""
+
+FEW_SLOTS: Final = 64
+"""Tokens for each row that a recorded pass has room to read slot by slot, at least; room costs next
+to nothing, and a pass that is recorded again for want of it a tenth of a second."""
 
 
 class StepShape(NamedTuple):
@@ -36,15 +45,26 @@ class StepShape(NamedTuple):
 
     Attributes:
         rows: Number of rows.
-        tokens: Number of tokens that are copied out of their slots, new ones counted.
+        tokens: Number of tokens that are read slot by slot, new ones counted.
         pieces: Number of stretches that each row may read.
         stretches: Number of stretches.
+        window: Number of tokens of each row that layers with a window read, the new one counted; 0
+            where their windows hold all tokens, or there is none.
     """
 
     rows: int
     tokens: int
     pieces: int
     stretches: int
+    window: int = 0
+
+    def holds(self, other: StepShape) -> bool:
+        """Whether the tables of another shape have room, and few more rows would be computed."""
+        return (
+            self.window == other.window
+            and self.rows <= 2 * other.rows
+            and all(map(operator.ge, self, other))
+        )
 
 
 @final
@@ -52,14 +72,16 @@ class StepTables(NamedTuple):
     """What the rows of a decode step read, ``B`` of them.
 
     Attributes:
-        slots: int64 ``[tokens]``: what is copied for the rows, one after another, each row's new
-            token last.
+        slots: int64 ``[tokens]``: what the rows read slot by slot, one row after another.
         counts: int64 ``[B]``: the number of these of each row.
         starts: int64 ``[S]``: the first slot of each stretch.
         sizes: int64 ``[S]``: its number of slots.
         readers: int64 ``[N]``: the rows that read the first stretch, then those of the next.
         num_readers: int64 ``[S]``: how many read each.
         pieces: int64 ``[B, pieces]``: which of ``readers`` each row is; -1 for none.
+        recent: int64 ``[B, window]``: the last tokens of each row, in any order, as far as there
+            are some.
+        num_recent: int64 ``[B]``: how many each has.
     """
 
     slots: NDArray[np.int64]
@@ -69,26 +91,36 @@ class StepTables(NamedTuple):
     readers: NDArray[np.int64]
     num_readers: NDArray[np.int64]
     pieces: NDArray[np.int64]
+    recent: NDArray[np.int64]
+    num_recent: NDArray[np.int64]
 
     @classmethod
     def of(
-        cls, reading: Reading, new_slots: NDArray[np.int64], group_size: int, num_key_heads: int
+        cls,
+        reading: Reading,
+        past: Paths,
+        new_slots: NDArray[np.int64],
+        group_size: int,
+        num_key_heads: int,
+        window: int = 0,
     ) -> StepTables:
         """Return the tables of a decode step.
 
         Args:
             reading: How it reads what is cached.
+            past: What is cached.
             new_slots: Where its new tokens' keys and values go: ``[B]``.
             group_size: Number of heads that share a head of keys.
             num_key_heads: Number of heads of keys.
+            window: Number of tokens that layers with a window attend to; 0 for none.
         """
         num_rows = len(new_slots)
         in_place: list[tuple[Part, list[tuple[int, int]]]] = []
-        copied: list[Part] = []
+        apart: list[Part] = []
         for part in reading.parts:
             runs = _runs(part.slots)
             if len(runs) > MAX_RUNS:
-                copied.append(part)
+                apart.append(part)
             else:
                 in_place.append((part, runs))
         stretches = _divided(in_place, group_size, num_key_heads)
@@ -97,7 +129,11 @@ class StepTables(NamedTuple):
             stretches = [(part.rows, *run) for part, runs in in_place for run in runs]
             pieces = _pieces(stretches, num_rows)
         readers = [rows for rows, _, _ in stretches]
-        slots, counts = _copied(reading, copied, new_slots)
+        slots, counts = _slot_by_slot(reading, apart, new_slots)
+        recent = np.empty((num_rows, window), np.int64)
+        if window:
+            recent[:, 0] = new_slots
+            past.write_last(recent[:, 1:])
         return cls(
             slots,
             counts,
@@ -106,17 +142,22 @@ class StepTables(NamedTuple):
             np.concatenate(readers) if readers else np.empty(0, np.int64),
             np.array([len(rows) for rows in readers], np.int64),
             pieces,
+            recent,
+            np.minimum(reading.num_past + 1, window),
         )
 
     @property
     def shape(self) -> StepShape:
         """The smallest of the shapes that passes are recorded for, in which the tables fit."""
         num_rows = _rounded_rows(len(self.counts))
-        per_row = max(8, _power_of_two(-(-len(self.slots) // num_rows)))
+        per_row = FEW_SLOTS
+        while num_rows * per_row < len(self.slots):
+            per_row *= 8
         num_pieces = self.pieces.shape[1] and _power_of_two(self.pieces.shape[1])
         most = num_rows * num_pieces
         num_stretches = min(most, 64) if len(self.starts) <= 64 else most
-        return StepShape(num_rows, num_rows * per_row, num_pieces, num_stretches)
+        window = self.recent.shape[1]
+        return StepShape(num_rows, num_rows * per_row, num_pieces, num_stretches, window)
 
 
 def _power_of_two(number: int) -> int:
@@ -178,10 +219,10 @@ def _pieces(
     return pieces
 
 
-def _copied(
+def _slot_by_slot(
     reading: Reading, parts: Sequence[Part], new_slots: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the slots that are copied, row by row, and their number of each row."""
+    """Return the slots that are read one by one, row by row, and their number of each row."""
     num_rows = len(new_slots)
     columns = np.concatenate([reading.rest.slots, new_slots[:, None]], 1)
     is_there = np.ones(columns.shape, np.bool_)

@@ -8,6 +8,7 @@ tables of a fixed shape; what would depend on anything else runs as ever.
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -30,11 +31,17 @@ from genlm_backend.runtime.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
-MAX_COPIED: Final = 1 << 30
-"""Bytes of a layer's keys and values that a recorded pass may copy out of their slots."""
+MAX_SLOTS: Final = 1 << 20
+"""Tokens that a recorded pass may read slot by slot."""
 
 MAX_GRAPHS: Final = 64
 """Passes that are recorded of a twin; then the least used is forgotten."""
+
+MIN_SEEN: Final = 2
+"""Steps of some number of rows from which on one is recorded, which takes as long as a few."""
+
+MIN_SEEN_AGAIN: Final = 8
+"""The same where a pass of more rows has been recorded, which does as well, if not as soon."""
 
 FARTHEST: Final = 0.25
 """Distance of a recorded pass's logits from those of the same pass as it runs, over their size."""
@@ -72,16 +79,34 @@ class _OfTwin:
     Attributes:
         tensors: Its parameters and buffers.
         pointers: Where they were.
+        group_size: Number of heads that share a head of keys, as its config has it.
         by_shape: The passes, the least recently used first.
-        num_seen: How often each shape has been met.
+        num_seen: How often each number of rows has been met that no pass was recorded for.
         failed: Shapes of which none could be recorded.
+        window: The window of some layers, as far as it is known; 0 for none.
     """
 
     tensors: list[torch.Tensor]
     pointers: list[int]
+    group_size: int
     by_shape: dict[StepShape, Recorded] = field(default_factory=dict)
-    num_seen: Counter[StepShape] = field(default_factory=Counter)
+    num_seen: Counter[int] = field(default_factory=Counter)
     failed: set[StepShape] = field(default_factory=set)
+    window: int = 0
+
+    def find(self, shape: StepShape) -> Recorded | None:
+        """Return the pass of fewest rows that tables have room in; ``None`` to record another."""
+        fitting = [known for known in self.by_shape if known.holds(shape)]
+        if not fitting:
+            return None
+        best = min(fitting)
+        if best.rows > shape.rows:
+            self.num_seen[shape.rows] += 1
+            if self.num_seen[shape.rows] > MIN_SEEN_AGAIN:
+                return None  # it is worth a pass of its own
+        recorded = self.by_shape.pop(best)
+        self.by_shape[best] = recorded  # as the last one used
+        return recorded
 
 
 class Plan(NamedTuple):
@@ -116,7 +141,6 @@ class StepGraphs:
         layers = store.layout.layers
         self.device = layers[0].device
         self._num_key_heads = layers[0].num_key_heads
-        self._bytes_per_token = max(layer.bytes_per_slot for layer in layers)
         self._record = CudaRecorder(self.device) if record is None else record
         self._twins: weakref.WeakKeyDictionary[Twin, _OfTwin | None] = weakref.WeakKeyDictionary()
 
@@ -150,16 +174,21 @@ class StepGraphs:
         own = self._of(twin)
         if own is None:
             return None
-        slots = batch.new_slots.numpy()
-        tables = StepTables.of(batch.reading, slots, self._group_size(twin), self._num_key_heads)
+        longest = int(batch.num_past.max()) + 1
+        tables = StepTables.of(
+            batch.reading,
+            batch.past,
+            batch.new_slots.numpy(),
+            own.group_size,
+            self._num_key_heads,
+            own.window if longest > own.window else 0,
+        )
         shape = tables.shape
-        if shape in own.failed or shape.tokens * self._bytes_per_token > MAX_COPIED:
+        if shape in own.failed or max(shape.tokens, shape.rows * shape.window) > MAX_SLOTS:
             return None
-        recorded = own.by_shape.pop(shape, None)
-        if recorded is not None:
-            own.by_shape[shape] = recorded  # as the last one used
-            if int(batch.num_past.max()) + 1 > recorded.most_tokens:
-                return None
+        recorded = own.find(shape)
+        if recorded is not None and longest > recorded.most_tokens:
+            return None
         return Plan(shape, tables, recorded)
 
     def learn(self, plan: Plan, twin: Twin, batch: PackedBatch, logits: torch.Tensor) -> None:
@@ -174,8 +203,8 @@ class StepGraphs:
         own, shape = self._twins.get(twin), plan.shape
         if own is None:
             return
-        own.num_seen[shape] += 1
-        if own.num_seen[shape] < 2:
+        own.num_seen[shape.rows] += 1
+        if own.num_seen[shape.rows] < MIN_SEEN:
             return
         own.failed.add(shape)  # until it has been seen to be right
         try:
@@ -183,6 +212,10 @@ class StepGraphs:
         except Exception as error:  # whatever third-party code does that cannot be recorded
             if is_out_of_memory(error):
                 logger.info("no memory is left to record decode steps of %s", shape)
+                return
+            if isinstance(error, UnrecordableError) and error.window is not None:
+                own.window = error.window  # with which it is tried again
+                own.failed.discard(shape)
                 return
             if isinstance(error, UnrecordableError) or not own.by_shape:
                 self._twins[twin] = None
@@ -193,6 +226,8 @@ class StepGraphs:
         if distance <= FARTHEST:
             own.failed.discard(shape)
             own.by_shape[shape] = recorded
+            if recorded.most_tokens < math.inf:
+                own.window = int(recorded.most_tokens)
             if len(own.by_shape) > MAX_GRAPHS:
                 del own.by_shape[next(iter(own.by_shape))]
         else:
@@ -209,13 +244,12 @@ class StepGraphs:
         own = None
         if not _has_hooks(twin.module):
             tensors = [*twin.module.parameters(), *twin.module.buffers()]
-            own = _OfTwin(tensors, [tensor.data_ptr() for tensor in tensors])
+            config = twin.module.config.get_text_config(decoder=True)
+            num_heads = getattr(config, "num_attention_heads", None) or self._num_key_heads
+            group_size = max(1, num_heads // self._num_key_heads)
+            own = _OfTwin(tensors, [tensor.data_ptr() for tensor in tensors], group_size)
         self._twins[twin] = own
         return own
-
-    def _group_size(self, twin: Twin) -> int:
-        config = twin.module.config.get_text_config(decoder=True)
-        return max(1, getattr(config, "num_attention_heads", 1) // self._num_key_heads)
 
     def _recorded(self, plan: Plan, twin: Twin, batch: PackedBatch) -> Recorded:
         arrays = StepArrays(plan.shape, self.device)
