@@ -6,18 +6,17 @@ take the same time.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.block import Block
-from genlm_backend.attention.packing import Span
 from genlm_backend.attention.torch.fused import fused_operator
 from genlm_backend.attention.torch.torch_operators import TORCH
 
@@ -128,7 +127,9 @@ def steps(name: str, device: str, deadline: float) -> Iterator[Line]:
     """Yield what a step of particles behind a shared prompt costs, beside the limit.
 
     The limit is the time in which the memory hands over the weights, and each distinct key and
-    value. ``host_ms`` is what a step takes beside the passes of the model.
+    value. ``host_ms`` is what a step takes beside the passes of the model, and ``eager_ms`` what
+    one takes whose passes are not recorded. ``smc_ms`` is a step before which particles have been
+    drawn anew.
 
     Args:
         name: Name of the model.
@@ -144,55 +145,91 @@ def steps(name: str, device: str, deadline: float) -> Iterator[Line]:
     options = {"batch_size": max(PARTICLES), "row_cache_bytes": 0, "output_device": device}
     with AsyncTransformer(model, tokenizer_of(vocab_size), self_check=False, **options) as lm:
         evaluator: Any = lm._hf
-        passes, ask = evaluator.passes, lm.batch_next_token_logprobs_sync
-        in_passes, forward = [0.0], passes.runner.forward
-
-        def timed(spans: Sequence[Span], attend: Attend) -> torch.Tensor:
-            start, logits = time.perf_counter(), forward(spans, attend)
-            wait(device)
-            in_passes[0] += time.perf_counter() - start
-            return logits
-
-        passes.runner.forward = timed
-        per_token = passes.cache.layout.bytes_per_slot
-        for length in PROMPTS:
+        passes, per_token = evaluator.passes, evaluator.passes.cache.layout.bytes_per_slot
+        for length, count in itertools.product(PROMPTS, PARTICLES):
             capacity = lm.statistics().kv_bytes_budget // per_token
-            for count in PARTICLES:
-                line: Line = {"model": name, "shared_tokens": length, "particles": count}
-                num_own = count * (NUM_STEPS + 1)
-                if length + num_own > min(capacity, model.config.max_position_embeddings + num_own):
-                    yield {**line, "skipped": f"there is room for {capacity} tokens"}
-                    continue
-                if time.monotonic() > deadline:
-                    yield {**line, "skipped": "no time was left"}
-                    continue
-                random = np.random.default_rng(length)
-                prompt = lm.context(random.integers(1, vocab_size, length).tolist())
-                prefill = seconds(lambda prompt=prompt: ask([prompt]), device)
-                contexts, taken, outside = [prompt] * count, list[float](), list[float]()
-                for step in range(NUM_STEPS):
-                    tokens = random.permutation(vocab_size - 1)[:count] + 1
-                    contexts = [c.extend(int(t)) for c, t in zip(contexts, tokens, strict=True)]
-                    in_passes[0] = 0.0
-                    one = seconds(lambda contexts=contexts: ask(contexts), device)
-                    if step > 1:
-                        taken.append(one)
-                        outside.append(one - in_passes[0])
-                    if time.monotonic() > deadline and len(taken) > 1:
-                        break
-                distinct = length + count * NUM_STEPS / 2
-                limit = (weights + distinct * per_token) / speed
-                step_seconds = float(np.median(taken))
-                yield {
-                    **line,
-                    "step_ms": 1e3 * step_seconds,
-                    "limit_ms": 1e3 * limit,
-                    "over_limit": step_seconds / limit,
-                    "host_ms": 1e3 * float(np.median(outside)),
-                    "prefill_ms": 1e3 * prefill,
-                    "tokens_per_s": count / step_seconds,
-                }
-                lm.clear_cache()
+            line: Line = {"model": name, "shared_tokens": length, "particles": count}
+            num_own = count * 4 * NUM_STEPS
+            if length + num_own > min(capacity, model.config.max_position_embeddings + num_own):
+                yield {**line, "skipped": f"there is room for {capacity} tokens"}
+                continue
+            if time.monotonic() > deadline:
+                yield {**line, "skipped": "no time was left"}
+                continue
+            walk = _Walk(lm, vocab_size, length, count, device)
+            walk.steps(NUM_STEPS // 2)  # in which the pass is recorded
+            step_seconds = float(np.median(walk.steps(NUM_STEPS)))
+            distinct = length + count * NUM_STEPS
+            limit = (weights + distinct * per_token) / speed
+            with _timed(passes.runner, device) as in_passes:
+                outside = sum(walk.steps(NUM_STEPS // 2)) - sum(in_passes)
+            resampled = float(np.median(walk.steps(NUM_STEPS // 2, resamples=True)))
+            graphs, passes.runner.graphs = passes.runner.graphs, None
+            eager = float(np.median(walk.steps(3)))
+            passes.runner.graphs = graphs
+            yield {
+                **line,
+                "step_ms": 1e3 * step_seconds,
+                "smc_ms": 1e3 * resampled,
+                "limit_ms": 1e3 * limit,
+                "over_limit": step_seconds / limit,
+                "host_ms": 1e3 * outside / (NUM_STEPS // 2),
+                "eager_ms": 1e3 * eager,
+                "prefill_ms": 1e3 * walk.prefill,
+                "tokens_per_s": count / step_seconds,
+            }
+            lm.clear_cache()
+
+
+class _Walk:
+    """Particles behind a prompt that go on by a token each.
+
+    Args:
+        lm: What is asked.
+        vocab_size: Number of tokens.
+        length: Number of tokens of the prompt.
+        count: Number of particles.
+        device: Where the model is.
+
+    Attributes:
+        prefill: Seconds that the prompt took.
+    """
+
+    def __init__(self, lm: Any, vocab_size: int, length: int, count: int, device: str) -> None:
+        self._ask, self._device = lm.batch_next_token_logprobs_sync, device
+        self._random, self._vocab_size = np.random.default_rng(length), vocab_size
+        prompt = lm.context(self._random.integers(1, vocab_size, length).tolist())
+        self.prefill = seconds(lambda: self._ask([prompt]), device)
+        self._contexts = [prompt] * count
+
+    def steps(self, number: int, resamples: bool = False) -> list[float]:
+        """Take steps, each of particles drawn anew or not; return the seconds that each took."""
+        return [self._step(resamples) for _ in range(number)]
+
+    def _step(self, resamples: bool) -> float:
+        if resamples:
+            chosen = self._random.integers(0, len(self._contexts), len(self._contexts))
+            self._contexts = [self._contexts[i] for i in chosen]
+        tokens = self._random.permutation(self._vocab_size - 1)[: len(self._contexts)] + 1
+        pairs = zip(self._contexts, tokens, strict=True)
+        self._contexts = [context.extend(int(token)) for context, token in pairs]
+        return seconds(lambda: self._ask(self._contexts), self._device)
+
+
+@contextlib.contextmanager
+def _timed(runner: Any, device: str) -> Iterator[list[float]]:
+    """Wait for the device behind each pass; yield a list that gets the seconds of each."""
+    found, forward = list[float](), runner.forward
+
+    def timed(*given: Any) -> torch.Tensor:
+        start, logits = time.perf_counter(), forward(*given)
+        wait(device)
+        found.append(time.perf_counter() - start)
+        return logits
+
+    runner.forward = timed
+    yield found
+    del runner.forward
 
 
 def plain(name: str, device: str, deadline: float) -> Iterator[Line]:

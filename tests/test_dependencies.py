@@ -28,6 +28,9 @@ EXTRAS = {
 # What is installed under another name than it is imported by.
 DISTRIBUTIONS = {"PIL": "pillow"}
 
+# What builds of torch for CUDA bring along, and nothing else needs.
+BROUGHT_ALONG = {"triton"}
+
 
 def normalised(name):
     return re.sub(r"[-_.]+", "-", name).lower()
@@ -65,6 +68,7 @@ def test_what_is_imported_is_declared():
         f"{name} ({place})"
         for name, place in third_party_imports().items()
         if name not in EXTRAS
+        and name not in BROUGHT_ALONG
         and declared.isdisjoint(map(normalised, distributions.get(name, [name])))
     }
     assert not undeclared

@@ -13,29 +13,36 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 
 @triton.jit
+def _with_piece(means, total, largest, values, sums):
+    """Add weighted means with the logarithms of their sums to what is attended to already."""
+    now = tl.maximum(largest, sums)
+    weights, kept = tl.exp(sums - now), tl.exp(largest - now)
+    return means * kept[:, None] + values * weights[:, None], total * kept + weights, now
+
+
+@triton.jit
+def _with_pieces(
+    means, total, largest, values, sums, pieces, num_pieces, each, GROUP_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, is_query, is_value,
+):  # fmt: skip
+    """Add the pieces of a row, by the number of its first query over the size of groups."""
+    for number in range(0, num_pieces):
+        piece = tl.load(pieces + number)
+        if piece >= 0:
+            at = piece * GROUP_SIZE + each
+            own_sums = tl.load(sums + at, mask=is_query, other=0.0)
+            own = tl.load(values + at[:, None] * WIDTH, mask=is_value, other=0.0).to(tl.float32)
+            means, total, largest = _with_piece(means, total, largest, own, own_sums)
+    return means, total, largest
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_pieces"])  # or each number is compiled for
 def _attend(
-    query,
-    codes,
-    slots,
-    starts,
-    counts,
-    part_values,
-    part_sums,
-    pieces,
-    sinks,
-    found,
-    scale,
-    width,
-    num_queries,
-    num_pieces,
-    NUM_KEY_HEADS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    DIM: tl.constexpr,
-    QUERIES: tl.constexpr,
-    DIMS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    query, codes, slots, starts, counts, part_values, part_sums, pieces, sinks, found, scale, width,
+    num_queries, num_pieces, NUM_KEY_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+    DIM: tl.constexpr, QUERIES: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-):
+):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     each, dims = tl.arange(0, QUERIES), tl.arange(0, DIMS)
     is_query, is_dim = each < GROUP_SIZE, dims < DIM
@@ -62,26 +69,16 @@ def _attend(
         means = means * kept[:, None] + added
         total = total * kept + tl.sum(weights, 1)
         largest = now
-    for piece in range(0, num_pieces):
-        reader = tl.load(pieces + row * num_pieces + piece)
-        if reader >= 0:
-            at = reader * GROUP_SIZE + each
-            sums = tl.load(part_sums + head * num_queries + at, mask=is_query, other=0.0)
-            place = (at[:, None] * NUM_KEY_HEADS + head) * DIM + dims[None, :]
-            values = tl.load(part_values + place, mask=is_value, other=0.0).to(tl.float32)
-            now = tl.maximum(largest, sums)
-            weights, kept = tl.exp(sums - now), tl.exp(largest - now)
-            means = means * kept[:, None] + values * weights[:, None]
-            total = total * kept + weights
-            largest = now
+    means, total, largest = _with_pieces(
+        means, total, largest, part_values + head * DIM + dims[None, :],
+        part_sums + head * num_queries, pieces + row * num_pieces, num_pieces, each, GROUP_SIZE,
+        NUM_KEY_HEADS * DIM, is_query, is_value,
+    )  # fmt: skip
     if HAS_SINKS:
         sink = tl.load(sinks + head * GROUP_SIZE + each, mask=is_query, other=0.0).to(tl.float32)
-        now = tl.maximum(largest, sink)
-        kept = tl.exp(largest - now)
-        means, total = means * kept[:, None], total * kept + tl.exp(sink - now)
-    means = means / total[:, None]
+        means, total, largest = _with_piece(means, total, largest, tl.zeros_like(means), sink)
     to = found + own[:, None] * DIM + dims[None, :]
-    tl.store(to, means.to(found.dtype.element_ty), mask=is_value)
+    tl.store(to, (means / total[:, None]).to(found.dtype.element_ty), mask=is_value)
 
 
 def attend_in_slots(

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import Final, NamedTuple, final
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from typing import Any, Final, NamedTuple, final
 
 import torch
 
@@ -138,6 +139,9 @@ _STRETCHES: Final = (((0, 1, 3), 11, 700), ((2,), 720, 1), ((), 0, 0), ((1, 3), 
 _COUNTS: Final = (1, 40, 7, 130)
 """Tokens in slots of the rows that they are tried on."""
 
+_NUM_SLOTS: Final = 1200
+_NUM_KEY_HEADS: Final = 2
+
 
 @torch.inference_mode()
 def _distance(
@@ -149,63 +153,91 @@ def _distance(
     has_sinks: bool,
 ) -> float:
     """Return the largest difference of operators from the formula in float64."""
-    num_rows, num_key_heads, generator = len(_COUNTS), 2, torch.Generator().manual_seed(0)
-    scale = 0.7 * dim**-0.5  # another one than operators take by themselves
+    generator = torch.Generator().manual_seed(0)
 
     def numbers(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
 
-    def integers(given: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(given, dtype=dtype, device=device)
+    query = numbers(len(_COUNTS), _NUM_KEY_HEADS * group_size, dim)
+    codes = numbers(_NUM_SLOTS, 2 * _NUM_KEY_HEADS * dim)
+    sinks = numbers(_NUM_KEY_HEADS * group_size) if has_sinks else None
+    slots = torch.randint(1, _NUM_SLOTS, (sum(_COUNTS),), generator=generator, dtype=torch.int64)
+    scale = 0.7 * dim**-0.5  # another one than operators take by themselves
+    found = _attended(operators, device, query, codes, sinks, slots, scale).cpu().double()
+    expected = _by_formula(query.double(), codes.double(), sinks, slots, scale)
+    return float((found - expected).abs().max().nan_to_num(torch.inf))
 
-    query = numbers(num_rows, num_key_heads * group_size, dim)
-    codes, sinks = numbers(1200, 2 * num_key_heads * dim), numbers(num_key_heads * group_size)
-    slots = torch.randint(1, 1200, (sum(_COUNTS),), generator=generator, dtype=torch.int64)
-    of_rows = slots.split(list(_COUNTS))
+
+def _attended(
+    operators: StepOperators,
+    device: torch.device,
+    query: torch.Tensor,
+    codes: torch.Tensor,
+    sinks: torch.Tensor | None,
+    slots: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attend by operators on a device, as decode steps do: ``[B, heads, dim]``."""
+    num_rows, num_heads, dim = query.shape
+    group_size = num_heads // _NUM_KEY_HEADS
+
+    def integers(given: Iterable[Any], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(list(given), dtype=dtype, device=device)
+
     readers = [row for rows, _, _ in _STRETCHES for row in rows]
     pieces = [[i for i, reader in enumerate(readers) if reader == row] for row in range(num_rows)]
-    padded = [[*own, *[-1] * (3 - len(own))] for own in pieces]
-    ends = [sum(len(rows) for rows, _, _ in _STRETCHES[:i]) for i in range(len(_STRETCHES) + 1)]
+    ends = accumulate((len(rows) * group_size for rows, _, _ in _STRETCHES), initial=0)
     on_device, table = query.to(device), codes.to(device)
-    grouped = on_device[integers(readers, torch.int64)].unflatten(1, (num_key_heads, group_size))
-    keys, values = (part.unflatten(1, (num_key_heads, dim)) for part in table.chunk(2, 1))
+    grouped = on_device[integers(readers, torch.int64)].unflatten(1, (_NUM_KEY_HEADS, group_size))
+    keys, values = (part.unflatten(1, (_NUM_KEY_HEADS, dim)) for part in table.chunk(2, 1))
     of_parts = operators.in_stretches(
-        grouped.transpose(1, 2).reshape(-1, num_key_heads, dim),
+        grouped.transpose(1, 2).reshape(-1, _NUM_KEY_HEADS, dim),
         keys,
         values,
-        integers([end * group_size for end in ends]),
+        integers(ends),
         integers([*(start for _, start, _ in _STRETCHES), 0]),
-        integers([size for _, _, size in _STRETCHES]),
+        integers(size for _, _, size in _STRETCHES),
         num_rows * group_size,
         scale,
     )
-    found = operators.in_slots(
+    return operators.in_slots(
         on_device,
         table,
         slots.to(device),
-        integers([sum(_COUNTS[:row]) for row in range(num_rows)]),
-        integers(list(_COUNTS)),
+        integers(accumulate(_COUNTS[:-1], initial=0)),
+        integers(_COUNTS),
         of_parts,
-        torch.tensor(padded, dtype=torch.int64, device=device),
-        sinks.to(device) if has_sinks else None,
+        integers(([*own, *[-1] * (3 - len(own))] for own in pieces), torch.int64),
+        None if sinks is None else sinks.to(device),
         scale,
-        num_key_heads,
+        _NUM_KEY_HEADS,
     )
-    largest = 0.0
-    for row in range(num_rows):
-        own = [torch.arange(s, s + n) for rows, s, n in _STRETCHES if row in rows]
+
+
+def _by_formula(
+    query: torch.Tensor,
+    codes: torch.Tensor,
+    sinks: torch.Tensor | None,
+    slots: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Return the means that operators are to return, in float64."""
+    found: list[torch.Tensor] = []
+    for row, own in enumerate(slots.split(list(_COUNTS))):
+        stretches = [
+            torch.arange(start, start + size, dtype=torch.int64)
+            for rows, start, size in _STRETCHES
+            if row in rows
+        ]
         keys, values = (
-            part.unflatten(1, (num_key_heads, dim)).double()
-            for part in codes[torch.cat([of_rows[row], *own])].chunk(2, 1)
+            part.unflatten(1, (_NUM_KEY_HEADS, -1))
+            for part in codes[torch.cat([own, *stretches])].chunk(2, 1)
         )
-        scores = torch.einsum(
-            "hgd,nhd->hgn", query[row].double().unflatten(0, (num_key_heads, -1)), keys
-        )
-        weights = (scores * scale).exp()
+        queries = query[row].unflatten(0, (_NUM_KEY_HEADS, -1))
+        weights = (torch.einsum("hgd,nhd->hgn", queries, keys) * scale).exp()
         total = weights.sum(-1)
-        if has_sinks:
-            total = total + sinks.double().exp().view(num_key_heads, -1)
-        expected = torch.einsum("hgn,nhd->hgd", weights, values) / total[..., None]
-        difference = (found[row].cpu().double() - expected.flatten(0, 1)).abs().max()
-        largest = max(largest, float(difference.nan_to_num(torch.inf)))
-    return largest
+        if sinks is not None:
+            total = total + sinks.double().exp().view(_NUM_KEY_HEADS, -1)
+        means = torch.einsum("hgn,nhd->hgd", weights, values) / total[..., None]
+        found.append(means.flatten(0, 1))
+    return torch.stack(found)

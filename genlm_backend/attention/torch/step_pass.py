@@ -167,7 +167,7 @@ class StepPass:
         self._bounds: dict[int, torch.Tensor] = {}  # of readers, by the size of groups of heads
 
     def inputs(self, batch: PackedBatch) -> dict[str, Any]:
-        """Return what the model is called with."""
+        """Return the arguments that the model is called with."""
         return {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,
@@ -185,7 +185,7 @@ class StepPass:
     def mask(
         self, allows: Callable[..., torch.Tensor], is_causal: bool, window: int | None
     ) -> torch.Tensor | None:
-        """Return what layers of one kind are given for a mask.
+        """Return the mask that layers of one kind are given.
 
         Returns:
             ``None`` where all before the new tokens count, and something by which ``attended``

@@ -69,7 +69,7 @@ class StepShape(NamedTuple):
 
 @final
 class StepTables(NamedTuple):
-    """What the rows of a decode step read, ``B`` of them.
+    """Tables of what the ``B`` rows of a decode step read.
 
     Attributes:
         slots: int64 ``[tokens]``: what the rows read slot by slot, one row after another.

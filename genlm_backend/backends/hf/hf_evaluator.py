@@ -121,8 +121,8 @@ class HFEvaluator(PassEvaluator):
         cache = cache_of(runner, support, layout, self._wanted)
         if cache is not None:
             self.passes.keep(cache)
-            can_be = StepGraphs.can_be(runner.parameters, cache.attend, cache.store)
-            if can_be and not support.aligns:
+            given = runner.model, runner.parameters, cache.attend, cache.store
+            if not support.aligns and StepGraphs.can_be(*given):
                 runner.graphs = StepGraphs(cache.store)
         runner.num_forwards = runner.tokens_computed = 0  # the examination is not the user's
         return EvaluatorInfo(

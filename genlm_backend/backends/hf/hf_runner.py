@@ -11,6 +11,7 @@ import torch
 from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import PackedBatch, Span, pack
 from genlm_backend.attention.torch import TorchRowStates
+from genlm_backend.backends.hf.fused_norms import fuse_norms
 from genlm_backend.backends.hf.injection import Saved, put_layers
 from genlm_backend.backends.hf.lora import OwnerAdapters, not_loaded, read_adapter
 from genlm_backend.backends.hf.model_state import ModelSnapshot
@@ -168,6 +169,8 @@ class HFRunner(Runner):
         if adapter is None:
             self._owner.dress(twin)
         self.packed.place(twin.copies)
+        if self.device.type == "cuda":
+            fuse_norms(twin.copies)
         twin.pick()
 
     def load(self, adapter: Adapter, path: str, is_cached: bool) -> None:

@@ -22,11 +22,11 @@ from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.paths import Paths
 from genlm_backend.attention.torch import SharedAttend
 from genlm_backend.attention.torch.dispatch import dispatched_to
-from genlm_backend.attention.torch.step_operators import OPERATORS
+from genlm_backend.attention.torch.step_operators import step_operators
 from genlm_backend.attention.torch.step_pass import StepArrays, StepPass, UnrecordableError
 from genlm_backend.attention.torch.step_tables import StepShape, StepTables
 from genlm_backend.backends.hf.twin import Twin
-from genlm_backend.prefix import KVStore
+from genlm_backend.prefix import KVStore, LayerLayout
 from genlm_backend.runtime.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Recorded:
 @final
 @dataclass(slots=True, eq=False)
 class _OfTwin:
-    """What has been recorded of a twin.
+    """Recorded passes of a twin.
 
     Attributes:
         tensors: Its parameters and buffers.
@@ -145,11 +145,14 @@ class StepGraphs:
         self._twins: weakref.WeakKeyDictionary[Twin, _OfTwin | None] = weakref.WeakKeyDictionary()
 
     @staticmethod
-    def can_be(parameters: Collection[str], attend: Attend[Any], store: KVStore) -> bool:
+    def can_be(
+        model: Any, parameters: Collection[str], attend: Attend[Any], store: KVStore
+    ) -> bool:
         """Whether decode steps can be recorded, as far as it shows before one runs.
 
         Args:
-            parameters: Names of what the model's ``forward`` takes.
+            model: The model.
+            parameters: Names of what its ``forward`` takes.
             attend: The way to attend to what is kept.
             store: Where it is kept.
         """
@@ -159,8 +162,13 @@ class StepGraphs:
             and {"position_ids", "past_key_values"} <= {*parameters}
             and store.is_exact
             and not store.layout.states
+            and all(layer.key_dim == layer.value_dim for layer in layers)
             and len({layer.device for layer in layers}) == 1
-            and layers[0].device.type in OPERATORS
+            # They are compiled and tried here, and not when somebody waits for a step.
+            and all(
+                step_operators(layer.device, layer.dtype, layer.key_dim, _group_size(model, layer))
+                for layer in dict.fromkeys(layers)
+            )
         )
 
     def drop(self, twin: Twin) -> None:
@@ -236,7 +244,7 @@ class StepGraphs:
             )
 
     def _of(self, twin: Twin) -> _OfTwin | None:
-        """Return what has been recorded of a twin; ``None`` where nothing can be."""
+        """Return the recorded passes of a twin; ``None`` where there can be none."""
         if twin in self._twins:
             own = self._twins[twin]
             if own is None or [tensor.data_ptr() for tensor in own.tensors] == own.pointers:
@@ -244,9 +252,7 @@ class StepGraphs:
         own = None
         if not _has_hooks(twin.module):
             tensors = [*twin.module.parameters(), *twin.module.buffers()]
-            config = twin.module.config.get_text_config(decoder=True)
-            num_heads = getattr(config, "num_attention_heads", None) or self._num_key_heads
-            group_size = max(1, num_heads // self._num_key_heads)
+            group_size = _group_size(twin.module, self._store.layout.layers[0])
             own = _OfTwin(tensors, [tensor.data_ptr() for tensor in tensors], group_size)
         self._twins[twin] = own
         return own
@@ -310,6 +316,13 @@ class CudaRecorder:
         ):
             found = run()
         return graph.replay, found
+
+
+def _group_size(model: Any, layer: LayerLayout) -> int:
+    """Return the number of heads that share a head of keys, as the config of a model has it."""
+    config = model.config.get_text_config(decoder=True)
+    num_heads = getattr(config, "num_attention_heads", None) or layer.num_key_heads
+    return max(1, num_heads // layer.num_key_heads)
 
 
 def _has_hooks(module: Any) -> bool:

@@ -74,7 +74,7 @@ async def test_many_rows_behind_what_they_share(monkeypatch):
             torch.testing.assert_close(rows, expected, rtol=0, atol=2e-3)
 
 
-RECORDED = ["llama", "qwen2", "qwen3", "mixtral", "gpt2", "gpt-neox"]
+RECORDED = ["llama", "qwen3", "mixtral", "gpt2", "gemma3", "gpt-oss"]
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -106,3 +106,35 @@ async def test_recorded_steps(name, dtype, monkeypatch):
         recorded = [own for own in graphs._twins.values() if own is not None and own.by_shape]
         assert recorded
         assert not any(own.failed for own in recorded)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("undefined", [(), (3, 700)])
+def test_rows_of_logits(dtype, undefined):
+    """Rows and scores of logits on the device are those of the processor's."""
+    from genlm_backend.model.row import rows_of_logits, scores_of_logits
+
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(9, 1000, generator=generator, dtype=torch.float32)
+    logits[:, 3] = torch.inf if undefined else 0
+    logits[4, 17] = -torch.inf
+    logits[5, 9] = torch.nan
+    logits = logits.to(dtype)
+    places, targets = [0, 4, 8], [1, 17, 999]
+    own = rows_of_logits(logits, None, undefined)
+    scores = scores_of_logits(logits.cuda(), places, targets, undefined)
+    for device in (None, torch.device("cpu")):
+        for in_place in (False, True):
+            given = logits.cuda()
+            found = rows_of_logits(given, device, undefined, in_place=in_place)
+            assert in_place or torch.equal(given.cpu().nan_to_num(), logits.nan_to_num())
+            for row, expected in zip(found, own, strict=True):
+                assert row.logprobs.device.type == ("cuda" if device is None else "cpu")
+                torch.testing.assert_close(
+                    row.logprobs.cpu(), expected.logprobs, rtol=0, atol=1e-5, equal_nan=True
+                )
+                assert row.normaliser == pytest.approx(expected.normaliser, abs=1e-5, nan_ok=True)
+            read = [
+                found[i].logprobs[target].item() for i, target in zip(places, targets, strict=True)
+            ]
+            assert scores.tolist() == read
