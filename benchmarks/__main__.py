@@ -18,6 +18,7 @@ from benchmarks.workload import Numbers, Workload, medians
 
 ASSETS = Path(__file__).parent.parent / "docs" / "assets"
 RESULTS = "benchmarks.jsonl"
+DEVICE_RESULTS = "device.jsonl"
 DEFAULT_ROUNDS = 3
 
 
@@ -175,6 +176,14 @@ def report(options: argparse.Namespace) -> None:
         (options.output / f"{name}.md").write_text(text)
         print(f"\n{text}")
     charts(lines, options.output)
+    on_device = options.output / DEVICE_RESULTS
+    if on_device.exists():
+        from benchmarks.device_report import device_chart, device_tables
+
+        found = [json.loads(line) for line in on_device.read_text().splitlines()]
+        for name, text in device_tables(found).items():
+            (options.output / f"{name}.md").write_text(text)
+        device_chart(found, options.output)
 
 
 def list_workloads(options: argparse.Namespace) -> None:

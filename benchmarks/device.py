@@ -1,7 +1,8 @@
 """``make gpu``: the tests marked ``gpu``, then what a device can do, on a machine with little else.
 
 Each part is a process of its own, which ends within its time; its lines of JSON are in the folder
-as soon as they are known, and a summary is printed last. What is missing is named and skipped.
+as soon as they are known, and a summary is printed last; ``results.jsonl`` has all of them. What is
+missing is named and skipped.
 """
 
 from __future__ import annotations
@@ -193,6 +194,9 @@ def main() -> None:
     for part in options.parts:
         print(f"{part} …", file=sys.stderr, flush=True)
         found[part] = run(part, options.folder)
+    with (options.folder / "results.jsonl").open("w") as out:
+        for part, lines in found.items():
+            out.writelines(json.dumps({"from": part, **line}) + "\n" for line in lines)
     for part, lines in found.items():
         print(part, *map(shown, lines), sep="\n")
     if any("failed" in line or line.get("failures") for lines in found.values() for line in lines):

@@ -203,12 +203,15 @@ def test_the_tables_of_the_docs_are_made_from_the_measurements_beside_them(tmp_p
     import shutil
 
     assets = ROOT / "docs" / "assets"
-    shutil.copy(assets / "benchmarks.jsonl", tmp_path)
+    for name in ("benchmarks.jsonl", "device.jsonl"):
+        shutil.copy(assets / name, tmp_path)
     done = run("-m", "benchmarks", "report", "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    for name in ("benchmarks.md", "tries.md", "virtual.md", "growth.md"):
+    texts = "benchmarks.md", "tries.md", "virtual.md", "growth.md", "device.md", "device_tries.md"
+    for name in texts:
         assert (tmp_path / name).read_text() == (assets / name).read_text()
-    assert (tmp_path / "benchmarks.png").stat().st_size > 5000
+    for name in ("benchmarks.png", "device.png"):
+        assert (tmp_path / name).stat().st_size > 5000
 
 
 NOTEBOOK = """
