@@ -202,12 +202,13 @@ class Batcher(BatcherBase[Q, R]):
     def _ask(self, caller: Caller, loop: Loop, queries: Iterable[Q]) -> Sequence[int]:
         """Put a caller beside its queries; return their numbers."""
         queries = tuple(queries)  # an iterable of its caller's may take long, or ask us
-        numbers: list[int] = []
+        numbers: Sequence[int] = ()
         with self._lock.here:
             if self._is_closed or self._worker.is_stopped:
                 self.check_open()
-            for query in queries:
-                numbers.append(self._enter(caller, loop, query))
+            if len(queries) > 1:
+                numbers = self._enter_all(caller, loop, queries)
+            numbers = numbers or [self._enter(caller, loop, query) for query in queries]
             self._counts.num_submitted += len(numbers)
             if type(caller) is Several:
                 caller.wait_for(numbers)
@@ -221,6 +222,22 @@ class Batcher(BatcherBase[Q, R]):
                 is_full = len(self._waiting) >= self.policy.max_batch_size
                 if ticker is None or is_full or self._is_urgent or not ticker.is_coming:
                     self._advance(loop)
+        return numbers
+
+    def _enter_all(self, caller: Caller, loop: Loop, queries: tuple[Q, ...]) -> Sequence[int]:
+        """Put a caller beside many queries at once; return no numbers where one is not new."""
+        key, weight = self._key, self._weight
+        keys = cast(list[Hashable], [*queries] if key is None else [key(q) for q in queries])
+        if len(set(keys)) < len(keys) or not self._numbers.keys().isdisjoint(keys):
+            return ()
+        weights = () if weight is None else [weight(query) for query in queries]
+        if self._waiting.weights or not all(type(w) is float and w == 1.0 for w in weights):
+            return ()
+        waiting = self._waiting
+        waiting.loops.add(loop)
+        numbers = waiting.add_all(keys, queries, caller)
+        self._numbers.update(zip(keys, numbers, strict=True))
+        self._num_arrived += len(numbers)
         return numbers
 
     def _enter(self, caller: Caller, loop: Loop, query: Q) -> int:
@@ -355,7 +372,7 @@ class Batcher(BatcherBase[Q, R]):
                 self._is_busy = True
                 batch = self._take()
             self._is_wanted = batch.is_wanted
-            queries = [batch.queries[index] for index in batch.evaluated]
+            queries = batch.wanted_queries
             with fewer_collections(len(queries)):
                 self._settle(batch, *evaluated(self._evaluate, queries))
         except BaseException as raised:  # of a key that has changed, say: nobody waits for ever

@@ -42,6 +42,24 @@ class Several:
         """Wait for the queries of these numbers, before any of them is answered."""
         self._numbers, self._num_missing = numbers, len(set(numbers))
 
+    def told_all(self, first: int, results: Sequence[Any]) -> Any:
+        """Note the results of a batch that is all of its own; return what the future gets by it.
+
+        Args:
+            first: Number of the query of the first result.
+            results: A result, or an error, of each.
+
+        Returns:
+            All results; nothing, and nothing is noted, where others are missing or one is an error.
+        """
+        is_whole = not self.is_settled and self._num_missing == len(results)
+        if not is_whole or self._results or has_errors(results):
+            return _NOTHING
+        self.is_settled = True
+        if self._numbers == range(first, first + len(results)):
+            return list(results)
+        return [results[number - first] for number in self._numbers]
+
     def told(self, number: int, result: Any) -> Any:
         """Note the result of a query, or an error; return what the future gets by it, if anything.
 
@@ -159,6 +177,16 @@ class Round:
         self.callers.append(caller)
         return number
 
+    def add_all(self, keys: Sequence[Hashable], queries: Sequence[Any], caller: Caller) -> range:
+        """Add many queries of one caller, each of weight 1; return their numbers."""
+        index = len(self.callers)
+        if not index == len(self.keys) == len(self.queries):
+            del self.keys[index:], self.queries[index:]
+        self.keys.extend(keys)
+        self.queries.extend(queries)
+        self.callers.extend([caller] * len(keys))
+        return range(self.first + index, self.first + index + len(keys))
+
     def join(self, number: int, caller: Caller) -> None:
         """Wait for a query that is here already."""
         index = number - self.first
@@ -200,6 +228,8 @@ class Round:
         own = self.callers[:stop]
         if self._are_futures(own) and not any(loop and loop.is_closed() for loop in self.loops):
             gone = [f.done() or getattr(f, "is_gone", False) for f in own]
+        elif set(map(type, own)) == {Several} and all(map(is_waiting, set(own))):
+            return []
         else:
             gone = [c is not None and not is_waiting(c) for c in own]
         return [number for number, has_gone in enumerate(gone, self.first) if has_gone]
@@ -214,6 +244,13 @@ class Round:
         return any(map(is_waiting, self.callers))
 
     # ---------------------------------------------------------------- a batch
+
+    @property
+    def wanted_queries(self) -> list[Any]:
+        """Queries that are evaluated."""
+        if type(self.evaluated) is range:
+            return self.queries[: len(self.evaluated)]
+        return [self.queries[index] for index in self.evaluated]
 
     def size(self, max_weight: float) -> int:
         """Return how many of the oldest queries make a batch.
@@ -274,6 +311,12 @@ class Round:
         if len(self.loops) == 1 and self._are_futures(self.callers):
             (loop,) = self.loops
             return [(loop, self._taken(), results)]
+        if set(map(type, self.callers)) == {Several} and len(set(self.callers)) == 1:
+            several: Several = self.callers[0]
+            given = several.told_all(self.first, results)
+            if given is not _NOTHING:
+                self._taken()
+                return [(several.loop, [several.future], [given])]
         return self._told(self.evaluated, results)
 
     def refused(self, error: BaseException) -> list[Answers]:

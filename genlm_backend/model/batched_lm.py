@@ -223,7 +223,10 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     def _queries(self, token_ids_list: Sequence[TokenIds], lora_name: str | None) -> list[Query]:
         contexts = listed_contexts("token_ids_list", token_ids_list)
-        return [self._query(token_ids, lora_name) for token_ids in contexts]
+        self._batcher.check_open()
+        adapter = None if lora_name is None else self._adapter(lora_name)
+        check, max_length = self.contexts.check, self.max_length
+        return [Query(check(token_ids, max_length), adapter) for token_ids in contexts]
 
     def _known(self, queries: Sequence[Query]) -> tuple[dict[Query, Row], list[Query]]:
         """Return the rows that are cached, and the distinct queries that have none."""

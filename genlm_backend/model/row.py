@@ -7,7 +7,6 @@ import math
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, final
 
@@ -21,19 +20,46 @@ from genlm_backend.runtime.spare_memory import SpareMemory
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
 class Row:
     """Log-probabilities of the token behind a context.
 
-    Attributes:
-        logprobs: Natural logarithms of the probabilities: float32 ``[vocab]``. The tensor may be a
-            view of a table of its batch, and is not modified.
+    Args:
+        logprobs: Natural logarithms of the probabilities: float32 ``[vocab]``.
         normaliser: The logarithm that the model's logits were normalised by: a log-probability
             plus it is the logit. ``None`` where the model's logits are not known.
+
+    Attributes:
+        normaliser: As given.
+        table: The table of its batch, ``[n, vocab]``, which it is a row of; ``None`` for none.
+        index: Which row of it.
     """
 
-    logprobs: torch.Tensor
-    normaliser: float | None = None
+    __slots__ = ("_logprobs", "index", "normaliser", "table")
+
+    def __init__(self, logprobs: torch.Tensor, normaliser: float | None = None) -> None:
+        self._logprobs: torch.Tensor | None = logprobs
+        self.normaliser, self.index = normaliser, 0
+        self.table: torch.Tensor | None = None
+
+    @classmethod
+    def of_table(cls, table: torch.Tensor, normalisers: Iterable[float | None]) -> list[Row]:
+        """Return the rows of a table, float32 ``[n, vocab]``, of which they are views."""
+        # A view takes a microsecond, and of a batch on a device nobody asks for one.
+        views = table.unbind() if table.is_cpu else (None,) * len(table)
+        rows: list[Row] = []
+        for index, (view, normaliser) in enumerate(zip(views, normalisers, strict=True)):
+            row = object.__new__(cls)
+            row._logprobs, row.normaliser, row.table, row.index = view, normaliser, table, index
+            rows.append(row)
+        return rows
+
+    @property
+    def logprobs(self) -> torch.Tensor:
+        """Log-probabilities: float32 ``[vocab]``, maybe a view of a table, and not modified."""
+        if self._logprobs is None:
+            assert self.table is not None
+            self._logprobs = self.table[self.index]
+        return self._logprobs
 
     @property
     def nbytes(self) -> int:
@@ -87,7 +113,11 @@ def alone(rows: Sequence[Row]) -> list[Row]:
 
 def are_rows_of(rows: Sequence[Row], vocab_size: int) -> bool:
     """Return whether all rows are of that width, as callers get them; see ``Row.is_of``."""
-    tensors = [row.logprobs for row in rows]
+    tables = {id(row.table): row.table for row in rows}
+    if None not in tables.values():  # as a rule; what is true of a table is of its rows
+        tensors = [table[0] for table in tables.values() if table is not None]
+    else:
+        tensors = [row.logprobs for row in rows]
     return (
         set(map(type, tensors)) <= {torch.Tensor}
         and {tensor.dtype for tensor in tensors} <= {torch.float32}
@@ -133,7 +163,17 @@ def _tables(rows: Sequence[Row]) -> Iterator[tuple[int, torch.Tensor]]:
     """
     start = 0
     while start < len(rows):
-        first, stop = rows[start].logprobs, start + 1
+        stop, table, index = start + 1, rows[start].table, rows[start].index
+        if table is not None:
+            while stop < len(rows):
+                row = rows[stop]
+                if row.table is not table or row.index != index + stop - start:
+                    break
+                stop += 1
+            yield start, table[index : index + stop - start]
+            start = stop
+            continue
+        first = rows[start].logprobs
         width = len(first)
         if first.is_contiguous():
             num_bytes = first.untyped_storage().nbytes()
@@ -162,11 +202,16 @@ def stacked(rows: Sequence[Row]) -> torch.Tensor:
 def rows_on(rows: Sequence[Row], device: torch.device) -> list[Row]:
     """Return rows on ``device``, those that are there as they are; a table is moved at once."""
     found = list(rows)
-    if all(row.logprobs.device == device for row in rows):
+    memory = [row.logprobs if row.table is None else row.table for row in rows]
+    if all(
+        tensor.device == device
+        for tensor in dict(zip(map(id, memory), memory, strict=True)).values()
+    ):
         return found
     for start, table in _tables(rows):
-        for i, logprobs in enumerate(table.to(device).unbind(), start):
-            found[i] = Row(logprobs, rows[i].normaliser)
+        stop = start + len(table)
+        normalisers = [row.normaliser for row in rows[start:stop]]
+        found[start:stop] = Row.of_table(table.to(device), normalisers)
     return found
 
 
@@ -244,7 +289,7 @@ def rows_of_logits(
         table = table.sub_(logarithms)
     if device is not None:
         table = _moved(table, device)
-    return [Row(*pair) for pair in zip(table.unbind(), normalisers, strict=True)]
+    return Row.of_table(table, normalisers)
 
 
 MAX_PINNED: Final = 1 << 28
