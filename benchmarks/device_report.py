@@ -60,10 +60,12 @@ def device_chart(lines: list[Line], folder: Path) -> None:
         axes.loglog(counts, [line[key] for line in own], style, color=color, label=label)
     axes.set_xticks(counts, [f"{count:,}" for count in counts])
     axes.set_xticks([], minor=True)
+    axes.set_yticks(ticks := (1, 2, 5, 10, 20, 50), [f"{tick}" for tick in ticks])
+    axes.set_yticks([], minor=True)
     axes.set(
         xlabel=f"particles behind {length:,} shared tokens, {_name(lines)}", ylabel="ms a step"
     )
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc=(0.02, 0.1))
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(folder / "device.png", dpi=150)
     plt.close(figure)
