@@ -187,6 +187,8 @@ class HFEvaluator(PassEvaluator):
         """Free all slots, pinned ones too, and look whether weights are others now."""
         self.passes.tree.clear()
         self._runner.packed.look_again()
+        if self._runner.graphs is not None:
+            self._runner.graphs.forget()
         self._files.look_again()
 
     # ---------------------------------------------------------------- adapters

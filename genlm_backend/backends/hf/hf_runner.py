@@ -69,9 +69,10 @@ class HFRunner(Runner):
         """
         batch = spans if isinstance(spans, PackedBatch) else pack(spans)
         plan = None if self.graphs is None else self.graphs.plan(self.twin, batch)
-        if plan is not None and plan.recorded is not None:
-            logits = plan.recorded.replay(plan.tables, batch)
-        else:
+        logits = None
+        if plan is not None and self.graphs is not None:
+            logits = self.graphs.replayed(plan, batch)
+        if logits is None:
             logits = self._launched(batch, attend)
             if plan is not None and self.graphs is not None:
                 self.graphs.learn(plan, self.twin, batch, logits)
@@ -140,7 +141,7 @@ class HFRunner(Runner):
             twin = self._twins[adapter] = self._made(adapter)
         elif changed:
             if self.graphs is not None:
-                self.graphs.drop(twin)
+                self.graphs.forget()
             twin.refill()
             self._dress(twin, adapter)
         self.packed.check()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -35,13 +36,16 @@ MAX_SLOTS: Final = 1 << 20
 """Tokens that a recorded pass may read slot by slot."""
 
 MAX_GRAPHS: Final = 64
-"""Passes that are recorded of a twin; then the least used is forgotten."""
+"""Passes that are recorded; then all are forgotten, and those recorded that are met again."""
 
 MIN_SEEN: Final = 2
 """Steps of some number of rows from which on one is recorded, which takes as long as a few."""
 
 MIN_SEEN_AGAIN: Final = 8
 """The same where a pass of more rows has been recorded, which does as well, if not as soon."""
+
+MAX_ERRORS: Final = 2
+"""Errors of recording, or of replays, after which it is left alone."""
 
 FARTHEST: Final = 0.25
 """Distance of a recorded pass's logits from those of the same pass as it runs, over their size."""
@@ -80,33 +84,28 @@ class _OfTwin:
         tensors: Its parameters and buffers.
         pointers: Where they were.
         group_size: Number of heads that share a head of keys, as its config has it.
-        by_shape: The passes, the least recently used first.
-        num_seen: How often each number of rows has been met that no pass was recorded for.
+        by_shape: The passes.
         failed: Shapes of which none could be recorded.
         window: The window of some layers, as far as it is known; 0 for none.
+        num_errors: How often recording has met an error that may be another's.
     """
 
     tensors: list[torch.Tensor]
     pointers: list[int]
     group_size: int
     by_shape: dict[StepShape, Recorded] = field(default_factory=dict)
-    num_seen: Counter[int] = field(default_factory=Counter)
     failed: set[StepShape] = field(default_factory=set)
     window: int = 0
+    num_errors: int = 0
 
-    def find(self, shape: StepShape) -> Recorded | None:
-        """Return the pass of fewest rows that tables have room in; ``None`` to record another."""
-        fitting = [known for known in self.by_shape if known.holds(shape)]
-        if not fitting:
-            return None
-        best = min(fitting)
-        if best.rows > shape.rows:
-            self.num_seen[shape.rows] += 1
-            if self.num_seen[shape.rows] > MIN_SEEN_AGAIN:
-                return None  # it is worth a pass of its own
-        recorded = self.by_shape.pop(best)
-        self.by_shape[best] = recorded  # as the last one used
-        return recorded
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether parameters and buffers are where they were."""
+        return [tensor.data_ptr() for tensor in self.tensors] == self.pointers
+
+    def find(self, shape: StepShape) -> StepShape | None:
+        """Return the shape of the pass of fewest rows that tables have room in, if there is one."""
+        return min((known for known in self.by_shape if known.holds(shape)), default=None)
 
 
 class Plan(NamedTuple):
@@ -129,20 +128,19 @@ class StepGraphs:
 
     Args:
         store: The store, all layers on one device and exact.
-        record: Runs a function on the device and returns what replays it, and what it returned.
     """
 
-    def __init__(
-        self,
-        store: KVStore,
-        record: Callable[[Callable[[], Any]], tuple[Callable[[], object], Any]] | None = None,
-    ) -> None:
+    def __init__(self, store: KVStore) -> None:
         self._store = store
         layers = store.layout.layers
         self.device = layers[0].device
         self._num_key_heads = layers[0].num_key_heads
-        self._record = CudaRecorder(self.device) if record is None else record
+        self._recorder = CudaRecorder(self.device)
         self._twins: weakref.WeakKeyDictionary[Twin, _OfTwin | None] = weakref.WeakKeyDictionary()
+        # How often each number of rows has been met that no pass was recorded for.
+        self._num_seen: Counter[int] = Counter()
+        self._alive: list[Recorded] = []
+        self._num_failed = 0
 
     @staticmethod
     def can_be(
@@ -171,9 +169,14 @@ class StepGraphs:
             )
         )
 
-    def drop(self, twin: Twin) -> None:
-        """Forget what has been recorded of a twin, which is another now."""
-        self._twins.pop(twin, None)
+    def forget(self) -> None:
+        """Forget all recorded passes: weights may be others, or what else they depend on.
+
+        They go together, since torch frees memory that all of one stream use when one goes.
+        """
+        self._twins.clear()
+        self._alive.clear()
+        self._recorder.forget()
 
     def plan(self, twin: Twin, batch: PackedBatch) -> Plan | None:
         """Return how a pass may run recorded; ``None`` where it runs as ever."""
@@ -192,15 +195,32 @@ class StepGraphs:
             own.window if longest > own.window else 0,
         )
         shape = tables.shape
+        found = own.find(shape)
+        if found is not None and found.rows > shape.rows:
+            self._num_seen[shape.rows] += 1
+            if self._num_seen[shape.rows] > MIN_SEEN_AGAIN and shape not in own.failed:
+                found = None  # it is worth a pass of its own
+        if found is not None:
+            recorded = own.by_shape[found]
+            return Plan(shape, tables, recorded) if longest <= recorded.most_tokens else None
         if shape in own.failed or max(shape.tokens, shape.rows * shape.window) > MAX_SLOTS:
             return None
-        recorded = own.find(shape)
-        if recorded is not None and longest > recorded.most_tokens:
+        return Plan(shape, tables, None)
+
+    def replayed(self, plan: Plan, batch: PackedBatch) -> torch.Tensor | None:
+        """Run a pass as it was recorded; ``None`` where there is none, or it fails."""
+        if plan.recorded is None:
             return None
-        return Plan(shape, tables, recorded)
+        try:
+            return plan.recorded.replay(plan.tables, batch)
+        except Exception as error:  # of the device, which the pass may yet do without
+            self._num_failed += 1
+            logger.warning("a recorded decode step has failed, and runs as ever", exc_info=error)
+            self.forget()
+        return None
 
     def learn(self, plan: Plan, twin: Twin, batch: PackedBatch, logits: torch.Tensor) -> None:
-        """Record a pass of a shape that has been met before, and compare it.
+        """Record a pass of a number of rows that has been met before, and compare it.
 
         Args:
             plan: The plan of a pass that has run as ever.
@@ -211,49 +231,57 @@ class StepGraphs:
         own, shape = self._twins.get(twin), plan.shape
         if own is None:
             return
-        own.num_seen[shape.rows] += 1
-        if own.num_seen[shape.rows] < MIN_SEEN:
+        self._num_seen[shape.rows] += 1
+        if self._num_seen[shape.rows] < MIN_SEEN:
             return
         own.failed.add(shape)  # until it has been seen to be right
         try:
             recorded = self._recorded(plan, twin, batch)
+            self._alive.append(recorded)
+            distance = _distance(recorded.replay(plan.tables, batch), logits)
         except Exception as error:  # whatever third-party code does that cannot be recorded
-            if is_out_of_memory(error):
-                logger.info("no memory is left to record decode steps of %s", shape)
-                return
-            if isinstance(error, UnrecordableError) and error.window is not None:
-                own.window = error.window  # with which it is tried again
-                own.failed.discard(shape)
-                return
-            if isinstance(error, UnrecordableError) or not own.by_shape:
-                self._twins[twin] = None
-            logger.info("decode steps are not recorded: %s", error, exc_info=error)
+            self._note(own, twin, shape, error)
             return
-        found = recorded.replay(plan.tables, batch)
-        distance = _distance(found, logits)
-        if distance <= FARTHEST:
-            own.failed.discard(shape)
-            own.by_shape[shape] = recorded
-            if recorded.most_tokens < math.inf:
-                own.window = int(recorded.most_tokens)
-            if len(own.by_shape) > MAX_GRAPHS:
-                del own.by_shape[next(iter(own.by_shape))]
-        else:
+        if distance > FARTHEST:
             logger.warning(
                 "decode steps of %s run as ever: a recorded one is %.2g off", shape, distance
             )
+            return
+        own.failed.discard(shape)
+        own.by_shape[shape] = recorded
+        if recorded.most_tokens < math.inf:
+            own.window = int(recorded.most_tokens)
+        if len(self._alive) > MAX_GRAPHS:
+            self.forget()
+
+    def _note(self, own: _OfTwin, twin: Twin, shape: StepShape, error: Exception) -> None:
+        """Note why a pass was not recorded, and whether others are to be."""
+        if isinstance(error, UnrecordableError) and error.window is not None:
+            own.window = error.window  # with which it is tried again
+            own.failed.discard(shape)
+            return
+        own.num_errors += 1
+        if isinstance(error, UnrecordableError) or own.num_errors > MAX_ERRORS:
+            self._twins[twin] = None
+        if _is_for_memory(error):
+            logger.info("no memory is left to record decode steps of %s", shape)
+        else:
+            logger.info("decode steps of %s are not recorded: %s", shape, error, exc_info=error)
 
     def _of(self, twin: Twin) -> _OfTwin | None:
         """Return the recorded passes of a twin; ``None`` where there can be none."""
+        if self._num_failed > MAX_ERRORS or _has_global_hooks():
+            return None
         if twin in self._twins:
             own = self._twins[twin]
-            if own is None or [tensor.data_ptr() for tensor in own.tensors] == own.pointers:
+            if own is None or own.is_as_it_was:
                 return own
-        own = None
-        if not _has_hooks(twin.module):
-            tensors = [*twin.module.parameters(), *twin.module.buffers()]
-            group_size = _group_size(twin.module, self._store.layout.layers[0])
-            own = _OfTwin(tensors, [tensor.data_ptr() for tensor in tensors], group_size)
+            self.forget()
+        own, tensors = None, [*twin.module.parameters(), *twin.module.buffers()]
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        has_memory = all(p or not t.numel() for p, t in zip(pointers, tensors, strict=True))
+        if has_memory and not _has_hooks(twin.module):
+            own = _OfTwin(tensors, pointers, _group_size(twin.module, self._store.layout.layers[0]))
         self._twins[twin] = own
         return own
 
@@ -285,8 +313,12 @@ class StepGraphs:
             most_tokens.append(step.most_tokens)
             return logits
 
-        run_again, logits = self._record(run)
+        run_again, logits = self._recorder.record(run)
         return Recorded(arrays, min(most_tokens), run_again, logits)
+
+
+_RECORDING: Final = threading.Lock()
+"""Held by a thread that records, since what others do meanwhile may end it."""
 
 
 @final
@@ -304,18 +336,41 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
+    def forget(self) -> None:
+        """Begin with memory of its own for the graphs to come; all those before have gone."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
         """Run a function twice, record it the second time; return what replays it."""
         current, graph = torch.cuda.current_stream(self._stream.device), torch.cuda.CUDAGraph()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            run()  # what is made once is not to be a part of it
-        current.wait_stream(self._stream)
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            found = run()
+        # A recording that fails leaves its stream the current one, but for the outer context.
+        with _RECORDING, torch.cuda.stream(current):
+            self._stream.wait_stream(current)
+            try:
+                with torch.cuda.stream(self._stream):
+                    run()  # what is made once is not to be a part of it
+            finally:  # or memory of its inputs would be had again too early
+                current.wait_stream(self._stream)
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                found = run()
         return graph.replay, found
+
+
+def _is_for_memory(error: BaseException | None) -> bool:
+    """Whether an error, or one in whose handling it was raised, is one of memory."""
+    while error is not None:
+        if is_out_of_memory(error):
+            return True
+        error = error.__context__
+    return False
+
+
+def _has_global_hooks() -> bool:
+    """Whether hooks of all modules of the process are there, which a replay would leave out."""
+    of_torch = vars(torch.nn.modules.module)
+    return any(of_torch.get(f"_global_forward_{kind}") for kind in ("hooks", "pre_hooks"))
 
 
 def _group_size(model: Any, layer: LayerLayout) -> int:
@@ -332,7 +387,10 @@ def _has_hooks(module: Any) -> bool:
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the root mean square difference of logits, over the deviation of those expected."""
-    found, expected = found.float(), expected.float()
+    # Those of a few rows, the last among them, since the tables of a large batch take gigabytes.
+    few = torch.linspace(0, len(found) - 1, min(len(found), 32), dtype=torch.float32).round().long()
+    few = few.to(found.device)
+    found, expected = found[few].float(), expected[few].float()
     is_finite = expected.isfinite().all(-1, keepdim=True) & found.isfinite().all(-1, keepdim=True)
     difference = torch.where(is_finite, found - expected, 0.0)
     size = torch.where(is_finite, expected - expected.mean(-1, keepdim=True), 0.0)

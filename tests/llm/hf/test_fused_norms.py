@@ -15,7 +15,7 @@ def fused_of(model):
     return twin, [m for m, own in twin.copies.items() if "forward" in vars(own)]
 
 
-@pytest.mark.parametrize("name", families.PER_TOKEN)
+@pytest.mark.parametrize("name", [*families.PER_TOKEN, *families.RUNNING, *families.WHOLE])
 @pytest.mark.filterwarnings("ignore")
 def test_rows_are_the_models(name):
     model = families.make(name)
@@ -55,6 +55,7 @@ def rms(x, weight, eps):
         (lambda x, w, e: rms(x, w, e).double(), False),
         (lambda x, w, e: None, False),
         (lambda x, w: None, False),
+        (lambda x, w, e: x * 0, False),
     ],
 )
 def test_modules_that_look_like_one(function, is_one):
@@ -66,3 +67,21 @@ def test_modules_that_look_like_one(function, is_one):
         own.weight = nn.Parameter(torch.full((16,), 2.0, dtype=torch.float32))  # as it is now
         x = torch.randn(3, 16, dtype=torch.float32)
         torch.testing.assert_close(own(x), 2 * module(x))
+
+
+class Gated(Other):
+    def forward(self, x, gate=None):
+        return rms(x if gate is None else x * gate, self.weight, self.eps)
+
+
+def test_norms_that_take_more_than_states_are_left_alone():
+    own = Gated(rms)
+    fuse_norms({Gated(rms): own})
+    assert "forward" not in vars(own)
+
+
+def test_states_of_another_type_are_normed_as_ever():
+    module, own = Other(rms), Other(rms)
+    fuse_norms({module: own})
+    x = torch.randn(3, 16, dtype=torch.float32).bfloat16()
+    assert own(x).dtype is module(x).dtype is torch.float32

@@ -13,6 +13,7 @@ from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.model.query import Query
 from tests.llm import families
 from tests.llm.conftest import fresh_row
+from tests.llm.hf.strict_recorder import StrictRecorder, as_operator
 
 
 def in_stretches(query, keys, values, bounds, starts, sizes, most_queries, scale):
@@ -57,24 +58,13 @@ def in_slots(query, codes, slots, starts, counts, of_parts, pieces, sinks, scale
     return found
 
 
-def run_again(run):
-    """Record a function: what replays it calls it again, and leaves its result where it was."""
-    found = run().clone()
-    return lambda: found.copy_(run()), found
-
-
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch):
-    """Have the processor record decode steps."""
+    """Have the processor record decode steps; what is returned has an element for each replay."""
     replayed = []
-
-    def counted(run):
-        again, found = run_again(run)
-        return lambda: (replayed.append(1), again()), found
-
-    operators = step_operators.StepOperators(in_stretches, in_slots)
+    operators = step_operators.StepOperators(as_operator(in_stretches), as_operator(in_slots))
     monkeypatch.setitem(step_operators.OPERATORS, "cpu", lambda: operators)
-    monkeypatch.setattr(step_graphs, "CudaRecorder", lambda device: counted)
+    monkeypatch.setattr(step_graphs, "CudaRecorder", lambda device: StrictRecorder(replayed))
     step_operators.step_operators.cache_clear()
     yield replayed
     step_operators.step_operators.cache_clear()
@@ -202,23 +192,120 @@ def test_hooks_run_at_every_step(recorded):
     assert not recorded
 
 
-def test_a_recorded_pass_that_is_off_is_not_used(monkeypatch, caplog):
-    def off(run):
+def check_rows(evaluator, model, history):
+    for contexts in history:
+        expected = torch.stack([fresh_row(model, context) for context in contexts])
+        torch.testing.assert_close(rows_of(evaluator, contexts), expected, rtol=0, atol=2e-4)
+
+
+class Scaled(torch.nn.Module):
+    """An activation with a number that no one can see change."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = [1.0]
+
+    def forward(self, x):
+        return self.scale[0] * torch.nn.functional.silu(x)
+
+
+def scaled_in_place(model):
+    model.model.layers[0].mlp.act_fn.scale[0] = 0.5
+
+
+def another_layout(model):
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t()
+
+
+@pytest.mark.parametrize("change", [scaled_in_place, another_layout])
+def test_whatever_has_changed_counts_after_clear(change, recorded):
+    model = families.make("llama")
+    model.model.layers[0].mlp.act_fn = Scaled()
+    evaluator = check_history(model, particles(4, 20, 6))
+    num_replayed = len(recorded)
+    change(model)
+    evaluator.clear()
+    check_rows(evaluator, model, particles(4, 21, 6, seed=1))
+    assert len(recorded) > num_replayed > 0
+
+
+def test_hooks_of_all_modules_run(recorded):
+    model = families.make("llama")
+    evaluator = check_history(model, particles(4, 20, 6))
+    num_replayed, calls = len(recorded), []
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: calls.append(1))
+    try:
+        for contexts in particles(4, 21, 4, seed=1):
+            before = len(calls)
+            rows_of(evaluator, contexts)
+            assert len(calls) > before
+    finally:
+        hook.remove()
+    assert len(recorded) == num_replayed
+
+
+class Failing:
+    """A recorder of which something fails."""
+
+    def __init__(self, replay=None, error=None):
+        self.replay, self.error = replay, error
+
+    def forget(self):
+        pass
+
+    def record(self, run):
         found = run()
-        return lambda: None, torch.randn_like(found)
-
-    monkeypatch.setattr(step_graphs, "CudaRecorder", lambda device: off)
-    check_history(families.make("llama"), particles(4, 20, 6))
-    assert "run as ever" in caplog.text
+        if self.replay is None:
+            raise self.error
+        return lambda: self.replay(found), found
 
 
-def test_what_cannot_be_recorded_runs_as_ever(monkeypatch):
-    def fails(run):
-        run()
-        raise RuntimeError("operation not permitted when stream is capturing")
+def raising(error):
+    def replay(found):
+        raise error
 
-    monkeypatch.setattr(step_graphs, "CudaRecorder", lambda device: fails)
-    check_history(families.make("llama"), particles(4, 20, 6))
+    return replay
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    "failing",
+    [
+        Failing(lambda found: found.normal_()),  # other numbers
+        Failing(error=RuntimeError("operation not permitted when stream is capturing")),
+        Failing(error=OUT_OF_MEMORY),
+        Failing(raising(OUT_OF_MEMORY)),
+        Failing(raising(RuntimeError("CUDA error"))),
+    ],
+)
+def test_what_cannot_be_recorded_runs_as_ever(failing, monkeypatch):
+    monkeypatch.setattr(step_graphs, "CudaRecorder", lambda device: failing)
+    check_history(families.make("llama"), particles(4, 20, 8))
+
+
+def test_a_replay_that_fails_later_is_run_as_ever(monkeypatch, recorded):
+    evaluator = check_history(families.make("llama"), particles(4, 20, 4))
+    assert recorded
+
+    def fails(*_):
+        raise OUT_OF_MEMORY
+
+    monkeypatch.setattr(step_graphs.Recorded, "replay", fails)
+    check_rows(evaluator, families.make("llama"), particles(4, 21, 4, seed=1))
+    monkeypatch.undo()
+
+
+def test_many_shapes_are_forgotten_together(monkeypatch, recorded):
+    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 2)
+    evaluator = HFEvaluator(families.make("llama"), kv_cache_bytes=1 << 22)
+    evaluator.open()
+    for seed in range(3):
+        for count in (2, 5, 9, 20):
+            check_rows(evaluator, families.make("llama"), particles(count, 20, 4, seed))
+    assert recorded
 
 
 def test_operators_that_are_wrong_are_not_used(monkeypatch, recorded):
