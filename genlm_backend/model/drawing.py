@@ -33,7 +33,8 @@ class Drawing(Readout):
     """A context, and the random number that its next token is drawn by.
 
     The answer is a ``Draw`` of the token that ``draw_token`` returns of the context's row. So it is
-    the same wherever it is drawn, and equal drawings have equal answers.
+    the same wherever it is drawn, but for the rounding of exponentials on a device, and equal
+    drawings have equal answers.
 
     Attributes:
         query: The context, and the adapter to read it with.
@@ -54,7 +55,11 @@ class Drawing(Readout):
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
         """Return a draw from each row, or the error where no token is possible."""
-        pairs = zip(readouts, rows.cpu().numpy(), strict=True)
+        if not rows.is_cpu:
+            starts = range(0, len(rows), MANY_ROWS)
+            parts = [slice(start, start + MANY_ROWS) for start in starts]
+            return [one for own in parts for one in drawn_at_once(readouts[own], rows[own])]
+        pairs = zip(readouts, rows.numpy(), strict=True)
         return [_drawn(drawing, row) for drawing, row in pairs]
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
@@ -88,6 +93,110 @@ def _drawn(drawing: Drawing, logprobs: NDArray[np.float32]) -> Draw | Evaluation
         of_allowed = log_sum(scores) if total is None else float(largest) + math.log(total)
         log_allowed = log_mass(of_allowed, logprobs)
     return Draw(token_id, float(logprobs[token_id]), log_allowed)
+
+
+MANY_ROWS: Final = 128
+"""Rows that are drawn from at once on a device: 64 MB of each table, of 131,072 tokens."""
+
+_NUM_BLOCKS: Final = 256
+
+
+def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw | EvaluationError]:
+    """Return draws from rows on a device, which stay there; see ``Drawing.of_rows``.
+
+    The cumulative sum of each row is inverted as ``invert`` does: sums of blocks are searched, and
+    then one block, in float64.
+
+    Args:
+        drawings: The drawings.
+        rows: Their rows: float32 ``[n, vocab]``.
+    """
+    device = rows.device
+
+    def numbers(values: Iterable[float]) -> torch.Tensor:
+        return torch.tensor([*values], dtype=torch.float64, device=device)
+
+    scores = rows
+    if any(drawing.allowed is not None for drawing in drawings):
+        scores = rows.masked_fill(~_masks(drawings, rows), -torch.inf)
+    largest = scores.amax(-1, keepdim=True)
+    weights = scores - largest
+    temperatures = [drawing.temperature for drawing in drawings]
+    if any(temperature not in (0, 1) for temperature in temperatures):
+        most = float(np.finfo(np.float64).max)  # an infinite one makes a NaN of what is impossible
+        divisors = numbers(min(t, most) if t else 1.0 for t in temperatures)
+        weights = (weights.double() / divisors[:, None]).float()
+    found = _inverted(weights.exp_(), numbers(drawing.uniform for drawing in drawings))
+    is_greedy = torch.tensor([not t for t in temperatures], dtype=torch.bool, device=device)
+    token_ids = torch.where(is_greedy, scores.argmax(-1), found)
+    sums = [_log_sums(scores), _log_sums(rows)]
+    of_token = rows.gather(1, token_ids[:, None])
+    answers = torch.stack(
+        [token_ids.double(), of_token[:, 0].double(), *sums, largest[:, 0].double()], 1
+    )
+    return [_answer(*pair) for pair in zip(drawings, answers.tolist(), strict=True)]
+
+
+def _answer(drawing: Drawing, numbers: Sequence[float]) -> Draw | EvaluationError:
+    token_id, logprob, of_allowed, of_all, largest = numbers
+    if drawing.may_fail and largest == -math.inf:
+        return NO_DRAW
+    try:
+        check_possible(largest)
+    except EvaluationError as error:
+        return error
+    is_all = drawing.allowed is None or (abs(of_allowed) < _ROUNDING and of_allowed == of_all)
+    return Draw(int(token_id), logprob, 0.0 if is_all else min(of_allowed, 0.0))
+
+
+def _masks(drawings: Sequence[Drawing], rows: torch.Tensor) -> torch.Tensor:
+    """Return which tokens may be drawn: bool ``[n, vocab]``, from the bits of each."""
+    vocab_size = rows.shape[1]
+    everything = np.packbits(np.ones(vocab_size, bool)).tobytes()
+    packed = b"".join([drawing.allowed or everything for drawing in drawings])
+    table = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(rows.device)
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=rows.device)
+    bits = (table.view(len(drawings), -1, 1) >> shifts) & 1
+    return bits.flatten(1)[:, :vocab_size].bool()
+
+
+def _inverted(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """Return where the cumulative sum of each row passes a share of the whole: int64 ``[n]``.
+
+    Args:
+        weights: Weights, each zero or more: float32 ``[n, vocab]``.
+        points: Share of the whole sum of each: float64 ``[n]``.
+    """
+    padded = torch.nn.functional.pad(weights, (0, -weights.shape[1] % _NUM_BLOCKS))
+    blocks = padded.unflatten(1, (_NUM_BLOCKS, -1))
+    sums = blocks.sum(2, dtype=torch.float64)
+    ends = sums.cumsum(1)
+    block = _passed(ends, sums, points * ends[:, -1])
+    # The sum up to here as it was searched: another rounding could lie behind the point.
+    begins = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)[:, 0]
+    size = blocks.shape[2]
+    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, size))[:, 0].double()
+    own_ends = inside.cumsum(1)
+    share = (points * ends[:, -1] - begins) / sums.gather(1, block)[:, 0]
+    place = _passed(own_ends, inside, share * own_ends[:, -1])
+    return (block * size + place)[:, 0]
+
+
+def _passed(ends: torch.Tensor, weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+    """Return the first interval that ends behind a point, and has a width: int64 ``[n, 1]``."""
+    found = torch.searchsorted(ends, points[:, None].contiguous(), right=True)
+    # Rounding may put the point behind the last interval that has any width.
+    numbers = torch.arange(weights.shape[1], dtype=torch.int64, device=weights.device)
+    last = torch.where(weights > 0, numbers, 0).amax(1, keepdim=True)
+    return torch.minimum(found, last)
+
+
+def _log_sums(logprobs: torch.Tensor) -> torch.Tensor:
+    """Return logarithms of the sums of probabilities, float64 ``[n]``, as ``log_sum`` does."""
+    largest = logprobs.amax(-1, keepdim=True)
+    largest = torch.where(largest == -torch.inf, 0.0, largest)
+    total = (logprobs - largest).exp_().sum(-1, dtype=torch.float64)
+    return largest[:, 0].double() + total.log()
 
 
 NO_DRAW: Final = Draw(-1, -math.inf, -math.inf)

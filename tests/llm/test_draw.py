@@ -8,13 +8,15 @@ import sys
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from genlm_backend import MockAsyncLM
-from genlm_backend.errors import OptionError, OptionTypeError
+from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
 from genlm_backend.model.draw import draw, draw_token, invert
+from genlm_backend.model.drawing import NO_DRAW, Drawing, drawn_at_once
+from genlm_backend.model.query import Query
 from tests.llm.conftest import word_tokenizer
 
 SIZE = 49_152
@@ -303,3 +305,85 @@ print(num_threads() - before)  # torch's own, so that it would have been seen
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
     assert [int(count) > 0 for count in done.stdout.split()] == [False, True]
+
+
+# ---------------------------------------------------------------- from rows on a device
+
+
+def tokens_by_share(row, drawing):
+    """Return the tokens whose interval of the cumulative sum is within rounding of a point."""
+    mask = np.ones(len(row), bool)
+    if drawing.allowed is not None:
+        mask = np.unpackbits(np.frombuffer(drawing.allowed, np.uint8), count=len(row)).view(bool)
+    scores = np.where(mask, row.astype(np.float64), -np.inf)
+    if drawing.temperature == 0:
+        return {int(scores.argmax())}
+    scores -= scores.max()
+    finite = np.isfinite(scores)
+    scores[finite] /= min(drawing.temperature, 1e300)
+    weights = np.exp(scores)
+    ends = weights.cumsum() / weights.sum()
+    near = (ends > drawing.uniform - 1e-5) & (
+        ends - weights / weights.sum() < drawing.uniform + 1e-5
+    )
+    return set(np.flatnonzero(near & (weights > 0)).tolist())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_draws_from_many_rows_at_once_are_those_of_each(data):
+    """Rows as they are drawn from on a device; here they are the processor's."""
+    vocab_size = data.draw(st.sampled_from([2, 30, 255, 256, 257, 1000, 5000]))
+    random = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    count = data.draw(st.integers(1, 6))
+    logits = random.normal(0, data.draw(st.sampled_from([0.1, 3, 30])), (count, vocab_size))
+    logits[random.random(logits.shape) < data.draw(st.sampled_from([0, 0.5, 0.95]))] = -np.inf
+    logits[:, random.integers(vocab_size)] = 0  # which is possible
+    rows = torch.from_numpy(logits).log_softmax(-1).float()
+    query = Query([1])
+    drawings = []
+    for row in rows.numpy():
+        allowed = random.random(vocab_size) < 0.5
+        allowed[row.argmax()] = True
+        mask = np.packbits(allowed).tobytes() if random.random() < 0.6 else None
+        temperature = data.draw(st.sampled_from([0.0, 0.5, 1.0, 3.0, float("inf")]))
+        uniform = data.draw(
+            st.sampled_from([0.0, 0.5, 1 - 2**-53]) | st.floats(0, 1, exclude_max=True)
+        )
+        drawings.append(Drawing(query, temperature, uniform, mask))
+    found = drawn_at_once(drawings, rows)
+    for draw_found, drawing, row in zip(found, drawings, rows, strict=True):
+        (expected,) = Drawing.of_rows([drawing], row[None])
+        assert draw_found.token_id in tokens_by_share(row.numpy(), drawing)
+        assert draw_found.logprob == row[draw_found.token_id].item()
+        assert draw_found.log_allowed == pytest.approx(expected.log_allowed, abs=1e-5)
+        if drawing.allowed is None:
+            assert draw_found.log_allowed == 0
+
+
+def test_many_rows_of_which_none_is_possible():
+    rows = torch.full((3, 700), -torch.inf, dtype=torch.float32)
+    rows[0, 5], rows[2, 699] = 0, 0
+    nothing = np.packbits(np.zeros(700, bool)).tobytes()
+    drawings = [
+        Drawing(Query([1]), 1.0, 0.9),
+        Drawing(Query([1]), 1.0, 0.9),
+        Drawing(Query([1]), 1.0, 0.9, nothing, True),
+    ]
+    first, second, third = drawn_at_once(drawings, rows)
+    assert first == (5, 0.0, 0.0)
+    assert isinstance(second, EvaluationError)
+    assert third == NO_DRAW
+
+
+def test_many_rows_are_drawn_from_as_they_say():
+    """The share of each token is its probability (chi-square)."""
+    logprobs = torch.tensor([0.5, 0.25, 0.0, 0.15, 0.1], dtype=torch.float32).log()
+    random, number = np.random.default_rng(0), 4000
+    drawings = [Drawing(Query([1]), 1.0, random.random()) for _ in range(number)]
+    found = drawn_at_once(drawings, logprobs.expand(number, -1))
+    counts = np.bincount([one.token_id for one in found], minlength=5)
+    expected = number * logprobs.exp().numpy()
+    assert counts[2] == 0
+    statistic = ((counts - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
+    assert statistic < 16.3  # of three degrees of freedom, one in a thousand
