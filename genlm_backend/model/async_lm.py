@@ -413,14 +413,18 @@ class AsyncLM(Closing):
         allowed: Allowed | None = None,
         generator: RandomGenerator | None = None,
         temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
         impossible: Impossible = "raise",
         lora_name: str | None = None,
     ) -> Draw:
         """Draw the token after a context from its row, or from the allowed tokens of it.
 
         The same token as ``draw`` of the row, where what is not allowed is ``-inf``, draws with the
-        same generator. It is drawn where the model is: no row is made for the caller, nor kept. At
-        temperature 1 its ``log_allowed`` is the log-weight that a particle gains.
+        same generator. It is drawn where the model is: no row is made for the caller, nor kept. Its
+        ``log_allowed`` is the logarithm of the probability, under the model, of all tokens that
+        were drawn from: at temperature 1 the log-weight that a particle gains.
 
         Args:
             token_ids: The context.
@@ -428,7 +432,14 @@ class AsyncLM(Closing):
                 collection of token ids. By default, all.
             generator: Random stream that one number is taken from, before anything is awaited, and
                 none at temperature 0. By default, a fresh one.
-            temperature: Divisor of the log-probabilities; 0 takes the first of the most probable.
+            temperature: Divisor of the log-probabilities; 0 takes the first of the most probable,
+                whatever the three bounds behind this are.
+            top_k: Only so many of the most probable allowed tokens are drawn from; 0 for no bound.
+                Those that are as probable as the last of them count as well.
+            top_p: Only tokens than which more probable ones have less than this probability
+                together, of what is left, at the temperature; above 0 to 1.
+            min_p: Only tokens that have this share of the most probable one's probability, at the
+                temperature; 0 to 1.
             impossible: ``"raise"`` an error where no allowed token has a probability, or
                 ``"return"`` a draw without a token, whose ``token_id`` is -1 and whose ``logprob``
                 and ``log_allowed`` are ``-inf``: the weight of a particle that dies there.
@@ -445,7 +456,8 @@ class AsyncLM(Closing):
         """
         context = self.contexts.check(token_ids)
         size = len(self.byte_vocab)
-        drawing = drawing_of(size, allowed, generator, temperature, impossible)
+        bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        drawing = drawing_of(size, allowed, generator, temperature, impossible, **bounds)
         return await self._read(context, drawing, lora_name)
 
     def draw_next_token_sync(
@@ -455,13 +467,17 @@ class AsyncLM(Closing):
         allowed: Allowed | None = None,
         generator: RandomGenerator | None = None,
         temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
         impossible: Impossible = "raise",
         lora_name: str | None = None,
     ) -> Draw:
         """Return the same draw as ``draw_next_token``, blocking the calling thread."""
         context = self.contexts.check(token_ids)
         size = len(self.byte_vocab)
-        drawing = drawing_of(size, allowed, generator, temperature, impossible)
+        bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        drawing = drawing_of(size, allowed, generator, temperature, impossible, **bounds)
         return self._read_sync(context, drawing, lora_name)
 
     async def sample(

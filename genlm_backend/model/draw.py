@@ -53,7 +53,8 @@ class Draw(NamedTuple):
     Attributes:
         token_id: Id of the token.
         logprob: Its log-probability under the model, whatever was allowed, at temperature 1.
-        log_allowed: Logarithm of the probability of all allowed tokens together; 0 where all were.
+        log_allowed: Logarithm of the probability of all tokens together that were drawn from, those
+            that were allowed and within bounds; 0 where all were.
     """
 
     token_id: int

@@ -6,13 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final, Literal, TypeAlias, final
+from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.checks import integer, one_of, sequence
+from genlm_backend.checks import checked, integer, number, one_of, sequence
 from genlm_backend.errors import EvaluationError, OptionError
 from genlm_backend.model.draw import (
     TEMPERATURE,
@@ -25,6 +25,48 @@ from genlm_backend.model.draw import (
 from genlm_backend.model.query import Query, check_known_ids
 from genlm_backend.model.readout import Readout
 from genlm_backend.model.row import spare_memory
+
+
+class Cuts(NamedTuple):
+    """Bounds on the tokens that are drawn from, as ``generate`` has them.
+
+    Attributes:
+        top_k: Only so many of the most probable tokens; 0 for no bound. Those that are as
+            probable as the last of them count as well.
+        top_p: Only tokens than which more probable ones have less than this probability together
+            (Holtzman et al., 2020, arXiv:1904.09751), above 0 to 1.
+        min_p: Only tokens that have this share of the most probable one's probability, 0 to 1.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def least(self, weights: NDArray[np.float32]) -> float:
+        """Return the least weight that is drawn from, of weights of which the largest is 1."""
+        least = np.float32(np.finfo(np.float32).smallest_subnormal)
+        if 0 < self.top_k < len(weights):
+            least = max(least, np.partition(weights, -self.top_k)[-self.top_k])
+        if self.top_p < 1:
+            least = max(least, _least_of_nucleus(weights[weights >= least], self.top_p))
+        return max(float(least), self.min_p)
+
+
+def _least_of_nucleus(weights: NDArray[np.float32], share: float) -> np.float32:
+    """Return the least of the largest weights that come to a share of all of them."""
+    bound, size = share * weights.sum(dtype=np.float64), _FEW_OF_NUCLEUS
+    while True:
+        size = min(size, len(weights))
+        # A few of the largest are enough as a rule, and all of them take ten times as long.
+        largest = np.sort(np.partition(weights, len(weights) - size)[len(weights) - size :])[::-1]
+        before = np.cumsum(largest, dtype=np.float64) - largest
+        num_kept = int(np.searchsorted(before, bound, side="left"))
+        if num_kept < size or size == len(weights):
+            return largest[max(num_kept, 1) - 1]
+        size *= 8
+
+
+_FEW_OF_NUCLEUS: Final = 512
 
 
 @final
@@ -43,6 +85,7 @@ class Drawing(Readout):
         allowed: A bit for each token, set where it may be drawn, as ``packed_mask`` packs them;
             ``None`` where all may be.
         may_fail: Whether a draw where no token is possible is ``NO_DRAW``, and no error.
+        cuts: Bounds on the tokens that are drawn from; ``None`` for none.
     """
 
     query: Query
@@ -50,15 +93,17 @@ class Drawing(Readout):
     uniform: float
     allowed: bytes | None = None
     may_fail: bool = False
+    cuts: Cuts | None = None
     wanted: ClassVar[str] = "a Draw for a drawing"
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
         """Return a draw from each row, or the error where no token is possible."""
-        if not rows.is_cpu:
+        if not rows.is_cpu and all(drawing.cuts is None for drawing in readouts):
             starts = range(0, len(rows), MANY_ROWS)
             parts = [slice(start, start + MANY_ROWS) for start in starts]
             return [one for own in parts for one in drawn_at_once(readouts[own], rows[own])]
+        rows = rows.cpu()
         pairs = zip(readouts, rows.numpy(), strict=True)
         return [_drawn(drawing, row) for drawing, row in pairs]
 
@@ -86,10 +131,14 @@ def _drawn(drawing: Drawing, logprobs: NDArray[np.float32]) -> Draw | Evaluation
         token_id, total = int(scores.argmax()), None
     else:
         weights = weights_of(scores, largest, drawing.temperature)
+        if drawing.cuts is not None:
+            is_left = weights >= drawing.cuts.least(weights)
+            scores = np.where(is_left, scores, np.float32(-np.inf))
+            np.multiply(weights, is_left, out=weights)
         token_id = invert(weights, drawing.uniform)
         total = weights.sum(dtype=np.float64) if drawing.temperature == 1 else None
     log_allowed = 0.0
-    if drawing.allowed is not None:
+    if drawing.allowed is not None or (drawing.cuts is not None and drawing.temperature):
         of_allowed = log_sum(scores) if total is None else float(largest) + math.log(total)
         log_allowed = log_mass(of_allowed, logprobs)
     return Draw(token_id, float(logprobs[token_id]), log_allowed)
@@ -246,10 +295,31 @@ Allowed: TypeAlias = torch.Tensor | NDArray[np.bool_] | Iterable[int]
 _IMPOSSIBLE: Final = one_of("raise", "return")
 
 
+_CUTS: Final = {
+    "top_k": integer(0),
+    "top_p": number(0, 1, is_open=True),
+    "min_p": number(0, 1),
+}
+"""Checks of the bounds of draws, by name."""
+
+
 def drawing_of(
-    vocab_size: int, allowed: Any, generator: Any, temperature: Any, impossible: Any
+    vocab_size: int,
+    allowed: Any,
+    generator: Any,
+    temperature: Any,
+    impossible: Any,
+    **bounds: Any,
 ) -> Callable[[Query], Drawing]:
     """Return a maker of drawings, once its options are checked; it has the random number.
+
+    Args:
+        vocab_size: Number of ids that the model has.
+        allowed: As ``draw_next_token`` has it.
+        generator: The same.
+        temperature: The same.
+        impossible: The same.
+        **bounds: ``top_k``, ``top_p`` and ``min_p``.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is of another type.
@@ -259,7 +329,15 @@ def drawing_of(
     may_fail = _IMPOSSIBLE("impossible", impossible) == "return"
     mask, uniform = packed_mask(allowed, vocab_size, may_fail), uniform_of(generator)
     point = uniform() if divisor else 0.0
-    return partial(Drawing, temperature=divisor, uniform=point, allowed=mask, may_fail=may_fail)
+    cuts = Cuts(**checked(_CUTS, bounds))
+    return partial(
+        Drawing,
+        temperature=divisor,
+        uniform=point,
+        allowed=mask,
+        may_fail=may_fail,
+        cuts=None if cuts == Cuts() or not divisor else cuts,
+    )
 
 
 def packed_mask(allowed: Any, vocab_size: int, may_be_empty: bool = False) -> bytes | None:

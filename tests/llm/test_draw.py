@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as arrays
 from genlm_backend import MockAsyncLM
 from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
 from genlm_backend.model.draw import draw, draw_token, invert
-from genlm_backend.model.drawing import NO_DRAW, Drawing, drawn_at_once
+from genlm_backend.model.drawing import NO_DRAW, Cuts, Drawing, drawn_at_once
 from genlm_backend.model.query import Query
 from tests.llm.conftest import word_tokenizer
 
@@ -387,3 +387,93 @@ def test_many_rows_are_drawn_from_as_they_say():
     assert counts[2] == 0
     statistic = ((counts - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
     assert statistic < 16.3  # of three degrees of freedom, one in a thousand
+
+
+# ---------------------------------------------------------------- bounds
+
+
+def left_by_transformers(row, temperature, cuts, mask):
+    """Return what the warpers of transformers leave of a row, in float64: bool ``[vocab]``."""
+    from transformers.generation import logits_process as processes
+
+    scores = torch.from_numpy(np.where(mask, row.astype(np.float64), -np.inf))[None]
+    warpers = [processes.TemperatureLogitsWarper(float(temperature))]
+    if cuts.top_k:
+        warpers.append(processes.TopKLogitsWarper(cuts.top_k))
+    if cuts.top_p < 1:
+        warpers.append(processes.TopPLogitsWarper(cuts.top_p))
+    if cuts.min_p:
+        warpers.append(processes.MinPLogitsWarper(cuts.min_p))
+    for warper in warpers:
+        scores = warper(torch.zeros(1, 1, dtype=torch.int64), scores)
+    return np.isfinite(scores[0].numpy())
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_bounds_leave_what_those_of_generate_do(data):
+    vocab_size = data.draw(st.sampled_from([3, 40, 700, 5000]))
+    random = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    logits = random.normal(0, data.draw(st.sampled_from([0.01, 1, 5])), vocab_size)
+    row = torch.from_numpy(logits).log_softmax(-1).float().numpy()
+    mask = random.random(vocab_size) < data.draw(st.sampled_from([0.3, 2.0]))
+    mask[random.integers(vocab_size)] = True
+    cuts = Cuts(
+        data.draw(st.sampled_from([0, 1, 2, 30, 10_000])),
+        data.draw(st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.01])),
+        data.draw(st.sampled_from([0.0, 0.05, 0.5, 1.0])),
+    )
+    temperature = data.draw(st.sampled_from([1.0, 0.7, 2.0]))
+    left = left_by_transformers(row, temperature, cuts, mask)
+    packed = np.packbits(mask).tobytes()
+    uniforms = [*random.random(20), 0.0, LAST]
+    drawings = [
+        Drawing(Query([1]), temperature, float(uniform), packed, cuts=cuts) for uniform in uniforms
+    ]
+    rows = torch.from_numpy(row).expand(len(drawings), -1)
+    for found in Drawing.of_rows(drawings, rows):
+        assert left[found.token_id]
+        # To a token at the bound, which rounding may leave out or not.
+        expected = np.logaddexp.reduce(row[left].astype(np.float64))
+        largest = np.exp(row[mask].max() - expected) * 2e-4 + 1e-5
+        assert found.log_allowed == pytest.approx(min(expected, 0), abs=max(largest, 2e-3))
+    last = Drawing.of_rows([drawings[-1]], rows[:1])[0].token_id
+    if not mask.all():
+        assert last == np.flatnonzero(left)[-1]
+
+
+@pytest.mark.parametrize("cuts", [Cuts(top_k=2), Cuts(top_p=0.7), Cuts(min_p=0.4)])
+def test_tokens_within_bounds_come_as_they_say(cuts):
+    """The share of each token is its probability over that of those left (chi-square)."""
+    probabilities = np.array([0.1, 0.5, 0.05, 0.3, 0.05])
+    row = torch.from_numpy(np.log(probabilities)).float()
+    random, number = np.random.default_rng(0), 4000
+    drawings = [Drawing(Query([1]), 1.0, random.random(), cuts=cuts) for _ in range(number)]
+    found = Drawing.of_rows(drawings, row.expand(number, -1))
+    counts = np.bincount([one.token_id for one in found], minlength=5)
+    left = np.array([1, 3])
+    expected = number * probabilities[left] / 0.8
+    assert counts.sum() == counts[left].sum()
+    assert ((counts[left] - expected) ** 2 / expected).sum() < 10.8  # one in a thousand
+    assert {round(one.log_allowed, 5) for one in found} == {round(math.log(0.8), 5)}
+
+
+def test_equally_probable_tokens_are_left_together():
+    row = torch.full((7,), -math.log(7), dtype=torch.float32)
+    for cuts in (Cuts(top_k=2), Cuts(top_p=0.2), Cuts(min_p=1.0)):
+        drawings = [Drawing(Query([1]), 1.0, uniform, cuts=cuts) for uniform in (0.0, 0.5, LAST)]
+        found = Drawing.of_rows(drawings, row.expand(3, -1))
+        assert [one.token_id for one in found] == [0, 3, 6]
+        assert all(one.log_allowed == 0 for one in found)
+
+
+def test_bounds_are_checked_and_reach_the_row(lm):
+    for wrong in ({"top_k": -1}, {"top_p": 0}, {"top_p": 1.5}, {"min_p": 2}, {"min_p": math.nan}):
+        with pytest.raises(OptionError, match=next(iter(wrong))):
+            lm.draw_next_token_sync([1], **wrong)
+    with pytest.raises(OptionTypeError, match="top_k"):
+        lm.draw_next_token_sync([1], top_k=1.5)
+    row = lm.next_token_logprobs_sync([1])
+    drawn = lm.draw_next_token_sync([1], top_k=1)
+    assert drawn == (int(row.argmax()), row.max().item(), pytest.approx(row.max().item(), abs=1e-6))
+    assert lm.draw_next_token_sync([1], top_k=1, temperature=0).log_allowed == 0
