@@ -232,12 +232,15 @@ def _inverted(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
 
 
 def _passed(ends: torch.Tensor, weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Return the first interval that ends behind a point, and has a width: int64 ``[n, 1]``."""
-    found = torch.searchsorted(ends, points[:, None].contiguous(), right=True)
-    # Rounding may put the point behind the last interval that has any width.
+    """Return the first interval that has a width and ends behind a point: int64 ``[n, 1]``."""
+    # The sums of a device may be rounded so that they rise where nothing is added.
+    has_width = weights > 0
+    is_behind = has_width & (ends > points[:, None])
     numbers = torch.arange(weights.shape[1], dtype=torch.int64, device=weights.device)
-    last = torch.where(weights > 0, numbers, 0).amax(1, keepdim=True)
-    return torch.minimum(found, last)
+    # Rounding may put the point behind the last interval that has any width.
+    last = torch.where(has_width, numbers, 0).amax(1)
+    found = torch.where(is_behind.any(1), is_behind.byte().argmax(1), last)
+    return found[:, None]
 
 
 def _log_sums(logprobs: torch.Tensor) -> torch.Tensor:

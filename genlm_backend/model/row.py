@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, final
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, cast, final
 
 import numpy as np
 import torch
@@ -56,10 +56,12 @@ class Row:
     @property
     def logprobs(self) -> torch.Tensor:
         """Log-probabilities: float32 ``[vocab]``, maybe a view of a table, and not modified."""
-        if self._logprobs is None:
-            assert self.table is not None
+        if self._logprobs is None and self.table is not None:
             self._logprobs = self.table[self.index]
-        return self._logprobs
+        return cast(torch.Tensor, self._logprobs)  # whatever an evaluator has made a row of
+
+    def __repr__(self) -> str:
+        return f"Row(logprobs={self.logprobs!r}, normaliser={self.normaliser!r})"
 
     @property
     def nbytes(self) -> int:
@@ -151,7 +153,7 @@ def _restricted(row: Row, ids: torch.Tensor, excluded: float) -> Row:
     logprobs = row.own_logprobs(ids.device).index_fill_(0, ids, -torch.inf)
     # Of what is left, to the precision that its terms have.
     left = math.log1p(-excluded) if excluded < 0.5 else float(logprobs.logsumexp(-1))
-    if left:
+    if left and left > -math.inf:  # or nothing is left, and stays impossible
         logprobs.sub_(left).clamp_(max=0)  # which rounding may be above
     return Row(logprobs, None if row.normaliser is None else row.normaliser + left)
 

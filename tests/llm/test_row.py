@@ -13,7 +13,14 @@ import torch
 from genlm_backend import AsyncTransformer, AsyncVirtualLM
 from genlm_backend.model.batched_lm import BatchedLM
 from genlm_backend.model.evaluator import StatelessEvaluator
-from genlm_backend.model.row import Row, alone, rows_of_logits, rows_without, scores_of_logits
+from genlm_backend.model.row import (
+    Row,
+    alone,
+    are_rows_of,
+    rows_of_logits,
+    rows_without,
+    scores_of_logits,
+)
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine
@@ -389,3 +396,18 @@ def test_rows_in_use_are_never_written_over():
             kept.pop(number % len(kept))
         for value, held in kept:
             assert (np.asarray(held) == value).all()
+
+
+def test_what_is_no_row_is_told_from_one():
+    good = Row(torch.zeros(3, dtype=torch.float32))
+    for bad in (None, "x", [1.0]):
+        assert not Row(bad).is_of(3)
+        assert not are_rows_of([good, Row(bad)], 3)
+    assert are_rows_of([good, *Row.of_table(torch.zeros(2, 3, dtype=torch.float32), (0, 0))], 3)
+
+
+def test_a_row_of_which_nothing_is_left_is_impossible():
+    row = Row(torch.tensor([-torch.inf, -torch.inf, 0], dtype=torch.float32), 1.0)
+    found = row.without(torch.tensor([2], dtype=torch.int64))
+    assert found.logprobs.tolist() == [-torch.inf] * 3
+    assert not found.is_nan

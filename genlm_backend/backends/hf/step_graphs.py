@@ -212,7 +212,9 @@ class StepGraphs:
         if plan.recorded is None:
             return None
         try:
-            return plan.recorded.replay(plan.tables, batch)
+            found = plan.recorded.replay(plan.tables, batch)
+            self._num_failed = 0
+            return found
         except Exception as error:  # of the device, which the pass may yet do without
             self._num_failed += 1
             logger.warning("a recorded decode step has failed, and runs as ever", exc_info=error)
@@ -246,12 +248,13 @@ class StepGraphs:
             logger.warning(
                 "decode steps of %s run as ever: a recorded one is %.2g off", shape, distance
             )
-            return
-        own.failed.discard(shape)
-        own.by_shape[shape] = recorded
-        if recorded.most_tokens < math.inf:
-            own.window = int(recorded.most_tokens)
+        else:
+            own.failed.discard(shape)
+            own.by_shape[shape] = recorded
+            if recorded.most_tokens < math.inf:
+                own.window = int(recorded.most_tokens)
         if len(self._alive) > MAX_GRAPHS:
+            self._num_seen.clear()
             self.forget()
 
     def _note(self, own: _OfTwin, twin: Twin, shape: StepShape, error: Exception) -> None:
