@@ -168,16 +168,44 @@ def test_a_nan_keeps_to_itself(recorded):
 
 def test_weights_in_other_memory_are_recorded_anew(recorded):
     model = families.make("llama")
-    evaluator = check_history(model, particles(4, 20, 6))
+    evaluator = check_history(model, [[[1, *c] for c in one] for one in particles(4, 20, 6)])
     num_replayed = len(recorded)
     weight = model.model.layers[0].mlp.up_proj.weight
     with torch.no_grad():
         weight.data = weight.data * 1.5
-    evaluator.clear()
+    # Contexts of which nothing is kept, so that what is kept need not be cleared.
     for contexts in particles(4, 21, 6, seed=1):
+        contexts = [[2, *context] for context in contexts]
         expected = torch.stack([fresh_row(model, context) for context in contexts])
         torch.testing.assert_close(rows_of(evaluator, contexts), expected, rtol=0, atol=2e-4)
-    assert len(recorded) > num_replayed
+    assert len(recorded) > num_replayed > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
+def test_prompts_of_several_groups_and_lengths(name, monkeypatch, recorded):
+    """Stretches that some rows read and others do not, and rows that windows hold whole."""
+    monkeypatch.setattr(sharing, "FEW_TOKENS", 8)
+    monkeypatch.setattr(step_tables, "SHORTEST_STRETCH", 4)
+    random = np.random.default_rng(0)
+    first = random.integers(0, 23, 20).tolist()
+    prompts = [[*first, *random.integers(0, 23, 12).tolist()] for _ in range(3)]
+    contexts = [prompts[number % 3] for number in range(9)] + [[3], [4, 5, 6], first]
+    history = [[*prompts, [3], [4, 5, 6], first]]
+    for _ in range(7):
+        order = random.permutation(len(contexts))
+        contexts = [[*contexts[i], int(random.integers(23))] for i in order]
+        history.append([list(one) for one in {tuple(context) for context in contexts}])
+    seen = []
+    of = step_tables.StepTables.of.__func__
+
+    def noted(cls, *given):
+        seen.append(of(cls, *given))
+        return seen[-1]
+
+    monkeypatch.setattr(step_tables.StepTables, "of", classmethod(noted))
+    check_history(families.make(name), history)
+    assert recorded
+    assert any((tables.pieces == -1).any() and tables.pieces.shape[1] > 1 for tables in seen)
 
 
 def test_hooks_run_at_every_step(recorded):
