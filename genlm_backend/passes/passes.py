@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast, final
+from typing import Any, Final, cast, final
 
 import numpy as np
 import torch
@@ -38,6 +38,9 @@ from genlm_backend.passes.prefix_cache import OutOfStates, PrefixCache
 from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import PrefixTree
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
+
+_NEXT_OVER_LATER: Final = 64
+"""How much more a token spared in the next batch counts than one of the batch after it."""
 
 
 @final
@@ -192,8 +195,9 @@ class Passes:
     def _forward(self, segments: Sequence[Segment], attend: Attend) -> None:
         """Run segments in one pass, and keep the states that they have come to.
 
-        Tokens that go on one by one take a pass each, in which all segments have one that are as
-        long.
+        Where tokens go on one by one, each takes a pass, of all segments that are as long. Where
+        several go on at once, a step whose states have gone takes two passes, so that the next
+        one finds a state.
         """
         before = np.array([segment.before for segment in segments], np.int32)
         states = self.cache.states_behind(before) if attend is self.cache.attend else None
@@ -202,8 +206,7 @@ class Passes:
             self.forwards.of_segments(segments, self.tree.nodes, None, attend)
             return
         self.tree.states.release(before)
-        most = self.going_on.most if segments[0].start else None
-        pieces = [[each] if most is None else each.pieces(most) for each in segments]
+        pieces = [each.pieces(each.cuts(self.going_on)) for each in segments]
         num_passes = np.array([*map(len, pieces)])
         left = np.arange(len(segments))
         for i in range(int(num_passes.max())):
@@ -214,11 +217,13 @@ class Passes:
             run = [pieces[k][i] for k in left.tolist()]
             self.forwards.of_segments(run, self.tree.nodes, states, attend)
             ends, num_behind, starts = (np.zeros(len(left), np.int32) for _ in range(3))
-            (last,) = np.nonzero(num_passes[left] == i + 1)
-            for row, k in zip(last.tolist(), left[last].tolist(), strict=True):
-                ends[row], num_behind[row] = self._end(segments[k]), segments[k].num_behind
-                starts[row] = before[k]
-            if len(last):
+            for row, k in enumerate(left.tolist()):
+                if num_passes[k] == i + 1:
+                    ends[row], num_behind[row] = self._end(segments[k]), segments[k].num_behind
+                    starts[row] = before[k]
+                elif self.tree.nodes.depth[segments[k].resumed] == run[row].stop:
+                    ends[row] = segments[k].resumed
+            if ends.any():
                 self.cache.keep_states(ends, num_behind, starts, states)
 
     # ---------------------------------------------------------------- with slots
@@ -372,9 +377,7 @@ class Passes:
             start += segment.num_tokens
         if has_states:
             self.tree.states.hold(np.array([segment.before for segment in segments], np.int32))
-            ends = [segment.nodes[-1] for segment in segments if not segment.num_behind]
-            shares = self.going_on.fewest == 1
-            self.tree.states.expect(np.array(ends, np.int32), shares)
+            self._expect([segment for segment in segments if not segment.num_behind])
         held = {segment: segment.nodes for segment in segments}  # which are not linked
         computed: list[Segment] = []
         try:
@@ -396,6 +399,42 @@ class Passes:
                 self.tree.drop(nodes)
 
     # ---------------------------------------------------------------- running states
+
+    def _expect(self, segments: Sequence[Segment]) -> None:
+        """Tell which nodes contexts that go on from the ends of segments need a state at.
+
+        Those that are one token longer go on from before the end, where no fewer than two tokens
+        do; then those of the batch after them go on from the end.
+        """
+        fewest = self.going_on.fewest
+        ends = [int(segment.nodes[-1]) for segment in segments]
+        next_ones = list[int]()
+        if fewest > 1:
+            found: dict[tuple[int, bytes], int] = {}
+            for segment in segments:
+                segment.resumed = self._resumed(segment, fewest, found)
+            next_ones = [segment.resumed for segment in segments if segment.resumed]
+        weights = np.repeat([1, _NEXT_OVER_LATER], [len(ends), len(next_ones)])
+        nodes = np.array(ends + next_ones, np.int32)
+        self.tree.states.expect(nodes, weights, shares=fewest == 1)
+
+    def _resumed(self, segment: Segment, fewest: int, found: dict[tuple[int, bytes], int]) -> int:
+        """Return the node that what is one token longer than a segment goes on from; 0 for none.
+
+        Args:
+            segment: The segment.
+            fewest: Fewest tokens that go on.
+            found: Nodes of this batch by what is before them and their tokens, added to.
+        """
+        nodes, size = self.tree.nodes, segment.num_tokens + 1 - fewest
+        for count in (size, size - 1):  # the second is a token farther off, and not there yet
+            tokens = segment.token_ids[: max(count, 0)]
+            known = nodes.walk(segment.before, np.asarray(tokens, np.int32))
+            if nodes.depth[known] == segment.start + count and nodes.state[known]:
+                return known
+        if size < 2:
+            return 0
+        return found.setdefault((segment.before, tokens.tobytes()), int(segment.nodes[size - 2]))
 
     def _end(self, segment: Segment) -> int:
         """Return the node at the end of a segment; 0 where another one has its state already."""
@@ -425,11 +464,14 @@ class Passes:
     def _passes(self, segments: Sequence[Segment]) -> list[list[Segment]]:
         """Return the segments by forward passes, in order."""
         has_states, passes = self.cache.state_store.num_states > 0, list[list[Segment]]()
-        one_by_one = has_states and self.going_on.most is not None
         for wave in plan_waves(segments):
             sizes = [segment.size for segment in wave]
-            if one_by_one:  # and so of any number, side by side
-                sizes = [size._replace(num_new=1) if size.num_past else size for size in sizes]
+            if has_states:  # what is taken apart goes side by side, as far as it goes
+                starts = [[*segment.cuts(self.going_on), segment.stop][0] for segment in wave]
+                sizes = [
+                    size._replace(num_new=start - size.num_past)
+                    for size, start in zip(sizes, starts, strict=True)
+                ]
             groups = plan_groups(sizes, self.cost, aligns=self.aligns, has_states=has_states)
             passes += [[wave[i] for i in group] for group in groups]
         return passes

@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -75,6 +75,7 @@ class Segment:
         outputs: Positions behind which logits are wanted, in order, and who wants them.
         nodes: Nodes of its tokens, once there are slots for them: int32 ``[num_tokens]``.
         num_behind: Number of segments that begin where it ends.
+        resumed: Node that what is one token longer goes on from, where that is not the end; or 0.
     """
 
     job: Job
@@ -85,6 +86,7 @@ class Segment:
     outputs: dict[int, list[Job]] = field(default_factory=dict)
     nodes: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     num_behind: int = 0
+    resumed: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -109,11 +111,34 @@ class Segment:
             return self.job.node
         return int(self.parent.nodes[self.start - self.parent.start - 1])
 
-    def pieces(self, most: int) -> list[Segment]:
-        """Return the segment cut into ones of at most so many tokens."""
+    def cuts(self, going_on: StateBounds) -> list[int]:
+        """Return where its tokens are taken apart within a pass, as they do not go on at once.
+
+        Of a step whose state has gone, the last tokens are taken apart as well, where a context
+        goes on from before them.
+        """
+        fewest, most = going_on.fewest, going_on.most
+        if most is not None and self.start:
+            return [*range(self.start + most, self.stop, most)]
+        least = fewest + (fewest if self.start else 1)
+        is_apart = self.is_step(fewest) and self.num_tokens >= least
+        return [self.stop - fewest] if is_apart else []
+
+    def is_step(self, fewest: int) -> bool:
+        """Return whether it ends a context that is one token longer than what is kept of it.
+
+        Args:
+            fewest: Fewest tokens that go on from a state; contexts that go on by one have no steps
+                to tell from others.
+        """
+        return fewest > 1 and self.job.num_known >= self.stop - fewest and not self.num_behind
+
+    def pieces(self, cuts: Sequence[int]) -> list[Segment]:
+        """Return the segment cut at some positions, in order."""
+        if not cuts:
+            return [self]
         found = list[Segment]()
-        for start in range(self.start, self.stop, most):
-            stop = min(start + most, self.stop)
+        for start, stop in pairwise([self.start, *cuts, self.stop]):
             own = {at: jobs for at, jobs in self.outputs.items() if start <= at < stop}
             piece = Segment(self.job, start, stop, self.parent if not found else self, 0, own)
             piece.nodes = self.nodes[start - self.start : stop - self.start]
@@ -288,9 +313,10 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: StateBounds | Non
         if _leaves(segment, going_on, cost):
             cuts[segment].append(segment.job.num_known)
     rule = going_on or StateBounds()
-    cut = rule.part if going_on is None else rule.cut
     for segment in segments:
         parent = segment.parent
+        is_step = segment.is_step(rule.fewest)
+        cut = rule.part if going_on is None or is_step else rule.cut
         size = cut(segment.num_tokens, segment.start == 0, cost.max_segment)
         is_whole = size == segment.num_tokens and len(segment.outputs) <= 1
         if parent is None and is_whole and segment not in cuts:
@@ -325,6 +351,8 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: StateBounds | Non
 def _leaves(segment: Segment, going_on: StateBounds, cost: CostModel) -> bool:
     """Return whether a segment's context has much of it in common with others, and then parts."""
     known = segment.job.num_known
+    if segment.is_step(going_on.fewest):
+        return False
     if going_on.most is not None:  # where whole contexts are faster than many passes
         num_passes = (segment.stop - known) // going_on.most
         if segment.start == 0 and num_passes * cost.per_forward > segment.stop:

@@ -36,19 +36,19 @@ def _marked(parents, depths, states, nodes, index):
 
 
 @compiled
-def _asked(parents, depths, states, nodes, has_state, is_asked):
+def _asked(parents, depths, states, nodes, has_state, weights):
     """Return the tree of nodes, and how often each is computed or gone on from.
 
     Returns:
         The index of the node above each, -1 for none; the number of tokens between; whether it has
-        a state; and how many of those that are asked go through it from the last state before it,
-        or from itself.
+        a state; and how much those count that go through it from the last state before it, or
+        from itself.
     """
     index = np.zeros(len(parents), np.int32)
     all_nodes = _marked(parents, depths, states, nodes, index)
     size = len(all_nodes)
     above, num_tokens = np.full(size, -1, np.int64), np.empty(size, np.int64)
-    has, num_asked = np.ones(size, np.bool_), np.zeros(size, np.int64)
+    has, asked = np.ones(size, np.bool_), np.zeros(size, np.int64)
     has[: len(nodes)] = has_state
     for i in range(size):
         node = all_nodes[i]
@@ -61,24 +61,24 @@ def _asked(parents, depths, states, nodes, has_state, is_asked):
         above[i] = index[node] - 1
         num_tokens[i] -= depths[node]
     for i in range(len(nodes)):
-        other = i if is_asked[i] else -1
+        other = i if weights[i] else -1
         while other >= 0:
-            num_asked[other] += 1
+            asked[other] += weights[i]
             if has[other]:
                 break
             other = above[other]
-    return above, num_tokens, has, num_asked
+    return above, num_tokens, has, asked
 
 
 @compiled
-def unasked(parents, depths, states, nodes, has_state, is_asked):
+def unasked(parents, depths, states, nodes, has_state, weights):
     """Return whether each of some nodes is neither asked nor gone on from, as ``most_missed``."""
-    return _asked(parents, depths, states, nodes, has_state, is_asked)[3][: len(nodes)] == 0
+    return _asked(parents, depths, states, nodes, has_state, weights)[3][: len(nodes)] == 0
 
 
 @compiled
 def most_missed(
-    parents, depths, states, nodes, has_state, may_stay, is_asked, shares, times, now, chosen
+    parents, depths, states, nodes, has_state, may_stay, weights, shares, times, now, chosen
 ):
     """Choose the states that spare the most tokens to compute, one after another or some at once.
 
@@ -92,13 +92,13 @@ def most_missed(
         nodes: The nodes that have states, may have them, or are asked, each once: ``[n]``.
         has_state: Whether each has a state that stays in any case.
         may_stay: Whether each has or may have one otherwise.
-        is_asked: Whether a context that may be asked again ends there.
+        weights: How much the tokens of contexts count that may go on from each; 0 of most.
         shares: Whether what several contexts have in common is computed once.
         times: The batch in which each was used last.
         now: This batch.
         chosen: Where the indices of those that stay are written, no more than there is room for.
     """
-    above, num_tokens, has, num_asked = _asked(parents, depths, states, nodes, has_state, is_asked)
+    above, num_tokens, has, asked = _asked(parents, depths, states, nodes, has_state, weights)
     is_left, gains = may_stay.copy(), np.empty(len(nodes), np.int64)
     num_chosen = 0
     while num_chosen < len(chosen):
@@ -107,14 +107,14 @@ def most_missed(
             if not is_left[i]:
                 continue
             gain, other, is_old = np.int64(0), i, times[i] < now
-            while other >= 0 and (is_old or num_asked[i] > 0):
+            while other >= 0 and (is_old or asked[i] > 0):
                 gain += num_tokens[other]
                 other = above[other]
-                is_others = shares and not is_old and num_asked[other] > num_asked[i]
+                is_others = shares and not is_old and asked[other] > asked[i]
                 if other >= 0 and (has[other] or is_others):
                     break
             if not (is_old or shares):
-                gain *= num_asked[i]
+                gain *= asked[i]
             gains[i] = (times[i] << 32) + gain if gain > 0 else 0
         # One after another where they are few; of many, an eighth of what is left.
         count = max(1, (len(chosen) - num_chosen) // 8)
@@ -128,7 +128,7 @@ def most_missed(
                 num_chosen, count = num_chosen + 1, count - 1
                 other = above[i]
                 while other >= 0:
-                    num_asked[other] -= num_asked[i]
+                    asked[other] -= asked[i]
                     if has[other]:
                         break
                     other = above[other]

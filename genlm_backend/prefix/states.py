@@ -184,7 +184,8 @@ class States:
         self._num_held = np.zeros(size, np.int32)
         self._is_pinned = np.zeros(size, np.bool_)
         self._now = 1
-        self._expected, self._shares = np.empty(0, np.int32), True  # ends of this batch
+        self._expected, self._shares = np.empty(0, np.int32), True
+        self._weights = np.empty(0, np.int64)
         self._free = np.arange(1, size)
         self._num_handed_out = 0
         self.host.clear()
@@ -214,7 +215,7 @@ class States:
     def begin(self) -> None:
         """Begin a batch: what earlier ones hold is held no more."""
         self._now += 1
-        self._expected = self._expected[:0]
+        self._expected, self._weights = self._expected[:0], self._weights[:0]
         self._num_held[:] = self._num_rows[:] = 0
 
     def use(self, nodes: Ints) -> None:
@@ -266,14 +267,19 @@ class States:
         self.num_to_device += len(wanted)
         return True
 
-    def expect(self, nodes: Ints, shares: bool = True) -> None:
-        """Note where the contexts of this batch end, which are likely to be asked on.
+    def expect(self, nodes: Ints, weights: Ints | int = 1, shares: bool = True) -> None:
+        """Note which nodes contexts are likely to go on from after this batch.
 
         Args:
-            nodes: The nodes.
+            nodes: The nodes, each as often as there are such contexts: int32 ``[n]``.
+            weights: How much the tokens of each count: int64 ``[n]``, or one number for all.
             shares: Whether what several of them have in common is computed once.
         """
-        self._expected, self._shares = nodes, shares
+        self._expected, inverse = np.unique(nodes, return_inverse=True)
+        self._weights = np.zeros(len(self._expected), np.int64)
+        np.add.at(self._weights, inverse, weights)
+        self._shares = shares
+        self.use(nodes)
 
     def give(self, nodes: Ints, num_needed: Ints, before: Ints | None = None) -> Ints:
         """Return numbers of states for nodes that have none; 0 where there is no room.
@@ -383,13 +389,15 @@ class States:
         may_stay[:num_used] = (self._num_held[used] == 0) & ~self._is_pinned[used]
         may_stay[num_used:num_owners] = ~is_needed
         times[:num_used] = self._stamp[used]
-        is_asked = np.isin(nodes, self._expected)
+        weights = np.zeros(len(nodes), np.int64)
+        _, at, of_expected = np.intersect1d(nodes, self._expected, return_indices=True)
+        weights[at] = self._weights[of_expected]
         with self._as_if_gone(gone):
             arrays = self._nodes.parent, self._nodes.depth, self._nodes.state, nodes
             has_state = np.arange(len(nodes)) < num_owners
             count = len(new) - num_free - len(gone)
             if has_state.all():  # all contexts have one, as where there is room for two of each
-                passed = (times == self._now) & state_loops.unasked(*arrays, has_state, is_asked)
+                passed = (times == self._now) & state_loops.unasked(*arrays, has_state, weights)
                 passed = used[(may_stay & passed)[:num_used]]
                 if count <= len(passed):
                     order = np.argsort(self._num_tokens(self._owner[passed]), kind="stable")
@@ -398,7 +406,7 @@ class States:
             has_state &= ~may_stay
             chosen = np.empty(max(0, int(may_stay[:num_owners].sum()) - count), np.int64)
             state_loops.most_missed(
-                *arrays, has_state, may_stay, is_asked, self._shares, times, self._now, chosen
+                *arrays, has_state, may_stay, weights, self._shares, times, self._now, chosen
             )
         may_stay[chosen] = False
         has_room = ~may_stay[num_used:num_owners]

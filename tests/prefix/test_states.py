@@ -406,25 +406,29 @@ TestOneStateOnHost = OneStateOnHost.TestCase
 
 
 def num_computed(asked, has, shares=True):
-    """Tokens to compute so that each context has been asked, from those that have states."""
+    """Tokens to compute so that each context has been asked, from those that have states.
+
+    Where each context computes what it has in common with others too, its tokens have its weight.
+    """
     missing = []
     for context in asked:
         sizes = range(len(context), 0, -1)
         start = next((size for size in sizes if context[:size] in has), 0)
-        missing += [context[:size] for size in range(start + 1, len(context) + 1)]
+        new = [context[:size] for size in range(start + 1, len(context) + 1)]
+        missing += new if shares else new * asked[context]
     return len(set(missing) if shares else missing)
 
 
 @given(
     has=st.dictionaries(contexts, st.tuples(st.booleans(), st.integers(1, 4)), max_size=12),
-    asked=st.sets(contexts, max_size=12),
+    asked=st.dictionaries(contexts, st.integers(1, 5), max_size=12),
     elsewhere=st.sets(contexts, max_size=3),
     share=st.floats(0, 1),
     shares=st.booleans(),
 )
 def test_what_stays_spares_the_most_tokens(has, asked, elsewhere, share, shares):
     tree = PrefixTree(Slots(400))
-    every = [*has, *sorted(asked - has.keys())]
+    every = [*has, *sorted(asked.keys() - has.keys())]
     for context in [*every, *sorted(elsewhere)]:
         node = tree.nodes.walk(tree.root(None), ints(*context))
         rest = ints(*context[tree.nodes.depth[node] :])
@@ -447,7 +451,7 @@ def test_what_stays_spares_the_most_tokens(has, asked, elsewhere, share, shares)
         ints(*map(node_of, every)),
         np.array([context in fixed for context in every], np.bool_),
         np.array([context in left for context in every], np.bool_),
-        np.array([context in asked for context in every], np.bool_),
+        np.array([asked.get(context, 0) for context in every], np.int64),
         shares,
         np.array([has[context][1] if context in has else 4 for context in every], np.int64),
         4,
@@ -460,7 +464,7 @@ def test_what_stays_spares_the_most_tokens(has, asked, elsewhere, share, shares)
             time = has[context][1]
             before = num_computed(asked, stay, shares)
             spared = before - num_computed(asked, stay | {context}, shares)
-            behind = num_computed([context], stay)
+            behind = num_computed({context: 1}, stay)
             gains[context] = (time, behind) if time < 4 else (4 * (spared > 0), spared)
         assert gains[every[i]] == max(gains.values())
         left.remove(every[i])
