@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from genlm_backend.model.batched_lm import BatchedLM
     from genlm_backend.model.context import Context
     from genlm_backend.model.draw import Draw
-    from genlm_backend.model.drawing import Drawing
+    from genlm_backend.model.drawing import Drawing, SeveralDraws
     from genlm_backend.model.evaluator import (
         Evaluator,
         EvaluatorCounts,
@@ -62,6 +62,7 @@ __all__ = [
     "Row",
     "Sampled",
     "Scoring",
+    "SeveralDraws",
     "StatelessEvaluator",
     "TopTokens",
     "VLLMLoader",
@@ -99,6 +100,7 @@ __getattr__, __dir__ = lazy_names(
         "Row": "genlm_backend.model.row",
         "Sampled": "genlm_backend.model.sampling",
         "Scoring": "genlm_backend.model.scoring",
+        "SeveralDraws": "genlm_backend.model.drawing",
         "StatelessEvaluator": "genlm_backend.model.evaluator",
         "TopTokens": "genlm_backend.model.token_readouts",
         "VLLMLoader": "genlm_backend.backends.vllm.vllm_loader",

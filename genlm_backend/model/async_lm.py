@@ -25,7 +25,7 @@ from genlm_backend.model.draw import (
     RandomGenerator,
     draw,
 )
-from genlm_backend.model.drawing import Allowed, Impossible, drawing_of
+from genlm_backend.model.drawing import Allowed, Impossible, drawing_of, several_draws_of
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.model.query import UNKNOWN_ADAPTER, Query, TokenIds
 from genlm_backend.model.sampling import (
@@ -423,8 +423,8 @@ class AsyncLM(Closing):
 
         The same token as ``draw`` of the row, where what is not allowed is ``-inf``, draws with the
         same generator. It is drawn where the model is: no row is made for the caller, nor kept. Its
-        ``log_allowed`` is the logarithm of the probability, under the model, of all tokens that
-        were drawn from: at temperature 1 the log-weight that a particle gains.
+        ``logprob - log_proposal`` is the log-weight that a particle gains; at temperature 1 that is
+        ``log_allowed``, the logarithm of the probability of all tokens that were drawn from.
 
         Args:
             token_ids: The context.
@@ -456,8 +456,9 @@ class AsyncLM(Closing):
         """
         context = self.contexts.check(token_ids)
         size = len(self.byte_vocab)
+        options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        drawing = drawing_of(size, allowed, generator, temperature, impossible, **bounds)
+        drawing = drawing_of(size, generator, **options, **bounds)
         return await self._read(context, drawing, lora_name)
 
     def draw_next_token_sync(
@@ -476,9 +477,82 @@ class AsyncLM(Closing):
         """Return the same draw as ``draw_next_token``, blocking the calling thread."""
         context = self.contexts.check(token_ids)
         size = len(self.byte_vocab)
+        options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        drawing = drawing_of(size, allowed, generator, temperature, impossible, **bounds)
+        drawing = drawing_of(size, generator, **options, **bounds)
         return self._read_sync(context, drawing, lora_name)
+
+    async def draw_next_tokens(
+        self,
+        token_ids: TokenIds,
+        n: int,
+        *,
+        distinct: bool = False,
+        allowed: Allowed | None = None,
+        generator: RandomGenerator | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        impossible: Impossible = "raise",
+        lora_name: str | None = None,
+    ) -> list[Draw]:
+        """Draw ``n`` alternatives for the token after a context at once, from one row.
+
+        They are those that ``n`` calls of ``draw_next_token`` draw with the same generator. Where
+        they are to be ``distinct``, each is drawn from what the ones before it have left, by its
+        probability: without replacement, the distribution of the ``n`` largest log-probabilities
+        with Gumbel noise (Kool et al., 2019, arXiv:1903.06059), in order. ``log_allowed`` and
+        ``log_proposal`` of each are then those among what was left.
+
+        Args:
+            token_ids: The context.
+            n: Number of draws, at least 1.
+            distinct: Whether no token is drawn twice. There are fewer draws than ``n`` where
+                fewer tokens are possible.
+            allowed: The tokens that may be drawn, as for ``draw_next_token``.
+            generator: Random stream that ``n`` numbers are taken from.
+            temperature: Divisor of the log-probabilities; at 0, distinct draws are the most
+                probable tokens in order.
+            top_k: As for ``draw_next_token``, whatever has been drawn.
+            top_p: The same.
+            min_p: The same.
+            impossible: The same; ``"return"`` returns ``n`` draws without a token.
+            lora_name: The adapter to read the context with.
+
+        Raises:
+            Exception: What ``draw_next_token`` raises; ``OptionError`` (``ValueError``) as well if
+                ``n`` is below 1.
+        """
+        context = self.contexts.check(token_ids)
+        size = len(self.byte_vocab)
+        options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
+        bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        draws = several_draws_of(size, generator, n, distinct, **options, **bounds)
+        return list(await self._read(context, draws, lora_name))
+
+    def draw_next_tokens_sync(
+        self,
+        token_ids: TokenIds,
+        n: int,
+        *,
+        distinct: bool = False,
+        allowed: Allowed | None = None,
+        generator: RandomGenerator | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        impossible: Impossible = "raise",
+        lora_name: str | None = None,
+    ) -> list[Draw]:
+        """Return the same draws as ``draw_next_tokens``, blocking the calling thread."""
+        context = self.contexts.check(token_ids)
+        size = len(self.byte_vocab)
+        options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
+        bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        draws = several_draws_of(size, generator, n, distinct, **options, **bounds)
+        return list(self._read_sync(context, draws, lora_name))
 
     async def sample(
         self,

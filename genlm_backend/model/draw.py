@@ -7,7 +7,7 @@ import math
 import random
 import sys
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import torch
@@ -47,19 +47,22 @@ def draw(
 class Draw(NamedTuple):
     """A token that has been drawn, and what an importance weight is made of.
 
-    Drawn at temperature 1, the token has the probability ``exp(logprob - log_allowed)``, so that a
-    particle that moves on to it gains the log-weight ``log_allowed``.
+    A particle that moves on to the token gains the log-weight ``logprob - log_proposal``, at any
+    temperature. At temperature 1 that is ``log_allowed``, whatever the token is.
 
     Attributes:
         token_id: Id of the token.
         logprob: Its log-probability under the model, whatever was allowed, at temperature 1.
         log_allowed: Logarithm of the probability of all tokens together that were drawn from, those
             that were allowed and within bounds; 0 where all were.
+        log_proposal: Logarithm of the probability with which it was drawn, among those tokens and
+            at the temperature of the draw; 0 at temperature 0.
     """
 
     token_id: int
     logprob: float
     log_allowed: float
+    log_proposal: float
 
 
 TEMPERATURE: Final = number(0, is_finite=False)
@@ -210,28 +213,65 @@ _NUM_BLOCKS = 256
 def invert(weights: NDArray[np.float32], point: float) -> int:
     """Return the index where the cumulative sum of ``weights`` passes ``point`` of the whole.
 
+    Args:
+        weights: Weights, each zero or more and not all zero, ``[n]``.
+        point: Share of the whole sum, from 0 up to, and not including, 1.
+    """
+    return Inversion(weights).index(point)
+
+
+@final
+class Inversion:
+    """The cumulative sum of weights, inverted for one point after another.
+
     Sums of blocks are searched first and one block after them, because a running sum over a
     vocabulary takes several times as long as a plain one. All sums are in float64, so that the
     rarest tokens behind the most probable ones are not rounded away. What weighs nothing is never
     found, however the sums round.
 
     Args:
-        weights: Weights, each zero or more and not all zero, ``[n]``.
-        point: Share of the whole sum, from 0 up to, and not including, 1.
+        weights: Weights, each zero or more, ``[n]``; ``remove`` writes to them.
     """
-    size = len(weights) // _NUM_BLOCKS
-    if size < 2:
-        return _search(np.cumsum(weights, dtype=np.float64), weights, point)
-    whole = size * _NUM_BLOCKS
-    sums = weights[:whole].reshape(_NUM_BLOCKS, size).sum(1, dtype=np.float64)
-    sums = np.append(sums, weights[whole:].sum(dtype=np.float64))
-    ends = np.cumsum(sums)
-    block = _search(ends, sums, point)
-    # The sum up to here as it was searched: another rounding could lie behind the point.
-    begin = ends[block - 1] if block else 0.0
-    part = weights[block * size : (block + 1) * size] if block < _NUM_BLOCKS else weights[whole:]
-    inside = (point * ends[-1] - begin) / sums[block]
-    return block * size + _search(np.cumsum(part, dtype=np.float64), part, inside)
+
+    def __init__(self, weights: NDArray[np.float32]) -> None:
+        self._weights, self._size = weights, len(weights) // _NUM_BLOCKS
+        whole = self._size * _NUM_BLOCKS if self._size > 1 else 0
+        self._sums = weights[whole:].sum(dtype=np.float64, keepdims=True)
+        if whole:
+            blocks = weights[:whole].reshape(_NUM_BLOCKS, self._size)
+            self._sums = np.append(blocks.sum(1, dtype=np.float64), self._sums)
+        self._ends = np.cumsum(self._sums)
+
+    @property
+    def total(self) -> float:
+        """Sum of all weights, as it was searched."""
+        return float(self._ends[-1])
+
+    def sum_of_weights(self) -> float:
+        """Return the sum of all weights, rounded as NumPy rounds that of a whole array."""
+        return float(self._weights.sum(dtype=np.float64))
+
+    def index(self, point: float) -> int:
+        """Return the index where the cumulative sum passes ``point`` of the whole, not zero."""
+        block = _search(self._ends, self._sums, point)
+        # The sum up to here as it was searched: another rounding could lie behind the point.
+        begin = self._ends[block - 1] if block else 0.0
+        inside = (point * self._ends[-1] - begin) / self._sums[block]
+        start, own = self._block(block)
+        return start + _search(np.cumsum(own, dtype=np.float64), own, inside)
+
+    def remove(self, index: int) -> None:
+        """Have a weight be zero from now on."""
+        self._weights[index] = 0
+        block = min(index // self._size, len(self._sums) - 1) if self._size else 0
+        self._sums[block] = self._block(block)[1].sum(dtype=np.float64)
+        np.cumsum(self._sums, out=self._ends)
+
+    def _block(self, block: int) -> tuple[int, NDArray[np.float32]]:
+        """Return where a block begins, and its weights."""
+        start = block * self._size
+        is_last = block == len(self._sums) - 1
+        return start, self._weights[start:] if is_last else self._weights[start:][: self._size]
 
 
 def _search(ends: NDArray[np.float64], weights: NDArray[np.floating], point: float) -> int:

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.checks import checked, integer, number, one_of, sequence
+from genlm_backend.checks import checked, integer, number, one_of, sequence, switch
 from genlm_backend.errors import EvaluationError, OptionError
 from genlm_backend.model.draw import (
     TEMPERATURE,
     Draw,
+    Inversion,
     check_possible,
-    invert,
     uniform_of,
     weights_of,
 )
@@ -115,6 +115,14 @@ class Drawing(Readout):
 
 
 def _drawn(drawing: Drawing, logprobs: NDArray[np.float32]) -> Draw | EvaluationError:
+    pool = _pool(drawing, logprobs)
+    return pool.draw(drawing.uniform) if isinstance(pool, _Pool) else pool
+
+
+def _pool(
+    drawing: Drawing | SeveralDraws, logprobs: NDArray[np.float32]
+) -> _Pool | Draw | EvaluationError:
+    """Return the tokens of a row to draw from, or the answer where there is none."""
     if drawing.allowed is None:
         scores = logprobs
     else:
@@ -127,21 +135,161 @@ def _drawn(drawing: Drawing, logprobs: NDArray[np.float32]) -> Draw | Evaluation
         check_possible(largest)
     except EvaluationError as error:
         return error
-    if drawing.temperature == 0:
-        token_id, total = int(scores.argmax()), None
+    return _Pool(scores, logprobs, drawing.temperature, drawing.cuts, drawing.allowed is None)
+
+
+@final
+class _Pool:
+    """The tokens of a row that one or several are drawn from.
+
+    Args:
+        scores: Their log-probabilities, ``-inf`` for all others: float32 ``[vocab]``.
+        logprobs: The log-probabilities of all tokens.
+        temperature: Divisor of the scores.
+        cuts: Bounds on the tokens; ``None`` for none.
+        is_whole: Whether no token is left out.
+    """
+
+    def __init__(
+        self,
+        scores: NDArray[np.float32],
+        logprobs: NDArray[np.float32],
+        temperature: float,
+        cuts: Cuts | None,
+        is_whole: bool,
+    ) -> None:
+        self._scores, self._logprobs, self._temperature = scores, logprobs, temperature
+        self._is_whole, self._largest = is_whole, scores.max()
+        self._log_allowed: float | None = None
+        self._inversion: Inversion | None = None
+        if temperature:
+            weights = weights_of(scores, self._largest, temperature)
+            if cuts is not None:
+                self._is_whole, is_left = False, weights >= cuts.least(weights)
+                self._scores = np.where(is_left, scores, np.float32(-np.inf))
+                np.multiply(weights, is_left, out=weights)
+            self._inversion = Inversion(weights)
+
+    def draw(self, point: float) -> Draw:
+        """Return the token that a random number from 0 up to 1 stands for."""
+        if self._inversion is None:
+            token_id = int(self._scores.argmax())
+        else:
+            token_id = self._inversion.index(point)
+        logprob = float(self._logprobs[token_id])
+        if self._log_allowed is None:
+            self._log_allowed = 0.0 if self._is_whole else self._log_mass()
+        total = 0.0 if self._inversion is None else self._inversion.total
+        return _draw_of(
+            token_id, logprob, self._log_allowed, float(self._largest), self._temperature, total
+        )
+
+    def _log_mass(self) -> float:
+        if self._temperature == 1 and self._inversion is not None:  # these are their weights
+            total = float(self._largest) + math.log(self._inversion.sum_of_weights())
+        else:
+            total = log_sum(self._scores)
+        return log_mass(total, self._logprobs)
+
+    def without(self, token_id: int) -> bool:
+        """Draw no more of a token; return whether another one is left."""
+        if self._scores is self._logprobs:
+            self._scores = self._scores.copy()
+        self._scores[token_id], self._is_whole, self._log_allowed = -np.inf, False, None
+        if self._inversion is not None:
+            self._inversion.remove(token_id)
+            if self._inversion.total > _FEW:
+                return True
+            self._largest = self._scores.max()  # the others may have been too small beside it
+            if self._largest > -np.inf:
+                self._inversion = Inversion(
+                    weights_of(self._scores, self._largest, self._temperature)
+                )
+        return bool(self._scores.max() > -np.inf)
+
+
+_FEW: Final = 1e-3
+"""Sum of what is left of some weights, from which on they are computed anew."""
+
+
+def _draw_of(
+    token_id: int,
+    logprob: float,
+    log_allowed: float,
+    largest: float,
+    temperature: float,
+    total: float,
+) -> Draw:
+    """Return a draw, given the largest log-probability, and the sum of the weights beside it."""
+    if temperature == 0:
+        log_proposal = 0.0
+    elif temperature == 1:
+        log_proposal = logprob - log_allowed
     else:
-        weights = weights_of(scores, largest, drawing.temperature)
-        if drawing.cuts is not None:
-            is_left = weights >= drawing.cuts.least(weights)
-            scores = np.where(is_left, scores, np.float32(-np.inf))
-            np.multiply(weights, is_left, out=weights)
-        token_id = invert(weights, drawing.uniform)
-        total = weights.sum(dtype=np.float64) if drawing.temperature == 1 else None
-    log_allowed = 0.0
-    if drawing.allowed is not None or (drawing.cuts is not None and drawing.temperature):
-        of_allowed = log_sum(scores) if total is None else float(largest) + math.log(total)
-        log_allowed = log_mass(of_allowed, logprobs)
-    return Draw(token_id, float(logprobs[token_id]), log_allowed)
+        log_proposal = (logprob - largest) / temperature - math.log(total)
+    return Draw(token_id, logprob, log_allowed, min(log_proposal, 0.0))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SeveralDraws(Readout):
+    """A context, and the random numbers that several next tokens are drawn by.
+
+    The answer is a tuple of ``Draw``, each as a ``Drawing`` with its number has it. Where they are
+    to be distinct, one is drawn after another from the tokens that are left, which is the
+    distribution of the largest of log-probabilities with Gumbel noise (Kool et al., 2019,
+    arXiv:1903.06059); ``log_allowed`` and ``log_proposal`` are those among the tokens that were
+    left. It ends where none is left.
+
+    Attributes:
+        query: The context, and the adapter to read it with.
+        temperature: As a ``Drawing`` has it.
+        uniforms: A number from 0 up to, and not including, 1 for each draw.
+        allowed: As a ``Drawing`` has it.
+        may_fail: Whether draws where no token is possible are ``NO_DRAW``, and no error.
+        cuts: As a ``Drawing`` has it.
+        are_distinct: Whether no token is drawn twice.
+    """
+
+    query: Query
+    temperature: float
+    uniforms: tuple[float, ...]
+    allowed: bytes | None = None
+    may_fail: bool = False
+    cuts: Cuts | None = None
+    are_distinct: bool = False
+    wanted: ClassVar[str] = "a tuple of Draws for several draws"
+
+    @classmethod
+    def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
+        """Return draws from each row, or the error where no token is possible."""
+        pairs = zip(readouts, rows.cpu().numpy(), strict=True)
+        return [_all_drawn(draws, row) for draws, row in pairs]
+
+    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
+        """Return whether ``answer`` is a tuple of as many draws, or of fewer distinct ones."""
+        if not isinstance(answer, tuple):
+            return False
+        drawing = Drawing(self.query, self.temperature, 0.0, may_fail=self.may_fail)
+        num, most = len(answer), len(self.uniforms)
+        has_all = num == most or (self.are_distinct and 0 < num < most)
+        return has_all and all(drawing.is_answered_by(each, vocab_size) for each in answer)
+
+
+def _all_drawn(
+    draws: SeveralDraws, logprobs: NDArray[np.float32]
+) -> tuple[Draw, ...] | EvaluationError:
+    pool = _pool(draws, logprobs)
+    if isinstance(pool, EvaluationError):
+        return pool
+    if isinstance(pool, Draw):
+        return (pool,) * len(draws.uniforms)
+    found = list[Draw]()
+    for point in draws.uniforms:
+        if found and draws.are_distinct and not pool.without(found[-1].token_id):
+            break
+        found.append(pool.draw(point))
+    return tuple(found)
 
 
 MANY_ROWS: Final = 128
@@ -176,18 +324,18 @@ def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw 
         divisors = numbers(min(t, most) if t else 1.0 for t in temperatures)
         weights = (weights.double() / divisors[:, None]).float()
     found = _inverted(weights.exp_(), numbers(drawing.uniform for drawing in drawings))
+    total = weights.sum(-1, dtype=torch.float64)
     is_greedy = torch.tensor([not t for t in temperatures], dtype=torch.bool, device=device)
     token_ids = torch.where(is_greedy, scores.argmax(-1), found)
     sums = [_log_sums(scores), _log_sums(rows)]
     of_token = rows.gather(1, token_ids[:, None])
-    answers = torch.stack(
-        [token_ids.double(), of_token[:, 0].double(), *sums, largest[:, 0].double()], 1
-    )
+    columns = [token_ids, of_token[:, 0], *sums, largest[:, 0], total]
+    answers = torch.stack([column.double() for column in columns], 1)
     return [_answer(*pair) for pair in zip(drawings, answers.tolist(), strict=True)]
 
 
 def _answer(drawing: Drawing, numbers: Sequence[float]) -> Draw | EvaluationError:
-    token_id, logprob, of_allowed, of_all, largest = numbers
+    token_id, logprob, of_allowed, of_all, largest, total = numbers
     if drawing.may_fail and largest == -math.inf:
         return NO_DRAW
     try:
@@ -195,7 +343,8 @@ def _answer(drawing: Drawing, numbers: Sequence[float]) -> Draw | EvaluationErro
     except EvaluationError as error:
         return error
     is_all = drawing.allowed is None or (abs(of_allowed) < _ROUNDING and of_allowed == of_all)
-    return Draw(int(token_id), logprob, 0.0 if is_all else min(of_allowed, 0.0))
+    log_allowed = 0.0 if is_all else min(of_allowed, 0.0)
+    return _draw_of(int(token_id), logprob, log_allowed, largest, drawing.temperature, total)
 
 
 def _masks(drawings: Sequence[Drawing], rows: torch.Tensor) -> torch.Tensor:
@@ -251,7 +400,7 @@ def _log_sums(logprobs: torch.Tensor) -> torch.Tensor:
     return largest[:, 0].double() + total.log()
 
 
-NO_DRAW: Final = Draw(-1, -math.inf, -math.inf)
+NO_DRAW: Final = Draw(-1, -math.inf, -math.inf, 0.0)
 """The draw where no token is possible: ``token_id`` is -1, which is no token of any model."""
 
 
@@ -306,41 +455,55 @@ _CUTS: Final = {
 """Checks of the bounds of draws, by name."""
 
 
-def drawing_of(
-    vocab_size: int,
-    allowed: Any,
-    generator: Any,
-    temperature: Any,
-    impossible: Any,
-    **bounds: Any,
-) -> Callable[[Query], Drawing]:
+def drawing_of(vocab_size: int, generator: Any, **options: Any) -> Callable[[Query], Drawing]:
     """Return a maker of drawings, once its options are checked; it has the random number.
 
     Args:
         vocab_size: Number of ids that the model has.
-        allowed: As ``draw_next_token`` has it.
-        generator: The same.
-        temperature: The same.
-        impossible: The same.
-        **bounds: ``top_k``, ``top_p`` and ``min_p``.
+        generator: As ``draw_next_token`` has it.
+        **options: Its other arguments, but for the context and the adapter.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is of another type.
         OptionError: (``ValueError``) If one is out of its bounds.
     """
+    number_of, alike = _drawn_alike(vocab_size, generator, **options)
+    return partial(Drawing, uniform=number_of(), **alike)
+
+
+def several_draws_of(
+    vocab_size: int, generator: Any, n: Any, distinct: Any, **options: Any
+) -> Callable[[Query], SeveralDraws]:
+    """Return a maker of several draws, as ``drawing_of`` of one; it has the random numbers.
+
+    Args:
+        vocab_size: Number of ids that the model has.
+        generator: As ``draw_next_tokens`` has it.
+        n: The same.
+        distinct: The same.
+        **options: Its other arguments, but for the context and the adapter.
+    """
+    count, are_distinct = integer(1)("n", n), switch("distinct", distinct)
+    number_of, alike = _drawn_alike(vocab_size, generator, **options)
+    most = min(count, vocab_size) if are_distinct else count
+    uniforms = tuple(number_of() for _ in range(most))
+    return partial(SeveralDraws, uniforms=uniforms, are_distinct=are_distinct, **alike)
+
+
+def _drawn_alike(
+    vocab_size: int, generator: Any, *, allowed: Any, temperature: Any, impossible: Any, **cuts: Any
+) -> tuple[Callable[[], float], dict[str, Any]]:
+    """Return what random numbers come from, and the checked options of a readout of draws."""
     divisor = TEMPERATURE("temperature", temperature)
     may_fail = _IMPOSSIBLE("impossible", impossible) == "return"
-    mask, uniform = packed_mask(allowed, vocab_size, may_fail), uniform_of(generator)
-    point = uniform() if divisor else 0.0
-    cuts = Cuts(**checked(_CUTS, bounds))
-    return partial(
-        Drawing,
-        temperature=divisor,
-        uniform=point,
-        allowed=mask,
-        may_fail=may_fail,
-        cuts=None if cuts == Cuts() or not divisor else cuts,
-    )
+    mask, number_of = packed_mask(allowed, vocab_size, may_fail), uniform_of(generator)
+    bounds = Cuts(**checked(_CUTS, cuts))
+    return number_of if divisor else lambda: 0.0, {
+        "temperature": divisor,
+        "allowed": mask,
+        "may_fail": may_fail,
+        "cuts": None if bounds == Cuts() or not divisor else bounds,
+    }
 
 
 def packed_mask(allowed: Any, vocab_size: int, may_be_empty: bool = False) -> bytes | None:

@@ -14,8 +14,14 @@ from hypothesis.extra import numpy as arrays
 
 from genlm_backend import MockAsyncLM
 from genlm_backend.errors import EvaluationError, OptionError, OptionTypeError
-from genlm_backend.model.draw import draw, draw_token, invert
-from genlm_backend.model.drawing import NO_DRAW, Cuts, Drawing, drawn_at_once
+from genlm_backend.model.draw import draw, draw_token, invert, weights_of
+from genlm_backend.model.drawing import (
+    NO_DRAW,
+    Cuts,
+    Drawing,
+    SeveralDraws,
+    drawn_at_once,
+)
 from genlm_backend.model.query import Query
 from tests.llm.conftest import word_tokenizer
 
@@ -329,6 +335,26 @@ def tokens_by_share(row, drawing):
     return set(np.flatnonzero(near & (weights > 0)).tolist())
 
 
+def check_proposal(found, drawing, row):
+    """Compare with the softmax of the allowed tokens at the temperature, in float64."""
+    mask = np.ones(len(row), bool)
+    if drawing.allowed is not None:
+        mask = np.unpackbits(np.frombuffer(drawing.allowed, np.uint8), count=len(row)).view(bool)
+    scores = np.where(mask, row.astype(np.float64), -np.inf)
+    scores -= scores.max()
+    finite = np.isfinite(scores)
+    if drawing.temperature:
+        scores[finite] /= min(drawing.temperature, 1e300)
+        expected = scores[found.token_id] - np.log(np.exp(scores).sum())
+    else:
+        expected = 0.0
+    assert found.log_proposal == pytest.approx(expected, abs=3e-5)
+    assert found.log_proposal <= 0
+    if drawing.temperature == 1:
+        weight = found.logprob - found.log_proposal
+        assert weight == pytest.approx(found.log_allowed, abs=1e-6)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_draws_from_many_rows_at_once_are_those_of_each(data):
@@ -359,6 +385,8 @@ def test_draws_from_many_rows_at_once_are_those_of_each(data):
         assert draw_found.log_allowed == pytest.approx(expected.log_allowed, abs=1e-5)
         if drawing.allowed is None:
             assert draw_found.log_allowed == 0
+        for one in (draw_found, expected):
+            check_proposal(one, drawing, row.numpy())
 
 
 def test_many_rows_of_which_none_is_possible():
@@ -371,7 +399,7 @@ def test_many_rows_of_which_none_is_possible():
         Drawing(Query([1]), 1.0, 0.9, nothing, True),
     ]
     first, second, third = drawn_at_once(drawings, rows)
-    assert first == (5, 0.0, 0.0)
+    assert first == (5, 0.0, 0.0, 0.0)
     assert isinstance(second, EvaluationError)
     assert third == NO_DRAW
 
@@ -387,6 +415,83 @@ def test_many_rows_are_drawn_from_as_they_say():
     assert counts[2] == 0
     statistic = ((counts - expected)[expected > 0] ** 2 / expected[expected > 0]).sum()
     assert statistic < 16.3  # of three degrees of freedom, one in a thousand
+
+
+# ---------------------------------------------------------------- several from one row
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_several_draws_are_as_many_single_ones(data):
+    size = data.draw(st.sampled_from([1, 2, 30, 511, 512, 513, 3000]))
+    random = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    logits = random.normal(0, data.draw(st.sampled_from([0.1, 3, 40])), size)
+    logits[random.random(size) < data.draw(st.sampled_from([0, 0.5, 0.95]))] = -np.inf
+    logits[random.integers(size)] = 0
+    row = torch.from_numpy(logits).log_softmax(-1).float()
+    mask = random.random(size) < 0.7
+    mask[row.argmax()] = True
+    options = {
+        "temperature": data.draw(st.sampled_from([0.0, 0.4, 1.0, 3.0, math.inf])),
+        "allowed": data.draw(st.sampled_from([None, np.packbits(mask).tobytes()])),
+        "cuts": data.draw(st.sampled_from([None, Cuts(top_k=4), Cuts(top_p=0.8)])),
+    }
+    uniforms = tuple(random.random(data.draw(st.integers(1, 8))).tolist())
+    query = Query([1])
+    single = [Drawing(query, uniform=uniform, **options) for uniform in uniforms]
+    several = SeveralDraws(query, uniforms=uniforms, **options)
+    assert several.of_logprobs(row) == tuple(each.of_logprobs(row) for each in single)
+
+    # Distinct ones: each is a single draw of what the ones before it have left.
+    found = SeveralDraws(query, uniforms=uniforms, are_distinct=True, **options).of_logprobs(row)
+    is_left = np.unpackbits(
+        np.frombuffer(options["allowed"] or np.packbits(np.ones(size, bool)).tobytes(), np.uint8),
+        count=size,
+    ).view(bool)
+    is_left &= np.isfinite(row.numpy())
+    if options["cuts"] is not None and options["temperature"]:
+        masked = np.where(is_left, row.numpy(), np.float32(-np.inf))
+        weights = weights_of(masked, masked.max(), options["temperature"])
+        is_left &= weights >= options["cuts"].least(weights)
+    assert len(found) == min(len(uniforms), is_left.sum())
+    for one, uniform in zip(found, uniforms, strict=False):
+        own = {"temperature": options["temperature"], "allowed": np.packbits(is_left).tobytes()}
+        drawing = Drawing(query, uniform=uniform, **own)
+        assert one.token_id in tokens_by_share(row.numpy(), drawing)
+        check_proposal(one, drawing, row.numpy())
+        expected = np.logaddexp.reduce(row.numpy()[is_left].astype(np.float64))
+        assert one.log_allowed == pytest.approx(min(expected, 0), abs=1e-5)
+        is_left[one.token_id] = False
+
+
+def test_distinct_draws_come_in_the_order_of_gumbel_noise():
+    """The share of each ordered pair is that of Plackett and Luce (chi-square)."""
+    probabilities = np.array([0.5, 0.25, 0.0, 0.15, 0.1])
+    row = torch.from_numpy(probabilities).log().float()
+    random, number = np.random.default_rng(0), 6000
+    counts = np.zeros((5, 5))
+    for _ in range(number):
+        draws = SeveralDraws(Query([1]), 1.0, tuple(random.random(2)), are_distinct=True)
+        first, second = draws.of_logprobs(row)
+        counts[first.token_id, second.token_id] += 1
+    expected = probabilities[:, None] * probabilities / (1 - probabilities[:, None])
+    expected[np.arange(5), np.arange(5)] = 0
+    possible = expected > 0
+    assert counts.sum() == counts[possible].sum()
+    expected = number * expected[possible]
+    statistic = ((counts[possible] - expected) ** 2 / expected).sum()
+    assert statistic < 31.3  # of eleven degrees of freedom, one in a thousand
+
+
+def test_distinct_draws_find_what_is_all_but_impossible():
+    """Weights beside the largest one would be zeros."""
+    row = torch.tensor([-0.0, -150.0, -math.inf, -400.0])
+    for temperature in (1.0, 0.3):
+        draws = SeveralDraws(Query([1]), temperature, (0.5,) * 4, are_distinct=True)
+        found = draws.of_logprobs(row)
+        assert [one.token_id for one in found] == [0, 1, 3]
+        assert [one.log_allowed for one in found] == [0.0, -150.0, -400.0]
+        assert [one.log_proposal for one in found] == [0.0, 0.0, 0.0]
 
 
 # ---------------------------------------------------------------- bounds
@@ -475,5 +580,6 @@ def test_bounds_are_checked_and_reach_the_row(lm):
         lm.draw_next_token_sync([1], top_k=1.5)
     row = lm.next_token_logprobs_sync([1])
     drawn = lm.draw_next_token_sync([1], top_k=1)
-    assert drawn == (int(row.argmax()), row.max().item(), pytest.approx(row.max().item(), abs=1e-6))
+    assert drawn[:2] == (int(row.argmax()), row.max().item())
+    assert drawn[2:] == pytest.approx((row.max().item(), 0.0), abs=1e-6)
     assert lm.draw_next_token_sync([1], top_k=1, temperature=0).log_allowed == 0

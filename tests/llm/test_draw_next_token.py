@@ -1,6 +1,7 @@
 """Tokens drawn from a context, where the model is: the same as from its row."""
 
 import asyncio
+import math
 
 import numpy as np
 import pytest
@@ -137,7 +138,7 @@ async def test_where_no_allowed_token_is_possible_only_that_caller_is_told():
             lm.draw_next_token([2]),
             return_exceptions=True,
         )
-    assert found[0] == found[2] == Draw(4, 0.0, 0.0)
+    assert found[0] == found[2] == Draw(4, 0.0, 0.0, 0.0)
     assert isinstance(found[1], EvaluationError)
     assert "no token can be chosen" in str(found[1])
 
@@ -154,7 +155,7 @@ async def test_what_was_allowed_weighs_nothing_where_that_was_all_and_less_where
             for allowed in (None, np.ones(width, bool), all_defined, range(width)):
                 assert (await lm.draw_next_token([i, 3], allowed=allowed)).log_allowed == 0
             for allowed in (most, [7], MASK.nonzero()[0]):
-                _, logprob, log_allowed = await lm.draw_next_token([i, 3], allowed=allowed)
+                _, logprob, log_allowed, _ = await lm.draw_next_token([i, 3], allowed=allowed)
                 assert logprob <= log_allowed < 0
                 expected = float(row[torch.as_tensor(allowed)].logsumexp(0))
                 assert log_allowed == pytest.approx(expected, abs=1e-6)
@@ -197,3 +198,61 @@ def test_a_mask_of_numbers_is_not_taken_for_token_ids(kind):
     with pytest.raises(OptionError, match="pass bools"):
         packed_mask(mask, VOCAB)
     assert packed_mask(np.array([0, 1]), VOCAB) == packed_mask([0, 1], VOCAB)
+
+
+# ---------------------------------------------------------------- several from one row
+
+
+async def test_several_draws_are_those_of_as_many_calls(lm):
+    options = {"allowed": MASK, "temperature": 0.8}
+    one, other = (np.random.default_rng(7) for _ in range(2))
+    several = await lm.draw_next_tokens([1, 2], 5, generator=one, **options)
+    single = [await lm.draw_next_token([1, 2], generator=other, **options) for _ in range(5)]
+    assert [draw.token_id for draw in several] == [draw.token_id for draw in single]
+    for draw, own in zip(several, single, strict=True):
+        assert draw == pytest.approx(own, abs=1e-4)
+    assert lm.draw_next_tokens_sync([1, 2], 3, temperature=0) == 3 * [
+        lm.draw_next_token_sync([1, 2], temperature=0)
+    ]
+
+
+async def test_distinct_draws_are_each_of_what_is_left(lm):
+    row = (await lm.next_token_logprobs([1, 2])).double()
+    lm.clear_cache()
+    found = await lm.draw_next_tokens([1, 2], len(row) + 5, distinct=True)
+    assert sorted(draw.token_id for draw in found) == torch.isfinite(row).nonzero()[:, 0].tolist()
+    left = torch.isfinite(row)
+    for draw in found[:20]:
+        assert draw.log_allowed == pytest.approx(float(row[left].logsumexp(0)), abs=1e-4)
+        weight = draw.logprob - draw.log_proposal
+        assert weight == pytest.approx(draw.log_allowed, abs=1e-5)
+        left[draw.token_id] = False
+    top = lm.draw_next_tokens_sync([1, 2], 4, distinct=True, temperature=0)
+    ids = lm.next_token_top_sync([1, 2], 4).token_ids.tolist()
+    assert [draw.token_id for draw in top] == ids
+
+
+async def test_several_draws_where_none_is_possible(lm):
+    for distinct in (False, True):
+        options = {"distinct": distinct, "impossible": "return"}
+        found = await lm.draw_next_tokens([1], 3, allowed=[], **options)
+        assert [draw.token_id for draw in found] == [-1] * 3
+        assert {draw.logprob - draw.log_proposal for draw in found} == {-math.inf}
+    with pytest.raises(OptionError, match="no token"):
+        await lm.draw_next_tokens([1], 3, allowed=[])
+
+
+async def test_mistakes_of_several_draws_are_told_before_anything_is_asked(lm):
+    asked = lm.statistics().num_awaits
+    for n, options, error, message in (
+        (0, {}, OptionError, "n must be"),
+        (None, {}, OptionTypeError, "n must be"),
+        (2.0, {}, OptionTypeError, "n must be"),
+        (2, {"distinct": 1}, OptionTypeError, "distinct"),
+        (2, {"generator": 3}, OptionTypeError, "generator"),
+        (2, {"top_k": -1}, OptionError, "top_k"),
+        (2, {"allowed": [VOCAB]}, OptionError, "allowed"),
+    ):
+        with pytest.raises(error, match=message):
+            await lm.draw_next_tokens([1], n, **options)
+    assert lm.statistics().num_awaits == asked

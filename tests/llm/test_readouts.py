@@ -172,9 +172,9 @@ async def test_where_no_token_is_possible_a_draw_may_be_of_none():
     with BatchedLM(word_tokenizer(), OfRows(rows)) as lm:
         for asked in ({"allowed": [3, 5]}, {"allowed": []}, {"allowed": np.zeros(VOCAB, bool)}):
             dead = await lm.draw_next_token([1], **asked, impossible="return")
-            assert dead == Draw(-1, -math.inf, -math.inf)
+            assert dead == Draw(-1, -math.inf, -math.inf, 0.0)
         live = await lm.draw_next_token([1], allowed=[3, 4], impossible="return")
-        assert live == Draw(4, 0.0, 0.0)
+        assert live == Draw(4, 0.0, 0.0, 0.0)
         assert lm.draw_next_token_sync([1], allowed=[3], impossible="return").token_id == -1
         with pytest.raises(ContextError):
             lm.context([1]).extend(dead.token_id)

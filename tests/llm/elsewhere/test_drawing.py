@@ -77,7 +77,7 @@ def test_drawings_of_one_context_take_one_row():
     assert found[3].logprob == pytest.approx(-math.log(94))
     assert isinstance(found[20], Row)
     assert float(found[20].logprobs[0]) > -10  # excluded once, by whoever drives the evaluator
-    assert found[21] == Draw(1, found[3].logprob, 0.0)
+    assert found[21] == Draw(1, found[3].logprob, 0.0, 0.0)
     assert pickle.loads(pickle.dumps(drawings[3])) == drawings[3]
     wrong = [Drawing(Query([1]), 1.0, 0.5), Drawing(Query([2]), 1.0, 0.5)]
     errors = answers_by_rows(evaluator.evaluate, wrong)
@@ -92,8 +92,8 @@ class DrawsWrong(StatelessEvaluator):
         self.info = type(self).info
 
     def evaluate(self, queries):
-        wrong = {3: Draw(VOCAB, 0, 0), 4: Draw(-1, 0, 0), 5: Draw(True, 0, 0), 6: 2}
-        return [wrong.get(q.context[-1], Draw(7, -1.0, 0.0)) for q in queries]
+        wrong = {3: Draw(VOCAB, 0, 0, 0), 4: Draw(-1, 0, 0, 0), 5: Draw(True, 0, 0, 0), 6: 2}
+        return [wrong.get(q.context[-1], Draw(7, -1.0, 0.0, -1.0)) for q in queries]
 
 
 async def test_an_evaluator_of_ones_own_may_draw():
