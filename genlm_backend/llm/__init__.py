@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from genlm_backend.model.readout import Readout
     from genlm_backend.model.row import Row, rows_of_logits, scores_of_logits
     from genlm_backend.model.sampling import Sampled
-    from genlm_backend.model.scoring import Scoring
+    from genlm_backend.model.scoring import Scoring, TokenScores
     from genlm_backend.model.token_readouts import TopTokens
     from genlm_backend.remote.process_evaluator import ProcessEvaluator
     from genlm_backend.remote.ray_evaluator import RayEvaluator
@@ -64,6 +64,7 @@ __all__ = [
     "Scoring",
     "SeveralDraws",
     "StatelessEvaluator",
+    "TokenScores",
     "TopTokens",
     "VLLMLoader",
     "bundled_directory",
@@ -102,6 +103,7 @@ __getattr__, __dir__ = lazy_names(
         "Scoring": "genlm_backend.model.scoring",
         "SeveralDraws": "genlm_backend.model.drawing",
         "StatelessEvaluator": "genlm_backend.model.evaluator",
+        "TokenScores": "genlm_backend.model.scoring",
         "TopTokens": "genlm_backend.model.token_readouts",
         "VLLMLoader": "genlm_backend.backends.vllm.vllm_loader",
         "bundled_directory": "genlm_backend.backends.bundled",

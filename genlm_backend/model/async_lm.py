@@ -36,7 +36,11 @@ from genlm_backend.model.sampling import (
     default_ends,
 )
 from genlm_backend.model.scoring import (
+    NOTHING,
+    Beside,
     Scoring,
+    TokenScores,
+    beside_of,
     check_scorings,
     scores_of_rows,
     scores_of_rows_sync,
@@ -359,13 +363,7 @@ class AsyncLM(Closing):
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
         """Return the scores of many continuations, each behind its own prompt; see ``score``."""
-
-        def ask(queries: list[Query]) -> Awaitable[torch.Tensor]:
-            contexts = [query.context for query in queries]
-            return self.batch_next_token_logprobs(contexts, lora_name=lora_name)
-
-        scorings = self._checked_scorings(prompts, continuations, lora_name)
-        return await scores_of_rows(scorings, ask, self.batch_size)
+        return await self._scores(prompts, continuations, lora_name, NOTHING)
 
     def batch_score_sync(
         self,
@@ -374,19 +372,119 @@ class AsyncLM(Closing):
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
         """Return the same scores as ``batch_score``, blocking the calling thread."""
+        return self._scores_sync(prompts, continuations, lora_name, NOTHING)
 
+    async def score_with(
+        self,
+        prompt: TokenIds,
+        continuation: TokenIds,
+        *,
+        entropy: bool = False,
+        rank: bool = False,
+        top: int = 0,
+        lora_name: str | None = None,
+    ) -> TokenScores:
+        """Return more of each token of a continuation than its log-probability; see ``score``.
+
+        Each number is that of ``next_token_entropy`` or ``next_token_top`` of the tokens before it.
+        It is read off where the model computes, in the pass that scores the text.
+
+        Args:
+            prompt: What comes before the continuation, at least one token.
+            continuation: The tokens that are scored.
+            entropy: Whether to tell the entropy of what could come, in nats.
+            rank: Whether to tell how many tokens were more probable.
+            top: Number of the most probable tokens to tell; 0 for none.
+            lora_name: The adapter to read the text with.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an option is of a wrong type.
+            OptionError: (``ValueError``) If ``top`` is below 0 or above the size of the vocabulary.
+            Exception: What ``score`` raises.
+        """
+        options: dict[str, Any] = {"entropy": entropy, "rank": rank, "top": top}
+        return (await self.batch_score_with([prompt], [continuation], lora_name, **options))[0]
+
+    def score_with_sync(
+        self,
+        prompt: TokenIds,
+        continuation: TokenIds,
+        *,
+        entropy: bool = False,
+        rank: bool = False,
+        top: int = 0,
+        lora_name: str | None = None,
+    ) -> TokenScores:
+        """Return the same scores as ``score_with``, blocking the calling thread."""
+        options: dict[str, Any] = {"entropy": entropy, "rank": rank, "top": top}
+        return self.batch_score_with_sync([prompt], [continuation], lora_name, **options)[0]
+
+    async def batch_score_with(
+        self,
+        prompts: Sequence[TokenIds],
+        continuations: Sequence[TokenIds],
+        lora_name: str | None = None,
+        *,
+        entropy: bool = False,
+        rank: bool = False,
+        top: int = 0,
+    ) -> list[TokenScores]:
+        """Return the scores of many continuations, each behind its own prompt: ``score_with``."""
+        beside = beside_of(entropy, rank, top, len(self.byte_vocab))
+        found = await self._scores(prompts, continuations, lora_name, beside)
+        return [beside.scores_of(own) for own in found]
+
+    def batch_score_with_sync(
+        self,
+        prompts: Sequence[TokenIds],
+        continuations: Sequence[TokenIds],
+        lora_name: str | None = None,
+        *,
+        entropy: bool = False,
+        rank: bool = False,
+        top: int = 0,
+    ) -> list[TokenScores]:
+        """Return the same scores as ``batch_score_with``, blocking the calling thread."""
+        beside = beside_of(entropy, rank, top, len(self.byte_vocab))
+        found = self._scores_sync(prompts, continuations, lora_name, beside)
+        return [beside.scores_of(own) for own in found]
+
+    async def _scores(
+        self,
+        prompts: Sequence[TokenIds],
+        continuations: Sequence[TokenIds],
+        lora_name: str | None,
+        beside: Beside,
+    ) -> list[torch.Tensor]:
+        """Return the answer to a ``Scoring`` of each text."""
+
+        def ask(queries: list[Query]) -> Awaitable[torch.Tensor]:
+            contexts = [query.context for query in queries]
+            return self.batch_next_token_logprobs(contexts, lora_name=lora_name)
+
+        scorings = self._scorings(prompts, continuations, lora_name, beside)
+        return await scores_of_rows(scorings, ask, self.batch_size)
+
+    def _scores_sync(
+        self,
+        prompts: Sequence[TokenIds],
+        continuations: Sequence[TokenIds],
+        lora_name: str | None,
+        beside: Beside,
+    ) -> list[torch.Tensor]:
         def ask(queries: list[Query]) -> torch.Tensor:
             contexts = [query.context for query in queries]
             return self.batch_next_token_logprobs_sync(contexts, lora_name=lora_name)
 
-        scorings = self._checked_scorings(prompts, continuations, lora_name)
+        scorings = self._scorings(prompts, continuations, lora_name, beside)
         return scores_of_rows_sync(scorings, ask, self.batch_size)
 
-    def _checked_scorings(
-        self, prompts: Sequence[TokenIds], continuations: Sequence[TokenIds], lora_name: str | None
+    def _scorings(
+        self, prompts: Any, continuations: Any, lora_name: str | None, beside: Beside
     ) -> list[Scoring]:
+        """Return the scorings of texts, once they are checked."""
         self.check_adapter(lora_name)
-        return check_scorings(self.contexts, prompts, continuations, self.max_length)
+        return check_scorings(self.contexts, prompts, continuations, self.max_length, beside=beside)
 
     # ---------------------------------------------------------------- draws and samples
 
@@ -514,7 +612,7 @@ class AsyncLM(Closing):
             generator: Random stream that ``n`` numbers are taken from.
             temperature: Divisor of the log-probabilities; at 0, distinct draws are the most
                 probable tokens in order.
-            top_k: As for ``draw_next_token``, whatever has been drawn.
+            top_k: Bound as of ``draw_next_token``, whatever has been drawn.
             top_p: The same.
             min_p: The same.
             impossible: The same; ``"return"`` returns ``n`` draws without a token.

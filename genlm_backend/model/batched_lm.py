@@ -44,6 +44,8 @@ from genlm_backend.model.query import Adapter, Query, TokenIds
 from genlm_backend.model.readout import Readout
 from genlm_backend.model.row import Row, RowCache, table_of
 from genlm_backend.model.scoring import (
+    NOTHING,
+    Beside,
     Question,
     Scoring,
     check_scorings,
@@ -248,43 +250,50 @@ class BatchedLM(OfOneProcess, AsyncLM):
             )
         return table_of(rows, self.output_device)
 
-    async def batch_score(
+    async def _scores(
         self,
         prompts: Sequence[TokenIds],
         continuations: Sequence[TokenIds],
-        lora_name: str | None = None,
+        lora_name: str | None,
+        beside: Beside,
     ) -> list[torch.Tensor]:
-        """Return the scores of many continuations, each behind its own prompt."""
-        scorings, asked = self._scorings(prompts, continuations, lora_name)
-        if self._info.scores:
+        scorings = self._scorings(prompts, continuations, lora_name, beside)
+        asked = distinct(scorings)
+        if self._scores_itself(beside):
             found = await self._batcher.submit_all(asked)
         else:
             found = await scores_of_rows(asked, self._rows_of, self.batch_size)
         return own_scores(scorings, dict(zip(asked, found, strict=True)), self.output_device)
 
-    def batch_score_sync(
+    def _scores_sync(
         self,
         prompts: Sequence[TokenIds],
         continuations: Sequence[TokenIds],
-        lora_name: str | None = None,
+        lora_name: str | None,
+        beside: Beside,
     ) -> list[torch.Tensor]:
-        """Return the same scores as ``batch_score``, blocking the calling thread."""
-        scorings, asked = self._scorings(prompts, continuations, lora_name)
-        if self._info.scores:
+        scorings = self._scorings(prompts, continuations, lora_name, beside)
+        asked = distinct(scorings)
+        if self._scores_itself(beside):
             found = self._batcher.submit_sync(asked)
         else:
             found = scores_of_rows_sync(asked, self._rows_of_sync, self.batch_size)
         return own_scores(scorings, dict(zip(asked, found, strict=True)), self.output_device)
 
+    def _scores_itself(self, beside: Beside) -> bool:
+        """Return whether the evaluator answers scorings, and what is told beside them."""
+        return self._info.scores and (beside == NOTHING or self._info.reads_out)
+
     def _scorings(
-        self, prompts: Any, continuations: Any, lora_name: str | None
-    ) -> tuple[list[Scoring], list[Scoring]]:
-        """Return the scorings of texts, and the distinct ones of them that are to be asked."""
+        self, prompts: Any, continuations: Any, lora_name: str | None, beside: Beside
+    ) -> list[Scoring]:
         self._batcher.check_open()
         adapter = self._adapter(lora_name)
-        found = check_scorings(self.contexts, prompts, continuations, self.max_length, adapter)
+        found = check_scorings(
+            self.contexts, prompts, continuations, self.max_length, adapter, beside
+        )
         self._before_wait()
-        return found, distinct(found)
+        return found
 
     async def _read(
         self, token_ids: TokenIds, readout: Callable[[Query], Readout], lora_name: str | None

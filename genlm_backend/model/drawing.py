@@ -493,7 +493,7 @@ def several_draws_of(
 def _drawn_alike(
     vocab_size: int, generator: Any, *, allowed: Any, temperature: Any, impossible: Any, **cuts: Any
 ) -> tuple[Callable[[], float], dict[str, Any]]:
-    """Return what random numbers come from, and the checked options of a readout of draws."""
+    """Return the source of random numbers, and the checked options of a readout of draws."""
     divisor = TEMPERATURE("temperature", temperature)
     may_fail = _IMPOSSIBLE("impossible", impossible) == "return"
     mask, number_of = packed_mask(allowed, vocab_size, may_fail), uniform_of(generator)

@@ -48,7 +48,8 @@ class EvaluatorInfo:
         uses_openmp: Whether it computes on OpenMP threads of this process, which idle threads of
             callers slow down.
         scores: Whether it answers a ``Scoring`` too. Where not, texts are scored by rows.
-        reads_out: Whether it answers each ``Readout`` too. Where not, it is asked for their rows.
+        reads_out: Whether it answers each ``Readout`` too, and tells what a ``Scoring`` has beside
+            the log-probabilities. Where not, it is asked for the rows.
         image_token_id: The id that stands for a part of a picture, where it sees pictures; ``None``
             where it does not.
         eos_token_ids: The ids that end a text by the model's own generation config; ``None`` where
@@ -209,7 +210,8 @@ class Evaluator(abc.ABC):
         Where ``info.scores`` says so, there may be a ``Scoring`` among them. Its answer is a
         float32 tensor ``[num_targets]``, on any device, of what rows without ``undefined_ids``
         say: those are left out, and a target among them is ``-inf``. Where ``info.reads_out`` says
-        so, there may be a ``Readout``, of whose answer ``undefined_ids`` are left out as well.
+        so, there may be a ``Readout``, of whose answer ``undefined_ids`` are left out as well, and
+        a ``Scoring`` may tell more of each token: float64 ``[num_targets, beside.width]``.
         """
 
     @abc.abstractmethod

@@ -4,15 +4,95 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, final
 
+import numpy as np
 import torch
 
-from genlm_backend.checks import listed
+from genlm_backend.checks import integer, listed, switch
 from genlm_backend.errors import OptionError
 from genlm_backend.model.context import Context, Contexts
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.readout import Readout
+from genlm_backend.model.token_readouts import Entropy, Top
+
+
+class TokenScores(NamedTuple):
+    """The tokens of a continuation, each as the row of all tokens before it has it.
+
+    What was not asked for is ``None``. Where the model says NaN, so are the numbers, and ids and
+    ranks are -1.
+
+    Attributes:
+        logprobs: Its log-probability: float32 ``[n]``.
+        entropies: The entropy of the row, in nats: float64 ``[n]``.
+        ranks: Number of tokens that are more probable, of equal ones those with a smaller id; 0
+            where greedy decoding would have taken the token: int64 ``[n]``.
+        top_token_ids: Ids of the most probable tokens, as ``TopTokens`` has them: int64
+            ``[n, k]``.
+        top_logprobs: Their log-probabilities: float32 ``[n, k]``.
+        log_rest: Logarithm of the probability of all other tokens together: float64 ``[n]``.
+    """
+
+    logprobs: torch.Tensor
+    entropies: torch.Tensor | None = None
+    ranks: torch.Tensor | None = None
+    top_token_ids: torch.Tensor | None = None
+    top_logprobs: torch.Tensor | None = None
+    log_rest: torch.Tensor | None = None
+
+
+class Beside(NamedTuple):
+    """Numbers that are told of each token of a text beside its log-probability, in columns.
+
+    The columns are the log-probability; the entropy; the rank; the ids of the most probable tokens,
+    their log-probabilities, and the logarithm of what is left for the others. A float64 has room
+    for any id and for any float32.
+
+    Attributes:
+        entropy: Whether the entropy of the row is.
+        rank: Whether the rank of the token in it is.
+        top: Number of the most probable tokens that are; 0 for none.
+    """
+
+    entropy: bool = False
+    rank: bool = False
+    top: int = 0
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return 1 + self.entropy + self.rank + (2 * self.top + 1 if self.top else 0)
+
+    def scores_of(self, columns: torch.Tensor) -> TokenScores:
+        """Return the scores in what ``numbers_of_rows`` returns."""
+        if self == NOTHING:
+            return TokenScores(columns)
+        sizes = [1, int(self.entropy), int(self.rank), self.top, self.top, int(self.top > 0)]
+        logprobs, entropies, ranks, ids, top, rest = columns.split(sizes, -1)
+        return TokenScores(
+            logprobs[:, 0].float(),
+            entropies[:, 0].clone() if self.entropy else None,
+            ranks[:, 0].nan_to_num(-1).long() if self.rank else None,
+            ids.nan_to_num(-1).long() if self.top else None,
+            top.float() if self.top else None,
+            rest[:, 0].clone() if self.top else None,
+        )
+
+
+NOTHING: Final = Beside()
+"""A log-probability alone."""
+
+
+def beside_of(entropy: Any, rank: Any, top: Any, vocab_size: int) -> Beside:
+    """Return the numbers that are told of each token, once they are checked.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If one is of a wrong type.
+        OptionError: (``ValueError``) If ``top`` is below 0 or above the size of the vocabulary.
+    """
+    most = integer(0, vocab_size)("top", top)
+    return Beside(switch("entropy", entropy), switch("rank", rank), most)
 
 
 @final
@@ -23,13 +103,18 @@ class Scoring:
     The answer is float32 ``[num_targets]``: for each token from ``start`` on, the log-probability
     that the row of the tokens before it gives it.
 
+    Where more is told of each token, the answer is float64 ``[num_targets, beside.width]``, whose
+    columns ``Beside`` names.
+
     Attributes:
         text: All tokens, prompt and continuation, and the adapter to read them with.
         start: Number of tokens of the prompt; at least 1.
+        beside: What is told of each token beside its log-probability.
     """
 
     text: Query
     start: int
+    beside: Beside = NOTHING
 
     @property
     def adapter(self) -> Adapter | None:
@@ -52,9 +137,13 @@ class Scoring:
         return self.text.context[:-1]
 
     def is_answered_by(self, answer: Any) -> bool:
-        """Return whether ``answer`` has one log-probability for each target, as callers get it."""
-        is_tensor = isinstance(answer, torch.Tensor) and answer.dtype is torch.float32
-        return is_tensor and answer.shape == (self.num_targets,) and not answer.requires_grad
+        """Return whether ``answer`` has the numbers of each target, as callers get them."""
+        if not isinstance(answer, torch.Tensor) or answer.requires_grad:
+            return False
+        if self.beside == NOTHING:
+            return answer.dtype is torch.float32 and answer.shape == (self.num_targets,)
+        shape = self.num_targets, self.beside.width
+        return answer.dtype is torch.float64 and answer.shape == shape
 
 
 Question: TypeAlias = Query | Scoring | Readout
@@ -84,6 +173,7 @@ def check_scorings(
     continuations: Any,
     max_length: int | None = None,
     adapter: Adapter | None = None,
+    beside: Beside = NOTHING,
 ) -> list[Scoring]:
     """Return the scorings of continuations, each behind its own prompt.
 
@@ -108,7 +198,7 @@ def check_scorings(
         text = context.followed_by(contexts.packed(continuation, name="continuation"))
         if len(text) > len(context):
             contexts.check(text[:-1], max_length)
-        scorings.append(Scoring(Query(text, adapter), len(context)))
+        scorings.append(Scoring(Query(text, adapter), len(context), beside))
     return scorings
 
 
@@ -121,8 +211,10 @@ def own_scores(
     scorings: Sequence[Scoring], found: Mapping[Scoring, torch.Tensor], device: torch.device
 ) -> list[torch.Tensor]:
     """Return the scores of each text on ``device``, copied for a caller to modify."""
-    nothing = torch.empty(0, dtype=torch.float32)
-    return [found.get(scoring, nothing).to(device, copy=True) for scoring in scorings]
+    return [
+        (found[own] if own.num_targets else _no_scores(own.beside)).to(device, copy=True)
+        for own in scorings
+    ]
 
 
 async def scores_of_rows(
@@ -153,6 +245,58 @@ def scores_of_rows_sync(
     return scores.tensors()
 
 
+@torch.inference_mode()
+def numbers_of_rows(rows: torch.Tensor, targets: Sequence[int], beside: Beside) -> torch.Tensor:
+    """Return the numbers that are told of tokens, each of a row of its own.
+
+    Args:
+        rows: Log-probabilities, on any device: ``[n, vocab]``.
+        targets: The tokens: ``n`` ids.
+        beside: What is told of them.
+
+    Returns:
+        float32 ``[n]`` where that is nothing but the log-probability, on the rows' device; else
+        float64 ``[n, width]``, on the processor.
+    """
+    ids = torch.tensor(targets, dtype=torch.int64, device=rows.device)[:, None]
+    logprobs = rows.gather(1, ids).float()
+    if beside == NOTHING:
+        return logprobs[:, 0]
+    is_nan = rows.amax(1).isnan()
+    rows = rows.float().masked_fill(is_nan[:, None], 0) if is_nan.any() else rows.float()
+    columns = [logprobs[:, 0].double().cpu()]
+    query = Query(())
+    if beside.entropy:
+        entropies = Entropy.of_rows([Entropy(query)] * len(rows), rows)
+        columns.append(torch.tensor(entropies, dtype=torch.float64))
+    if beside.rank:
+        columns.append(_ranks(rows, ids, logprobs).double().cpu())
+    if beside.top:
+        found = Top.of_rows([Top(query, beside.top)] * len(rows), rows)
+        columns += torch.stack([each.token_ids for each in found]).double().unbind(1)
+        columns += torch.stack([each.logprobs for each in found]).double().unbind(1)
+        columns.append(torch.tensor([each.log_rest for each in found], dtype=torch.float64))
+    return torch.stack(columns, 1).masked_fill_(is_nan.cpu()[:, None], torch.nan)
+
+
+def _ranks(rows: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """Return how many numbers of each row come before one of it: int64 ``[n]``.
+
+    Args:
+        rows: float32 ``[n, vocab]``.
+        ids: Where that one is: int64 ``[n, 1]``.
+        logprobs: What it is: float32 ``[n, 1]``.
+    """
+    if rows.is_cpu:  # a row at a time stays in the cache
+        pairs = zip(rows.numpy(), ids[:, 0].tolist(), logprobs[:, 0].numpy(), strict=True)
+        counts = [
+            np.count_nonzero(row > own) + np.count_nonzero(row[:i] == own) for row, i, own in pairs
+        ]
+        return torch.tensor(counts, dtype=torch.int64)
+    columns = torch.arange(rows.shape[1], dtype=torch.int64, device=rows.device)
+    return ((rows > logprobs) | ((rows == logprobs) & (columns < ids))).sum(1)
+
+
 @final
 class _RowScores:
     """Scores of texts from the rows of their prefixes, a chunk of rows at a time."""
@@ -161,6 +305,7 @@ class _RowScores:
         self._scorings = scorings
         self._chunk_size = chunk_size
         self._targets: list[int] = []
+        self._beside = scorings[0].beside if scorings else NOTHING
         self._found: list[torch.Tensor] = []
 
     def chunks(self) -> Iterator[list[Query]]:
@@ -176,12 +321,17 @@ class _RowScores:
             yield [text.prefix(end) for text, end in chunk]
 
     def put(self, rows: torch.Tensor) -> None:
-        """Take the targets' log-probabilities from the rows of the last chunk: ``[n, vocab]``."""
-        targets = torch.tensor(self._targets, dtype=torch.int64, device=rows.device)
-        self._found.append(rows.gather(1, targets[:, None])[:, 0].float())
+        """Take the targets' numbers from the rows of the last chunk: ``[n, vocab]``."""
+        self._found.append(numbers_of_rows(rows, self._targets, self._beside))
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the scores of each text, once all rows were put in."""
-        found = torch.cat(self._found) if self._found else torch.empty(0, dtype=torch.float32)
+        found = torch.cat(self._found) if self._found else _no_scores(self._beside)
         parts = found.split([scoring.num_targets for scoring in self._scorings])
         return [part.clone() for part in parts]  # each with memory of its own
+
+
+def _no_scores(beside: Beside) -> torch.Tensor:
+    if beside == NOTHING:
+        return torch.empty(0, dtype=torch.float32)
+    return torch.empty(0, beside.width, dtype=torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -11,7 +12,8 @@ import torch
 
 from genlm_backend.attention.packing import PackedBatch, RowStates, Span, pack
 from genlm_backend.attention.paths import Paths
-from genlm_backend.model.row import Row
+from genlm_backend.model.row import Row, stacked
+from genlm_backend.model.scoring import NOTHING, Beside, numbers_of_rows
 from genlm_backend.passes.job import Job
 from genlm_backend.passes.prefill_plan import Segment
 from genlm_backend.prefix import Nodes
@@ -117,10 +119,7 @@ class Forwards:
             return
         wanted = [start + position - job.first for position in span.outputs]
         if wanted:
-            targets = [job.targets[i] for i in wanted]
-            scores = self._score(logits, [*range(len(wanted))], targets)
-            for i, score in zip(wanted, scores.tolist(), strict=True):
-                job.scores[i] = score
+            self._put_scores(logits, [(row, job, i) for row, i in enumerate(wanted)])
 
     def _hand_out_scores(self, segments: Sequence[Segment], logits: torch.Tensor) -> None:
         outputs = [output for segment in segments for output in segment.outputs.items()]
@@ -134,7 +133,24 @@ class Forwards:
         if len(indices) < len(outputs):
             logits = logits[indices]
         rows = {index: row for row, index in enumerate(indices)}
-        targets = [job.targets[i] for _, job, i in wanted]
-        scores = self._score(logits, [rows[index] for index, _, _ in wanted], targets)
-        for (_, job, i), score in zip(wanted, scores.tolist(), strict=True):
-            job.scores[i] = score
+        self._put_scores(logits, [(rows[index], job, i) for index, job, i in wanted])
+
+    def _put_scores(self, logits: torch.Tensor, wanted: Sequence[tuple[int, Job, int]]) -> None:
+        """Put what is told of targets where their jobs have it.
+
+        Args:
+            logits: ``[n, vocab]``.
+            wanted: The row of the logits for each target, its job and its number there.
+        """
+        kinds: defaultdict[Beside, list[tuple[int, Job, int]]] = defaultdict(list)
+        for one in wanted:
+            kinds[one[1].beside].append(one)
+        for beside, own in kinds.items():
+            rows, targets = [row for row, _, _ in own], [job.targets[i] for _, job, i in own]
+            if beside == NOTHING:
+                scores = self._score(logits, rows, targets)[:, None].double()
+            else:
+                table = stacked(self.finish(logits[rows]))
+                scores = numbers_of_rows(table, targets, beside)
+            for (_, job, i), score in zip(own, scores.cpu().numpy(), strict=True):
+                job.scores[i] = score

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final, Self, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from genlm_backend.model.context import Context
 from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Question
+from genlm_backend.model.scoring import NOTHING, Beside, Question, Scoring
 
 PICTURES: Final = attrgetter("context.pictures")
 
@@ -43,7 +44,8 @@ class Job:
         shift: Number that positions of the missing tokens are larger by than their indices, behind
             pictures.
         row: The row, where one is wanted.
-        scores: The scores otherwise.
+        beside: What is told of each target beside its log-probability.
+        scores: What is told of each target otherwise: float64 ``[num_targets, beside.width]``.
     """
 
     context: Context
@@ -56,18 +58,20 @@ class Job:
     shift: int = 0
     num_known: int = 0
     row: Row | None = None
-    scores: list[float] = field(init=False)
+    beside: Beside = NOTHING
+    scores: NDArray[np.float64] = field(init=False)
 
     def __post_init__(self) -> None:
         self.stop = len(self.context)
         self.first = self.stop - (len(self.targets) or 1)
         self.missing = self.context.packed(self.start)
-        self.scores = [0.0] * len(self.targets)
+        self.scores = np.zeros((len(self.targets), self.beside.width))
 
     @classmethod
     def of(cls, question: Question, node: int = 0, start: int = 0) -> Self:
         """Return the job of a query or of a scoring."""
-        return cls(question.context, node, start, question.targets)
+        beside = question.beside if isinstance(question, Scoring) else NOTHING
+        return cls(question.context, node, start, question.targets, beside=beside)
 
     @property
     def outputs(self) -> range:
@@ -87,12 +91,20 @@ class Job:
         """Return whether NaN came of some of its outputs."""
         if self.row is not None:
             return self.row.is_nan
-        return any(math.isnan(self.scores[i - self.first]) for i in outputs if self.targets)
+        if not self.targets:
+            return False
+        own = self.scores[:, 0]
+        if isinstance(outputs, range) and outputs.step == 1:  # as a view
+            own = own[outputs.start - self.first : outputs.stop - self.first]
+        else:
+            own = own[[i - self.first for i in outputs]]
+        return bool(np.isnan(own).any())
 
     @property
     def answer(self) -> Row | torch.Tensor:
-        """The row, or the scores as float32 ``[num_targets]``."""
+        """The row, or the scores, as a ``Scoring`` has them."""
         if self.targets:
-            return torch.tensor(self.scores, dtype=torch.float32)
+            scores = torch.from_numpy(self.scores)
+            return scores[:, 0].float() if self.beside == NOTHING else scores.clone()
         assert self.row is not None
         return self.row

@@ -17,7 +17,7 @@ from genlm_backend.attention.attend import Attend
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.query import Query
 from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Answer, Question, Scoring
+from genlm_backend.model.scoring import Answer, Question, Scoring, numbers_of_rows
 from genlm_backend.passes.decode_steps import DecodeSteps
 from genlm_backend.passes.forwards import Forwards
 from genlm_backend.passes.job import PICTURES, Job, first_output
@@ -135,11 +135,12 @@ class Passes:
         text, limit = question.text, int(self.most_shared)
         scores: list[torch.Tensor] = []
         if question.start <= limit:
-            up_to_limit = Scoring(text.prefix(limit + 1), question.start)
+            up_to_limit = Scoring(text.prefix(limit + 1), question.start, question.beside)
             scores.extend(cast(list[torch.Tensor], self.evaluate([up_to_limit])))
         for end in range(max(question.start, limit + 1), len(text.token_ids)):
             row = self.row_alone(text.prefix(end)).logprobs  # a model of its own for each length
-            scores.append(row[text.token_ids[end]].cpu().unsqueeze(0))
+            targets = [text.token_ids[end]]
+            scores.append(numbers_of_rows(row[None], targets, question.beside).cpu())
         return torch.cat(scores)
 
     def whole(self, questions: list[Question], *, pads: bool = True) -> list[Answer]:

@@ -114,8 +114,8 @@ class Segment:
     def cuts(self, going_on: StateBounds) -> list[int]:
         """Return where its tokens are taken apart within a pass, as they do not go on at once.
 
-        Of a step whose state has gone, the last tokens are taken apart as well, where a context
-        goes on from before them.
+        The last tokens of a step whose state has gone are taken apart as well, where a context goes
+        on from before them.
         """
         fewest, most = going_on.fewest, going_on.most
         if most is not None and self.start:

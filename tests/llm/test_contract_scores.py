@@ -8,7 +8,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from genlm_backend.errors import BatcherClosedError, QueryDroppedError, UnknownAdapterError
+from genlm_backend.errors import (
+    BatcherClosedError,
+    OptionError,
+    OptionTypeError,
+    QueryDroppedError,
+    UnknownAdapterError,
+)
 from tests.llm.conftest import random_contexts
 from tests.llm.families import VOCAB
 from tests.llm.test_contract_refusals import BAD
@@ -55,6 +61,67 @@ def test_all_four_ways_to_score_give_the_fresh_answer(lm, backend, close):
     lm.clear_cache()
     check(lm.batch_score_sync(prompts, continuations))
     assert lm.batch_score_sync([], []) == []
+
+
+def check_told(found, rows, continuation, close, k):
+    """Compare what is told of tokens with their rows, in float64 from there on."""
+    close(found.logprobs, rows.gather(1, torch.tensor(continuation)[:, None])[:, 0])
+    assert found.entropies.dtype is found.log_rest.dtype is torch.float64
+    assert found.ranks.dtype is found.top_token_ids.dtype is torch.int64
+    for i, row in enumerate(rows):
+        weights = row.double().exp()
+        terms = torch.where(weights > 0, weights * row.double(), 0.0)
+        assert float(found.entropies[i]) == pytest.approx(-float(terms.sum()), abs=1e-3)
+        # Rows of another batch are rounded in another way: a rank is one of nearly equal ones.
+        own = row[continuation[i]]
+        assert (row > own + 1e-3).sum() <= found.ranks[i] <= (row >= own - 1e-3).sum()
+        ids = found.top_token_ids[i]
+        assert len(set(ids.tolist())) == k
+        close(row[ids], found.top_logprobs[i])
+        close(row[ids], row.sort(descending=True).values[:k])
+        rest = float(found.top_logprobs[i].double().exp().sum() + found.log_rest[i].exp())
+        assert rest == pytest.approx(1, abs=1e-5)
+
+
+def test_what_is_told_of_tokens_is_that_of_their_rows(lm, backend, close):
+    texts = [([5, 3], [4, 4, 9, 7]), ([5, 3, 4], [1]), ([5, 3], [8, 0])]
+    told = {"entropy": True, "rank": True, "top": 3}
+    prompts, continuations = zip(*texts, strict=True)
+    rows = [
+        torch.stack([backend.expected([*prompt, *own[:i]]) for i in range(len(own))])
+        for prompt, own in texts
+    ]
+
+    def check(found):
+        for one, table, own in zip(found, rows, continuations, strict=True):
+            check_told(one, table, own, close, 3)
+
+    async def main():
+        asked = [lm.score_with(*text, **told) for text in texts]
+        plain = [lm.score(*text) for text in texts]
+        found = await asyncio.gather(*asked, *plain, lm.next_token_entropy([5, 3]))
+        check(found[:3])
+        for one, scores in zip(found[:3], found[3:6], strict=True):
+            close(one.logprobs, scores)
+        assert float(found[0].entropies[0]) == pytest.approx(found[6], abs=1e-3)
+        check(await lm.batch_score_with(prompts, continuations, **told))
+
+    asyncio.run(main())
+    check([lm.score_with_sync(*text, **told) for text in texts])
+    one = lm.score_with_sync([5, 3], [4, 4], rank=True)
+    assert one.ranks is not None
+    assert [*one[1:2], *one[3:]] == [None] * 4
+    close(lm.score_with_sync([5, 3], [4, 4]).logprobs, lm.score_sync([5, 3], [4, 4]))
+    nothing = lm.score_with_sync([5, 3], [], **told)
+    assert [tuple(each.shape) for each in nothing] == [(0,), (0,), (0,), (0, 3), (0, 3), (0,)]
+    for wrong, error in (
+        ({"top": -1}, OptionError),
+        ({"top": 10**9}, OptionError),
+        ({"top": 1.0}, OptionTypeError),
+        ({"rank": 1}, OptionTypeError),
+    ):
+        with pytest.raises(error, match=next(iter(wrong))):
+            lm.score_with_sync([5, 3], [4], **wrong)
 
 
 async def test_scores_are_the_callers_to_change(lm, backend, close):

@@ -24,6 +24,7 @@ from genlm_backend.llm import BatchedLM, Draw, Query, Readout, Row, StatelessEva
 from genlm_backend.model import token_readouts
 from genlm_backend.model.drawing import Drawing
 from genlm_backend.model.readout import answers_by_rows, read_off
+from genlm_backend.model.scoring import Beside, numbers_of_rows
 from genlm_backend.model.token_readouts import Chosen, Entropy, Top
 from tests.llm.conftest import random_contexts, word_tokenizer
 from tests.llm.toy import VOCAB
@@ -282,3 +283,31 @@ def test_the_rest_is_exact_where_it_is_tiny():
     (top,) = read_off([Top(Query([1]), 2)], [Row(row.float())])
     assert top.token_ids.tolist() == [7, 30]
     assert top.log_rest == pytest.approx(-20, abs=1e-6)
+
+
+@given(tables, st.booleans(), st.booleans(), st.data())
+def test_what_is_told_of_tokens_of_any_rows(table, entropy, rank, data):
+    rows = torch.tensor(table, dtype=torch.float32)
+    rows[:, 0] = rows[:, 0].clamp(min=-30)  # something is possible
+    rows = rows.log_softmax(-1)
+    if data.draw(st.booleans()):
+        rows[data.draw(st.integers(0, len(rows) - 1))] = torch.nan
+    width = rows.shape[1]
+    targets = [data.draw(st.integers(0, width - 1)) for _ in rows]
+    beside = Beside(entropy, rank, data.draw(st.integers(0, width)))
+    found = beside.scores_of(numbers_of_rows(rows, targets, beside))
+    assert found.logprobs.shape == (len(rows),)
+    for i, (row, target) in enumerate(zip(rows, targets, strict=True)):
+        is_nan = bool(row.isnan().any())
+        assert found.logprobs[i] == row[target] or is_nan
+        if entropy:
+            value = float(found.entropies[i])
+            assert math.isnan(value) if is_nan else value == pytest.approx(entropy_of(row))
+        if rank:
+            order = np.argsort(-row.numpy(), kind="stable").tolist()
+            assert found.ranks[i] == (-1 if is_nan else order.index(target))
+        if beside.top and not is_nan:
+            log_rest = float(found.log_rest[i])
+            check_top(
+                TopTokens(found.top_token_ids[i], found.top_logprobs[i], log_rest), row, beside.top
+            )

@@ -234,6 +234,84 @@ async def test_positions_that_depend_on_the_length_of_the_context(make, options)
                 check(row, rows[n - 1])
 
 
+TOLD = {"entropy": True, "rank": True, "top": 4}
+
+
+def check_told(found, model, text, start):
+    """Compare with the bare model's rows over the whole text, in float64."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([text])).logits[0, start - 1 : -1]
+    rows, targets = logits.double().log_softmax(-1), torch.tensor(text[start:])
+    check(found.logprobs, rows[range(len(targets)), targets].float(), 1e-4)
+    terms = torch.where(rows > -torch.inf, rows.exp() * rows, 0.0)
+    check(found.entropies, -terms.sum(-1), 1e-3)
+    own = rows.gather(1, targets[:, None])
+    assert ((rows > own + 1e-3).sum(-1) <= found.ranks).all()
+    assert (found.ranks <= (rows >= own - 1e-3).sum(-1)).all()
+    check(found.top_logprobs, rows.topk(4).values.float(), 1e-4)
+    check(found.top_logprobs, rows.gather(1, found.top_token_ids).float(), 1e-4)
+    rest = rows.scatter(1, found.top_token_ids, -torch.inf).logsumexp(-1)
+    check(found.log_rest, rest, 1e-3)
+
+
+@pytest.mark.parametrize("num_slots", [None, 700, 0])
+async def test_more_is_told_of_each_token_of_a_long_text_in_the_same_passes(long_model, num_slots):
+    model, text = copy.deepcopy(long_model), random_text(1600)
+    options = {} if num_slots is None else {"kv_cache_bytes": num_slots * SLOT}
+    with AsyncTransformer(model, word_tokenizer(), **options) as lm:
+        sizes = projected(model)
+        texts = [(text, 30), (text[:900], 30), (text[:700] + [5] * 60, 1)]
+        asked = [lm.score_with(t[:n], t[n:], **TOLD) for t, n in texts]
+        beside = [lm.score(t[:n], t[n:]) for t, n in texts]
+        found = await asyncio.gather(*asked, *beside)
+        assert max(sizes) <= 512
+    for (one, start), told, scores in zip(texts, found, found[3:], strict=False):
+        check_told(told, long_model, one, start)
+        check(told.logprobs, scores)
+
+
+@pytest.mark.parametrize("make", [long_rotary, dynamic_rotary])
+async def test_more_is_told_where_positions_depend_on_the_length(make):
+    model, limit = make()
+    text = random_text(limit + 4)
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0, max_length=60) as lm:
+        found = await lm.score_with(text[:2], text[2:], **TOLD)
+    for i, end in enumerate(range(2, len(text))):
+        row = fresh_row(copy.deepcopy(model), text[:end])
+        check(found.logprobs[i], row[text[end]])
+        check(found.top_logprobs[i], row.topk(4).values)
+        weights = row.double().exp()
+        check(found.entropies[i], -(weights * row.double()).sum(), 1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
+def test_what_is_told_where_the_model_says_nan(tiny_llama, options):
+    model = copy.deepcopy(tiny_llama)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[13] = torch.nan
+    text = [1, 2, 3, 13, 4, 5]
+    with AsyncTransformer(model, word_tokenizer(), **options) as lm:
+        found = lm.score_with_sync(text[:1], text[1:], **TOLD)
+    first = type(found)(*(each[:3] for each in found))
+    check_told(first, tiny_llama, text[:4], 1)
+    for each in (found.logprobs, found.entropies, found.top_logprobs, found.log_rest):
+        assert each[3:].isnan().all()
+    assert (found.ranks[3:] == -1).all()
+    assert (found.top_token_ids[3:] == -1).all()
+
+
+def test_what_is_told_leaves_out_ids_that_no_token_has(tiny_llama):
+    text = [1, 2, 91, 3, 4]
+    with AsyncTransformer(tiny_llama, word_tokenizer(90)) as lm:
+        found = lm.score_with_sync(text[:1], text[1:], entropy=True, rank=True, top=96)
+        top = lm.next_token_top_sync(text[:2], 96)
+        entropy = lm.next_token_entropy_sync(text[:2])
+    assert found.ranks[1] == 91
+    assert found.logprobs[1] == found.log_rest[1] == -torch.inf
+    assert found.top_token_ids[1].tolist()[:90] == top.token_ids.tolist()[:90]
+    assert float(found.entropies[1]) == pytest.approx(entropy, abs=1e-5)
+
+
 async def test_a_model_that_looks_ahead_is_scored_by_its_rows():
     config = transformers.Gemma3TextConfig(
         **{**families.COMMON, "head_dim": 8, "use_bidirectional_attention": True}
