@@ -14,7 +14,13 @@ PURE: dict[str, tuple[str, ...]] = {
     "batching": ("tests/batching", "tests/llm/test_mock.py", "tests/trie/test_async_trie.py"),
     "prefix": ("tests/prefix", "tests/llm/hf/test_evaluator.py", "tests/llm/hf/test_model.py"),
     "trie": ("tests/trie",),
-    "passes/prefill_plan.py": ("tests/llm/hf/test_plan.py", "tests/llm/hf/test_evaluator.py"),
+    "prefix/states.py": ("tests/prefix/test_states.py", "tests/llm/hf/test_states.py"),
+    "prefix/state_loops.py": ("tests/prefix/test_states.py", "tests/llm/hf/test_states.py"),
+    "passes/prefill_plan.py": (
+        "tests/llm/hf/test_plan.py",
+        "tests/llm/hf/test_evaluator.py",
+        "tests/llm/hf/test_states.py",
+    ),
     "attention/packing.py": (
         "tests/llm/hf/test_packing.py",
         "tests/llm/hf/test_steps.py",
@@ -25,7 +31,11 @@ PURE: dict[str, tuple[str, ...]] = {
     "attention/shared_pass.py": ("tests/llm/hf/test_shared_pass.py", "tests/llm/hf/test_steps.py"),
     "attention/paths.py": ("tests/llm/hf/test_paths.py",),
     "attention/reading.py": ("tests/llm/hf/test_paths.py", "tests/llm/hf/test_sharing.py"),
-    "passes/passes.py": ("tests/llm/hf/test_passes.py", "tests/llm/hf/test_evaluator.py"),
+    "passes/passes.py": (
+        "tests/llm/hf/test_passes.py",
+        "tests/llm/hf/test_evaluator.py",
+        "tests/llm/hf/test_states.py",
+    ),
     "generation/engine/roster.py": (
         "tests/generation/test_places.py",
         "tests/generation/test_roster.py",

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.concerning import PACKAGE, PURE
+from tests.concerning import PACKAGE, PURE, concerning
 
 ROOT = Path(__file__).parent.parent
 _SWAPPED: dict[type, type] = {
@@ -195,8 +195,8 @@ def main() -> int:
     arguments = parser.parse_args()
 
     tests_of = {
-        path.relative_to(ROOT): tests
-        for name, tests in PURE.items()
+        path.relative_to(ROOT): concerning(path.relative_to(ROOT / PACKAGE))
+        for name in PURE
         for path in _files(ROOT / PACKAGE / name)
         if str(path.relative_to(ROOT / PACKAGE)).startswith(arguments.only)
     }

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from genlm_backend.errors import OptionError
 from genlm_backend.prefix import KV_CACHE_DTYPES, KVLayout, LayerLayout
-from genlm_backend.prefix.codecs import codec_for
+from genlm_backend.prefix.codecs import codec_for, uint4_codec
 from genlm_backend.prefix.codecs.uint4_codec import hadamard
 
 FLOAT32 = torch.float32
@@ -64,6 +64,18 @@ def test_uint4_of_normal_vectors_errs_as_sixteen_levels_do():
     }
     assert errors["with"] < 0.0075  # a range of four deviations in fifteen steps: 0.0059
     assert errors["with"] < errors["without"] < 0.2
+
+
+def test_uint4_cuts_the_farthest_elements_where_the_others_gain_by_it(monkeypatch):
+    torch.manual_seed(0)
+    rows, codec = torch.randn(2000, 128), codec_for("uint4", 128, 64, FLOAT32)
+
+    def error():
+        return float((rounded(codec, rows) - rows).square().mean())
+
+    chosen = error()
+    monkeypatch.setattr(uint4_codec, "_SHARES", (1.0,))
+    assert chosen < 0.95 * error()
 
 
 @pytest.mark.parametrize(

@@ -541,6 +541,22 @@ def test_two_nodes_with_one_state_are_found_out():
         tree.check_integrity()
 
 
+def test_a_state_that_no_node_can_be_found_with_is_found_out():
+    tree = tree_of(2, [1])
+    tree.nodes.state[tree.nodes.take(1)] = 2  # nobody gave it
+    tree.states._owner[2] = tree.nodes.num_made - 1
+    with pytest.raises(CacheError, match="2 states are used, and 1 can be found"):
+        tree.check_integrity()
+
+
+def test_a_node_without_a_state_has_none_to_pin():
+    tree = tree_of(2, [1, 2])
+    (first,) = ints(tree.nodes.walk(tree.root(None), ints(1)))
+    assert not tree.states.pin(first)
+    assert not tree.states.pin(int(tree.root(None)))
+    assert all([add(tree, [token]) for token in (3, 4, 5)])  # none stays for ever
+
+
 @given(
     writes=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=6, unique=True), max_size=6),
     read=st.lists(st.integers(1, 6), max_size=8),

@@ -21,12 +21,15 @@ class Copies:
     def __init__(self):
         self.device, self.host = {}, {}
         self.is_broken = False
+        self.num_to_device = self.num_to_host = 0
 
     def to_host(self, device_slots, host_slots):
         self.copy(self.device, device_slots, self.host, host_slots)
+        self.num_to_host += len(host_slots)
 
     def to_device(self, host_slots, device_slots):
         self.copy(self.host, host_slots, self.device, device_slots)
+        self.num_to_device += len(device_slots)
 
     def copy(self, source, from_slots, target, to_slots):
         assert len(from_slots) == len(to_slots) == len(set(to_slots))
@@ -242,6 +245,14 @@ class Tree(RuleBasedStateMachine):
         self.used.clear()
         self.pinned.clear()
         assert self.num_used == 0
+
+    @invariant()
+    def what_has_moved_is_counted(self):
+        copies, cache = self.copies, self.cache
+        assert (cache.num_to_device, cache.num_to_host) == (
+            copies.num_to_device,
+            copies.num_to_host,
+        )
 
     @invariant()
     def adds_up(self):

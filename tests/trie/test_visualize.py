@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from typing import ClassVar
 
 import graphviz
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from genlm_backend import ParallelTokenCharacterTrie, Token, TokenCharacterTrie
 from genlm_backend.errors import MissingExtraError
+from genlm_backend.trie import visualize
 from genlm_backend.trie.visualize import spell
 
 WORDS = [b"the", b"then", b"a", b"a", b"", b"\xc3\xa9", b"\xc3", b'"\\']
@@ -29,6 +31,24 @@ def test_a_small_trie_is_drawn_whole():
     for position in range(len(DECODE)):
         assert f"token {position}\n" in drawing.source.replace("\\n", "\n")
     assert "more" not in drawing.source
+
+
+@pytest.mark.parametrize(
+    ("word", "label"),
+    [
+        ((b"ab", 7), "token 7\n'ab'"),
+        (("ab", 7), "('ab', 7)"),
+        ((b"ab",), "(b'ab',)"),
+        ((b"ab", 7, 1), "(b'ab', 7, 1)"),
+        ("ab", "'ab'"),
+        (b"ab", "'ab'"),
+    ],
+)
+def test_leaves_are_labelled_by_what_they_stand_for(word, label):
+    class Words:
+        leaf2word: ClassVar = {3: word}
+
+    assert visualize._leaf_label(Words(), 3) == label
 
 
 @pytest.mark.parametrize("per_node", [False, True])

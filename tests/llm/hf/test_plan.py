@@ -17,6 +17,7 @@ from genlm_backend.passes.prefill_plan import (
     plan_whole,
     states_needed,
 )
+from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import PrefixTree, Slots
 
 FREE_PASSES = CostModel(per_forward=0.0)  # sharing always pays
@@ -100,6 +101,46 @@ def test_segments_answer_every_job_from_what_comes_before(
         assert position == segment.job.start
     check_answered(segments, jobs)
     assert [s for wave in plan_waves(segments) for s in wave if s.wave == 0]
+
+
+long_contexts = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(tuple)
+
+
+@given(
+    st.lists(st.tuples(long_contexts, st.integers(0, 20)), min_size=1, max_size=8),
+    st.lists(long_contexts, max_size=4),
+    st.sampled_from([StateBounds(), StateBounds(fewest=2), StateBounds(most=1)]),
+    st.booleans(),
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.booleans(),
+)
+def test_what_goes_on_from_a_state_has_as_many_tokens_as_that_takes(
+    wanted, cached, bounds, is_short, size, max_outputs, is_step
+):
+    bounds = bounds._replace(is_short=is_short)
+    tree, jobs = tree_of(cached), []
+    for context, num_outputs in wanted:
+        targets = (9,) * min(num_outputs, len(context))
+        most = len(context) - max(len(targets), bounds.fewest)
+        job = job_of(tree, context, max(most, 0) // 2, targets)
+        job.num_known = max(most, 0) if is_step else job.start
+        jobs.append(job)
+    cost = CostModel(max_segment=size, max_outputs=max_outputs)
+    segments = plan_segments(jobs, cost, bounds)
+    check_answered(segments, jobs)
+    for segment in segments:
+        if segment.parent is not None:  # a state is behind the end of what was before alone
+            assert segment.parent.stop == segment.start
+        cuts = segment.cuts(bounds)
+        for piece in segment.pieces(cuts):
+            least = bounds.fewest if piece.start else 1
+            assert piece.num_tokens >= least
+            if bounds.most and segment.start:
+                assert piece.num_tokens <= bounds.most
+        assert len(cuts) <= 1 or bounds.most
+        pieces = segment.pieces(cuts)
+        assert [at for each in pieces for at in each.outputs] == sorted(segment.outputs)
 
 
 @given(wanted, st.integers(1, 5))
