@@ -31,14 +31,26 @@ class Particle:
     def __init__(self, constraint: Constraint, log_weight: float = 0.0):
         self.constraint, self.log_weight = constraint, log_weight
 
-    async def step(self, lm: AsyncLM, prompt: list[int], random: np.random.Generator) -> None:
-        context = prompt + self.constraint.token_ids
-        row, mask = await asyncio.gather(
-            lm.next_token_logprobs(context), asyncio.to_thread(self.constraint.mask)
+    @property
+    def is_active(self) -> bool:
+        return not self.constraint.is_ended and self.log_weight > -np.inf
+
+
+async def step(
+    lm: AsyncLM, prompt: list[int], particles: list[Particle], random: np.random.Generator
+) -> None:
+    constraints = [particle.constraint for particle in particles]
+    masks = await asyncio.to_thread(Constraint.masks, constraints)
+    asked = (
+        lm.draw_next_token(
+            prompt + constraint.token_ids, allowed=mask, generator=random, impossible="return"
         )
-        row, log_mass = self.constraint.restrict(row, mask)
-        self.log_weight += log_mass
-        self.constraint.advance(lm.draw(row, generator=random))
+        for constraint, mask in zip(constraints, masks, strict=True)
+    )
+    for particle, draw in zip(particles, await asyncio.gather(*asked), strict=True):
+        particle.log_weight += draw.logprob - draw.log_proposal
+        if draw.token_id >= 0:  # or the particle dies, by a weight of zero
+            particle.constraint.advance(draw.token_id)
 
 
 async def smc(
@@ -47,12 +59,14 @@ async def smc(
     random = np.random.default_rng(0)
     particles = [Particle(constraint.fork()) for _ in range(count)]
     for _ in range(max_tokens):
-        active = [p for p in particles if not p.constraint.is_ended]
+        active = [particle for particle in particles if particle.is_active]
         if not active:
             break
-        await asyncio.gather(*(particle.step(lm, prompt, random) for particle in active))
+        await step(lm, prompt, active, random)
         log_weights = np.array([particle.log_weight for particle in particles])
         total = np.logaddexp.reduce(log_weights)
+        if total == -np.inf:
+            raise RuntimeError("all particles have died: more of them, or another proposal")
         weights = np.exp(log_weights - total)
         if 1 / np.square(weights).sum() < count / 2:  # effective sample size
             chosen, mean = random.choice(count, count, p=weights), float(total - np.log(count))

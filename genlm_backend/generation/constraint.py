@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, final
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from genlm_backend.checks import Check, checked, instance, integer, sequence, shown, text
 from genlm_backend.errors import (
@@ -25,6 +27,7 @@ from genlm_backend.errors import (
     OptionTypeError,
 )
 from genlm_backend.generation.grammar.grammar_library import (
+    executor_of,
     fault_of_generated,
     fault_of_own,
     load_library,
@@ -36,9 +39,15 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.draw import as_scores
 from genlm_backend.model.drawing import log_mass, log_sum
 from genlm_backend.model.query import check_known_ids
+from genlm_backend.model.token_mask import PackedMask
 
 _MOST_OF_A_ROW: Final = 0.1
 """Logarithm up to which the sum of a row may be above one by rounding, in 8 bits of precision."""
+
+_REVERSED: Final = np.packbits(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1], axis=1
+)[:, 0]
+"""Each byte with its bits in the other order."""
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 """Or only one way to divide a text into tokens would be allowed where it is forced.
@@ -264,6 +273,48 @@ class Constraint:
             bools[list(self._eos_token_ids)] = True
         return torch.from_numpy(bools.view(np.bool_))
 
+    @staticmethod
+    def masks(constraints: Iterable[Constraint], *, may_end: bool = True) -> list[PackedMask]:
+        """Return the masks of many constraints, made side by side on the cores of the machine.
+
+        They have a bit for each token, as ``draw_next_token`` takes them: no mask of bools is made.
+
+        Args:
+            constraints: Those of particles, of any models and grammars.
+            may_end: As ``mask`` has it.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If one is no ``Constraint``.
+            ConstraintError: What ``mask`` raises, of the first that raises it.
+        """
+        all_of = _check_constraints("constraints", constraints)
+        distinct = {id(each): each for each in all_of}
+        found = dict[int, PackedMask]()
+        for vocab_size in {each._vocab_size for each in distinct.values()}:
+            own = [each for each in distinct.values() if each._vocab_size == vocab_size]
+            # llguidance has one token more, which ends a text.
+            table = np.zeros((len(own), vocab_size // 32 + 1), np.int32)
+            going_on = [(each._matcher, i) for i, each in enumerate(own) if not each._is_ended]
+            if going_on:
+                executor = executor_of(os.getpid())
+                executor.unsafe_compute_mask_ptr(
+                    going_on, table.ctypes.data, table.shape[1] * 4, len(own)
+                )
+            for each, bits in zip(own, table.view(np.uint8), strict=True):
+                each._check()
+                found[id(each)] = each._packed(bits, may_end)
+        return [found[id(each)] for each in all_of]
+
+    def _packed(self, bits: NDArray[np.uint8], may_end: bool) -> PackedMask:
+        """Return a mask of llguidance's, whose first token is the least significant bit."""
+        packed = _REVERSED[bits[: -(-self._vocab_size // 8)]]
+        if may_end and self.can_end:
+            for token_id in self._eos_token_ids:
+                packed[token_id // 8] |= 0x80 >> token_id % 8
+        if self._vocab_size % 8:
+            packed[-1] &= 0xFF00 >> self._vocab_size % 8 & 0xFF
+        return PackedMask(packed.tobytes(), self._vocab_size)
+
     def restrict(
         self, row: torch.Tensor, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, float]:
@@ -384,6 +435,9 @@ class Constraint:
                 )
             raise ConstraintError(f"the constraint broke down: {error}")
 
+
+_check_constraints = sequence(instance(Constraint, "a Constraint"), "Constraints")
+"""Check of several constraints."""
 
 _check_token_id: Check[int] = integer()
 """Check of a token id."""

@@ -25,7 +25,7 @@ from genlm_backend.model.draw import (
     RandomGenerator,
     draw,
 )
-from genlm_backend.model.drawing import Allowed, Impossible, drawing_of, several_draws_of
+from genlm_backend.model.drawing import Impossible, drawing_of, several_draws_of
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.model.query import UNKNOWN_ADAPTER, Query, TokenIds
 from genlm_backend.model.sampling import (
@@ -45,6 +45,7 @@ from genlm_backend.model.scoring import (
     scores_of_rows,
     scores_of_rows_sync,
 )
+from genlm_backend.model.token_mask import Allowed
 from genlm_backend.model.token_readouts import (
     Entropy,
     ReadoutOf,
@@ -526,8 +527,8 @@ class AsyncLM(Closing):
 
         Args:
             token_ids: The context.
-            allowed: The tokens that may be drawn: bools ``[vocab]``, an array or a tensor, or a
-                collection of token ids. By default, all.
+            allowed: The tokens that may be drawn: bools ``[vocab]``, an array or a tensor; the
+                ``PackedMask`` of a constraint; or a collection of token ids. By default, all.
             generator: Random stream that one number is taken from, before anything is awaited, and
                 none at temperature 0. By default, a fresh one.
             temperature: Divisor of the log-probabilities; 0 takes the first of the most probable,

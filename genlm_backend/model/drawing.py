@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.checks import checked, integer, number, one_of, sequence, switch
-from genlm_backend.errors import EvaluationError, OptionError
+from genlm_backend.checks import checked, integer, number, one_of, switch
+from genlm_backend.errors import EvaluationError
 from genlm_backend.model.draw import (
     TEMPERATURE,
     Draw,
@@ -22,9 +22,10 @@ from genlm_backend.model.draw import (
     uniform_of,
     weights_of,
 )
-from genlm_backend.model.query import Query, check_known_ids
+from genlm_backend.model.query import Query
 from genlm_backend.model.readout import Readout
 from genlm_backend.model.row import spare_memory
+from genlm_backend.model.token_mask import packed_mask
 
 
 class Cuts(NamedTuple):
@@ -441,9 +442,6 @@ def log_sum(logprobs: NDArray[np.floating]) -> float:
 Impossible: TypeAlias = Literal["raise", "return"]
 """Answer to a draw where no token is possible: an error, or a ``Draw`` without a token."""
 
-Allowed: TypeAlias = torch.Tensor | NDArray[np.bool_] | Iterable[int]
-"""Tokens that may be drawn: bools ``[vocab]``, or token ids."""
-
 _IMPOSSIBLE: Final = one_of("raise", "return")
 
 
@@ -504,51 +502,3 @@ def _drawn_alike(
         "may_fail": may_fail,
         "cuts": None if bounds == Cuts() or not divisor else bounds,
     }
-
-
-def packed_mask(allowed: Any, vocab_size: int, may_be_empty: bool = False) -> bytes | None:
-    """Return the mask of the tokens that may be drawn, a bit for each, once it is checked.
-
-    Args:
-        allowed: Array or tensor of bools ``[vocab_size]``, or a collection of token ids; ``None``
-            for all tokens.
-        vocab_size: Number of ids that the model has.
-        may_be_empty: Whether no token may be drawn, too.
-
-    Raises:
-        OptionTypeError: (``TypeError``) If it is neither.
-        OptionError: (``ValueError``) If it is of another shape, an id is outside the vocabulary, or
-            no token is allowed.
-    """
-    if allowed is None:
-        return None
-    values = allowed.detach().cpu().numpy() if isinstance(allowed, torch.Tensor) else allowed
-    if isinstance(values, np.ndarray) and values.dtype == bool:
-        if values.shape != (vocab_size,):
-            raise OptionError(
-                f"allowed must be one of {vocab_size} elements, as the vocabulary has; got the "
-                f"shape {values.shape}"
-            )
-        mask = values
-    else:
-        if isinstance(values, np.ndarray):
-            is_long = values.dtype.kind in "iu" and values.shape == (vocab_size,) != (2,)
-            if is_long and set(values.tolist()) <= {0, 1}:
-                raise OptionError(
-                    f"allowed is a mask of numbers, {values.dtype} [{vocab_size}], and would be "
-                    "read as token ids: pass bools"
-                )
-            if values.dtype.kind not in "iu" or values.ndim != 1:
-                values = values.tolist()  # to be refused as a list is
-        is_checked = isinstance(values, np.ndarray)
-        ids = values if is_checked else np.array(_IDS("allowed", values), np.int64)
-        wrong = ids[(ids < 0) | (ids >= vocab_size)]
-        check_known_ids("allowed", wrong[:1].tolist(), vocab_size)
-        mask = np.zeros(vocab_size, bool)
-        mask[ids] = True
-    if not mask.any() and not may_be_empty:
-        raise OptionError("allowed has no token: nothing can be drawn")
-    return np.packbits(mask).tobytes()
-
-
-_IDS: Final = sequence(integer(), "an array of bools or a collection of token ids")

@@ -8,6 +8,7 @@ import random
 import re
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 
@@ -18,8 +19,10 @@ from genlm_backend.errors import (
     GenlmBackendError,
     NotPicklableError,
     OptionError,
+    OptionTypeError,
 )
 from genlm_backend.generation import Constraint
+from genlm_backend.model.token_mask import PackedMask, packed_mask
 from tests.generation import schemas
 from tests.llm.conftest import word_tokenizer
 
@@ -361,3 +364,74 @@ def test_a_row_of_something_else_is_refused(wrong):
             constraint.restrict(row + 9 if wrong == "logits" else row.exp())
         for precision in (torch.float16, torch.bfloat16):
             assert constraint.restrict(row.to(precision))[1] <= 0
+
+
+# ---------------------------------------------------------------- many at once
+
+
+def test_masks_of_many_are_those_of_each(lm):
+    """Of several vocabularies and grammars, wherever their texts are."""
+    generator, small = random.Random(0), MockAsyncLM(word_tokenizer())
+    made = [
+        Constraint.from_json_schema(lm, WELL_KNOWN["person"]),
+        Constraint.from_regex(lm, "[a-c]{0,4}"),
+        Constraint.from_regex(small, ".{0,5}", eos_token_ids=[1]),
+    ]
+    constraints = [generator.choice(made).fork() for _ in range(40)]
+    for _ in range(8):
+        asked = [*constraints, constraints[0]]
+        for may_end in (True, False):
+            masks = Constraint.masks(asked, may_end=may_end)
+            for constraint, mask in zip(asked, masks, strict=True):
+                expected = constraint.mask(may_end=may_end)
+                assert torch.equal(mask.unpacked(), expected)
+                size = len(expected)
+                assert mask == PackedMask(np.packbits(expected.numpy()).tobytes(), size)
+                if expected.any():
+                    assert packed_mask(mask, size) == packed_mask(expected, size)
+        for constraint in constraints:
+            ids = constraint.mask().nonzero()[:, 0].tolist()
+            if ids:
+                constraint.advance(generator.choice(ids))
+    assert any(constraint.is_ended for constraint in constraints)
+    assert Constraint.masks([]) == []
+    small.close()
+
+
+async def test_a_draw_by_bits_is_the_one_by_bools(lm):
+    constraint = Constraint.from_json_schema(lm, WELL_KNOWN["person"])
+    (mask,) = Constraint.masks([constraint])
+    draws = [
+        await lm.draw_next_token(
+            [1, 2, 3], allowed=allowed, generator=np.random.default_rng(seed), temperature=heat
+        )
+        for heat in (0, 0.7, 1)
+        for seed in range(5)
+        for allowed in (mask, constraint.mask())
+    ]
+    assert draws[::2] == draws[1::2]
+    (nothing,) = Constraint.masks([_ended(lm)])
+    assert not nothing.unpacked().any()
+    with pytest.raises(OptionError, match="no token"):
+        await lm.draw_next_token([1], allowed=nothing)
+    draw = await lm.draw_next_token([1], allowed=nothing, impossible="return")
+    assert draw.token_id == -1
+    with MockAsyncLM(word_tokenizer()) as small, pytest.raises(OptionError, match="a mask of"):
+        await small.draw_next_token([1], allowed=mask)
+    with pytest.raises(OptionError, match="in 3 bytes"):
+        await lm.draw_next_token([1], allowed=PackedMask(b"abc", len(lm.byte_vocab)))
+
+
+def _ended(lm):
+    constraint = Constraint.from_choice(lm, ["a"])
+    for ids in (lm.tokenizer.encode("a"), sorted(lm.eos_token_ids)[:1]):
+        for token_id in ids:
+            constraint.advance(token_id)
+    return constraint
+
+
+def test_masks_are_of_constraints(lm):
+    with pytest.raises(OptionTypeError, match="constraints"):
+        Constraint.masks(Constraint.from_json_object(lm))
+    with pytest.raises(OptionTypeError, match="constraints"):
+        Constraint.masks([None])

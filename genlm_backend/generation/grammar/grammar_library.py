@@ -47,6 +47,16 @@ def load_library() -> Any:
 
 
 @cache
+def executor_of(process_id: int) -> Any:
+    """Return what makes masks on several threads, which no fork of a process has.
+
+    Args:
+        process_id: This process's.
+    """
+    return load_library().LLExecutor()
+
+
+@cache
 def is_beginning(grammar: str, text: str) -> bool:
     """Tell whether a text begins one of a grammar, by the installed release of llguidance.
 
