@@ -36,6 +36,8 @@ class Job:
         start: Number of tokens of the prefix.
         num_known: Number of its first tokens that the tree has. It is more than ``start`` where
             there is no running state behind them, and the job begins at an earlier one.
+        next_start: Node of a running state that the context goes on from when it is one token
+            longer, 0 where there is none yet; ``None`` where it has not just become longer by one.
         targets: The tokens whose log-probabilities are wanted behind the context's last positions,
             one behind each; empty where a row is wanted behind the last one.
         stop: Position after the last one.
@@ -57,6 +59,7 @@ class Job:
     missing: array[int] = field(init=False)
     shift: int = 0
     num_known: int = 0
+    next_start: int | None = None
     row: Row | None = None
     beside: Beside = NOTHING
     scores: NDArray[np.float64] = field(init=False)

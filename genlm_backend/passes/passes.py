@@ -27,6 +27,7 @@ from genlm_backend.passes.prefill_plan import (
     CostModel,
     Segment,
     cut_to_sound,
+    leave_states,
     most_passes,
     plan_groups,
     plan_segments,
@@ -266,9 +267,8 @@ class Passes:
             sizes,
             lambda i, start: contexts[i].packed(start, int(sizes[i])),
         )
-        known, has_states = self.tree.nodes.depth[nodes], self.cache.state_store.num_states > 0
+        matched, has_states = nodes, self.cache.state_store.num_states > 0
         if has_states:
-            known = np.minimum(known, sizes + 1 - self.going_on.fewest)
             nodes = self._at_states(nodes, sizes, lengths)
         self.tree.use(nodes)
         answers: list[Answer] | None = None
@@ -280,7 +280,7 @@ class Passes:
                     self.tokens_reused += int(self.tree.nodes.depth[nodes].sum())
                     answers = self._sound(questions, rows, np.flatnonzero(kept == 0).tolist())
             else:
-                answers = self._planned(questions, nodes, known)
+                answers = self._planned(questions, nodes, matched)
         if answers is not None:
             return answers
         if len(questions) == 1:
@@ -309,19 +309,20 @@ class Passes:
         return nodes
 
     def _planned(
-        self, questions: list[Question], nodes: NDArray[np.int32], known: NDArray[np.int32]
+        self, questions: list[Question], nodes: NDArray[np.int32], matched: NDArray[np.int32]
     ) -> list[Answer] | None:
         """Answer questions by segments and waves; ``None`` if there is no room for all.
 
         Args:
             questions: The questions.
             nodes: The nodes that they go on from: ``[n]``.
-            known: Number of first tokens of each that the tree has: ``[n]``.
+            matched: The nodes of what the tree has of each: ``[n]``.
         """
         starts = self.tree.nodes.depth[nodes].tolist()
         jobs = [Job.of(*one) for one in zip(questions, nodes.tolist(), starts, strict=True)]
-        for job, num_known in zip(jobs, known.tolist(), strict=True):
-            job.num_known = num_known
+        for job, known in zip(jobs, matched.tolist(), strict=True):
+            if self.cache.state_store.num_states:
+                self._look_ahead(job, known)
             job.shift = self.openings.shift(job.context)
         if not all(map(_has_opening, jobs)):
             return None
@@ -401,6 +402,26 @@ class Passes:
 
     # ---------------------------------------------------------------- running states
 
+    def _look_ahead(self, job: Job, known: int) -> None:
+        """Note how much of a job's context the tree has, and what it goes on from next.
+
+        Args:
+            job: The job.
+            known: The node of what the tree has of it, before its first output.
+        """
+        nodes, fewest = self.tree.nodes, self.going_on.fewest
+        depth = int(nodes.depth[known])
+        job.num_known = min(depth, job.first + 1 - fewest)
+        if fewest == 1 or job.targets or depth != job.first:
+            return
+        last = np.asarray(job.context.packed(job.first), np.int32)
+        if nodes.walk(known, last) == known:  # or it has been asked before
+            for _ in range(fewest):
+                if nodes.state[known]:
+                    break
+                known = int(nodes.parent[known])
+            job.next_start = known if nodes.state[known] else 0
+
     def _expect(self, segments: Sequence[Segment]) -> None:
         """Tell which nodes contexts that go on from the ends of segments need a state at.
 
@@ -413,29 +434,24 @@ class Passes:
         if fewest > 1:
             found: dict[tuple[int, bytes], int] = {}
             for segment in segments:
-                segment.resumed = self._resumed(segment, fewest, found)
+                segment.resumed = self._resumed(segment, found)
             next_ones = [segment.resumed for segment in segments if segment.resumed]
         weights = np.repeat([1, _NEXT_OVER_LATER], [len(ends), len(next_ones)])
         nodes = np.array(ends + next_ones, np.int32)
         self.tree.states.expect(nodes, weights, shares=fewest == 1)
 
-    def _resumed(self, segment: Segment, fewest: int, found: dict[tuple[int, bytes], int]) -> int:
-        """Return the node that what is one token longer than a segment goes on from; 0 for none.
+    def _resumed(self, segment: Segment, found: dict[tuple[int, bytes], int]) -> int:
+        """Return the node that what is one token longer than a step goes on from; 0 for none.
 
         Args:
             segment: The segment.
-            fewest: Fewest tokens that go on.
             found: Nodes of this batch by what is before them and their tokens, added to.
         """
-        nodes, size = self.tree.nodes, segment.num_tokens + 1 - fewest
-        for count in (size, size - 1):  # the second is a token farther off, and not there yet
-            tokens = segment.token_ids[: max(count, 0)]
-            known = nodes.walk(segment.before, np.asarray(tokens, np.int32))
-            if nodes.depth[known] == segment.start + count and nodes.state[known]:
-                return known
-        if size < 2:
-            return 0
-        return found.setdefault((segment.before, tokens.tobytes()), int(segment.nodes[size - 2]))
+        size = segment.num_tokens - self.going_on.fewest
+        if not segment.is_step or segment.job.next_start or size < 1:
+            return segment.job.next_start or 0
+        tokens = segment.token_ids[:size]
+        return found.setdefault((segment.before, tokens.tobytes()), int(segment.nodes[size - 1]))
 
     def _end(self, segment: Segment) -> int:
         """Return the node at the end of a segment; 0 where another one has its state already."""
@@ -457,6 +473,7 @@ class Passes:
         for is_short in (False, True):
             going_on = self.going_on._replace(is_short=is_short)
             segments = plan_segments(jobs, self.cost, going_on)
+            leave_states(segments, going_on, self.cost, self.cache.state_store.num_states)
             passes = self._passes(segments)
             if len(jobs) == 1 or self._has_room(passes):
                 return segments, passes

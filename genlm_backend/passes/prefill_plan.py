@@ -75,6 +75,7 @@ class Segment:
         outputs: Positions behind which logits are wanted, in order, and who wants them.
         nodes: Nodes of its tokens, once there are slots for them: int32 ``[num_tokens]``.
         num_behind: Number of segments that begin where it ends.
+        leaves_state: Whether its last tokens are taken apart, so that there is a state before them.
         resumed: Node that what is one token longer goes on from, where that is not the end; or 0.
     """
 
@@ -86,6 +87,7 @@ class Segment:
     outputs: dict[int, list[Job]] = field(default_factory=dict)
     nodes: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     num_behind: int = 0
+    leaves_state: bool = False
     resumed: int = 0
 
     @property
@@ -111,27 +113,16 @@ class Segment:
             return self.job.node
         return int(self.parent.nodes[self.start - self.parent.start - 1])
 
+    @property
+    def is_step(self) -> bool:
+        """Whether it ends a context that has just become one token longer."""
+        return self.job.next_start is not None and self.stop == self.job.stop
+
     def cuts(self, going_on: StateBounds) -> list[int]:
-        """Return where its tokens are taken apart within a pass, as they do not go on at once.
-
-        The last tokens of a step whose state has gone are taken apart as well, where a context goes
-        on from before them.
-        """
-        fewest, most = going_on.fewest, going_on.most
-        if most is not None and self.start:
-            return [*range(self.start + most, self.stop, most)]
-        least = fewest + (fewest if self.start else 1)
-        is_apart = self.is_step(fewest) and self.num_tokens >= least
-        return [self.stop - fewest] if is_apart else []
-
-    def is_step(self, fewest: int) -> bool:
-        """Return whether it ends a context that is one token longer than what is kept of it.
-
-        Args:
-            fewest: Fewest tokens that go on from a state; contexts that go on by one have no steps
-                to tell from others.
-        """
-        return fewest > 1 and self.job.num_known >= self.stop - fewest and not self.num_behind
+        """Return where its tokens are taken apart within a pass, as they do not go on at once."""
+        if going_on.most is not None and self.start:
+            return [*range(self.start + going_on.most, self.stop, going_on.most)]
+        return [self.stop - going_on.fewest] if self.leaves_state else []
 
     def pieces(self, cuts: Sequence[int]) -> list[Segment]:
         """Return the segment cut at some positions, in order."""
@@ -315,8 +306,7 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: StateBounds | Non
     rule = going_on or StateBounds()
     for segment in segments:
         parent = segment.parent
-        is_step = segment.is_step(rule.fewest)
-        cut = rule.part if going_on is None or is_step else rule.cut
+        cut = rule.part if going_on is None or segment.is_step else rule.cut
         size = cut(segment.num_tokens, segment.start == 0, cost.max_segment)
         is_whole = size == segment.num_tokens and len(segment.outputs) <= 1
         if parent is None and is_whole and segment not in cuts:
@@ -351,7 +341,7 @@ def _chunk(segments: list[Segment], cost: CostModel, going_on: StateBounds | Non
 def _leaves(segment: Segment, going_on: StateBounds, cost: CostModel) -> bool:
     """Return whether a segment's context has much of it in common with others, and then parts."""
     known = segment.job.num_known
-    if segment.is_step(going_on.fewest):
+    if segment.is_step:
         return False
     if going_on.most is not None:  # where whole contexts are faster than many passes
         num_passes = (segment.stop - known) // going_on.most
@@ -402,6 +392,37 @@ def plan_waves(segments: Sequence[Segment]) -> list[list[Segment]]:
     for segment in segments:
         waves[segment.wave].append(segment)
     return waves
+
+
+def leave_states(
+    segments: Iterable[Segment], going_on: StateBounds, cost: CostModel, num_states: int
+) -> None:
+    """Have steps whose states have gone leave some that the next ones can go on from.
+
+    Where no fewer than some tokens go on at once, a context goes on from before its end, where its
+    step has come by without a stop. To stop there takes another pass of all segments that are as
+    long, and spares the next step all but a few tokens of each, as far as there is room for states.
+
+    Args:
+        segments: The segments.
+        going_on: How many tokens go on at once.
+        cost: What a pass costs.
+        num_states: Number of states that there is room for.
+    """
+    fewest = going_on.fewest
+    if fewest == 1:
+        return
+    steps: defaultdict[int, list[Segment]] = defaultdict(list)
+    for segment in segments:
+        least = fewest + (fewest if segment.start else 1)
+        if segment.is_step and not segment.job.next_start and segment.num_tokens >= least:
+            steps[segment.num_tokens].append(segment)
+    for size in sorted(steps, reverse=True):
+        num_kept = min(len(steps[size]), num_states)
+        if num_kept * (size - fewest) > cost.per_forward:
+            num_states -= num_kept
+            for segment in steps[size]:
+                segment.leaves_state = True
 
 
 def states_needed(passes: Iterable[Sequence[Segment]]) -> Iterator[tuple[int, list[int]]]:

@@ -10,6 +10,7 @@ from genlm_backend.passes.prefill_plan import (
     CostModel,
     Segment,
     Size,
+    leave_states,
     most_passes,
     plan_groups,
     plan_segments,
@@ -103,6 +104,22 @@ def test_segments_answer_every_job_from_what_comes_before(
     assert [s for wave in plan_waves(segments) for s in wave if s.wave == 0]
 
 
+def check_left(segments, bounds, per_forward):
+    """States are left where they spare more than another pass costs, the longest first."""
+    num_left, sizes = 3, sorted({s.num_tokens for s in segments}, reverse=True)
+    for size in sizes:
+        alike = [s for s in segments if s.num_tokens == size]
+        can = [
+            s
+            for s in alike
+            if s.is_step and size - bounds.fewest >= (bounds.fewest if s.start else 1)
+        ]
+        spared = min(len(can), num_left) * (size - bounds.fewest)
+        leave = [s for s in alike if s.leaves_state]
+        assert leave == (can if bounds.fewest > 1 and spared > per_forward else [])
+        num_left -= min(len(leave), num_left)
+
+
 long_contexts = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(tuple)
 
 
@@ -111,12 +128,13 @@ long_contexts = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(tuple)
     st.lists(long_contexts, max_size=4),
     st.sampled_from([StateBounds(), StateBounds(fewest=2), StateBounds(most=1)]),
     st.booleans(),
-    st.integers(1, 12),
+    st.integers(1, 12) | st.just(100),
     st.integers(1, 5),
     st.booleans(),
+    st.sampled_from([0.0, 5.0, 30.0]),
 )
 def test_what_goes_on_from_a_state_has_as_many_tokens_as_that_takes(
-    wanted, cached, bounds, is_short, size, max_outputs, is_step
+    wanted, cached, bounds, is_short, size, max_outputs, is_step, per_forward
 ):
     bounds = bounds._replace(is_short=is_short)
     tree, jobs = tree_of(cached), []
@@ -125,10 +143,13 @@ def test_what_goes_on_from_a_state_has_as_many_tokens_as_that_takes(
         most = len(context) - max(len(targets), bounds.fewest)
         job = job_of(tree, context, max(most, 0) // 2, targets)
         job.num_known = max(most, 0) if is_step else job.start
+        job.next_start = 0 if is_step and not targets and bounds.fewest > 1 else None
         jobs.append(job)
-    cost = CostModel(max_segment=size, max_outputs=max_outputs)
+    cost = CostModel(per_forward=per_forward, max_segment=size, max_outputs=max_outputs)
     segments = plan_segments(jobs, cost, bounds)
     check_answered(segments, jobs)
+    leave_states(segments, bounds, cost, 3)
+    check_left(segments, bounds, per_forward)
     for segment in segments:
         if segment.parent is not None:  # a state is behind the end of what was before alone
             assert segment.parent.stop == segment.start

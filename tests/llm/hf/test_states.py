@@ -224,7 +224,7 @@ async def test_rows_where_few_states_are_kept(name, num_states, rounds):
 @pytest.mark.parametrize(("every", "most"), [(1, 3.6), (4, 4.6)])
 async def test_few_states_spare_most_tokens_of_particles(name, every, most):
     """A search that knew all of them came to 1.8 and 3.7 times the new tokens."""
-    most += 0.7 if name in BY_TWO else 0
+    most += 0.9 if name in BY_TWO else 0
     assert await _times_of_particles(name, 8, every, 16) < most
 
 
@@ -233,6 +233,33 @@ async def test_few_states_spare_most_tokens_of_particles(name, every, most):
 async def test_states_of_contexts_that_go_on_by_two_serve_the_next_step(name, num_states, most):
     for every in (1, 4, 32):
         assert await _times_of_particles(name, num_states, every, 24) < most
+
+
+@pytest.mark.parametrize("name", sorted(BY_TWO))
+async def test_what_is_no_step_by_one_token_leaves_no_state_that_nobody_goes_on_from(name):
+    """Steps by several tokens, turns of a talk, and contexts that are asked again."""
+    generator = random.Random(0)
+    for size, most in ((2, 33), (3, 33)):
+        particles = [tokens(generator, 51)] * 20
+        with opened(name, **budgets(name, 20, 2000)) as lm:
+            await lm.next_token_logprobs(particles[0])
+            before = lm.statistics()
+            for _ in range(16):
+                particles = [[*ids, *tokens(generator, size)] for ids in particles]
+                await lm.batch_next_token_logprobs(particles)
+            spent = lm.statistics()
+            assert spent.tokens_computed - before.tokens_computed <= 20 * 16 * size + 20
+            assert spent.num_forwards - before.num_forwards <= most
+    context = []
+    with opened(name) as lm:
+        for _ in range(20):
+            for size in (5, 1, 1, 1):
+                context += tokens(generator, size)
+                await lm.next_token_logprobs(context)
+        assert lm.statistics().num_forwards == 80
+        for end in generator.choices(range(30, len(context)), k=20):
+            await lm.next_token_logprobs(context[:end])
+        assert lm.statistics().num_forwards == 100
 
 
 async def _times_of_particles(name, num_states, every, num_steps):
