@@ -36,10 +36,9 @@ from genlm_backend.generation.grammar.grammar_library import (
 from genlm_backend.generation.grammar.json_schema import check_schema, unwrapped
 from genlm_backend.generation.grammar.schema_grammar import fault_of_schema, schema_grammar
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.draw import as_scores
+from genlm_backend.model.draw import PackedMask, as_scores
 from genlm_backend.model.drawing import log_mass, log_sum
 from genlm_backend.model.query import check_known_ids
-from genlm_backend.model.token_mask import PackedMask
 
 _MOST_OF_A_ROW: Final = 0.1
 """Logarithm up to which the sum of a row may be above one by rounding, in 8 bits of precision."""
@@ -280,7 +279,7 @@ class Constraint:
         They have a bit for each token, as ``draw_next_token`` takes them: no mask of bools is made.
 
         Args:
-            constraints: Those of particles, of any models and grammars.
+            constraints: Some constraints, of any models and grammars.
             may_end: As ``mask`` has it.
 
         Raises:

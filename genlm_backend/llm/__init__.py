@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from genlm_backend.model.async_lm import AsyncLM
     from genlm_backend.model.batched_lm import BatchedLM
     from genlm_backend.model.context import Context
-    from genlm_backend.model.draw import Draw
+    from genlm_backend.model.draw import Draw, PackedMask
     from genlm_backend.model.drawing import Drawing, SeveralDraws
     from genlm_backend.model.evaluator import (
         Evaluator,
@@ -54,6 +54,7 @@ __all__ = [
     "LMStatistics",
     "MockAsyncLM",
     "MockEvaluator",
+    "PackedMask",
     "ProcessEvaluator",
     "Query",
     "RayEvaluator",
@@ -93,6 +94,7 @@ __getattr__, __dir__ = lazy_names(
         "LMStatistics": "genlm_backend.model.lm_statistics",
         "MockAsyncLM": "genlm_backend.backends.mock",
         "MockEvaluator": "genlm_backend.backends.mock",
+        "PackedMask": "genlm_backend.model.draw",
         "ProcessEvaluator": "genlm_backend.remote.process_evaluator",
         "Query": "genlm_backend.model.query",
         "RayEvaluator": "genlm_backend.remote.ray_evaluator",

@@ -20,6 +20,7 @@ from genlm_backend.checks import check_option_names as check_names
 from genlm_backend.errors import AdapterError, PictureError, UnknownAdapterError
 from genlm_backend.model.context import Context, Contexts, listed_contexts
 from genlm_backend.model.draw import (
+    Allowed,
     AnyRow,
     Draw,
     RandomGenerator,
@@ -45,12 +46,12 @@ from genlm_backend.model.scoring import (
     scores_of_rows,
     scores_of_rows_sync,
 )
-from genlm_backend.model.token_mask import Allowed
 from genlm_backend.model.token_readouts import (
     Entropy,
     ReadoutOf,
     TopTokens,
     chosen_of,
+    masses_of,
     own_top,
     top_of,
 )
@@ -332,6 +333,38 @@ class AsyncLM(Closing):
     def next_token_entropy_sync(self, token_ids: TokenIds, lora_name: str | None = None) -> float:
         """Return the same number as ``next_token_entropy``, blocking the calling thread."""
         return self._read_sync(token_ids, Entropy, lora_name)
+
+    async def next_token_log_masses(
+        self, token_ids: TokenIds, groups: Sequence[Allowed], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return how probable groups of tokens are after a context: float64 ``[len(groups)]``.
+
+        Each number is the logarithm of the probability that the next token is one of a group's,
+        summed from theirs, and ``-inf`` where none of them is possible. The tokens of a node of a
+        trie over the vocabulary are ``trie.tokens_below(node)``; for all nodes at once there is
+        ``lm_trie_weights``. See ``next_token_top``.
+
+        Args:
+            token_ids: The context.
+            groups: Groups of tokens, which may have tokens in common: each bools ``[vocab]``, the
+                ``PackedMask`` of a constraint, or a collection of token ids.
+            lora_name: The adapter to read the context with.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If one of them is of another type.
+            OptionError: (``ValueError``) If one has another shape, or an id outside the vocabulary.
+            EvaluationError: (``RuntimeError``) If the row is NaN.
+            Exception: What ``next_token_logprobs`` raises.
+        """
+        readout = masses_of(groups, len(self.byte_vocab))
+        return (await self._read(token_ids, readout, lora_name)).clone()
+
+    def next_token_log_masses_sync(
+        self, token_ids: TokenIds, groups: Sequence[Allowed], lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the same numbers as ``next_token_log_masses``, blocking the calling thread."""
+        readout = masses_of(groups, len(self.byte_vocab))
+        return self._read_sync(token_ids, readout, lora_name).clone()
 
     # ---------------------------------------------------------------- scores
 

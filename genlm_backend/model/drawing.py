@@ -19,13 +19,13 @@ from genlm_backend.model.draw import (
     Draw,
     Inversion,
     check_possible,
+    packed_mask,
     uniform_of,
     weights_of,
 )
 from genlm_backend.model.query import Query
 from genlm_backend.model.readout import Readout
 from genlm_backend.model.row import spare_memory
-from genlm_backend.model.token_mask import packed_mask
 
 
 class Cuts(NamedTuple):

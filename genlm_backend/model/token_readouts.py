@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.checks import integer, sequence
+from genlm_backend.checks import integer, listed, sequence
 from genlm_backend.errors import OptionTypeError
+from genlm_backend.model.draw import packed_mask
 from genlm_backend.model.query import Query, check_known_ids
 from genlm_backend.model.readout import Readout
 from genlm_backend.model.row import spare_memory
@@ -135,6 +136,59 @@ class Entropy(Readout):
         return isinstance(answer, float)
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Masses(Readout):
+    """Logarithms of the probabilities of groups of tokens together: float64 ``[len(groups)]``.
+
+    Attributes:
+        query: The context, and the adapter to read it with.
+        groups: A bit for each token of each group, as ``packed_mask`` packs them.
+    """
+
+    query: Query
+    groups: tuple[bytes, ...]
+    wanted: ClassVar[str] = "a tensor of float64 [len(groups)] for Masses"
+
+    @classmethod
+    def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
+        """Return the logarithms of each readout's masses in its row."""
+        size, own = rows.shape[1], [len(readout.groups) for readout in readouts]
+        members = {group for readout in readouts for group in readout.groups}
+        ids = {group: torch.from_numpy(_ids_in(group, size)).to(rows.device) for group in members}
+        sums = [
+            _log_sums(row[ids[group]][None])
+            for readout, row in zip(readouts, rows, strict=True)
+            for group in readout.groups
+        ]
+        found = torch.cat([torch.empty(0, dtype=torch.float64, device=rows.device), *sums])
+        return [part.clone() for part in found.clamp_(max=0).cpu().split(own)]
+
+    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
+        """Return whether ``answer`` has one number for each group."""
+        return _is_vector(answer, torch.float64, len(self.groups))
+
+
+def _ids_in(group: bytes, vocab_size: int) -> NDArray[np.int64]:
+    return np.flatnonzero(np.unpackbits(np.frombuffer(group, np.uint8), count=vocab_size))
+
+
+def masses_of(groups: Any, vocab_size: int) -> ReadoutOf:
+    """Return a maker of ``Masses``, once its groups are checked.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If they are no list, or one is no group of tokens.
+        OptionError: (``ValueError``) If one is of another vocabulary.
+    """
+    packed = list[bytes]()
+    for i, group in enumerate(listed("groups", groups)):
+        mask = packed_mask(group, vocab_size, True, f"groups[{i}]")
+        if mask is None:
+            raise OptionTypeError(f"groups[{i}] must be some tokens, got None")
+        packed.append(mask)
+    return partial(Masses, groups=tuple(packed))
+
+
 def top_of(k: Any, vocab_size: int) -> ReadoutOf:
     """Return a maker of ``Top``, once its number of tokens is checked.
 
@@ -245,6 +299,8 @@ def _largest(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _log_sums(rows: torch.Tensor) -> torch.Tensor:
     """Return the logarithm of each row's sum of probabilities, summed in float64."""
+    if rows.shape[-1] == 0:
+        return _double(rows).sum(-1).log()
     largest = rows.amax(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).min)
     sums = _double((rows - largest).exp()).sum(-1)
     return largest[:, 0].to(sums) + sums.log()

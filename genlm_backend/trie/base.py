@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.checks import listed, shown
+from genlm_backend.checks import integer, listed, shown
 from genlm_backend.errors import OptionTypeError, VocabularyTypeError
 from genlm_backend.trie.construction import build_layout, check_unique, keys_of
 from genlm_backend.trie.selection import Selector
@@ -151,6 +151,21 @@ class VocabularyTrie(abc.ABC):
 
     def release(self) -> None:  # noqa: B027  (most tries keep nothing)
         """Free the memory that is kept for later results."""
+
+    def tokens_below(self, node: int) -> NDArray[np.int32]:
+        """Return the tokens that begin with a node's prefix, by position in ``decode``.
+
+        Args:
+            node: A node; of a leaf, its one token is returned.
+
+        Returns:
+            The positions, ascending: int32 ``[n]``.
+
+        Raises:
+            OptionError: (``ValueError``) If there is no such node.
+            OptionTypeError: (``TypeError``) If it is no integer.
+        """
+        return self.layout.tokens_below(integer(0, self.num_nodes - 1)("node", node))
 
     # ---------------------------------------------------------------- prefix weights
 

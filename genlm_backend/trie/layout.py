@@ -102,6 +102,16 @@ class TrieLayout:
             return int(self.leaf_runs[source])
         return int(self.branch_runs[source - self.num_tokens])
 
+    def tokens_below(self, node: int) -> Int32:
+        """Return the positions of the tokens below ``node``, ascending: int32 ``[n]``."""
+        start = self.run(node)
+        end, found = start + 1, list[Int32]()
+        while start < end:  # runs of one level, whose children follow one another
+            first, last = np.searchsorted(self.leaf_runs, (start, end))
+            found.append(self.leaf_tokens[first:last])
+            start, end = int(self.run_children[start]), int(self.run_children[end])
+        return np.sort(np.concatenate(found))
+
     def is_leaf(self, node: int) -> bool:
         """Whether ``node`` stands for a whole token."""
         source = int(self.node_sources[node])

@@ -20,8 +20,8 @@ from genlm_backend.errors import (
     UnknownAdapterError,
 )
 from genlm_backend.llm import BatchedLM, Draw, Row, StatelessEvaluator
+from genlm_backend.model.draw import packed_mask
 from genlm_backend.model.drawing import log_mass, log_sum
-from genlm_backend.model.token_mask import packed_mask
 from tests.llm.conftest import word_tokenizer
 from tests.llm.toy import VOCAB
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from genlm_backend import TokenCharacterTrie
 from genlm_backend.errors import (
     BatcherClosedError,
     ContextError,
@@ -22,10 +23,11 @@ from genlm_backend.errors import (
 )
 from genlm_backend.llm import BatchedLM, Draw, Query, Readout, Row, StatelessEvaluator, TopTokens
 from genlm_backend.model import token_readouts
+from genlm_backend.model.draw import PackedMask
 from genlm_backend.model.drawing import Drawing
 from genlm_backend.model.readout import answers_by_rows, read_off
 from genlm_backend.model.scoring import Beside, numbers_of_rows
-from genlm_backend.model.token_readouts import Chosen, Entropy, Top
+from genlm_backend.model.token_readouts import Chosen, Entropy, Masses, Top
 from tests.llm.conftest import random_contexts, word_tokenizer
 from tests.llm.toy import VOCAB
 
@@ -95,6 +97,34 @@ async def test_readouts_of_cached_rows_and_sync_ones_are_exact(lm):
         assert drawn.token_id == 3 + int(row[3:6].argmax())
 
 
+async def test_masses_are_those_of_the_rows_tokens(lm):
+    """Of groups in any form, and of nodes of a trie."""
+    trie = TokenCharacterTrie(lm.byte_vocab)
+    nodes = [trie.root, *range(0, trie.num_nodes, 7)]
+    mask = torch.zeros(VOCAB, dtype=torch.bool)
+    mask[5:20] = True
+    packed = PackedMask(np.packbits(mask.numpy()).tobytes(), VOCAB)
+    groups = [[3], [], [5, 4, 5], range(VOCAB), mask, mask.numpy(), packed]
+    groups += [trie.tokens_below(node) for node in nodes]
+    members = [[3], [], [4, 5], range(VOCAB), *3 * [range(5, 20)]]
+    members += [trie.tokens_below(node).tolist() for node in nodes]
+    for ids in random_contexts(3, seed=2):
+        found = await lm.next_token_log_masses(ids, groups)
+        row = (await lm.next_token_logprobs(ids)).double()
+        assert found.dtype is torch.float64
+        expected = torch.stack([row[list(own)].logsumexp(0) for own in members])
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        again = lm.next_token_log_masses_sync(ids, groups)  # from the row, which is cached
+        torch.testing.assert_close(again, expected, rtol=0, atol=1e-6)
+        lm.clear_cache()
+        sums = trie.log_weight_sum(row.numpy())[nodes]
+        np.testing.assert_allclose(again[-len(nodes) :].numpy(), sums, atol=1e-5)
+    assert (await lm.next_token_log_masses([1], [])).shape == (0,)
+    first, second = await asyncio.gather(*(lm.next_token_log_masses([1], [[2]]) for _ in "ab"))
+    first.zero_()
+    assert float(second[0]) < 0
+
+
 async def test_nothing_and_everything(lm):
     row = await lm.next_token_logprobs([1, 2])
     assert (await lm.next_token_logprobs_of([1, 2], [])).shape == (0,)
@@ -122,6 +152,12 @@ async def test_mistakes_are_told_before_anything_is_asked(lm):
         (lambda: lm.next_token_logprobs_of([1], {2, 3}), OptionTypeError, "in an order"),
         (lambda: lm.next_token_logprobs_of([1], ["a"]), OptionTypeError, "chosen"),
         (lambda: lm.next_token_logprobs_of([1], np.ones(3)), OptionTypeError, "chosen"),
+        (lambda: lm.next_token_log_masses([1], 3), OptionTypeError, "groups"),
+        (lambda: lm.next_token_log_masses([1], [[1], None]), OptionTypeError, r"groups\[1\]"),
+        (lambda: lm.next_token_log_masses([1], [[1], [VOCAB]]), OptionError, r"groups\[1\] has"),
+        (lambda: lm.next_token_log_masses([1], [3]), OptionTypeError, r"groups\[0\]"),
+        (lambda: lm.next_token_log_masses([1], [[True]]), OptionTypeError, r"groups\[0\]"),
+        (lambda: lm.next_token_log_masses([1], [np.ones(3, bool)]), OptionError, "shape"),
         (lambda: lm.next_token_entropy([]), ContextError, "empty"),
         (lambda: lm.next_token_entropy([1], "none"), UnknownAdapterError, "none"),
         (lambda: lm.draw_next_token([1], impossible="die"), OptionError, "impossible"),
@@ -232,11 +268,13 @@ def test_readouts_of_any_rows(table, data):
     ks = [data.draw(st.integers(1, width)) for _ in picked]
     ids = [tuple(data.draw(st.lists(st.integers(0, width - 1), max_size=4))) for _ in picked]
     queries = [Query([i]) for i in picked]
+    packed = [np.packbits([i in own for i in range(width)]).tobytes() for own in ids]
     asked = [
         *map(Top, queries, ks),
         *map(Chosen, queries, ids),
         *map(Entropy, queries),
         *(Drawing(query, 1.0, 0.3) for query in queries),
+        *(Masses(query, (bytes(-(-width // 8)), *packed)) for query in queries),
         *queries,
     ]
     asked = pickle.loads(pickle.dumps(data.draw(st.permutations(list(dict.fromkeys(asked))))))
@@ -254,6 +292,10 @@ def test_readouts_of_any_rows(table, data):
             check_top(answer, row, question.k)
         elif isinstance(question, Chosen):
             assert torch.equal(answer, row[list(question.token_ids)])
+        elif isinstance(question, Masses):
+            members = [[], *([*dict.fromkeys(own)] for own in ids)]
+            sums = torch.stack([row[own].double().logsumexp(0) for own in members])
+            torch.testing.assert_close(answer, sums.clamp(max=0), rtol=0, atol=1e-6)
         elif isinstance(question, Entropy):
             assert answer == pytest.approx(entropy_of(row), abs=1e-9)
         else:

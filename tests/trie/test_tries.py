@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import ParallelTokenCharacterTrie, Token, TokenCharacterTrie
+from genlm_backend.errors import OptionError, OptionTypeError
 from genlm_backend.trie import sequential
 from tests.trie.reference import BruteForceTrie, node_of, nodes_by_prefix
 from tests.trie.strategies import EOS, vocabularies, weights
@@ -375,3 +376,29 @@ def test_an_error_on_a_helping_thread_is_raised():
 
     with pytest.raises(ZeroDivisionError, match="there"):
         in_threads(fail, 4, 2)
+
+
+@given(vocabularies)
+def test_tokens_below_a_node_are_those_of_its_leaves(decode):
+    trie = TokenCharacterTrie(decode)
+    below = [set() for _ in range(trie.num_nodes)]
+    for position, leaf in enumerate(trie.leaves.tolist()):
+        below[leaf] = {position}
+    for node in range(trie.num_nodes):  # children come first
+        below[node].update(*(below[child] for child in trie.children[node].values()))
+        found = trie.tokens_below(node)
+        assert found.dtype == np.int32
+        assert found.tolist() == sorted(below[node])
+    ws = np.random.default_rng(0).random(len(decode))
+    sums = trie.weight_sum(ws)
+    for node in range(trie.num_nodes):
+        assert np.isclose(ws[trie.tokens_below(node)].sum(), sums[node])
+
+
+def test_no_tokens_are_below_a_node_that_there_is_not():
+    trie = TokenCharacterTrie([b"a", b"ab"])
+    for node in (-1, trie.num_nodes):
+        with pytest.raises(OptionError, match="node"):
+            trie.tokens_below(node)
+    with pytest.raises(OptionTypeError, match="node"):
+        trie.tokens_below(1.5)

@@ -48,7 +48,7 @@ def load_library() -> Any:
 
 @cache
 def executor_of(process_id: int) -> Any:
-    """Return what makes masks on several threads, which no fork of a process has.
+    """Return the ``LLExecutor``, whose threads make masks; a fork of the process has none of them.
 
     Args:
         process_id: This process's.
