@@ -375,7 +375,8 @@ class AsyncLM(Closing):
 
         Each is what the row of all tokens before it says of that token, to rounding. An
         ``AsyncTransformer`` computes each token of the text once, in the batches of other awaits,
-        and makes no rows; other backends take the rows of all prefixes, ``batch_size`` at a time.
+        and makes no rows, and so does vLLM, of most texts; other backends take the rows of all
+        prefixes, ``batch_size`` at a time.
 
         Raises:
             ContextError: (``ValueError``) If the prompt is empty, an id is outside the vocabulary,

@@ -5,6 +5,8 @@ interface. ``RowCapture`` is loaded by vLLM, which passes it the logits of each 
 of the requests that are tagged, by request and not by position. Rows are made of them when they
 are taken. Where the workers are in other processes, ``RowExtension`` hands the rows out. ``Core``
 adds requests, makes steps and takes the rows.
+
+It is imported in vLLM's processes too, which scan all modules that are there: it imports few.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -264,6 +266,18 @@ class Core:
             Row(torch.from_numpy(own.copy()), normaliser)
             for own, normaliser in zip(table, normalisers, strict=True)
         ]
+
+    @staticmethod
+    def logprobs_of(output: Any) -> tuple[torch.Tensor, int, int]:
+        """Return what the last output of a request for log-probabilities of its prompt tells.
+
+        Returns:
+            The log-probability of each token but the first, float32 ``[n - 1]``, and how many
+            tokens were computed, and how many were there.
+        """
+        stats = output.prefill_stats
+        logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].float()
+        return logprobs, stats.num_computed_tokens, stats.num_cached_tokens
 
     def forget_logits(self, tags: list[str]) -> None:
         """Let go of the logits of requests that have ended."""

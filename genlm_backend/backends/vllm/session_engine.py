@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.sessions import Placement
 from genlm_backend.model.query import Adapter
 from genlm_backend.model.row import Row
+from genlm_backend.model.scoring import Scoring
+
+
+class Scored(NamedTuple):
+    """A text that an engine has scored.
+
+    Attributes:
+        scores: The log-probability of each target: float32 ``[num_targets]``.
+        num_computed: Number of tokens that were computed for it.
+        num_reused: Number of tokens whose keys and values were there.
+    """
+
+    scores: torch.Tensor
+    num_computed: int
+    num_reused: int
 
 
 class SessionEngine(Protocol):
@@ -69,6 +86,10 @@ class SessionEngine(Protocol):
 
         The rows own their memory, on whatever device.
         """
+        ...
+
+    def score(self, texts: list[Scoring], relieve: Callable[[], bool]) -> list[Scored]:
+        """Return the scores of texts, each computed in one pass; ``relieve`` as for ``run``."""
         ...
 
     def end(self, session_ids: list[str]) -> None:

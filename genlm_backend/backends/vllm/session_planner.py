@@ -11,12 +11,15 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
+import torch
+
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.backends.vllm.sessions import Placement, SessionTable
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.query import Query
 from genlm_backend.model.row import Row
+from genlm_backend.model.scoring import Scoring
 
 
 @final
@@ -63,6 +66,36 @@ class SessionPlanner:
                 self.tokens_reused += reused
                 self.tokens_computed += sum(len(p.query.context) for p in placements) - reused
         return rows
+
+    def score(
+        self, texts: Sequence[Scoring], check_wanted: Callable[[], None]
+    ) -> list[torch.Tensor]:
+        """Return the scores of texts, in as few parts as the engine has room for.
+
+        Args:
+            texts: The texts, each of which fits.
+            check_wanted: As ``evaluate`` has it.
+        """
+        scores: list[torch.Tensor] = []
+        while len(scores) < len(texts):
+            check_wanted()
+            with self._distrusting():
+                part = self._scorable(texts[len(scores) :])
+                for found in self._engine.score(part, self._end_oldest):
+                    scores.append(found.scores)
+                    self.tokens_computed += found.num_computed
+                    self.tokens_reused += found.num_reused
+        return scores
+
+    def _scorable(self, texts: Sequence[Scoring]) -> list[Scoring]:
+        """Return as many of the texts, in order, as there is room for; one at least."""
+        part, size, reserved = list[Scoring](), self._engine.block_size, 0
+        for text in texts[: max(1, self._engine.max_sessions // 2)]:
+            reserved += len(text.text.context) // size + 1
+            if not self._make_room(reserved) and part:
+                break
+            part.append(text)
+        return part
 
     def _plan_part(self, queries: Sequence[Query]) -> list[Placement]:
         """Place as many of the queries, in order, as there is room for."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, final
 from weakref import WeakKeyDictionary
@@ -18,6 +19,7 @@ from vllm.platforms import current_platform
 
 from genlm_backend.backends.vllm import capture, fork, scanning
 from genlm_backend.backends.vllm.completion import Completion
+from genlm_backend.backends.vllm.session_engine import Scored
 from genlm_backend.backends.vllm.sessions import Placement
 from genlm_backend.backends.vllm.surroundings import environment, random_state_kept
 from genlm_backend.backends.vllm.vllm_picture_reader import features_of
@@ -29,6 +31,7 @@ from genlm_backend.errors import (
 )
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.row import Row
+from genlm_backend.model.scoring import Scoring
 from genlm_backend.vision.pictures import Pictures
 
 _WAIT = 0.1
@@ -186,6 +189,62 @@ class VLLMEngine:
         rows = self._call(self._core.take_rows, session_ids)
         self._untaken.difference_update(session_ids)
         return rows
+
+    def score(self, texts: list[Scoring], relieve: Callable[[], bool]) -> list[Scored]:
+        """Return the scores of texts, each computed in one pass.
+
+        Of tokens whose keys and values vLLM has, it computes no logits. Texts of which it had some
+        of the targets are computed again, without what it has.
+
+        Args:
+            texts: The texts.
+            relieve: As ``run`` has it.
+        """
+        found = self._scored(texts, relieve, is_fresh=False)
+        again = [i for i, each in enumerate(found) if each.num_reused >= texts[i].start]
+        if again:
+            fresh = self._scored([texts[i] for i in again], relieve, is_fresh=True)
+            for i, each in zip(again, fresh, strict=True):
+                found[i] = each
+        return found
+
+    def _scored(
+        self, texts: list[Scoring], relieve: Callable[[], bool], is_fresh: bool
+    ) -> list[Scored]:
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            ignore_eos=True,
+            prompt_logprobs=0,
+            skip_reading_prefix_cache=is_fresh,
+        )
+        waiting = {uuid.uuid4().hex: text for text in texts}
+        found, names = dict[str, Scored](), list(waiting)
+        requests = [
+            self._request(name, text.text, 0, params, resumable=False)
+            for name, text in waiting.items()
+        ]
+        self._num_empty_steps = 0
+        try:
+            self._call(self._core.add, requests)
+            while waiting:
+                for output in self._step():
+                    if output.request_id not in waiting:
+                        continue
+                    if _has_failed(output.finish_reason):
+                        raise EvaluationError(f"vLLM ended a text: {output.finish_reason}")
+                    if output.finish_reason is not None:
+                        text = waiting.pop(output.request_id)
+                        logprobs, *counts = self._core.logprobs_of(output)
+                        own = logprobs[text.start - 1 :].clone()
+                        found[output.request_id] = Scored(own, *counts)
+                if waiting and self._is_stuck and not relieve():
+                    raise EvaluationError(f"vLLM has no room for {len(waiting)} of its texts")
+        finally:
+            if waiting:
+                self._call(self._core.abort, list(waiting))
+        return [found[name] for name in names]
 
     def end(self, session_ids: list[str]) -> None:
         """End sessions; their blocks are free at once."""

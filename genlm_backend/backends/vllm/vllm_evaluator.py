@@ -1,9 +1,10 @@
-"""VLLMEvaluator: rows of a model that vLLM evaluates, from contexts that stay in it as sessions."""
+"""VLLMEvaluator: rows and scores of a model that vLLM evaluates, of sessions that stay in it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import final
+from typing import Final, cast, final
 
 import torch
 
@@ -12,8 +13,23 @@ from genlm_backend.backends.vllm.session_planner import SessionPlanner
 from genlm_backend.errors import BatcherClosedError, CacheError, UnknownAdapterError
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.row import Row
+from genlm_backend.model.readout import answers_by_rows
+from genlm_backend.model.row import Row, rows_without, stacked
+from genlm_backend.model.scoring import (
+    NOTHING,
+    Answer,
+    Beside,
+    Question,
+    Scoring,
+    scores_of_rows_sync,
+)
 from genlm_backend.prefix import TierName
+
+_LONGEST_PASS: Final = 2048
+"""Tokens of a text that one pass scores, at most: vLLM holds the logits of all of them."""
+
+_MOST_OF_PROMPT: Final = 64
+"""Tokens of a text for each one that is scored, at most, where one pass is the faster way."""
 
 
 @final
@@ -54,18 +70,68 @@ class VLLMEvaluator(Evaluator):
             slots_per_block=engine.block_size,
             kv_cache_dtype=engine.kv_cache_dtype,
             takes_adapters=True,
+            scores=True,
+            reads_out=True,
             eos_token_ids=engine.eos_token_ids,
         )
 
     # ---------------------------------------------------------------- rows
 
-    def evaluate(self, queries: Sequence[Query], /) -> Sequence[Row]:
-        """Return one row for each query, on the output device."""
-        return self._moved(self.planner.evaluate(queries, self.check_wanted))
+    def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer]:
+        """Return one answer to each question; readouts are read off where vLLM computes."""
+        scorings = [question for question in questions if isinstance(question, Scoring)]
+        if len(scorings) == len(questions):
+            return self._scores(scorings)
+        others = [question for question in questions if not isinstance(question, Scoring)]
+        answers = answers_by_rows(self._rows, others, self.undefined_ids)
+        places = [i for i, answer in enumerate(answers) if isinstance(answer, Row)]
+        for i, row in zip(places, self._moved([answers[i] for i in places]), strict=True):
+            answers[i] = row
+        if not scorings:
+            return answers
+        found = dict(zip([*others, *scorings], [*answers, *self._scores(scorings)], strict=True))
+        return [found[question] for question in questions]
+
+    def _rows(self, queries: Sequence[Question]) -> list[Row]:
+        return self.planner.evaluate(cast(Sequence[Query], queries), self.check_wanted)
+
+    def _scores(self, scorings: Sequence[Scoring]) -> list[Answer]:
+        """Return the scores of texts, each in a pass of its own where that is the faster way."""
+        at_once = [scoring for scoring in scorings if self._is_pass(scoring)]
+        found = dict(zip(at_once, self.planner.score(at_once, self.check_wanted), strict=True))
+        rest: defaultdict[Beside, list[Scoring]] = defaultdict(list)
+        for scoring in scorings:
+            if scoring not in found:
+                rest[scoring.beside].append(scoring)
+        for own in rest.values():
+            scores = scores_of_rows_sync(own, self._table, self.engine.max_sessions)
+            found.update(zip(own, scores, strict=True))
+        return [found[scoring] for scoring in scorings]
+
+    def _table(self, queries: Sequence[Query]) -> torch.Tensor:
+        rows = self._rows(queries)
+        if self.undefined_ids:
+            rows = rows_without(rows, torch.tensor(self.undefined_ids, dtype=torch.int64))
+        return stacked(rows)
+
+    def _is_pass(self, scoring: Scoring) -> bool:
+        """Return whether a text is scored by one pass, which gives a number for each token.
+
+        The pass knows nothing of ids that no token has, computes the prompt again where vLLM has
+        forgotten it, and holds a table of logits of all tokens at once.
+        """
+        size = len(scoring.text.context)
+        return (
+            scoring.beside == NOTHING
+            and not self.undefined_ids
+            and scoring.text.context.pictures is None
+            and size <= min(_LONGEST_PASS, self.engine.max_length)
+            and size <= _MOST_OF_PROMPT * scoring.num_targets
+        )
 
     def _moved(self, rows: list[Row]) -> list[Row]:
         """Return the rows of a batch on the output device, by one transfer."""
-        if rows[0].logprobs.device == self._output_device:
+        if not rows or rows[0].logprobs.device == self._output_device:
             return rows
         table = torch.stack([row.logprobs for row in rows]).to(self._output_device)
         # A view would keep the rows of its whole batch alive.

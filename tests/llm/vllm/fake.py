@@ -2,7 +2,10 @@
 
 import threading
 
+import torch
+
 from genlm_backend.backends.mock import MockEvaluator
+from genlm_backend.backends.vllm.session_engine import Scored
 from genlm_backend.errors import AdapterError
 from genlm_backend.model.query import Query
 from genlm_backend.model.sampling import Sampler
@@ -73,6 +76,21 @@ class FakeEngine:
 
     def _rows_of(self, contexts):
         return self._mock.evaluate([Query(context) for context in contexts])
+
+    def score(self, texts, relieve):
+        assert len(self.sessions) + len(texts) <= 2 * self.max_sessions
+        if self.failures:
+            raise self.failures.pop()
+        self.num_steps += 1
+        self._sample()
+        found = []
+        for text in texts:
+            assert self.num_free_blocks() >= len(text.text.context) // self.block_size
+            ids = text.text.token_ids
+            rows = self._rows_of([ids[:end] for end in range(text.start, len(ids))])
+            scores = [row.logprobs[i] for row, i in zip(rows, ids[text.start :], strict=True)]
+            found.append(Scored(torch.stack(scores), len(ids), 0))
+        return found
 
     def start(self, completion, forbidden):
         assert not self.is_closed

@@ -120,6 +120,51 @@ def test_clearing_changes_no_answer(lm, smollm2):
     check(lm.next_token_logprobs_sync([*context, 5]), smollm2, [*context, 5])
 
 
+async def test_texts_are_scored_in_a_pass_whatever_vllm_has_of_them(lm, smollm2):
+    """Texts whose prompts, targets or all are cached; and one too long for a pass, and rows."""
+    ids = lm.tokenizer.encode(TEXT * 8)
+    texts = [(ids[:60], 40), (ids[:60], 1), (ids[:150], 70), (ids[:150], 149), (ids[:90], 60)]
+    lm.clear_cache()
+
+    def check_scores(found, text, start):
+        with torch.no_grad():
+            rows = smollm2(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
+        expected = rows[range(start - 1, len(text) - 1), text[start:]]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+
+    for _ in range(2):  # the second time all of them are cached
+        asked = [lm.score(text[:start], text[start:]) for text, start in texts]
+        found = await asyncio.gather(*asked, lm.next_token_logprobs(ids[:20]))
+        for scores, (text, start) in zip(found, texts, strict=False):
+            check_scores(scores, text, start)
+        check(found[-1], smollm2, ids[:20])
+    for text, start in texts:
+        before = lm.statistics()
+        check_scores(await lm.score(text[:start], text[start:]), text, start)
+        after = lm.statistics()
+        assert after.num_forwards - before.num_forwards <= 2
+    told = await lm.score_with(ids[:10], ids[10:16], entropy=True, rank=True, top=3)
+    check_scores(told.logprobs, ids[:16], 10)
+    row = fresh_row(smollm2, ids[:10])
+    torch.testing.assert_close(told.top_logprobs[0], row.topk(3).values, rtol=0, atol=1e-3)
+    longest = (ids * 6)[:1024]
+    check_scores(await lm.score(longest[:1020], longest[1020:]), longest, 1020)
+
+
+async def test_a_caller_who_leaves_a_text_changes_no_other(lm, smollm2):
+    ids = lm.tokenizer.encode(TEXT * 4)
+    asked = [asyncio.ensure_future(lm.score(ids[:k], ids[k : k + 30])) for k in range(1, 40)]
+    await asyncio.sleep(0.05)
+    for each in asked[::2]:
+        each.cancel()
+    for k, each in zip(range(1, 40), asked, strict=True):
+        if not each.cancelled() and (k - 1) % 2:
+            with torch.no_grad():
+                logits = smollm2(input_ids=torch.tensor([ids[: k + 30]])).logits[0]
+            expected = logits.log_softmax(-1)[range(k - 1, k + 29), ids[k : k + 30]]
+            torch.testing.assert_close(await each, expected, rtol=0, atol=1e-3)
+
+
 async def test_samples_beside_rows_change_neither(lm, smollm2):
     prompt = lm.tokenizer.encode(TEXT)
 

@@ -15,6 +15,9 @@ from genlm_backend.errors import (
 )
 from genlm_backend.model.evaluator import EvaluatorCounts
 from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.row import Row
+from genlm_backend.model.scoring import Beside, Scoring
+from genlm_backend.model.token_readouts import Entropy
 from tests.llm import families
 from tests.llm.vllm.fake import FakeEngine
 
@@ -54,6 +57,42 @@ def test_queries_are_answered_in_order_and_sessions_kept_until_they_are_cleared(
     evaluator.clear()
     assert evaluator.num_cached(longer) == 0
     assert evaluator.engine.sessions == {}
+
+
+def test_texts_are_scored_in_a_pass_where_that_gives_all_that_is_wanted():
+    engine = FakeEngine(max_sessions=3)
+    evaluator, passed = VLLMEvaluator(engine, CPU), []
+    own = engine.score
+    engine.score = lambda texts, relieve: passed.extend(texts) or own(texts, relieve)
+    mock = MockEvaluator(families.VOCAB)
+
+    def check(scoring, is_passed, undefined_ids=()):
+        evaluator.undefined_ids = undefined_ids
+        del passed[:]
+        (found,) = evaluator.evaluate([scoring])
+        assert passed == ([scoring] if is_passed else [])
+        ids = scoring.text.token_ids
+        rows = mock.evaluate([Query(ids[:end]) for end in range(scoring.start, len(ids))])
+        rows = [row.without(torch.tensor(undefined_ids, dtype=torch.int64)) for row in rows]
+        expected = [row.logprobs[i] for row, i in zip(rows, ids[scoring.start :], strict=True)]
+        column = found if found.ndim == 1 else found[:, 0].float()
+        assert torch.equal(column, torch.stack(expected))
+        assert scoring.is_answered_by(found)
+
+    text = Query(tuple(range(20)))
+    check(Scoring(text, 5), True)
+    check(Scoring(text, 5, Beside(entropy=True, top=2)), False)
+    check(Scoring(text, 5), False, (90, 91))
+    check(Scoring(Query((1,) * 64), 60), False)  # no room for the token that is sampled
+    check(Scoring(Query((1,) * 63), 62), True)
+    mixed = [Query((1, 2)), Scoring(text, 3), Entropy(Query((3,))), Scoring(text, 4)]
+    evaluator.undefined_ids = ()
+    row, first, entropy, second = evaluator.evaluate(mixed)
+    assert isinstance(row, Row)
+    assert isinstance(entropy, float)
+    assert torch.equal(first[1:], second)
+    counts = evaluator.counts()
+    assert counts.tokens_computed > 0
 
 
 def test_rows_from_elsewhere_come_to_the_output_device_and_own_their_memory():
