@@ -13,9 +13,9 @@ from genlm_backend.errors import EvaluationError
 from genlm_backend.model.adapters import AdapterNames
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.model.query import Query
-from genlm_backend.model.readout import Readout, answers_by_rows
+from genlm_backend.model.readout import answers_by_rows
 from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_without
-from genlm_backend.model.scoring import Answer, Question, weight
+from genlm_backend.model.scoring import Answer, Question
 
 
 @final
@@ -56,7 +56,7 @@ class Answering:
 
     def weight(self, question: Question) -> float:
         """Return the weight of a question in a batch: 1, but for a text by its length."""
-        return 1.0 if self._is_bounded or type(question) is Query else weight(question)
+        return 1.0 if self._is_bounded else question.weight
 
     def answers(self, questions: Sequence[Question]) -> list[Answer | Exception]:
         """Return one answer, or the error of those who asked, for each question of a batch."""
@@ -122,16 +122,9 @@ class Answering:
     def _checked(self, question: Question, answer: Any) -> Answer | Exception:
         """Return an answer of the evaluator's, or an error in place of what is none."""
         size = self._vocab_size
-        if isinstance(question, Query):
-            wanted = f"a Row of float32 [{size}] for each query"
-            is_right = isinstance(answer, Row) and answer.is_of(size)
-        elif isinstance(question, Readout):
-            wanted, is_right = question.wanted, question.is_answered_by(answer, size)
-        else:
-            wanted = f"a tensor of float32 [{question.num_targets}] for a scoring of so many tokens"
-            is_right = question.is_answered_by(answer)
-        if is_right or isinstance(answer, Exception):
+        if isinstance(answer, Exception) or question.is_answered_by(answer, size):
             return answer
+        wanted = question.wanted.format(vocab_size=size)
         said = f"{self._verb} must return {wanted}, or an exception, got {shown(answer)}"
         return EvaluationError(said)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import ClassVar, Final, NamedTuple, Self, final
+from typing import Any, ClassVar, Final, NamedTuple, Self, final
 
 from genlm_backend.errors import OptionError
 from genlm_backend.model.context import Context, of_no_model
+from genlm_backend.model.row import Row
 
 TokenIds = Iterable[int]
 """A context: a ``Context``, or token ids as Python or NumPy integers or a 1-D integer array."""
@@ -41,11 +42,15 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
         adapter: The adapter, or ``None`` for the base model; contexts of different adapters share
             no keys and values.
         targets: No tokens: a row is wanted, and no score.
+        weight: How much it counts for in a batch.
+        wanted: The answer, as errors say it.
     """
 
     context: Context
     adapter: Adapter | None
     targets: ClassVar[tuple[int, ...]] = ()
+    weight: ClassVar[float] = 1.0
+    wanted: ClassVar[str] = "a Row of float32 [{vocab_size}] for each query"
 
     def __new__(cls, token_ids: Iterable[int], adapter: Adapter | None = None) -> Self:
         """Make a query; see the class."""
@@ -60,6 +65,10 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
 
     def __reduce__(self) -> tuple[type[Query], tuple[Context, Adapter | None]]:
         return Query, (self.context, self.adapter)
+
+    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
+        """Return whether ``answer`` is a row of a vocabulary of that size."""
+        return isinstance(answer, Row) and answer.is_of(vocab_size)
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:

@@ -27,8 +27,9 @@ class Readout(abc.ABC):
 
     Attributes:
         query: The context, and the adapter to read it with.
-        wanted: What an answer is, as errors say it.
+        wanted: The answer, as errors say it.
         targets: No tokens: no text is scored.
+        weight: How much it counts for in a batch.
     """
 
     __slots__ = ()
@@ -36,6 +37,7 @@ class Readout(abc.ABC):
     query: Query
     wanted: ClassVar[str]
     targets: ClassVar[tuple[int, ...]] = ()
+    weight: ClassVar[float] = 1.0
 
     @property
     def adapter(self) -> Adapter | None:

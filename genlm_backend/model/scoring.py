@@ -95,6 +95,10 @@ def beside_of(entropy: Any, rank: Any, top: Any, vocab_size: int) -> Beside:
     return Beside(switch("entropy", entropy), switch("rank", rank), most)
 
 
+TOKENS_PER_ROW: Final = 200
+"""Tokens of a text that is scored that count for as much in a batch as a context does."""
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Scoring:
@@ -136,7 +140,21 @@ class Scoring:
         """The tokens that the model has to read: all but the last."""
         return self.text.context[:-1]
 
-    def is_answered_by(self, answer: Any) -> bool:
+    @property
+    def weight(self) -> float:
+        """How much it counts for in a batch: by its length, where a row counts for one.
+
+        A batch of short texts would be too small a pass otherwise, and one of long texts too large.
+        """
+        return len(self.text.context) / TOKENS_PER_ROW
+
+    @property
+    def wanted(self) -> str:
+        """The answer, as errors say it."""
+        kind = "float32 [{}]" if self.beside == NOTHING else f"float64 [{{}}, {self.beside.width}]"
+        return f"a tensor of {kind.format(self.num_targets)} for a scoring of so many tokens"
+
+    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
         """Return whether ``answer`` has the numbers of each target, as callers get them."""
         if not isinstance(answer, torch.Tensor) or answer.requires_grad:
             return False
@@ -151,20 +169,6 @@ Question: TypeAlias = Query | Scoring | Readout
 
 Answer: TypeAlias = Any
 """The answer: a ``Row`` to a query, scores to a scoring, of a readout what its kind says."""
-
-
-TOKENS_PER_ROW: Final = 200
-"""Tokens of a text that is scored that count for as much in a batch as a context does."""
-
-
-def weight(question: Question) -> float:
-    """Return the weight of a question in a batch: 1 for a row, and for a text by its length.
-
-    A batch of short texts would be too small a pass otherwise, and one of long texts too large.
-    """
-    if isinstance(question, Scoring):
-        return len(question.text.context) / TOKENS_PER_ROW
-    return 1.0
 
 
 def check_scorings(

@@ -269,7 +269,7 @@ class Core:
 
     @staticmethod
     def logprobs_of(output: Any) -> tuple[torch.Tensor, int, int]:
-        """Return what the last output of a request for log-probabilities of its prompt tells.
+        """Return the log-probabilities of a prompt, from the last output of a request for them.
 
         Returns:
             The log-probability of each token but the first, float32 ``[n - 1]``, and how many

@@ -193,8 +193,8 @@ class VLLMEngine:
     def score(self, texts: list[Scoring], relieve: Callable[[], bool]) -> list[Scored]:
         """Return the scores of texts, each computed in one pass.
 
-        Of tokens whose keys and values vLLM has, it computes no logits. Texts of which it had some
-        of the targets are computed again, without what it has.
+        No logits are computed of tokens whose keys and values are there. Texts of which some of the
+        targets were there are computed again, from their first tokens on.
 
         Args:
             texts: The texts.

@@ -77,7 +77,7 @@ def test_texts_are_scored_in_a_pass_where_that_gives_all_that_is_wanted():
         expected = [row.logprobs[i] for row, i in zip(rows, ids[scoring.start :], strict=True)]
         column = found if found.ndim == 1 else found[:, 0].float()
         assert torch.equal(column, torch.stack(expected))
-        assert scoring.is_answered_by(found)
+        assert scoring.is_answered_by(found, families.VOCAB)
 
     text = Query(tuple(range(20)))
     check(Scoring(text, 5), True)
