@@ -31,42 +31,30 @@ class Particle:
     def __init__(self, constraint: Constraint, log_weight: float = 0.0):
         self.constraint, self.log_weight = constraint, log_weight
 
-    @property
-    def is_active(self) -> bool:
-        return not self.constraint.is_ended and self.log_weight > -np.inf
-
-
-async def step(
-    lm: AsyncLM, prompt: list[int], particles: list[Particle], random: np.random.Generator
-) -> None:
-    constraints = [particle.constraint for particle in particles]
-    masks = await asyncio.to_thread(Constraint.masks, constraints)
-    asked = (
-        lm.draw_next_token(
-            prompt + constraint.token_ids, allowed=mask, generator=random, impossible="return"
+    async def step(self, lm: AsyncLM, prompt: list[int], mask, random) -> None:
+        draw = await lm.draw_next_token(
+            prompt + self.constraint.token_ids,
+            allowed=mask,
+            generator=random,
+            impossible="return",
         )
-        for constraint, mask in zip(constraints, masks, strict=True)
-    )
-    for particle, draw in zip(particles, await asyncio.gather(*asked), strict=True):
-        particle.log_weight += draw.logprob - draw.log_proposal
-        if draw.token_id >= 0:  # or the particle dies, by a weight of zero
-            particle.constraint.advance(draw.token_id)
+        self.log_weight += draw.logprob - draw.log_proposal
+        if draw.token_id >= 0:  # or it dies, by a weight of zero
+            self.constraint.advance(draw.token_id)
 
 
-async def smc(
-    lm: AsyncLM, prompt: list[int], constraint: Constraint, count: int, max_tokens: int
-) -> list[Particle]:
+async def smc(lm: AsyncLM, prompt: list[int], constraint: Constraint, count: int, max_tokens: int):
     random = np.random.default_rng(0)
     particles = [Particle(constraint.fork()) for _ in range(count)]
     for _ in range(max_tokens):
-        active = [particle for particle in particles if particle.is_active]
+        active = [p for p in particles if not p.constraint.is_ended and p.log_weight > -np.inf]
         if not active:
             break
-        await step(lm, prompt, active, random)
+        masks = await asyncio.to_thread(Constraint.masks, [p.constraint for p in active])
+        pairs = zip(active, masks, strict=True)
+        await asyncio.gather(*(p.step(lm, prompt, mask, random) for p, mask in pairs))
         log_weights = np.array([particle.log_weight for particle in particles])
-        total = np.logaddexp.reduce(log_weights)
-        if total == -np.inf:
-            raise RuntimeError("all particles have died: more of them, or another proposal")
+        total = np.logaddexp.reduce(log_weights)  # -inf once all of them have died
         weights = np.exp(log_weights - total)
         if 1 / np.square(weights).sum() < count / 2:  # effective sample size
             chosen, mean = random.choice(count, count, p=weights), float(total - np.log(count))

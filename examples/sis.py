@@ -15,10 +15,13 @@ from genlm_backend import AsyncLM, load_model_by_name
 async def particle(lm: AsyncLM, prompt: list[int], num_tokens: int, allowed, seed: int):
     random, tokens, log_weight = np.random.default_rng(seed), [], 0.0
     for _ in range(num_tokens):
-        logprobs = (await lm.next_token_logprobs(prompt + tokens)).numpy()
-        logprobs[~allowed] = -np.inf
-        log_weight += np.log(np.exp(logprobs).sum())
-        tokens.append(lm.draw(logprobs, generator=random))
+        draw = await lm.draw_next_token(
+            prompt + tokens, allowed=allowed, generator=random, impossible="return"
+        )
+        log_weight += draw.logprob - draw.log_proposal
+        if draw.token_id < 0:  # no allowed token is possible: the particle dies, and no other
+            break
+        tokens.append(draw.token_id)
     return log_weight, b"".join(lm.byte_vocab[token] for token in tokens).decode()
 
 

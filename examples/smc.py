@@ -22,12 +22,12 @@ class Particle:
     is_done: bool = False
 
     async def step(self, lm: AsyncLM, prompt, allowed, random) -> None:
-        logprobs = (await lm.next_token_logprobs(prompt + self.tokens)).numpy()
-        logprobs[~allowed] = -np.inf
-        self.log_weight += np.log(np.exp(logprobs).sum())
-        token = lm.draw(logprobs, generator=random)
-        self.is_done = token in lm.eos_token_ids
-        self.tokens = [*self.tokens, token]
+        draw = await lm.draw_next_token(
+            prompt + self.tokens, allowed=allowed, generator=random, impossible="return"
+        )
+        self.log_weight += draw.logprob - draw.log_proposal
+        self.is_done = draw.token_id in {-1, *lm.eos_token_ids}  # -1 where none was possible
+        self.tokens = [*self.tokens, draw.token_id] if draw.token_id >= 0 else self.tokens
 
 
 async def smc(lm: AsyncLM, prompt: list[int], count: int, max_tokens: int, max_bytes: int):
