@@ -32,12 +32,8 @@ class Particle:
         self.constraint, self.log_weight = constraint, log_weight
 
     async def step(self, lm: AsyncLM, prompt: list[int], mask, random) -> None:
-        draw = await lm.draw_next_token(
-            prompt + self.constraint.token_ids,
-            allowed=mask,
-            generator=random,
-            impossible="return",
-        )
+        ids = prompt + self.constraint.token_ids
+        draw = await lm.draw_next_token(ids, allowed=mask, generator=random, impossible="return")
         self.log_weight += draw.logprob - draw.log_proposal
         if draw.token_id >= 0:  # or it dies, by a weight of zero
             self.constraint.advance(draw.token_id)

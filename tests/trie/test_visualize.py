@@ -162,3 +162,8 @@ else:
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_what_has_no_number_has_no_shade():
+    shades = visualize._shades(np.array([np.nan, 1.0, 0.5, np.inf, -np.inf]))
+    assert shades.tolist() == [0.0, 1.0, 0.5, 1.0, 0.0]
