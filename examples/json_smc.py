@@ -44,13 +44,13 @@ async def smc(lm: AsyncLM, prompt: list[int], constraint: Constraint, count: int
     particles = [Particle(constraint.fork()) for _ in range(count)]
     for _ in range(max_tokens):
         active = [p for p in particles if not p.constraint.is_ended and p.log_weight > -np.inf]
-        if not active:
+        if not active:  # they have ended, or died
             break
         masks = await asyncio.to_thread(Constraint.masks, [p.constraint for p in active])
         pairs = zip(active, masks, strict=True)
         await asyncio.gather(*(p.step(lm, prompt, mask, random) for p, mask in pairs))
         log_weights = np.array([particle.log_weight for particle in particles])
-        total = np.logaddexp.reduce(log_weights)  # -inf once all of them have died
+        total = np.logaddexp.reduce(log_weights)
         weights = np.exp(log_weights - total)
         if 1 / np.square(weights).sum() < count / 2:  # effective sample size
             chosen, mean = random.choice(count, count, p=weights), float(total - np.log(count))
@@ -67,7 +67,7 @@ def main() -> None:
         prompt, constraint = lm.tokenizer.encode(PROMPT), Constraint.from_json_schema(lm, SCHEMA)
         particles = asyncio.run(smc(lm, prompt, constraint, options.particles, options.tokens))
         for particle in sorted(particles, key=lambda p: -p.log_weight):
-            is_whole = particle.constraint.is_ended
+            is_whole = particle.constraint.is_ended  # or of no weight: cut off, or dead
             ids = particle.constraint.token_ids[: -1 if is_whole else None]
             text = b"".join(lm.byte_vocab[i].byte_string for i in ids).decode(errors="replace")
             print(f"{particle.log_weight:8.2f}  {json.loads(text) if is_whole else text + ' …'}")

@@ -286,7 +286,9 @@ class Constraint:
             OptionTypeError: (``TypeError``) If one is no ``Constraint``.
             ConstraintError: What ``mask`` raises, of the first that raises it.
         """
-        all_of = _check_constraints("constraints", constraints)
+        all_of = list(_check_many("constraints", constraints))
+        for i, each in enumerate(all_of):
+            _check_constraint(f"constraints[{i}]", each)
         distinct = {id(each): each for each in all_of}
         found = dict[int, PackedMask]()
         for vocab_size in {each._vocab_size for each in distinct.values()}:
@@ -315,7 +317,7 @@ class Constraint:
         return PackedMask(packed.tobytes(), self._vocab_size)
 
     def restrict(
-        self, row: torch.Tensor, mask: torch.Tensor | None = None
+        self, row: torch.Tensor, mask: torch.Tensor | PackedMask | None = None
     ) -> tuple[torch.Tensor, float]:
         """Return log-probabilities of the allowed tokens alone, and how probable those were.
 
@@ -323,7 +325,7 @@ class Constraint:
             row: Log-probabilities of all tokens, float ``[vocab]``, as a model returns them; not
                 modified.
             mask: The mask of the next token, where it has been computed, as while a model computed
-                the row: ``asyncio.to_thread(constraint.mask)``.
+                the row: ``asyncio.to_thread(constraint.mask)``, or one of ``Constraint.masks``.
 
         Returns:
             The row with the others at ``-inf``, normalised again, and the logarithm of the
@@ -338,6 +340,7 @@ class Constraint:
         """
         _check_row(row, self._vocab_size)
         mask = self.mask() if mask is None else mask
+        mask = mask.unpacked() if isinstance(mask, PackedMask) else mask
         _check_mask(mask, self._vocab_size)
         if self._is_ended:
             raise ConstraintViolation("the text has ended: no token follows that could be weighed")
@@ -364,6 +367,8 @@ class Constraint:
         if is_known and self._matcher.validate_tokens([token_id]) == 1:
             self._matcher.consume_token(token_id)
             self._check()
+        elif self._is_ended:
+            raise ConstraintViolation(f"the text has ended: token {token_id} cannot follow")
         elif token_id not in self._eos_token_ids:
             raise ConstraintViolation(f"token {token_id} is not allowed here")
         elif not self.can_end:
@@ -435,8 +440,11 @@ class Constraint:
             raise ConstraintError(f"the constraint broke down: {error}")
 
 
-_check_constraints = sequence(instance(Constraint, "a Constraint"), "Constraints")
-"""Check of several constraints."""
+_check_constraint = instance(Constraint, "a Constraint")
+"""Check of one constraint."""
+
+_check_many = instance(Iterable, "a list of Constraints")
+"""Check of several ones."""
 
 _check_token_id: Check[int] = integer()
 """Check of a token id."""

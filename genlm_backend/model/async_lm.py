@@ -588,6 +588,7 @@ class AsyncLM(Closing):
             Exception: What ``next_token_logprobs`` raises.
         """
         context = self.contexts.check(token_ids)
+        self.check_adapter(lora_name)  # before a number is taken of the generator
         size = len(self.byte_vocab)
         options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -609,6 +610,7 @@ class AsyncLM(Closing):
     ) -> Draw:
         """Return the same draw as ``draw_next_token``, blocking the calling thread."""
         context = self.contexts.check(token_ids)
+        self.check_adapter(lora_name)  # before a number is taken of the generator
         size = len(self.byte_vocab)
         options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -658,6 +660,7 @@ class AsyncLM(Closing):
                 ``n`` is below 1.
         """
         context = self.contexts.check(token_ids)
+        self.check_adapter(lora_name)  # before a number is taken of the generator
         size = len(self.byte_vocab)
         options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -681,6 +684,7 @@ class AsyncLM(Closing):
     ) -> list[Draw]:
         """Return the same draws as ``draw_next_tokens``, blocking the calling thread."""
         context = self.contexts.check(token_ids)
+        self.check_adapter(lora_name)  # before a number is taken of the generator
         size = len(self.byte_vocab)
         options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}

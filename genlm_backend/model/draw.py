@@ -148,7 +148,7 @@ def check_possible(score: float, error: type[Exception] = EvaluationError) -> No
 
 # -------------------------------------------------------------------- the tokens that may come
 
-_NO_TOKEN: Final = "allowed has no token: nothing can be drawn"
+_NO_TOKEN: Final = "allowed has no token: nothing can be drawn; see impossible='return'"
 
 
 @final
@@ -164,6 +164,10 @@ class PackedMask:
 
     bits: bytes
     vocab_size: int
+
+    def __repr__(self) -> str:
+        num_tokens = int.from_bytes(self.bits, "big").bit_count()
+        return f"PackedMask({num_tokens} of {self.vocab_size} tokens)"
 
     def unpacked(self) -> torch.Tensor:
         """Return whether each token may come: bool ``[vocab_size]``, the caller's to modify."""
@@ -203,6 +207,12 @@ def packed_mask(
         if not any(allowed.bits) and not may_be_empty:
             raise OptionError(_NO_TOKEN)
         return allowed.bits
+    if callable(getattr(allowed, "mask", None)) and hasattr(allowed, "fork"):
+        raise OptionTypeError(
+            f"{name} is a constraint: pass constraint.mask(), or those of Constraint.masks"
+        )
+    if isinstance(allowed, list) and allowed and all(type(own) is bool for own in allowed):
+        raise OptionTypeError(f"{name} is a list of bools: pass numpy.array({name})")
     values = allowed.detach().cpu().numpy() if isinstance(allowed, torch.Tensor) else allowed
     if isinstance(values, np.ndarray) and values.dtype == bool:
         if values.shape != (vocab_size,):

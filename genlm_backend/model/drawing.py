@@ -132,11 +132,20 @@ def _pool(
     largest = scores.max()
     if drawing.may_fail and largest == -np.inf:
         return NO_DRAW
+    if largest == -np.inf and drawing.allowed is not None:
+        return _none_possible()
     try:
         check_possible(largest)
     except EvaluationError as error:
         return error
     return _Pool(scores, logprobs, drawing.temperature, drawing.cuts, drawing.allowed is None)
+
+
+def _none_possible() -> EvaluationError:
+    return EvaluationError(
+        "no token can be chosen from a row in which no allowed token has a probability; "
+        "impossible='return' answers with a draw of no token"
+    )
 
 
 @final
@@ -339,6 +348,8 @@ def _answer(drawing: Drawing, numbers: Sequence[float]) -> Draw | EvaluationErro
     token_id, logprob, of_allowed, of_all, largest, total = numbers
     if drawing.may_fail and largest == -math.inf:
         return NO_DRAW
+    if largest == -math.inf and drawing.allowed is not None:
+        return _none_possible()
     try:
         check_possible(largest)
     except EvaluationError as error:

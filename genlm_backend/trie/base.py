@@ -167,6 +167,22 @@ class VocabularyTrie(abc.ABC):
         """
         return self.layout.tokens_below(integer(0, self.num_nodes - 1)("node", node))
 
+    def tokens_with(self, prefix: Iterable[Any]) -> NDArray[np.int32]:
+        """Return the tokens that begin with a prefix, by position in ``decode``.
+
+        Args:
+            prefix: Its letters, such as ``b" Pa"``.
+
+        Returns:
+            The positions, ascending: int32 ``[n]``; none where no token begins so.
+        """
+        node = self.root
+        for letter in prefix:
+            if letter not in (children := self.children[node]):
+                return np.empty(0, np.int32)
+            node = children[letter]
+        return self.tokens_below(node)
+
     # ---------------------------------------------------------------- prefix weights
 
     def weight_sum(self, ws: Weights) -> Any:

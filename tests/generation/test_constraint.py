@@ -430,8 +430,25 @@ def _ended(lm):
     return constraint
 
 
+def test_one_of_many_masks_restricts_a_row(lm):
+    constraint = Constraint.from_choice(lm, ["a", "b"])
+    (mask,) = Constraint.masks([constraint])
+    row = lm.next_token_logprobs_sync([1, 2])
+    found, weight = constraint.restrict(row, mask)
+    expected, own = constraint.restrict(row)
+    assert torch.equal(found, expected)
+    assert weight == own
+    assert len(repr(mask)) < 60
+
+
 def test_masks_are_of_constraints(lm):
     with pytest.raises(OptionTypeError, match="constraints"):
         Constraint.masks(Constraint.from_json_object(lm))
-    with pytest.raises(OptionTypeError, match="constraints"):
-        Constraint.masks([None])
+    with pytest.raises(OptionTypeError, match=r"constraints\[1\]"):
+        Constraint.masks([Constraint.from_json_object(lm), None])
+    with pytest.raises(OptionTypeError, match="is a constraint: pass"):
+        lm.draw_next_token_sync([1], allowed=Constraint.from_json_object(lm))
+    with pytest.raises(OptionTypeError, match="list of bools"):
+        lm.draw_next_token_sync([1], allowed=[True, False])
+    with pytest.raises(ConstraintViolation, match="has ended"):
+        _ended(lm).advance(2)

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -215,6 +216,16 @@ async def test_several_draws_are_those_of_as_many_calls(lm):
     assert lm.draw_next_tokens_sync([1, 2], 3, temperature=0) == 3 * [
         lm.draw_next_token_sync([1, 2], temperature=0)
     ]
+
+
+async def test_a_refused_draw_takes_no_number(lm):
+    generator = np.random.default_rng(0)
+    wrong = ({"lora_name": "none"}, {"allowed": [VOCAB]}, {"top_k": -1}, {"temperature": -1})
+    for options in wrong:
+        for call in (lm.draw_next_token_sync, partial(lm.draw_next_tokens_sync, n=3)):
+            with pytest.raises((OptionError, UnknownAdapterError)):
+                call([1], generator=generator, **options)
+    assert generator.random() == np.random.default_rng(0).random()
 
 
 async def test_distinct_draws_are_each_of_what_is_left(lm):

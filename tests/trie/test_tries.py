@@ -395,6 +395,15 @@ def test_tokens_below_a_node_are_those_of_its_leaves(decode):
         assert np.isclose(ws[trie.tokens_below(node)].sum(), sums[node])
 
 
+def test_tokens_with_a_prefix_are_those_below_its_node():
+    trie = TokenCharacterTrie([b"ab", b"a", b"abc", b"b", b"", b"ab"[:1] + b"b"[:0] + b"x"])
+    for prefix, tokens in ((b"", range(6)), (b"a", [0, 1, 2, 5]), (b"ab", [0, 2]), (b"abc", [2])):
+        assert trie.tokens_with(prefix).tolist() == list(tokens)
+    for prefix in (b"abcd", b"c", b"bb"):
+        found = trie.tokens_with(prefix)
+        assert (found.dtype, found.shape) == (np.int32, (0,))
+
+
 def test_no_tokens_are_below_a_node_that_there_is_not():
     trie = TokenCharacterTrie([b"a", b"ab"])
     for node in (-1, trie.num_nodes):
