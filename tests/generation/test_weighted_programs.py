@@ -84,12 +84,11 @@ LANGUAGES = [["a", "ab"], ["ab", "ba", "abab"], ["a", "aa", "aaa", "b"], ["ab"]]
 @pytest.mark.parametrize("texts", LANGUAGES, ids=str)
 async def test_the_loop_of_the_guide_weighs_texts_as_the_model_does(lm, texts):
     """Some of them can go on where they may end, and some cannot."""
-    particle, first = documented("particle"), Constraint.from_choice(lm, texts)
-    generator = np.random.default_rng(0)
-    found = await asyncio.gather(
-        *(particle(lm, PROMPT, first.fork(), generator) for _ in range(3000))
-    )
-    check(probabilities(lm, texts), found)
+    particles, first = documented("particles"), Constraint.from_choice(lm, texts)
+    constraints = [first.fork() for _ in range(3000)]
+    log_weights = await particles(lm, PROMPT, constraints, np.random.default_rng(0))
+    written = ["".join(WORDS[i] for i in own.token_ids[:-1]) for own in constraints]
+    check(probabilities(lm, texts), list(zip(written, log_weights, strict=True)))
 
 
 @pytest.mark.parametrize("values", [["a", "ab"], ["ab", "aba", "b", ""]], ids=str)

@@ -137,7 +137,7 @@ class Split(NamedTuple):
 def question(asked, adapter=None, made=AFRESH):
     """A query of a context, or a scoring of a text from a place on."""
     if isinstance(asked, Split):
-        return Scoring(Query(made[asked.text], adapter), asked.start, asked.beside)
+        return Scoring(Query(made[asked.text], adapter), asked.start)
     return Query(made[asked], adapter)
 
 
