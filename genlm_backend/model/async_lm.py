@@ -587,12 +587,10 @@ class AsyncLM(Closing):
                 token a probability and that is to raise.
             Exception: What ``next_token_logprobs`` raises.
         """
-        context = self.contexts.check(token_ids)
-        self.check_adapter(lora_name)  # before a number is taken of the generator
-        size = len(self.byte_vocab)
+        context = self._context_of_draws(token_ids, lora_name)
         options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        drawing = drawing_of(size, generator, **options, **bounds)
+        drawing = drawing_of(len(self.byte_vocab), generator, **options, **bounds)
         return await self._read(context, drawing, lora_name)
 
     def draw_next_token_sync(
@@ -609,12 +607,10 @@ class AsyncLM(Closing):
         lora_name: str | None = None,
     ) -> Draw:
         """Return the same draw as ``draw_next_token``, blocking the calling thread."""
-        context = self.contexts.check(token_ids)
-        self.check_adapter(lora_name)  # before a number is taken of the generator
-        size = len(self.byte_vocab)
+        context = self._context_of_draws(token_ids, lora_name)
         options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-        drawing = drawing_of(size, generator, **options, **bounds)
+        drawing = drawing_of(len(self.byte_vocab), generator, **options, **bounds)
         return self._read_sync(context, drawing, lora_name)
 
     async def draw_next_tokens(
@@ -659,11 +655,10 @@ class AsyncLM(Closing):
             Exception: What ``draw_next_token`` raises; ``OptionError`` (``ValueError``) as well if
                 ``n`` is below 1.
         """
-        context = self.contexts.check(token_ids)
-        self.check_adapter(lora_name)  # before a number is taken of the generator
-        size = len(self.byte_vocab)
+        context = self._context_of_draws(token_ids, lora_name)
         options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        size = len(self.byte_vocab)
         draws = several_draws_of(size, generator, n, distinct, **options, **bounds)
         return list(await self._read(context, draws, lora_name))
 
@@ -683,13 +678,18 @@ class AsyncLM(Closing):
         lora_name: str | None = None,
     ) -> list[Draw]:
         """Return the same draws as ``draw_next_tokens``, blocking the calling thread."""
-        context = self.contexts.check(token_ids)
-        self.check_adapter(lora_name)  # before a number is taken of the generator
-        size = len(self.byte_vocab)
+        context = self._context_of_draws(token_ids, lora_name)
         options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        size = len(self.byte_vocab)
         draws = several_draws_of(size, generator, n, distinct, **options, **bounds)
         return list(self._read_sync(context, draws, lora_name))
+
+    def _context_of_draws(self, token_ids: TokenIds, lora_name: str | None) -> Context:
+        """Return a context once it and the adapter are checked: before a number is taken."""
+        context = self.contexts.check(token_ids)
+        self.check_adapter(lora_name)
+        return context
 
     async def sample(
         self,

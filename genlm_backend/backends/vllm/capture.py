@@ -268,16 +268,19 @@ class Core:
         ]
 
     @staticmethod
-    def logprobs_of(output: Any) -> tuple[torch.Tensor, int, int]:
+    def logprobs_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, int, int]:
         """Return the log-probabilities of a prompt, from the last output of a request for them.
 
+        What a step has not computed, since its keys and values were there, is whatever was in the
+        memory before: the ids tell, which are those of the prompt elsewhere.
+
         Returns:
-            The log-probability of each token but the first, float32 ``[n - 1]``, and how many
-            tokens were computed, and how many were there.
+            The log-probability of each token but the first, float32 ``[n - 1]``, and the ids that
+            they are of; and how many tokens were computed, and how many were there.
         """
-        stats = output.prefill_stats
-        logprobs = output.new_prompt_logprobs_tensors.logprobs[:, 0].float()
-        return logprobs, stats.num_computed_tokens, stats.num_cached_tokens
+        stats, told = output.prefill_stats, output.new_prompt_logprobs_tensors
+        logprobs, ids = told.logprobs[:, 0].float(), told.logprob_token_ids[:, 0].long()
+        return logprobs, ids, stats.num_computed_tokens, stats.num_cached_tokens
 
     def forget_logits(self, tags: list[str]) -> None:
         """Let go of the logits of requests that have ended."""

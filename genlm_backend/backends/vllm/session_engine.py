@@ -21,11 +21,13 @@ class Scored(NamedTuple):
         scores: The log-probability of each target: float32 ``[num_targets]``.
         num_computed: Number of tokens that were computed for it.
         num_reused: Number of tokens whose keys and values were there.
+        is_whole: Whether every target has been computed, and none was there.
     """
 
     scores: torch.Tensor
     num_computed: int
     num_reused: int
+    is_whole: bool = True
 
 
 class SessionEngine(Protocol):

@@ -201,7 +201,7 @@ class VLLMEngine:
             relieve: As ``run`` has it.
         """
         found = self._scored(texts, relieve, is_fresh=False)
-        again = [i for i, each in enumerate(found) if each.num_reused >= texts[i].start]
+        again = [i for i, each in enumerate(found) if not each.is_whole]
         if again:
             fresh = self._scored([texts[i] for i in again], relieve, is_fresh=True)
             for i, each in zip(again, fresh, strict=True):
@@ -236,15 +236,20 @@ class VLLMEngine:
                         raise EvaluationError(f"vLLM ended a text: {output.finish_reason}")
                     if output.finish_reason is not None:
                         text = waiting.pop(output.request_id)
-                        logprobs, *counts = self._core.logprobs_of(output)
-                        own = logprobs[text.start - 1 :].clone()
-                        found[output.request_id] = Scored(own, *counts)
+                        found[output.request_id] = self._scored_text(output, text)
                 if waiting and self._is_stuck and not relieve():
                     raise EvaluationError(f"vLLM has no room for {len(waiting)} of its texts")
         finally:
             if waiting:
                 self._call(self._core.abort, list(waiting))
         return [found[name] for name in names]
+
+    def _scored_text(self, output: Any, text: Scoring) -> Scored:
+        logprobs, ids, num_computed, num_reused = self._core.logprobs_of(output)
+        # A text that was preempted may have gone on behind what another one has computed since.
+        targets = torch.tensor(text.targets, dtype=torch.int64)
+        is_whole = num_reused < text.start and torch.equal(ids[text.start - 1 :], targets)
+        return Scored(logprobs[text.start - 1 :].clone(), num_computed, num_reused, is_whole)
 
     def end(self, session_ids: list[str]) -> None:
         """End sessions; their blocks are free at once."""

@@ -151,6 +151,28 @@ async def test_texts_are_scored_in_a_pass_whatever_vllm_has_of_them(lm, smollm2)
     check_scores(await lm.score(longest[:1020], longest[1020:]), longest, 1020)
 
 
+async def test_a_text_of_which_something_was_not_computed_is_scored_again(lm, smollm2, monkeypatch):
+    """As where vLLM has gone on behind what another request has computed meanwhile."""
+    core = lm._evaluator.engine._core
+    own, asked = core.logprobs_of, []
+
+    def logprobs_of(output):
+        logprobs, ids, *counts = own(output)
+        asked.append(output)
+        if len(asked) == 1:
+            logprobs[-3], ids[-3] = 7.0, ids[-3] + 1
+        return logprobs, ids, *counts
+
+    monkeypatch.setattr(core, "logprobs_of", logprobs_of)
+    ids = lm.tokenizer.encode(TEXT)
+    found = await lm.score(ids[:4], ids[4:])
+    with torch.no_grad():
+        rows = smollm2(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = rows[range(3, len(ids) - 1), ids[4:]]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+    assert len(asked) == 2
+
+
 async def test_a_caller_who_leaves_a_text_changes_no_other(lm, smollm2):
     ids = lm.tokenizer.encode(TEXT * 4)
     asked = [asyncio.ensure_future(lm.score(ids[:k], ids[k : k + 30])) for k in range(1, 40)]
