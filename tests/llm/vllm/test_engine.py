@@ -160,6 +160,7 @@ async def test_a_text_of_which_something_was_not_computed_is_scored_again(lm, sm
         logprobs, ids, *counts = own(output)
         asked.append(output)
         if len(asked) == 1:
+            logprobs, ids = logprobs.clone(), ids.clone()
             logprobs[-3], ids[-3] = 7.0, ids[-3] + 1
         return logprobs, ids, *counts
 
