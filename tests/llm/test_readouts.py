@@ -353,3 +353,17 @@ def test_what_is_told_of_tokens_of_any_rows(table, entropy, rank, data):
             check_top(
                 TopTokens(found.top_token_ids[i], found.top_logprobs[i], log_rest), row, beside.top
             )
+
+
+def test_what_is_told_of_a_wide_row_of_nan_is_nan():
+    rows = torch.randn(3, 5000).log_softmax(-1)
+    rows[1] = torch.nan
+    beside = Beside(entropy=True, rank=True, top=5)
+    found = beside.scores_of(numbers_of_rows(rows, [1, 2, 3], beside))
+    assert found.ranks[1] == -1
+    assert found.top_token_ids[1].tolist() == [-1] * 5
+    for each in (found.logprobs, found.entropies, found.log_rest, found.top_logprobs[:, 0]):
+        assert each.isnan().tolist() == [False, True, False]
+    for i in (0, 2):
+        top = TopTokens(found.top_token_ids[i], found.top_logprobs[i], float(found.log_rest[i]))
+        check_top(top, rows[i], 5)

@@ -262,6 +262,25 @@ async def test_what_is_no_step_by_one_token_leaves_no_state_that_nobody_goes_on_
         assert lm.statistics().num_forwards == 100
 
 
+@pytest.mark.parametrize("name", sorted(BY_TWO))
+async def test_many_contexts_that_need_no_state_between_take_one_pass(name):
+    """Steps behind turns, whose ends have states; and contexts that have been asked before."""
+    generator = random.Random(0)
+    particles = [tokens(generator, 20) for _ in range(20)]
+    with opened(name, **budgets(name, 400, 5000)) as lm:
+        await lm.batch_next_token_logprobs(particles)
+        before = lm.statistics().num_forwards
+        for size in (7, 1, 1, 7, 1, 1):
+            particles = [[*ids, *tokens(generator, size)] for ids in particles]
+            await lm.batch_next_token_logprobs(particles)
+        assert lm.statistics().num_forwards - before == 6
+        particles = [[*ids, *tokens(generator, 12)] for ids in particles]
+        await lm.batch_next_token_logprobs(particles)
+        before = lm.statistics().num_forwards
+        await lm.batch_next_token_logprobs([ids[:-5] for ids in particles])
+        assert lm.statistics().num_forwards - before == 1
+
+
 async def _times_of_particles(name, num_states, every, num_steps):
     """Tokens computed over the distinct new ones of particles that are resampled at times."""
     generator = random.Random(1)
