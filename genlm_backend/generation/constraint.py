@@ -267,10 +267,7 @@ class Constraint:
             return torch.zeros(self._vocab_size, dtype=torch.bool)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        bools = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
-        if may_end and self.can_end:
-            bools[list(self._eos_token_ids)] = True
-        return torch.from_numpy(bools.view(np.bool_))
+        return self._packed(bits, may_end).unpacked()
 
     @staticmethod
     def masks(constraints: Iterable[Constraint], *, may_end: bool = True) -> list[PackedMask]:
