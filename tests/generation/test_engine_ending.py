@@ -21,7 +21,8 @@ from tests.llm.conftest import word_tokenizer
 from tests.llm.hooked import HookedMock
 
 LEFT = """
-import os, signal, sys
+import logging, os, signal, sys
+logging.getLogger("asyncio").setLevel(logging.ERROR)  # a slow machine is no fault
 sys.path.insert(0, ".")
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell put behind
 from genlm_backend import Engine
