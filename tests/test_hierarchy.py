@@ -21,8 +21,6 @@ DEFAULTS = {
     "Attend": {"keep", "reading"},
     "AsyncLM": {
         "_pictured",
-        "_read",
-        "_read_sync",
         "_scores",
         "_scores_sync",
         "_scorings",
@@ -38,6 +36,8 @@ DEFAULTS = {
         "kv_capacity",
         "next_token_logits",
         "num_cached_tokens",
+        "read",
+        "read_sync",
         "remove_lora",
         "sample",
         "statistics",

@@ -58,6 +58,8 @@ class Batcher(BatcherBase[Q, R]):
         key: Queries with equal keys are one query; what it raises refuses one. Default: the query.
         weight: What a query counts for in a batch, zero or more and 1 by default; what it raises
             refuses one. One too heavy for any goes alone.
+        computed_with: What the result of a query is computed with: of the queries of a batch with
+            equal values the first alone counts. Default: each counts.
         name: What errors call it, and debuggers the thread, with ``genlm-`` before it.
 
     Raises:
@@ -71,11 +73,13 @@ class Batcher(BatcherBase[Q, R]):
         key: Callable[[Q], Hashable] | None = None,
         name: str = "batcher",
         weight: Callable[[Q], float] | None = None,
+        computed_with: Callable[[Q], Hashable] | None = None,
     ) -> None:
         self._evaluate = function("evaluate", evaluate)
         self.policy = optional(_POLICY)("policy", policy) or BatchPolicy()
         self._key = optional(function)("key", key)
         self._weight = optional(function)("weight", weight)
+        self._computed_with = optional(function)("computed_with", computed_with)
         super().__init__(text("name", name))
         self._waiting, self._running = Round(0), Round(0)  # the queue, and what is evaluated
         self._numbers: dict[Hashable, int] = {}  # of the queries of both, by key
@@ -354,7 +358,7 @@ class Batcher(BatcherBase[Q, R]):
 
     def _size(self) -> int:
         """Return how many of the oldest queries go: none that was asked after a queued call."""
-        size = self._waiting.size(self.policy.max_batch_size)
+        size = self._waiting.size(self.policy.max_batch_size, self._computed_with)
         fence = next(iter(self._fences.values()), None)  # the first is the lowest
         return size if fence is None else min(size, max(0, fence - self._waiting.first))
 

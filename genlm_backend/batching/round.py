@@ -252,22 +252,30 @@ class Round:
             return self.queries[: len(self.evaluated)]
         return [self.queries[index] for index in self.evaluated]
 
-    def size(self, max_weight: float) -> int:
+    def size(
+        self, max_weight: float, computed_with: Callable[[Any], Hashable] | None = None
+    ) -> int:
         """Return how many of the oldest queries make a batch.
 
         Args:
             max_weight: What they weigh together at most, unless it is one that weighs more.
+            computed_with: As a batcher has it.
         """
-        if not self.weights and not self.num_abandoned:
+        is_plain = not self.weights and not self.num_abandoned
+        if is_plain and (computed_with is None or len(self.callers) <= max_weight):
             return min(len(self.callers), int(max_weight))
-        total, is_first = 0.0, True
+        total, counted = 0.0, set[Hashable]()
         for index, callers in enumerate(self.callers):
             if callers is None:
                 continue
+            own = index if computed_with is None else computed_with(self.queries[index])
+            if own in counted:
+                continue
             weight = self.weights.get(self.first + index, 1.0)
-            if not is_first and total + weight > max_weight:
+            if counted and total + weight > max_weight:
                 return index
-            total, is_first = total + weight, False
+            total += weight
+            counted.add(own)
         return len(self.callers)
 
     def cut(self, size: int) -> Round:

@@ -77,7 +77,7 @@ class BeamSearch(Draft):
         for score, index in zip(found.values.tolist(), found.indices.tolist(), strict=True):
             number, token_id = divmod(index, rows.shape[1])
             beam = beams[number]
-            own = self._logprobs(rows[number], token_id) if config.logprobs else (None, ())
+            own = self._told(rows[number], token_id) if config.logprobs else (None, ())
             candidates.append(_Beam([*beam.context, token_id], score, (*beam.logprobs, own)))
         ends = [self._finish_reason(beam.context) is not None for beam in candidates]
         self._end([c for c, is_end in zip(candidates[: self.width], ends, strict=False) if is_end])
@@ -100,6 +100,14 @@ class BeamSearch(Draft):
         found = [*self._ended, *map(self._scored, self._beams)]
         best = sorted(found, key=lambda beam: -beam.score)[: self._config.n]
         return self._texts(best), nothing_held_back
+
+    def _told(
+        self, row: torch.Tensor, token_id: int
+    ) -> tuple[float, tuple[tuple[int, float], ...]]:
+        """Return a token's log-probability, and the most probable tokens with theirs."""
+        top = row.topk(min(self._config.top_logprobs, len(row)))
+        pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        return float(row[token_id]), pairs
 
     # ---------------------------------------------------------------- scores
 

@@ -6,18 +6,24 @@ import abc
 import asyncio
 import codecs
 from collections.abc import Sequence
-from typing import Any, final
+from functools import partial
+from typing import Any, cast, final
 
 import torch
 
 from genlm_backend.errors import ConstraintError
 from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.generation.constraint import Constraint
 from genlm_backend.generation.generated import GeneratedToken
-from genlm_backend.generation.processors import make_processors, make_warpers
+from genlm_backend.generation.processors import make_processors
 from genlm_backend.generation.prompt import Prompt
 from genlm_backend.model.async_lm import AsyncLM
-from genlm_backend.model.query import TokenIds
+from genlm_backend.model.draw import Draw
+from genlm_backend.model.drawing import Cuts, Drawing
+from genlm_backend.model.query import NO_QUERY, TokenIds
 from genlm_backend.model.sampling import Sampler
+from genlm_backend.model.token_readouts import Top
+from genlm_backend.runtime.together import together
 
 
 class Draft(abc.ABC):
@@ -94,15 +100,6 @@ class Draft(abc.ABC):
         is_silent = token_id in self._lm.special_ids or self._is_end(token_id)
         return b"" if is_silent else self._lm.byte_vocab[token_id].byte_string
 
-    def _logprobs(
-        self, row: torch.Tensor | None, token_id: int
-    ) -> tuple[float | None, tuple[tuple[int, float], ...]]:
-        if row is None:
-            return None, ()
-        top = row.topk(min(self._config.top_logprobs, len(row)))
-        pairs = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-        return float(row[token_id]), pairs
-
 
 @final
 class Text:
@@ -171,35 +168,62 @@ class Sample(Draft):
         super().__init__(lm, prompt, config)
         self._number = number
         self._least = max(config.min_length, len(prompt.token_ids) + config.min_new_tokens)
-        self._warpers = make_warpers(config)
-        temperature = 1.0 if self._warpers else config.temperature
-        self._sampler = Sampler(temperature if config.do_sample else 0.0, config.seed, number)
+        self._sampler = Sampler(
+            config.temperature if config.do_sample else 0.0, config.seed, number
+        )
+        cuts = Cuts(config.top_k, config.top_p, config.min_p)
+        self._cuts = None if cuts == Cuts() else cuts
         self._text = Text(config.stop or ())
-        self._logits: torch.Tensor | None = None
-        self._mask: torch.Tensor | None = None
+        self._uniform: float | None = None
+        self._drawn: Draw | None = None
+        self._top: tuple[tuple[int, float], ...] = ()
 
     async def ask(self) -> None:
-        """Await the logits, and what the constraint allows meanwhile."""
-        asked = self._lm.next_token_logits(self.asked()[0], self._config.lora_name)
-        if self._constraint is None:
-            self._logits = await asked
+        """Await a token, drawn where the model is, unless its logits are to be processed here."""
+        context, lora_name = self.asked()[0], self._config.lora_name
+        if self._uniform is None:  # or one that is asked again would draw another token
+            self._uniform = self._sampler.uniform()
+        drawing = partial(
+            Drawing,
+            temperature=self._sampler.temperature,
+            uniform=self._uniform,
+            allowed=await self._allowed(),
+            may_fail=True,
+            cuts=self._cuts,
+        )
+        top = partial(Top, k=min(self._config.top_logprobs, len(self._lm.byte_vocab)))
+        if self._processors:
+            logits = await self._lm.next_token_logits(context, lora_name)
+            row = logits.log_softmax(-1)
+            drawn = drawing(NO_QUERY).of_logprobs(self._processed(logits))
+            drawn = drawn._replace(logprob=float(row[drawn.token_id]))
+            found = top(NO_QUERY).of_logprobs(row) if self._config.top_logprobs else None
+        elif self._config.top_logprobs:  # two that are read off one row
+            asked = (self._lm.read(context, each, lora_name) for each in (drawing, top))
+            drawn, found = await together(asked)
         else:
-            may_end = len(self.contexts[0]) >= self._least
-            mask = asyncio.to_thread(self._constraint.mask, may_end=may_end)
-            self._logits, self._mask = await asyncio.gather(asked, mask)
+            drawn, found = await self._lm.read(context, drawing, lora_name), None
+        self._drawn = drawn
+        if found is not None:
+            pairs = zip(found.token_ids.tolist(), found.logprobs.tolist(), strict=True)
+            self._top = tuple(pairs)
+
+    async def _allowed(self) -> bytes | None:
+        """Return which tokens the constraint allows, a bit for each."""
+        if self._constraint is None:
+            return None
+        may_end = len(self.contexts[0]) >= self._least
+        (mask,) = await asyncio.to_thread(Constraint.masks, [self._constraint], may_end=may_end)
+        return mask.bits
 
     def choose(self) -> list[tuple[int, GeneratedToken]]:
-        """Choose a token."""
-        logits, context = self._logits, self.contexts[0]
-        assert logits is not None
-        self._logits = None
-        row = logits.log_softmax(-1) if self._config.logprobs else None
-        logits = self._apply(self._processors, logits)
-        if self._mask is not None:
-            logits = logits.masked_fill(~self._mask.to(logits.device), -torch.inf)
-        if logits.max() == -torch.inf:
+        """Take the token that has been drawn."""
+        drawn, context = self._drawn, self.contexts[0]
+        assert drawn is not None
+        self._drawn = self._uniform = None
+        if drawn.token_id < 0:
             raise ConstraintError(f"no token may follow the {len(context)} that there are")
-        token_id = self._sampler.draw(self._apply(self._warpers, logits))
+        token_id = drawn.token_id
         context.append(token_id)
         if self._constraint is not None:
             self._constraint.advance(token_id)
@@ -208,18 +232,17 @@ class Sample(Draft):
         if reason is not None:
             self.is_finished = True
             new += "" if self._text.is_stopped else self._text.end()
-        logprob, top = self._logprobs(row, token_id)
-        return [(self._number, GeneratedToken(token_id, new, logprob, top, reason, self._number))]
+        logprob = drawn.logprob if self._config.logprobs else None
+        token = GeneratedToken(token_id, new, logprob, self._top, reason, self._number)
+        return [(self._number, token)]
 
     def cut(self) -> tuple[list[tuple[int, GeneratedToken]], list[tuple[int, str]]]:
         """Return no token, as ``choose`` has returned them all, and the characters held back."""
         return [], [] if self.is_finished else [(self._number, self._text.end())]
 
-    def _apply(self, processors: Any, logits: torch.Tensor) -> torch.Tensor:
-        if not processors:
-            return logits
+    def _processed(self, logits: torch.Tensor) -> torch.Tensor:
         ids = torch.tensor([self.contexts[0]], dtype=torch.int64, device=logits.device)
-        return processors(ids, logits[None])[0]
+        return self._processors(cast(Any, ids), cast(Any, logits[None]))[0]
 
     def _finish_reason(self, token_id: int) -> str | None:
         if token_id in self._prompt.eos_token_ids and self._is_end(token_id):

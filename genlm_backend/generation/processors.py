@@ -1,4 +1,4 @@
-"""Processors of logits before a token is chosen: transformers' own, and three more."""
+"""Processors of logits before a token is chosen: transformers' own, and two more."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from transformers import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from genlm_backend.generation.config import GenerationConfig
-from genlm_backend.model.draw import as_scores, tempered
 
 
 def make_processors(
@@ -49,38 +45,6 @@ def make_processors(
         counts = CountPenalty(config.presence_penalty, config.frequency_penalty)
         made.append(OfGenerated(counts, prompt_length))
     return made
-
-
-def make_warpers(config: GenerationConfig) -> LogitsProcessorList:
-    """Return the warpers that cut a distribution, at temperature 1, sharpened first.
-
-    There is nothing to cut without sampling, and where a temperature is all that there is: a
-    ``Sampler`` has one itself.
-    """
-    cuts = LogitsProcessorList()
-    if config.top_k:
-        cuts.append(TopKLogitsWarper(config.top_k))
-    if config.top_p < 1:
-        cuts.append(TopPLogitsWarper(config.top_p))
-    if config.min_p:
-        cuts.append(MinPLogitsWarper(config.min_p))
-    if cuts and config.temperature != 1:
-        cuts.insert(0, Temperature(config.temperature))
-    return cuts
-
-
-@final
-class Temperature(LogitsProcessor):
-    """Divides logits, less their largest, by a temperature, as whatever draws does it."""
-
-    def __init__(self, temperature: float) -> None:
-        self._temperature = temperature
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """Return the processed logits."""
-        row = as_scores(scores[0])
-        found = tempered(row, row.max(), self._temperature)
-        return torch.from_numpy(found)[None].to(scores)  # pyright: ignore
 
 
 @final

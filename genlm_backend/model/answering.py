@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from operator import attrgetter
 from typing import Any, Final, final
 
@@ -13,7 +13,7 @@ from genlm_backend.errors import EvaluationError
 from genlm_backend.model.adapters import AdapterNames
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.model.query import Query
-from genlm_backend.model.readout import answers_by_rows
+from genlm_backend.model.readout import Readout, answers_by_rows
 from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_without
 from genlm_backend.model.scoring import Answer, Question
 
@@ -57,6 +57,11 @@ class Answering:
     def weight(self, question: Question) -> float:
         """Return the weight of a question in a batch: 1, but for a text by its length."""
         return 1.0 if self._is_bounded else question.weight
+
+    def computed_with(self, question: Question) -> Hashable:
+        """Return the question whose answer one is made of: all that is read off one row has one."""
+        asked: Any = question
+        return asked.query if isinstance(asked, Readout) and not self._is_bounded else asked
 
     def answers(self, questions: Sequence[Question]) -> list[Answer | Exception]:
         """Return one answer, or the error of those who asked, for each question of a batch."""

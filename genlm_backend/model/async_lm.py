@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Final, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
 
@@ -28,7 +28,7 @@ from genlm_backend.model.draw import (
 )
 from genlm_backend.model.drawing import Impossible, drawing_of, several_draws_of
 from genlm_backend.model.lm_statistics import LMStatistics
-from genlm_backend.model.query import UNKNOWN_ADAPTER, Query, TokenIds
+from genlm_backend.model.query import NO_QUERY, UNKNOWN_ADAPTER, Query, TokenIds
 from genlm_backend.model.sampling import (
     Sampled,
     Sampler,
@@ -53,6 +53,7 @@ from genlm_backend.model.token_readouts import (
     chosen_of,
     masses_of,
     own_top,
+    readout_of,
     top_of,
 )
 from genlm_backend.prefix import TierName
@@ -258,6 +259,35 @@ class AsyncLM(Closing):
 
     # ---------------------------------------------------------------- read off rows
 
+    async def read(
+        self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None = None
+    ) -> Any:
+        """Return the answer to a readout of any kind, such as one of your own.
+
+        All that is read off rows is asked by it.
+
+        Args:
+            token_ids: The context.
+            readout: A function from a ``Query`` to the ``Readout`` of it, such as a class of
+                readouts that are made of a query alone.
+            lora_name: The adapter to read the context with.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If ``readout`` makes no readout.
+            EvaluationError: (``RuntimeError``) If the row is NaN.
+            Exception: What the kind of readout has in place of an answer, and what
+                ``next_token_logprobs`` raises.
+        """
+        asked = readout_of(readout, NO_QUERY)
+        return asked.of_logprobs(await self.next_token_logprobs(token_ids, lora_name=lora_name))
+
+    def read_sync(
+        self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None = None
+    ) -> Any:
+        """Return the same answer as ``read``, blocking the calling thread."""
+        asked = readout_of(readout, NO_QUERY)
+        return asked.of_logprobs(self.next_token_logprobs_sync(token_ids, lora_name=lora_name))
+
     async def next_token_top(
         self, token_ids: TokenIds, k: int, lora_name: str | None = None
     ) -> TopTokens:
@@ -282,14 +312,14 @@ class AsyncLM(Closing):
             Exception: What ``next_token_logprobs`` raises.
         """
         readout = top_of(k, len(self.byte_vocab))
-        return own_top(await self._read(token_ids, readout, lora_name))
+        return own_top(await self.read(token_ids, readout, lora_name))
 
     def next_token_top_sync(
         self, token_ids: TokenIds, k: int, lora_name: str | None = None
     ) -> TopTokens:
         """Return the same tokens as ``next_token_top``, blocking the calling thread."""
         readout = top_of(k, len(self.byte_vocab))
-        return own_top(self._read_sync(token_ids, readout, lora_name))
+        return own_top(self.read_sync(token_ids, readout, lora_name))
 
     async def next_token_logprobs_of(
         self, token_ids: TokenIds, chosen: Iterable[int], lora_name: str | None = None
@@ -310,14 +340,14 @@ class AsyncLM(Closing):
             Exception: What ``next_token_logprobs`` raises.
         """
         readout = chosen_of(chosen, len(self.byte_vocab))
-        return (await self._read(token_ids, readout, lora_name)).clone()
+        return (await self.read(token_ids, readout, lora_name)).clone()
 
     def next_token_logprobs_of_sync(
         self, token_ids: TokenIds, chosen: Iterable[int], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same numbers as ``next_token_logprobs_of``, blocking the calling thread."""
         readout = chosen_of(chosen, len(self.byte_vocab))
-        return self._read_sync(token_ids, readout, lora_name).clone()
+        return self.read_sync(token_ids, readout, lora_name).clone()
 
     async def next_token_entropy(self, token_ids: TokenIds, lora_name: str | None = None) -> float:
         """Return the entropy of the token after a context in nats, summed in float64.
@@ -328,11 +358,11 @@ class AsyncLM(Closing):
             EvaluationError: (``RuntimeError``) If the row is NaN.
             Exception: What ``next_token_logprobs`` raises.
         """
-        return await self._read(token_ids, Entropy, lora_name)
+        return await self.read(token_ids, Entropy, lora_name)
 
     def next_token_entropy_sync(self, token_ids: TokenIds, lora_name: str | None = None) -> float:
         """Return the same number as ``next_token_entropy``, blocking the calling thread."""
-        return self._read_sync(token_ids, Entropy, lora_name)
+        return self.read_sync(token_ids, Entropy, lora_name)
 
     async def next_token_log_masses(
         self, token_ids: TokenIds, groups: Sequence[Allowed], lora_name: str | None = None
@@ -357,14 +387,14 @@ class AsyncLM(Closing):
             Exception: What ``next_token_logprobs`` raises.
         """
         readout = masses_of(groups, len(self.byte_vocab))
-        return (await self._read(token_ids, readout, lora_name)).clone()
+        return (await self.read(token_ids, readout, lora_name)).clone()
 
     def next_token_log_masses_sync(
         self, token_ids: TokenIds, groups: Sequence[Allowed], lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same numbers as ``next_token_log_masses``, blocking the calling thread."""
         readout = masses_of(groups, len(self.byte_vocab))
-        return self._read_sync(token_ids, readout, lora_name).clone()
+        return self.read_sync(token_ids, readout, lora_name).clone()
 
     # ---------------------------------------------------------------- scores
 
@@ -591,7 +621,7 @@ class AsyncLM(Closing):
         options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         drawing = drawing_of(len(self.byte_vocab), generator, **options, **bounds)
-        return await self._read(context, drawing, lora_name)
+        return await self.read(context, drawing, lora_name)
 
     def draw_next_token_sync(
         self,
@@ -611,7 +641,7 @@ class AsyncLM(Closing):
         options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         drawing = drawing_of(len(self.byte_vocab), generator, **options, **bounds)
-        return self._read_sync(context, drawing, lora_name)
+        return self.read_sync(context, drawing, lora_name)
 
     async def draw_next_tokens(
         self,
@@ -660,7 +690,7 @@ class AsyncLM(Closing):
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         size = len(self.byte_vocab)
         draws = several_draws_of(size, generator, n, distinct, **options, **bounds)
-        return list(await self._read(context, draws, lora_name))
+        return list(await self.read(context, draws, lora_name))
 
     def draw_next_tokens_sync(
         self,
@@ -683,7 +713,7 @@ class AsyncLM(Closing):
         bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
         size = len(self.byte_vocab)
         draws = several_draws_of(size, generator, n, distinct, **options, **bounds)
-        return list(self._read_sync(context, draws, lora_name))
+        return list(self.read_sync(context, draws, lora_name))
 
     def _context_of_draws(self, token_ids: TokenIds, lora_name: str | None) -> Context:
         """Return a context once it and the adapter are checked: before a number is taken."""
@@ -776,7 +806,7 @@ class AsyncLM(Closing):
             is_full = self.max_length is not None and len(context) > self.max_length
             if is_full and len(context) > len(prompt):  # of a prompt that is, the model tells
                 break
-            drawn = await self._read(context, sampler.drawing, lora_name)
+            drawn = await self.read(context, sampler.drawing, lora_name)
             if drawn.token_id in eos_token_ids:
                 reason = "eos"
                 break
@@ -790,16 +820,6 @@ class AsyncLM(Closing):
         ends = self.eos_token_ids if eos_token_ids is None else eos_token_ids
         given = {"max_tokens": max_tokens, "eos_token_ids": ends, **options}
         return check_sampling(len(self.byte_vocab), **given)
-
-    async def _read(self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None) -> Any:
-        """Return the answer to the readout that a query is made."""
-        row = await self.next_token_logprobs(token_ids, lora_name=lora_name)
-        return readout(_ANY).of_logprobs(row)
-
-    def _read_sync(self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None) -> Any:
-        """Return the answer to the readout that a query is made, blocking the calling thread."""
-        row = self.next_token_logprobs_sync(token_ids, lora_name=lora_name)
-        return readout(_ANY).of_logprobs(row)
 
     # ---------------------------------------------------------------- keys and values
 
@@ -902,7 +922,3 @@ class AsyncLM(Closing):
 
     def close(self) -> None:
         """Settle every waiter with an error and free what the model holds; again has no effect."""
-
-
-_ANY: Final = Query([0])
-"""In place of the query of a row that is there."""

@@ -41,7 +41,6 @@ from genlm_backend.model.context import Context, listed_contexts
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.model.query import Adapter, Query, TokenIds
-from genlm_backend.model.readout import Readout
 from genlm_backend.model.row import Row, RowCache, table_of
 from genlm_backend.model.scoring import (
     NOTHING,
@@ -54,6 +53,7 @@ from genlm_backend.model.scoring import (
     scores_of_rows,
     scores_of_rows_sync,
 )
+from genlm_backend.model.token_readouts import ReadoutOf, readout_of
 from genlm_backend.prefix import TierName, check_tier
 from genlm_backend.runtime.forks import OfOneProcess
 
@@ -160,8 +160,9 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     def _asking(self, policy: BatchPolicy) -> BatcherBase[Question, Any]:
         """Make the batcher of questions, once."""
-        answers, weight = self._answering.answers, self._answering.weight
-        return Batcher(answers, policy, name=type(self).__name__, weight=weight)
+        asked = self._answering
+        options = {"weight": asked.weight, "computed_with": asked.computed_with}
+        return Batcher(asked.answers, policy, name=type(self).__name__, **options)
 
     # ---------------------------------------------------------------- rows, scores, draws
 
@@ -295,27 +296,35 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._before_wait()
         return found
 
-    async def _read(
-        self, token_ids: TokenIds, readout: Callable[[Query], Readout], lora_name: str | None
+    async def read(
+        self,
+        token_ids: TokenIds,
+        readout: ReadoutOf,
+        lora_name: str | None = None,
     ) -> Any:
+        """Return the answer to a readout, read off where the model is."""
         asked, row = self._asked(token_ids, readout, lora_name)
         return await self._batcher.submit(asked) if row is None else asked.of_row(row)
 
-    def _read_sync(
-        self, token_ids: TokenIds, readout: Callable[[Query], Readout], lora_name: str | None
+    def read_sync(
+        self,
+        token_ids: TokenIds,
+        readout: ReadoutOf,
+        lora_name: str | None = None,
     ) -> Any:
+        """Return the same answer as ``read``, blocking the calling thread."""
         asked, row = self._asked(token_ids, readout, lora_name)
         return self._batcher.submit_sync([asked])[0] if row is None else asked.of_row(row)
 
     def _asked(
-        self, token_ids: TokenIds, readout: Callable[[Query], Readout], lora_name: str | None
-    ) -> tuple[Readout, Row | None]:
+        self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None
+    ) -> tuple[Any, Row | None]:
         """Return the readout that a query is made, and the row where it is cached."""
         query = self._query(token_ids, lora_name)
-        row = self._rows.get(query)
+        asked, row = readout_of(readout, query), self._rows.get(query)
         if row is None:
             self._before_wait()
-        return readout(query), row
+        return asked, row
 
     # ------------------------------------------------------- the worker thread and its queue
 

@@ -223,7 +223,7 @@ def packed_mask(
         mask = values
     else:
         if isinstance(values, np.ndarray):
-            is_long = values.dtype.kind in "iu" and values.shape == (vocab_size,) != (2,)
+            is_long = values.dtype.kind in "iu" and values.shape == (vocab_size,) and vocab_size > 2
             if is_long and set(values.tolist()) <= {0, 1}:
                 raise OptionError(
                     f"{name} is a mask of numbers, {values.dtype} [{vocab_size}], and would be "

@@ -101,9 +101,7 @@ class Drawing(Readout):
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
         """Return a draw from each row, or the error where no token is possible."""
         if not rows.is_cpu and all(drawing.cuts is None for drawing in readouts):
-            starts = range(0, len(rows), MANY_ROWS)
-            parts = [slice(start, start + MANY_ROWS) for start in starts]
-            return [one for own in parts for one in drawn_at_once(readouts[own], rows[own])]
+            return drawn_at_once(readouts, rows)
         rows = rows.cpu()
         pairs = zip(readouts, rows.numpy(), strict=True)
         return [_drawn(drawing, row) for drawing, row in pairs]
@@ -124,12 +122,10 @@ def _pool(
     drawing: Drawing | SeveralDraws, logprobs: NDArray[np.float32]
 ) -> _Pool | Draw | EvaluationError:
     """Return the tokens of a row to draw from, or the answer where there is none."""
-    if drawing.allowed is None:
-        scores = logprobs
-    else:
-        mask = np.unpackbits(np.frombuffer(drawing.allowed, np.uint8), count=len(logprobs))
-        scores = np.where(mask.view(bool), logprobs, np.float32(-np.inf))
-    largest = scores.max()
+    scores, ids = logprobs, None
+    if drawing.allowed is not None:
+        scores, ids = _allowed_scores(logprobs, drawing.allowed)
+    largest = scores.max(initial=-np.inf)
     if drawing.may_fail and largest == -np.inf:
         return NO_DRAW
     if largest == -np.inf and drawing.allowed is not None:
@@ -138,7 +134,26 @@ def _pool(
         check_possible(largest)
     except EvaluationError as error:
         return error
-    return _Pool(scores, logprobs, drawing.temperature, drawing.cuts, drawing.allowed is None)
+    return _Pool(scores, ids, logprobs, drawing.temperature, drawing.cuts, drawing.allowed is None)
+
+
+def _allowed_scores(
+    logprobs: NDArray[np.float32], allowed: bytes
+) -> tuple[NDArray[np.float32], NDArray[np.int64] | None]:
+    """Return the log-probabilities of allowed tokens, and their ids; ``None`` for all ids.
+
+    Where most are allowed, all are returned, those that are not as ``-inf``.
+    """
+    bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=len(logprobs))
+    mask = bits.view(np.bool_)
+    if np.count_nonzero(mask) * 2 <= len(logprobs):
+        ids = np.flatnonzero(mask)
+        return logprobs[ids], ids
+    # A choice between two numbers takes ten times as long, where no pattern helps to guess it.
+    bounds = spare_memory.take(logprobs.shape, np.float32)
+    np.subtract(bits, np.float32(0.5), out=bounds)
+    np.multiply(bounds, np.float32(np.inf), out=bounds)
+    return np.minimum(logprobs, bounds, out=bounds), None
 
 
 def _none_possible() -> EvaluationError:
@@ -153,7 +168,8 @@ class _Pool:
     """The tokens of a row that one or several are drawn from.
 
     Args:
-        scores: Their log-probabilities, ``-inf`` for all others: float32 ``[vocab]``.
+        scores: Their log-probabilities; ``-inf`` for what is none of them: float32 ``[n]``.
+        ids: Token that each score is of, in order; ``None`` where they are of all tokens.
         logprobs: The log-probabilities of all tokens.
         temperature: Divisor of the scores.
         cuts: Bounds on the tokens; ``None`` for none.
@@ -163,21 +179,24 @@ class _Pool:
     def __init__(
         self,
         scores: NDArray[np.float32],
+        ids: NDArray[np.int64] | None,
         logprobs: NDArray[np.float32],
         temperature: float,
         cuts: Cuts | None,
         is_whole: bool,
     ) -> None:
-        self._scores, self._logprobs, self._temperature = scores, logprobs, temperature
+        self._scores, self._ids = scores, ids
+        self._logprobs, self._temperature = logprobs, temperature
         self._is_whole, self._largest = is_whole, scores.max()
         self._log_allowed: float | None = None
         self._inversion: Inversion | None = None
         if temperature:
             weights = weights_of(scores, self._largest, temperature)
             if cuts is not None:
-                self._is_whole, is_left = False, weights >= cuts.least(weights)
-                self._scores = np.where(is_left, scores, np.float32(-np.inf))
-                np.multiply(weights, is_left, out=weights)
+                self._is_whole = False
+                left = np.flatnonzero(weights >= cuts.least(weights))
+                self._ids = left if ids is None else ids[left]
+                self._scores, weights = scores[left], weights[left]
             self._inversion = Inversion(weights)
 
     def draw(self, point: float) -> Draw:
@@ -186,6 +205,8 @@ class _Pool:
             token_id = int(self._scores.argmax())
         else:
             token_id = self._inversion.index(point)
+        if self._ids is not None:
+            token_id = int(self._ids[token_id])
         logprob = float(self._logprobs[token_id])
         if self._log_allowed is None:
             self._log_allowed = 0.0 if self._is_whole else self._log_mass()
@@ -205,9 +226,10 @@ class _Pool:
         """Draw no more of a token; return whether another one is left."""
         if self._scores is self._logprobs:
             self._scores = self._scores.copy()
-        self._scores[token_id], self._is_whole, self._log_allowed = -np.inf, False, None
+        index = token_id if self._ids is None else int(np.searchsorted(self._ids, token_id))
+        self._scores[index], self._is_whole, self._log_allowed = -np.inf, False, None
         if self._inversion is not None:
-            self._inversion.remove(token_id)
+            self._inversion.remove(index)
             if self._inversion.total > _FEW:
                 return True
             self._largest = self._scores.max()  # the others may have been too small beside it
@@ -301,9 +323,6 @@ def _all_drawn(
         found.append(pool.draw(point))
     return tuple(found)
 
-
-MANY_ROWS: Final = 128
-"""Rows that are drawn from at once on a device: 64 MB of each table, of 131,072 tokens."""
 
 _NUM_BLOCKS: Final = 256
 
@@ -423,6 +442,10 @@ Rows of up to 151,936 tokens were 6e-7 off here, and those of torch's ``log_soft
 """
 
 
+_REORDERED: Final = 1e-12
+"""Distance of two logarithms of one sum in float64 at most, added in different orders."""
+
+
 def log_mass(total: float, row: NDArray[np.floating]) -> float:
     """Return the logarithm of the probability of some tokens of a row, given their ``log_sum``.
 
@@ -434,7 +457,7 @@ def log_mass(total: float, row: NDArray[np.floating]) -> float:
         total: Logarithm of the sum of their probabilities, as rounded as these are.
         row: Log-probabilities of all tokens, ``[vocab]``.
     """
-    is_all = abs(total) < _ROUNDING and total == log_sum(row)
+    is_all = abs(total) < _ROUNDING and abs(total - log_sum(row)) < _REORDERED
     return 0.0 if is_all else min(total, 0.0)
 
 

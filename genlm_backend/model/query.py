@@ -88,6 +88,10 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
         return f"Query({self.context!r}, lora_name={self.lora_name!r})"
 
 
+NO_QUERY: Final = Query([0])
+"""In place of the query of a row that is there."""
+
+
 def check_known_ids(
     name: str, ids: Iterable[int], vocab_size: int, error: type[Exception] = OptionError
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
@@ -132,9 +132,15 @@ def read_off(readouts: Sequence[Any], rows: Sequence[Row]) -> list[Any]:
             answers[i] = EvaluationError("the model says NaN of what comes next here")
         else:
             kinds[type(readout)].append(i)
-    for kind, places in kinds.items():
-        table = stacked([rows[i] for i in places])
-        found = kind.of_rows([readouts[i] for i in places], table)
-        for i, answer in zip(places, found, strict=True):
-            answers[i] = answer
+    for kind, of_kind in kinds.items():
+        for start in range(0, len(of_kind), MANY_ROWS):
+            places = of_kind[start : start + MANY_ROWS]
+            table = stacked([rows[i] for i in places])
+            found = kind.of_rows([readouts[i] for i in places], table)
+            for i, answer in zip(places, found, strict=True):
+                answers[i] = answer
     return answers
+
+
+MANY_ROWS: Final = 128
+"""Rows that are read off at once: a table of 64 MB, of 131,072 tokens. One may be there often."""

@@ -68,10 +68,13 @@ class Sampler:
         """
         return draw_token(as_scores(row), self.temperature, self._random.random)
 
+    def uniform(self) -> float:
+        """Return the random number of a draw, from 0 up to, and not including, 1."""
+        return self._random.random() if self.temperature else 0.0
+
     def drawing(self, query: Query) -> Drawing:
         """Return the question for the token that ``draw`` would return of the context's row."""
-        uniform = self._random.random() if self.temperature else 0.0
-        return Drawing(query, self.temperature, uniform)
+        return Drawing(query, self.temperature, self.uniform())
 
 
 def entropy_of(seed: int | None, stream: int) -> np.random.SeedSequence:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.checks import integer, listed, sequence
+from genlm_backend.checks import function, integer, listed, sequence, shown
 from genlm_backend.errors import OptionTypeError
 from genlm_backend.model.draw import packed_mask
 from genlm_backend.model.query import Query, check_known_ids
@@ -38,6 +38,18 @@ class TopTokens(NamedTuple):
 
 ReadoutOf: TypeAlias = Callable[[Query], Readout]
 """A maker of the readout of a query."""
+
+
+def readout_of(make: Callable[[Query], Any], query: Query) -> Readout:
+    """Return the readout that ``make`` makes of a query.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If it is no function, or makes something else.
+    """
+    readout = function("readout", make)(query)
+    if not isinstance(readout, Readout):
+        raise OptionTypeError(f"readout must make a Readout of a query, got {shown(readout)}")
+    return readout
 
 
 @final

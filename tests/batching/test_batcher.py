@@ -422,6 +422,18 @@ def test_whatever_happens_every_caller_gets_its_own_answer(plans, batch_size, br
     batcher.close()
 
 
+async def test_what_is_computed_together_counts_once(recorder):
+    policy = BatchPolicy(max_batch_size=4, timeout=1000.0)
+    batcher = Batcher(recorder, policy, computed_with=lambda query: query % 7)
+    queries = [*range(60), *range(100, 170, 7)]
+    results = await asyncio.gather(*map(batcher.submit, queries))
+    assert results == [2 * query for query in queries]
+    batcher.close()
+    assert [query for batch in recorder.batches for query in batch] == queries
+    assert max(len({query % 7 for query in batch}) for batch in recorder.batches) == 4
+    assert max(map(len, recorder.batches)) >= 11  # the last ones are alike
+
+
 async def test_what_weighs_little_goes_together_and_what_weighs_much_alone(recorder):
     def weight(query):
         return (0.25, 2.0, 9.0)[query // 100]

@@ -127,26 +127,37 @@ class Rounds(RuleBasedStateMachine):
             callers.pop(caller, None)
 
     @precondition(lambda self: self.batch is None)
-    @rule(most=st.integers(1, 5))
-    def cut(self, most):
+    @rule(most=st.integers(1, 5), num_shared=st.sampled_from([None, 1, 2, 4]))
+    def cut(self, most, num_shared):
+        def number_of(query):
+            return int(query.removeprefix("query "))
+
+        def shared(query):
+            return number_of(query) % num_shared
+
         present = [
             number
             for number, callers in enumerate(self.queue.callers, self.queue.first)
             if callers is not None  # where they have gone without a word, that is not known yet
         ]
-        while gone := self.queue.gone(size := self.queue.size(most)):
+        while gone := self.queue.gone(
+            size := self.queue.size(most, None if num_shared is None else shared)
+        ):
             for number in gone:
                 assert number not in self.waiting
                 assert self.queue.forget(number) == f"key {number}"
         self.batch = self.queue.cut(size)
         numbers = [self.batch.first + index for index in self.batch.evaluated]
-        taken, total = [], 0.0
+        taken, total, counted = [], 0.0, set()
         for number in present:
-            if taken and total + self.weights[number] > most:
+            own = number if num_shared is None else number % num_shared
+            weight = 0.0 if own in counted else self.weights[number]
+            if taken and own not in counted and total + weight > most:
                 break
             if number in self.waiting:
                 taken.append(number)
-                total += self.weights[number]
+                counted.add(own)
+                total += weight
         assert numbers == taken
         assert [self.batch.queries[i] for i in self.batch.evaluated] == [
             f"query {number}" for number in taken

@@ -126,5 +126,5 @@ async def test_a_search_among_rows_that_say_nothing_is_an_error():
         nothing = torch.full((len(lm.byte_vocab),), torch.nan)
         lm._evaluator.evaluate = lambda queries: [Row(nothing, math.nan) for _ in queries]
         for fields in ({}, {"num_beams": 2}, {"do_sample": True, "seed": 1}):
-            with pytest.raises(EvaluationError, match="whose largest score is nan"):
+            with pytest.raises(EvaluationError, match=r"(?i)nan"):
                 await generate(lm, [1], max_new_tokens=3, **fields)

@@ -1,6 +1,7 @@
 """Texts against transformers' own generate, and against what the model alone says."""
 
 import asyncio
+import math
 import random
 
 import pytest
@@ -10,7 +11,9 @@ import transformers
 from genlm_backend import AsyncTransformer, MockAsyncLM, load_model_by_name
 from genlm_backend.errors import ContextError, GenerationConfigError
 from genlm_backend.generation import GenerationConfig, generate, stream
-from genlm_backend.generation.processors import make_processors, make_warpers
+from genlm_backend.generation.processors import make_processors
+from genlm_backend.model.drawing import Cuts, Drawing
+from genlm_backend.model.query import NO_QUERY
 from tests.llm.conftest import fresh_row, word_tokenizer
 
 SETTINGS = [
@@ -77,22 +80,27 @@ def test_distributions_are_those_of_transformers(model, seed):
     theirs = model._get_logits_processor(hf, input_ids_seq_length=4, device="cpu")
     logits = torch.randn(1, 96, generator=torch.Generator().manual_seed(seed)) * 3
     ours = make_processors(config, 4, [5])(ids, logits.clone())
-    if warpers := make_warpers(config):
-        ours = warpers(ids, ours)
-    else:  # the sampler divides by the temperature
-        ours = ours / config.temperature
-    expected = theirs(ids, logits.clone())
-    assert torch.equal(ours == -torch.inf, expected == -torch.inf)
-    torch.testing.assert_close(ours.softmax(-1), expected.softmax(-1), rtol=1e-5, atol=1e-7)
+    check_drawn(config, ours[0], theirs(ids, logits.clone())[0].softmax(-1))
+
+
+def check_drawn(config, logits, expected, num_draws=1000):
+    """Compare draws by as many random numbers, evenly spread, with the probabilities of tokens."""
+    bounds = Cuts(config.top_k, config.top_p, config.min_p)
+    row, found = logits.log_softmax(-1), {}
+    for i in range(num_draws):
+        draw = Drawing(NO_QUERY, config.temperature, i / num_draws, cuts=bounds).of_logprobs(row)
+        found[draw.token_id] = math.exp(draw.log_proposal)
+    ids = list(found)
+    torch.testing.assert_close(torch.tensor([*found.values()]), expected[ids], rtol=1e-5, atol=1e-7)
+    assert set(ids) >= set((expected > 1.01 / num_draws).nonzero()[:, 0].tolist())
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-39, 1e-38, 1e-30, 1e38, float("inf")])
 def test_temperatures_at_their_ends(temperature):
     config = GenerationConfig(do_sample=True, temperature=temperature, top_k=5)
-    logits = torch.tensor([[-torch.inf, 5.0, 2.0, 4.9, -1e30, -torch.inf]])
-    probabilities = make_warpers(config)(torch.zeros(1, 1, dtype=torch.long), logits).softmax(-1)
+    logits = torch.tensor([-torch.inf, 5.0, 2.0, 4.9, -1e30, -torch.inf])
     expected = [0.0, 1, 0, 0, 0, 0] if temperature < 1 else [0, 0.25, 0.25, 0.25, 0.25, 0]
-    torch.testing.assert_close(probabilities, torch.tensor([expected]))
+    check_drawn(config, logits, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0, float("inf")])

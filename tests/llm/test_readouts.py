@@ -247,7 +247,7 @@ class Largest(Readout):
 async def test_a_kind_of_ones_own_is_one_class(lm):
     row = await lm.next_token_logprobs([3, 4])
     lm.clear_cache()
-    assert await lm._read([3, 4], Largest, None) == pytest.approx(float(row.max()), abs=5e-5)
+    assert await lm.read([3, 4], Largest) == pytest.approx(float(row.max()), abs=5e-5)
 
 
 # ---------------------------------------------------------------- any rows

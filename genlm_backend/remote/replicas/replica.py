@@ -68,7 +68,12 @@ class Replica:
         self._dying = threading.Lock()  # held while it becomes dead or alive
         name = f"replica {number}"
         self.batcher: Batcher[Question, Any] = Batcher(
-            self._answers, policy, self._checked, name, self.answering.weight
+            self._answers,
+            policy,
+            self._checked,
+            name,
+            self.answering.weight,
+            self.answering.computed_with,
         )
         evaluator.check_wanted = self.batcher.check_wanted
 
