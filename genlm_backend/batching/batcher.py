@@ -245,7 +245,7 @@ class Batcher(BatcherBase[Q, R]):
         return numbers
 
     def _enter(self, caller: Caller, loop: Loop, query: Q) -> int:
-        key = cast(Hashable, query) if self._key is None else self._key(query)
+        key: Any = query if self._key is None else self._key(query)
         number = self._numbers.get(key)
         if number is not None and (joined := self._round_of(number)) is not None:
             joined.loops.add(loop)

@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, cast, final
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar, final
 
 import numpy as np
 import torch
@@ -58,7 +58,8 @@ class Row:
         """Log-probabilities: float32 ``[vocab]``, maybe a view of a table, and not modified."""
         if self._logprobs is None and self.table is not None:
             self._logprobs = self.table[self.index]
-        return cast(torch.Tensor, self._logprobs)  # whatever an evaluator has made a row of
+        # Whatever an evaluator has made a row of.
+        return self._logprobs  # pyright: ignore[reportReturnType]
 
     def __repr__(self) -> str:
         return f"Row(logprobs={self.logprobs!r}, normaliser={self.normaliser!r})"
@@ -88,9 +89,10 @@ class Row:
 
     def own_logprobs(self, device: torch.device) -> torch.Tensor:
         """Return a copy of the log-probabilities on ``device``, for a caller to modify."""
-        if not self.logprobs.is_cpu or device.type != "cpu":
-            return self.logprobs.to(device, copy=True)
-        return own_copy(self.logprobs.numpy())
+        row = self.logprobs
+        if not row.is_cpu or device.type != "cpu":
+            return row.to(device, copy=True)
+        return own_copy(row.numpy())
 
     def own_logits(self, device: torch.device) -> torch.Tensor:
         """Return the logits on ``device``, or the log-probabilities where they are not known."""
