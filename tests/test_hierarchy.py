@@ -27,6 +27,8 @@ DEFAULTS = {
         "add_new_lora",
         "batch_next_token_logprobs",
         "batch_next_token_logprobs_sync",
+        "batch_read",
+        "batch_read_sync",
         "batch_sample",
         "check_adapter",
         "clear_cache",

@@ -26,7 +26,7 @@ from genlm_backend.model.draw import (
     RandomGenerator,
     draw,
 )
-from genlm_backend.model.drawing import Impossible, drawing_of, several_draws_of
+from genlm_backend.model.drawing import Impossible, drawing_of, drawings_of, several_draws_of
 from genlm_backend.model.lm_statistics import LMStatistics
 from genlm_backend.model.query import NO_QUERY, UNKNOWN_ADAPTER, Query, TokenIds
 from genlm_backend.model.sampling import (
@@ -264,7 +264,8 @@ class AsyncLM(Closing):
     ) -> Any:
         """Return the answer to a readout of any kind, such as one of your own.
 
-        All that is read off rows is asked by it.
+        All that is read off rows is asked by it. The answer may be another caller's too: it is
+        copied before it is modified.
 
         Args:
             token_ids: The context.
@@ -287,6 +288,23 @@ class AsyncLM(Closing):
         """Return the same answer as ``read``, blocking the calling thread."""
         asked = readout_of(readout, NO_QUERY)
         return asked.of_logprobs(self.next_token_logprobs_sync(token_ids, lora_name=lora_name))
+
+    async def batch_read(
+        self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None = None
+    ) -> list[Any]:
+        """Return the answers to a readout behind each of many contexts, in order; see ``read``.
+
+        ``readout`` is called once for each context, in order. The first error of one is raised.
+        """
+        contexts = listed_contexts("token_ids_list", token_ids_list)
+        return await together(self.read(ids, readout, lora_name) for ids in contexts)
+
+    def batch_read_sync(
+        self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None = None
+    ) -> list[Any]:
+        """Return the same answers as ``batch_read``, blocking the calling thread."""
+        contexts = listed_contexts("token_ids_list", token_ids_list)
+        return [self.read_sync(ids, readout, lora_name) for ids in contexts]
 
     async def next_token_top(
         self, token_ids: TokenIds, k: int, lora_name: str | None = None
@@ -714,6 +732,75 @@ class AsyncLM(Closing):
         size = len(self.byte_vocab)
         draws = several_draws_of(size, generator, n, distinct, **options, **bounds)
         return list(self.read_sync(context, draws, lora_name))
+
+    async def batch_draw_next_token(
+        self,
+        token_ids_list: Sequence[TokenIds],
+        *,
+        allowed: Sequence[Allowed | None] | None = None,
+        generator: RandomGenerator | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        impossible: Impossible = "raise",
+        lora_name: str | None = None,
+    ) -> list[Draw]:
+        """Draw the token after each of many contexts, as a step of particles does.
+
+        They are the draws of as many calls of ``draw_next_token``, in order, with the same
+        generator.
+
+        Args:
+            token_ids_list: The contexts.
+            allowed: The tokens that may be drawn behind each of them, such as the masks of
+                ``Constraint.masks``; ``None`` where all may be.
+            generator: Random stream that a number is taken from for each context, in order.
+            temperature: As of ``draw_next_token``, as are the others.
+            top_k: The same.
+            top_p: The same.
+            min_p: The same.
+            impossible: The same.
+            lora_name: The adapter to read the contexts with.
+
+        Raises:
+            Exception: What ``draw_next_token`` raises, of the first that raises it; ``OptionError``
+                (``ValueError``) as well if there are not as many of ``allowed`` as of contexts.
+        """
+        contexts = self._contexts_of_draws(token_ids_list, lora_name)
+        options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
+        bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        size = len(self.byte_vocab)
+        drawing = drawings_of(size, generator, len(contexts), **options, **bounds)
+        return await self.batch_read(contexts, drawing, lora_name)
+
+    def batch_draw_next_token_sync(
+        self,
+        token_ids_list: Sequence[TokenIds],
+        *,
+        allowed: Sequence[Allowed | None] | None = None,
+        generator: RandomGenerator | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        impossible: Impossible = "raise",
+        lora_name: str | None = None,
+    ) -> list[Draw]:
+        """Return the same draws as ``batch_draw_next_token``, blocking the calling thread."""
+        contexts = self._contexts_of_draws(token_ids_list, lora_name)
+        options = {"allowed": allowed, "temperature": temperature, "impossible": impossible}
+        bounds = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        size = len(self.byte_vocab)
+        drawing = drawings_of(size, generator, len(contexts), **options, **bounds)
+        return self.batch_read_sync(contexts, drawing, lora_name)
+
+    def _contexts_of_draws(
+        self, token_ids_list: Sequence[TokenIds], lora_name: str | None
+    ) -> list[Context]:
+        contexts = listed_contexts("token_ids_list", token_ids_list)
+        self.check_adapter(lora_name)
+        return [self.contexts.check(context, self.max_length) for context in contexts]
 
     def _context_of_draws(self, token_ids: TokenIds, lora_name: str | None) -> Context:
         """Return a context once it and the adapter are checked: before a number is taken."""

@@ -316,6 +316,38 @@ class BatchedLM(OfOneProcess, AsyncLM):
         asked, row = self._asked(token_ids, readout, lora_name)
         return self._batcher.submit_sync([asked])[0] if row is None else asked.of_row(row)
 
+    async def batch_read(
+        self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None = None
+    ) -> list[Any]:
+        """Return the answers to a readout behind each of many contexts, in order."""
+        asked, answers = self._all_asked(token_ids_list, readout, lora_name)
+        missing = [i for i in range(len(asked)) if i not in answers]
+        found = await self._batcher.submit_all([asked[i] for i in missing])
+        answers.update(zip(missing, found, strict=True))
+        return [answers[i] for i in range(len(asked))]
+
+    def batch_read_sync(
+        self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None = None
+    ) -> list[Any]:
+        """Return the same answers as ``batch_read``, blocking the calling thread."""
+        asked, answers = self._all_asked(token_ids_list, readout, lora_name)
+        missing = [i for i in range(len(asked)) if i not in answers]
+        found = self._batcher.submit_sync([asked[i] for i in missing])
+        answers.update(zip(missing, found, strict=True))
+        return [answers[i] for i in range(len(asked))]
+
+    def _all_asked(
+        self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None
+    ) -> tuple[list[Any], dict[int, Any]]:
+        """Return readouts of queries, and by their indices the answers of rows that are cached."""
+        queries = self._queries(token_ids_list, lora_name)
+        asked = [readout_of(readout, query) for query in queries]
+        rows = ((i, self._rows.get(query)) for i, query in enumerate(queries))
+        answers = {i: asked[i].of_row(row) for i, row in rows if row is not None}
+        if len(answers) < len(asked):
+            self._before_wait()
+        return asked, answers
+
     def _asked(
         self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None
     ) -> tuple[Any, Row | None]:

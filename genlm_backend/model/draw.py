@@ -148,7 +148,7 @@ def check_possible(score: float, error: type[Exception] = EvaluationError) -> No
 
 # -------------------------------------------------------------------- the tokens that may come
 
-_NO_TOKEN: Final = "allowed has no token: nothing can be drawn; see impossible='return'"
+_NO_TOKEN: Final = "{} has no token: nothing can be drawn; see impossible='return'"
 
 
 @final
@@ -205,7 +205,7 @@ def packed_mask(
                 f"{allowed.vocab_size} in {len(allowed.bits)} bytes"
             )
         if not any(allowed.bits) and not may_be_empty:
-            raise OptionError(_NO_TOKEN)
+            raise OptionError(_NO_TOKEN.format(name))
         return allowed.bits
     if callable(getattr(allowed, "mask", None)) and hasattr(allowed, "fork"):
         raise OptionTypeError(
@@ -238,7 +238,7 @@ def packed_mask(
         mask = np.zeros(vocab_size, bool)
         mask[ids] = True
     if not mask.any() and not may_be_empty:
-        raise OptionError(_NO_TOKEN)
+        raise OptionError(_NO_TOKEN.format(name))
     return np.packbits(mask).tobytes()
 
 

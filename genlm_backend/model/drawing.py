@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.checks import checked, integer, number, one_of, switch
-from genlm_backend.errors import EvaluationError
+from genlm_backend.checks import checked, integer, listed, number, one_of, switch
+from genlm_backend.errors import EvaluationError, OptionError
 from genlm_backend.model.draw import (
     TEMPERATURE,
     Draw,
@@ -501,6 +501,39 @@ def drawing_of(vocab_size: int, generator: Any, **options: Any) -> Callable[[Que
     """
     number_of, alike = _drawn_alike(vocab_size, generator, **options)
     return partial(Drawing, uniform=number_of(), **alike)
+
+
+def drawings_of(
+    vocab_size: int, generator: Any, num_draws: int, *, allowed: Any, **options: Any
+) -> Callable[[Query], Drawing]:
+    """Return a maker of as many drawings, one after another, as ``drawing_of`` of one.
+
+    Args:
+        vocab_size: Number of ids that the model has.
+        generator: As ``batch_draw_next_token`` has it.
+        num_draws: Number of drawings.
+        allowed: As ``batch_draw_next_token`` has it.
+        **options: Its other arguments, but for the contexts and the adapter.
+    """
+    number_of, alike = _drawn_alike(vocab_size, generator, allowed=None, **options)
+    del alike["allowed"]
+    given: list[Any] = [None] * num_draws if allowed is None else listed("allowed", allowed)
+    if len(given) != num_draws:
+        raise OptionError(
+            f"allowed must be one for each context: got {len(given)} for {num_draws} contexts"
+        )
+    names = [f"allowed[{i}]" for i in range(num_draws)]
+    masks = [
+        packed_mask(own, vocab_size, alike["may_fail"], name)
+        for own, name in zip(given, names, strict=True)
+    ]
+    pairs = iter([(number_of(), mask) for mask in masks])
+
+    def made(query: Query) -> Drawing:
+        uniform, mask = next(pairs)
+        return Drawing(query, uniform=uniform, allowed=mask, **alike)
+
+    return made
 
 
 def several_draws_of(

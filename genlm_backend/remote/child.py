@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Final, final
 
 from genlm_backend.errors import EvaluationError
+from genlm_backend.model.readout import packed
 from genlm_backend.model.row import Row, put_rows
 from genlm_backend.remote.channel import Channel, SharedRows
 from genlm_backend.remote.far_end import FarEnd
@@ -64,7 +65,7 @@ class Server:
 
     def _send(self, reply: Reply) -> None:
         try:
-            message = pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
+            message = packed(reply)
         except Exception as raised:  # whatever the way of pickling of what was returned raises
             error = PackedError.of(EvaluationError(f"what was returned cannot be sent: {raised}"))
             message = pickle.dumps(reply._replace(value=None, error=error))

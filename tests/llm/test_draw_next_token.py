@@ -72,6 +72,47 @@ async def test_a_token_is_that_of_the_row(lm, temperature):
         assert streams[number].random() == stream.random()
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_k": 9}], ids=str)
+async def test_draws_of_a_batch_are_those_of_single_ones(lm, options):
+    contexts = [[i % 7, 1 + i % 5, 2] for i in range(40)]
+    masks = [list(KINDS.values())[i % len(KINDS)] for i in range(40)]
+    one, other, third = (np.random.default_rng(3) for _ in range(3))
+    found = await lm.batch_draw_next_token(contexts, allowed=masks, generator=one, **options)
+    blocking = lm.batch_draw_next_token_sync(contexts, allowed=masks, generator=third, **options)
+    for context, mask, drawn, again in zip(contexts, masks, found, blocking, strict=True):
+        single = await lm.draw_next_token(context, allowed=mask, generator=other, **options)
+        assert drawn.token_id == again.token_id == single.token_id
+        assert list(drawn) == pytest.approx(list(single), abs=1e-4)
+    assert one.random() == other.random() == third.random()
+    assert await lm.batch_draw_next_token([]) == lm.batch_draw_next_token_sync([]) == []
+
+
+async def test_a_batch_of_draws_is_refused_as_a_whole(lm):
+    asked, generator = lm.statistics().num_awaits, np.random.default_rng(0)
+    for wrong, error, message in (
+        ({"allowed": [None]}, OptionError, "one for each context: got 1 for 2 contexts"),
+        ({"allowed": [None, []]}, OptionError, r"allowed\[1\] has no token"),
+        ({"allowed": [None, [VOCAB]]}, OptionError, r"allowed\[1\] has .*outside"),
+        ({"allowed": 5}, OptionTypeError, "allowed must be"),
+        ({"temperature": -1}, OptionError, "temperature"),
+        ({"generator": 5}, OptionTypeError, "generator must be"),
+        ({"lora_name": "none"}, UnknownAdapterError, "none"),
+    ):
+        given = {"generator": generator, **wrong}
+        with pytest.raises(error, match=message):
+            await lm.batch_draw_next_token([[1], [2]], **given)
+        with pytest.raises(error, match=message):
+            lm.batch_draw_next_token_sync([[1], [2]], **given)
+    with pytest.raises(ContextError):
+        await lm.batch_draw_next_token([[1], [VOCAB + 99]], generator=generator)
+    with pytest.raises(ContextTypeError):
+        await lm.batch_draw_next_token([[1], ["a"]], generator=generator)
+    assert lm.statistics().num_awaits == asked
+    assert generator.random() == np.random.default_rng(0).random()
+    dead, alive = await lm.batch_draw_next_token([[1], [2]], allowed=[[], [3]], impossible="return")
+    assert (dead.token_id, alive.token_id) == (-1, 3)
+
+
 async def test_weights_tell_the_distribution_of_the_model():
     """Drawn from a part and weighted, tokens have the probabilities that the model gives them."""
     with MockAsyncLM(word_tokenizer(12), vocab_size=12) as lm:

@@ -25,7 +25,7 @@ from genlm_backend.llm import BatchedLM, Draw, Query, Readout, Row, StatelessEva
 from genlm_backend.model import token_readouts
 from genlm_backend.model.draw import PackedMask
 from genlm_backend.model.drawing import Drawing
-from genlm_backend.model.readout import answers_by_rows, read_off
+from genlm_backend.model.readout import answers_by_rows, packed, read_off
 from genlm_backend.model.scoring import Beside, numbers_of_rows
 from genlm_backend.model.token_readouts import Chosen, Entropy, Masses, Top
 from tests.llm.conftest import random_contexts, word_tokenizer
@@ -248,6 +248,61 @@ async def test_a_kind_of_ones_own_is_one_class(lm):
     row = await lm.next_token_logprobs([3, 4])
     lm.clear_cache()
     assert await lm.read([3, 4], Largest) == pytest.approx(float(row.max()), abs=5e-5)
+
+
+async def test_readouts_of_many_contexts(lm):
+    contexts = [[i % 9, 2] for i in range(30)]
+    rows = await lm.batch_next_token_logprobs(contexts)
+    blocking = lm.batch_read_sync(contexts[:10], Entropy)  # of rows that may be there
+    lm.clear_cache()
+    found = await lm.batch_read(contexts, Entropy)
+    assert found == pytest.approx([entropy_of(row) for row in rows], abs=1e-4)
+    assert found[:10] == pytest.approx(blocking, abs=1e-4)
+    asked = lm.statistics().num_awaits
+    for wrong in (5, lambda query: query, lambda query: None):
+        with pytest.raises(OptionTypeError, match="readout must"):
+            await lm.batch_read(contexts, wrong)
+        with pytest.raises(OptionTypeError, match="readout must"):
+            lm.read_sync([1], wrong)
+    assert lm.statistics().num_awaits == asked
+
+
+# ---------------------------------------------------------------- sent elsewhere
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4),
+        torch.randn(3, 4).T,
+        torch.arange(6)[::2],
+        torch.empty(0),
+        torch.empty(2, 0, 3, dtype=torch.int64),
+        torch.tensor(2.5, dtype=torch.float64),
+        torch.tensor([True, False]),
+        torch.randn(3).bfloat16(),
+        torch.randn(3, requires_grad=True),
+        torch.randn(3, 3).to_sparse(),
+        torch.nn.Parameter(torch.ones(2)),
+    ],
+    ids=str,
+)
+def test_answers_are_unpacked_as_they_were(tensor):
+    draw = Draw(3, -1.0, -0.5, 0.0)
+    found, (again, same), number = pickle.loads(packed([tensor, (draw, tensor), 1.5]))
+    for each in (found, same):
+        assert type(each) is type(tensor)
+        assert (each.dtype, each.shape) == (tensor.dtype, tensor.shape)
+        assert each.requires_grad == tensor.requires_grad
+        torch.testing.assert_close(each, tensor, rtol=0, atol=0)
+    assert (again, number) == (draw, 1.5)
+
+
+def test_answers_are_sent_in_few_bytes():
+    top = TopTokens(torch.arange(20), torch.randn(20), -1.0)
+    assert len(packed(top)) < 20 * 12 + 8 + 200
+    assert len(packed(torch.randn(5))) < 5 * 4 + 200
+    assert len(packed(Draw(3, -1.0, -0.5, 0.0))) < 32 + 200
 
 
 # ---------------------------------------------------------------- any rows

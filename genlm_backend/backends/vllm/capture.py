@@ -12,12 +12,13 @@ It is imported in vLLM's processes too, which scan all modules that are there: i
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import pickle
 import queue
 import time
 import uuid
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import Any, ClassVar, Final, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 
 import numpy as np
 import torch
@@ -36,6 +37,9 @@ from genlm_backend.errors import EvaluationError
 from genlm_backend.model.ends import listed_ids
 from genlm_backend.model.row import Row, rows_of_logits
 from genlm_backend.vision.pictures import image_token_id_of
+
+if TYPE_CHECKING:
+    from genlm_backend.model.readout import Reading
 
 TAG = "genlm_row"
 """Key of a request's tag among its extra arguments."""
@@ -134,6 +138,28 @@ class RowExtension:
             return None
         logprobs = torch.stack([row.logprobs for row in rows]).cpu()
         return logprobs.numpy().tobytes(), [row.normaliser for row in rows]
+
+    def read_genlm_rows(self, tags: list[str], reading: bytes) -> bytes | None:
+        """Return what is read off the rows of one or more requests, and let go of their logits.
+
+        Args:
+            tags: The tags of the requests.
+            reading: A ``Reading``, pickled.
+
+        Returns:
+            Its answers, packed, of the first worker of a group that has the same rows. No bytes
+            where the reading is of a class that is not to be had here: the rows stay then.
+        """
+        if get_tensor_model_parallel_rank() != 0 or not RowCapture.logits.keys() >= set(tags):
+            RowCapture.logits.clear()
+            return None
+        try:
+            own = pickle.loads(reading)
+        except Exception:  # a class of a program's, say, whose module only that program has
+            return b""
+        rows = RowCapture.take_rows(tags)
+        RowCapture.logits.clear()
+        return own.packed_answers(rows)
 
     def forget_genlm_logits(self, tags: list[str]) -> None:
         """Let go of the logits of requests that have ended."""
@@ -249,13 +275,30 @@ class Core:
             )
         return outputs.outputs
 
-    def take_rows(self, tags: list[str]) -> list[Row]:
-        """Return the latest rows of one or more requests, and let go of their logits.
+    def take(self, tags: list[str], reading: Reading | None = None) -> list[Any]:
+        """Return the latest rows of one or more requests, or what is read off; let go of logits.
 
-        They are on the device where they were computed, or on the CPU if that is elsewhere.
+        Rows are on the device where they were computed, or on the CPU if that is elsewhere.
         """
         if self.is_local:
-            return RowCapture.take_rows(tags)
+            rows = RowCapture.take_rows(tags)
+        elif reading is None or (answers := self._read_elsewhere(tags, reading)) is None:
+            rows = self._rows_from_elsewhere(tags)
+        else:
+            return answers
+        return rows if reading is None else reading.answers(rows)
+
+    def _read_elsewhere(self, tags: list[str], reading: Reading) -> list[Any] | None:
+        """Return the answers of another process; ``None`` where it has not got a class of them."""
+        try:
+            asked = pickle.dumps(reading)
+        except Exception:  # of a readout of a program's own, which nobody can be sent
+            return None
+        found = self._ask("collective_rpc", "read_genlm_rows", None, (tags, asked), None)
+        (answers,) = [each for each in found if each is not None]
+        return pickle.loads(answers) if answers else None
+
+    def _rows_from_elsewhere(self, tags: list[str]) -> list[Row]:
         answers = self._ask("collective_rpc", "take_genlm_rows", None, (tags,), None)
         found = [answer for answer in answers if answer is not None]
         if len(found) != 1:

@@ -10,7 +10,7 @@ import torch
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.sessions import Placement
 from genlm_backend.model.query import Adapter
-from genlm_backend.model.row import Row
+from genlm_backend.model.readout import Reading
 from genlm_backend.model.scoring import Scoring
 
 
@@ -83,10 +83,14 @@ class SessionEngine(Protocol):
         """Start or extend the session of ``placement``, which the next ``run`` computes."""
         ...
 
-    def run(self, session_ids: list[str], relieve: Callable[[], bool]) -> list[Row]:
+    def run(
+        self, session_ids: list[str], relieve: Callable[[], bool], reading: Reading | None = None
+    ) -> list[Any]:
         """Compute the rows of these sessions; ``relieve`` makes room where there is none.
 
-        The rows own their memory, on whatever device.
+        Returns:
+            The rows, which own their memory, on whatever device; or with a ``reading`` its answers,
+            a list for each session, and no row comes out of another process that nobody asks for.
         """
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 
@@ -18,7 +18,7 @@ from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.backends.vllm.sessions import Placement, SessionTable
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.query import Query
-from genlm_backend.model.row import Row
+from genlm_backend.model.readout import Reading
 from genlm_backend.model.scoring import Scoring
 
 
@@ -46,13 +46,21 @@ class SessionPlanner:
 
     # ---------------------------------------------------------------- rows
 
-    def evaluate(self, queries: Sequence[Query], check_wanted: Callable[[], None]) -> list[Row]:
+    def evaluate(
+        self,
+        queries: Sequence[Query],
+        check_wanted: Callable[[], None],
+        reading: Reading | None = None,
+    ) -> list[Any]:
         """Return the engine's row of each query, in as few parts as it has room for.
 
-        ``check_wanted`` is called before each part; it raises a ``QueryDroppedError`` where
-        nobody waits for the rows any more.
+        Args:
+            queries: The queries.
+            check_wanted: Called before each part; it raises a ``QueryDroppedError`` where nobody
+                waits for the rows any more.
+            reading: What is returned of each row, a list of answers, in its place.
         """
-        rows: list[Row] = []
+        rows: list[Any] = []
         while len(rows) < len(queries):
             check_wanted()  # the engine is between two parts, and nothing is amiss
             with self._distrusting():
@@ -60,7 +68,9 @@ class SessionPlanner:
                 for placement in placements:
                     self._engine.add(placement)
                 sessions = [placement.session for placement in placements]
-                rows.extend(self._engine.run(sessions, self._end_oldest))
+                stop = len(rows) + len(sessions)
+                own = None if reading is None else reading.part(len(rows), stop)
+                rows.extend(self._engine.run(sessions, self._end_oldest, own))
                 self.table.commit()
                 reused = sum(placement.num_shared for placement in placements)
                 self.tokens_reused += reused

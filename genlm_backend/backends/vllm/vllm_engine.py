@@ -30,7 +30,7 @@ from genlm_backend.errors import (
     UnsupportedModelError,
 )
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.row import Row
+from genlm_backend.model.readout import Reading
 from genlm_backend.model.scoring import Scoring
 from genlm_backend.vision.pictures import Pictures
 
@@ -166,8 +166,10 @@ class VLLMEngine:
             self._request(session, query, placement.num_extended, params, resumable=True)
         )
 
-    def run(self, session_ids: list[str], relieve: Callable[[], bool]) -> list[Row]:
-        """Step the engine until each of these sessions has a row; return them in order.
+    def run(
+        self, session_ids: list[str], relieve: Callable[[], bool], reading: Reading | None = None
+    ) -> list[Any]:
+        """Step the engine until each of these sessions has a row; return them, or what is read off.
 
         Completions go on meanwhile. ``relieve`` is called where the engine has no room for
         anything: it ends a session and returns whether there was one to end.
@@ -186,9 +188,9 @@ class VLLMEngine:
                     waiting.discard(output.request_id)
             if waiting and self._is_stuck and not relieve():
                 raise EvaluationError(f"vLLM has no room for {len(waiting)} of its requests")
-        rows = self._call(self._core.take_rows, session_ids)
+        found = self._call(self._core.take, session_ids, reading)
         self._untaken.difference_update(session_ids)
-        return rows
+        return found
 
     def score(self, texts: list[Scoring], relieve: Callable[[], bool]) -> list[Scored]:
         """Return the scores of texts, each computed in one pass.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Final, cast, final
+from typing import Any, Final, final
 
 import torch
 
@@ -13,7 +13,7 @@ from genlm_backend.backends.vllm.session_planner import SessionPlanner
 from genlm_backend.errors import BatcherClosedError, CacheError, UnknownAdapterError
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.readout import answers_by_rows
+from genlm_backend.model.readout import Reading, Readout
 from genlm_backend.model.row import Row, rows_without, stacked
 from genlm_backend.model.scoring import (
     NOTHING,
@@ -83,7 +83,7 @@ class VLLMEvaluator(Evaluator):
         if len(scorings) == len(questions):
             return self._scores(scorings)
         others = [question for question in questions if not isinstance(question, Scoring)]
-        answers = answers_by_rows(self._rows, others, self.undefined_ids)
+        answers = self._read(others)
         places = [i for i, answer in enumerate(answers) if isinstance(answer, Row)]
         for i, row in zip(places, self._moved([answers[i] for i in places]), strict=True):
             answers[i] = row
@@ -92,8 +92,21 @@ class VLLMEvaluator(Evaluator):
         found = dict(zip([*others, *scorings], [*answers, *self._scores(scorings)], strict=True))
         return [found[question] for question in questions]
 
-    def _rows(self, queries: Sequence[Question]) -> list[Row]:
-        return self.planner.evaluate(cast(Sequence[Query], queries), self.check_wanted)
+    def _read(self, questions: Sequence[Any]) -> list[Any]:
+        """Return a row for each query, and what readouts are answered by."""
+        asked: defaultdict[Query, list[Any]] = defaultdict(list)
+        for question in questions:
+            asked[question.query if isinstance(question, Readout) else question].append(question)
+        if len(asked) == len(questions) and not any(isinstance(q, Readout) for q in questions):
+            return self._rows(questions)
+        reading = Reading([*asked.values()], self.undefined_ids)
+        found = self.planner.evaluate([*asked], self.check_wanted, reading)
+        pairs = zip(asked.values(), found, strict=True)
+        answer_to = {q: a for own, its in pairs for q, a in zip(own, its, strict=True)}
+        return [answer_to[question] for question in questions]
+
+    def _rows(self, queries: Sequence[Query]) -> list[Row]:
+        return self.planner.evaluate(queries, self.check_wanted)
 
     def _scores(self, scorings: Sequence[Scoring]) -> list[Answer]:
         """Return the scores of texts, each in a pass of its own where that is the faster way."""

@@ -62,7 +62,7 @@ class FakeEngine:
             assert self.sessions[session] == ids[: placement.num_extended]
         self.added[session] = ids
 
-    def run(self, session_ids, relieve):
+    def run(self, session_ids, relieve, reading=None):
         assert set(session_ids) == set(self.added)
         if self.failures:
             raise self.failures.pop()
@@ -72,7 +72,8 @@ class FakeEngine:
         assert len(self.sessions) <= self.max_sessions
         assert self.num_free_blocks() >= 0
         self._sample()
-        return self._rows_of([self.sessions[session_id] for session_id in session_ids])
+        rows = self._rows_of([self.sessions[session_id] for session_id in session_ids])
+        return rows if reading is None else reading.answers(rows)
 
     def _rows_of(self, contexts):
         return self._mock.evaluate([Query(context) for context in contexts])

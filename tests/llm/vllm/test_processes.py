@@ -2,16 +2,23 @@
 
 import asyncio
 import os
+import pickle
 import random
 import signal
+import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ClassVar
 
+import numpy as np
 import psutil
 import pytest
 import torch
 
 from genlm_backend import AsyncVirtualLM
 from genlm_backend.errors import EngineDiedError
+from genlm_backend.llm import Query, Readout
 from tests.llm.conftest import fresh_row
 from tests.llm.families import VOCAB
 from tests.llm.vllm import real
@@ -92,6 +99,88 @@ def test_a_round_is_one_step_wherever_the_engine_is(lm):
     after = lm.statistics()
     assert after.num_forwards - before.num_forwards == 4
     assert after.tokens_computed - before.tokens_computed == 80
+
+
+async def test_what_is_read_off_comes_without_its_row(lm, monkeypatch):
+    sizes = []
+    ask = lm._vllm.engine._core._ask
+
+    def sized(method, *args):
+        found = ask(method, *args)
+        sizes.append(len(pickle.dumps(found)))
+        return found
+
+    contexts = [[i, i + 1] for i in range(6)]
+    rows = await lm.batch_next_token_logprobs(contexts)
+    lm.clear_cache()
+    monkeypatch.setattr(lm._vllm.engine._core, "_ask", sized)
+    numpy = np.random.default_rng(0)
+    found = await asyncio.gather(
+        *(lm.next_token_top(context, 3) for context in contexts),
+        *(lm.next_token_logprobs_of(context, [5, 7]) for context in contexts),
+        *(lm.draw_next_token(context, generator=numpy, allowed=[4, 5, 9]) for context in contexts),
+    )
+    assert sizes
+    assert max(sizes) < 18 * 100  # bytes, and a row has four for each token
+    numpy = np.random.default_rng(0)
+    for row, top, chosen, drawn in zip(rows, found[:6], found[6:12], found[12:], strict=True):
+        best = row.topk(3)
+        assert top.token_ids.tolist() == best.indices.tolist()
+        torch.testing.assert_close(top.logprobs, best.values, rtol=0, atol=1e-4)
+        torch.testing.assert_close(chosen, row[[5, 7]], rtol=0, atol=1e-4)
+        masked = torch.full_like(row, -torch.inf)
+        masked[[4, 5, 9]] = row[[4, 5, 9]]
+        assert drawn.token_id == lm.draw(masked, generator=numpy)
+    row, top = await asyncio.gather(
+        lm.next_token_logprobs(contexts[0]), lm.next_token_top(contexts[0], 1)
+    )
+    torch.testing.assert_close(row, rows[0], rtol=0, atol=1e-4)
+    assert top.token_ids.tolist() == [int(row.argmax())]
+
+
+async def test_a_readout_whose_class_is_nowhere_else_is_read_off_here(lm):
+    @dataclass(frozen=True)
+    class Least(Readout):
+        query: Query
+        wanted: ClassVar[str] = "a float"
+
+        @classmethod
+        def of_rows(cls, readouts, rows):
+            return rows.amin(-1).tolist()
+
+        def is_answered_by(self, answer, vocab_size):
+            return isinstance(answer, float)
+
+    row = await lm.next_token_logprobs([3, 4, 5])
+    lm.clear_cache()
+    assert await lm.read([3, 4, 5], Least) == pytest.approx(float(row.min()), abs=1e-4)
+
+
+async def test_a_module_that_the_engine_has_not_got(lm, monkeypatch):
+    module = types.ModuleType("module_of_one_process")
+    monkeypatch.setitem(sys.modules, "module_of_one_process", module)
+    source = """
+from dataclasses import dataclass
+from typing import ClassVar
+from genlm_backend.llm import Query, Readout
+@dataclass(frozen=True)
+class Least(Readout):
+    query: Query
+    wanted: ClassVar[str] = "a float"
+    @classmethod
+    def of_rows(cls, readouts, rows):
+        return rows.amin(-1).tolist()
+    def is_answered_by(self, answer, vocab_size):
+        return isinstance(answer, float)
+"""
+    exec(source, vars(module))
+    row = await lm.next_token_logprobs([6, 4, 5])
+    lm.clear_cache()
+    least, top = await asyncio.gather(
+        lm.read([6, 4, 5], module.Least), lm.next_token_top([6, 4, 5], 1)
+    )
+    assert least == pytest.approx(float(row.min()), abs=1e-4)
+    assert top.token_ids.tolist() == [int(row.argmax())]
 
 
 def test_clearing_and_asking_again(lm):
