@@ -179,7 +179,10 @@ class Sample(Draft):
         self._top: tuple[tuple[int, float], ...] = ()
 
     async def ask(self) -> None:
-        """Await a token, drawn where the model is, unless its logits are to be processed here."""
+        """Await a token, drawn where the model is, unless its logits are to be processed here.
+
+        The row of a constrained text comes here as well: what is allowed is found out meanwhile.
+        """
         context, lora_name = self.asked()[0], self._config.lora_name
         if self._uniform is None:  # or one that is asked again would draw another token
             self._uniform = self._sampler.uniform()
@@ -187,15 +190,16 @@ class Sample(Draft):
             Drawing,
             temperature=self._sampler.temperature,
             uniform=self._uniform,
-            allowed=await self._allowed(),
             may_fail=True,
             cuts=self._cuts,
         )
         top = partial(Top, k=min(self._config.top_logprobs, len(self._lm.byte_vocab)))
-        if self._processors:
-            logits = await self._lm.next_token_logits(context, lora_name)
+        if self._processors or self._constraint is not None:
+            asked = self._lm.next_token_logits(context, lora_name)
+            logits, allowed = await asyncio.gather(asked, self._allowed())
             row = logits.log_softmax(-1)
-            drawn = drawing(NO_QUERY).of_logprobs(self._processed(logits))
+            processed = self._processed(logits) if self._processors else row
+            drawn = drawing(NO_QUERY, allowed=allowed).of_logprobs(processed)
             drawn = drawn._replace(logprob=float(row[drawn.token_id]))
             found = top(NO_QUERY).of_logprobs(row) if self._config.top_logprobs else None
         elif self._config.top_logprobs:  # two that are read off one row

@@ -127,9 +127,12 @@ class Answering:
     def _checked(self, question: Question, answer: Any) -> Answer | Exception:
         """Return an answer of the evaluator's, or an error in place of what is none."""
         size = self._vocab_size
-        if isinstance(answer, Exception) or question.is_answered_by(answer, size):
-            return answer
-        wanted = question.wanted.format(vocab_size=size)
+        try:
+            if isinstance(answer, Exception) or question.is_answered_by(answer, size):
+                return answer
+            wanted = question.wanted.format(vocab_size=size)
+        except Exception as error:  # of a readout of a program's own
+            return error
         said = f"{self._verb} must return {wanted}, or an exception, got {shown(answer)}"
         return EvaluationError(said)
 

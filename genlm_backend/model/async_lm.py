@@ -270,7 +270,7 @@ class AsyncLM(Closing):
         Args:
             token_ids: The context.
             readout: A function from a ``Query`` to the ``Readout`` of it, such as a class of
-                readouts that are made of a query alone.
+                readouts that are made of a query alone, or ``lambda query: Margin(query, 3)``.
             lora_name: The adapter to read the context with.
 
         Raises:

@@ -302,7 +302,14 @@ class BatchedLM(OfOneProcess, AsyncLM):
         readout: ReadoutOf,
         lora_name: str | None = None,
     ) -> Any:
-        """Return the answer to a readout, read off where the model is."""
+        """Return the answer to a readout of any kind, read off where the model is.
+
+        Args:
+            token_ids: The context.
+            readout: A function from a ``Query`` to the ``Readout`` of it, such as a class of
+                readouts that are made of a query alone, or ``lambda query: Margin(query, 3)``.
+            lora_name: The adapter to read the context with.
+        """
         asked, row = self._asked(token_ids, readout, lora_name)
         return await self._batcher.submit(asked) if row is None else asked.of_row(row)
 

@@ -169,6 +169,22 @@ class PackedMask:
         num_tokens = int.from_bytes(self.bits, "big").bit_count()
         return f"PackedMask({num_tokens} of {self.vocab_size} tokens)"
 
+    def __and__(self, allowed: Allowed) -> PackedMask:
+        """Return the mask of what is allowed by both.
+
+        Args:
+            allowed: Another mask, an array or tensor of bools ``[vocab_size]``, or token ids.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If it is none of these.
+            OptionError: (``ValueError``) If it is of another vocabulary.
+        """
+        other = packed_mask(allowed, self.vocab_size, may_be_empty=True)
+        if other is None:
+            raise OptionTypeError("a mask cannot be joined with None")
+        both = int.from_bytes(self.bits, "big") & int.from_bytes(other, "big")
+        return PackedMask(both.to_bytes(len(self.bits), "big"), self.vocab_size)
+
     def unpacked(self) -> torch.Tensor:
         """Return whether each token may come: bool ``[vocab_size]``, the caller's to modify."""
         bools = np.unpackbits(np.frombuffer(self.bits, np.uint8), count=self.vocab_size)

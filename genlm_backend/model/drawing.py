@@ -43,14 +43,24 @@ class Cuts(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
 
-    def least(self, weights: NDArray[np.float32]) -> float:
-        """Return the least weight that is drawn from, of weights of which the largest is 1."""
-        least = np.float32(np.finfo(np.float32).smallest_subnormal)
-        if 0 < self.top_k < len(weights):
-            least = max(least, np.partition(weights, -self.top_k)[-self.top_k])
+    def kept(self, scores: NDArray[np.float32], weights: NDArray[np.float32]) -> NDArray[np.int64]:
+        """Return the indices of the tokens that are drawn from: int64 ``[n]``.
+
+        Args:
+            scores: The log-probabilities of the tokens, ``-inf`` for those that are none.
+            weights: Their weights at the temperature of the draw, of which the largest is 1.
+        """
+        # By scores, since the weights of many are zero at a low temperature, and none is the less
+        # probable for it: they are drawn where all others have been.
+        is_left = scores > -np.inf
+        if 0 < self.top_k < len(scores):
+            is_left &= scores >= np.partition(scores, -self.top_k)[-self.top_k]
+        least = self.min_p
         if self.top_p < 1:
-            least = max(least, _least_of_nucleus(weights[weights >= least], self.top_p))
-        return max(float(least), self.min_p)
+            least = max(least, float(_least_of_nucleus(weights[is_left], self.top_p)))
+        if least > 0:
+            is_left &= weights >= least
+        return np.flatnonzero(is_left)
 
 
 def _least_of_nucleus(weights: NDArray[np.float32], share: float) -> np.float32:
@@ -96,6 +106,7 @@ class Drawing(Readout):
     may_fail: bool = False
     cuts: Cuts | None = None
     wanted: ClassVar[str] = "a Draw for a drawing"
+    modifies_rows: ClassVar[bool] = False
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
@@ -194,7 +205,7 @@ class _Pool:
             weights = weights_of(scores, self._largest, temperature)
             if cuts is not None:
                 self._is_whole = False
-                left = np.flatnonzero(weights >= cuts.least(weights))
+                left = cuts.kept(scores, weights)
                 self._ids = left if ids is None else ids[left]
                 self._scores, weights = scores[left], weights[left]
             self._inversion = Inversion(weights)
@@ -291,6 +302,7 @@ class SeveralDraws(Readout):
     cuts: Cuts | None = None
     are_distinct: bool = False
     wanted: ClassVar[str] = "a tuple of Draws for several draws"
+    modifies_rows: ClassVar[bool] = False
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:

@@ -7,10 +7,11 @@ import io
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, cast, final
 
 import torch
 
+from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.context import Context
 from genlm_backend.model.query import Adapter, Query
@@ -32,6 +33,7 @@ class Readout(abc.ABC):
         wanted: The answer, as errors say it.
         targets: No tokens: no text is scored.
         weight: How much it counts for in a batch.
+        modifies_rows: Whether ``of_rows`` may modify its rows: they are a copy then.
     """
 
     __slots__ = ()
@@ -40,6 +42,7 @@ class Readout(abc.ABC):
     wanted: ClassVar[str]
     targets: ClassVar[tuple[int, ...]] = ()
     weight: ClassVar[float] = 1.0
+    modifies_rows: ClassVar[bool] = True
 
     @property
     def adapter(self) -> Adapter | None:
@@ -59,10 +62,12 @@ class Readout(abc.ABC):
         Args:
             readouts: One or more of them.
             rows: The log-probabilities of the row of each, normalised, on any device: float32
-                ``[n, vocab]``. They may be others' too, and are not modified.
+                ``[n, vocab]``. A kind that does not modify them, and says so, is given those that
+                others have.
 
         Returns:
-            An answer for each, on the processor, or the exception for whoever asked it.
+            An answer for each, on the processor, or the exception for whoever asked it. What is
+            raised is told to whoever asked one of these, and nobody else.
         """
 
     @abc.abstractmethod
@@ -81,6 +86,10 @@ class Readout(abc.ABC):
             Exception: What the kind has in place of an answer.
         """
         (answer,) = read_off([self], [row])
+        vocab_size = row.logprobs.shape[-1]
+        if not isinstance(answer, Exception) and not self.is_answered_by(answer, vocab_size):
+            wanted = self.wanted.format(vocab_size=vocab_size)
+            answer = EvaluationError(f"the answer must be {wanted}, got {shown(answer)}")
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -90,6 +99,7 @@ def answers_by_rows(
     evaluate: Callable[[Sequence[Question]], Any],
     questions: Sequence[Question],
     undefined_ids: Sequence[int] = (),
+    is_unknown: Callable[[type[Any]], bool] | None = None,
 ) -> Any:
     """Return answers to questions, among them readouts, by an evaluator that knows no readouts.
 
@@ -97,13 +107,16 @@ def answers_by_rows(
         evaluate: Returns answers to distinct questions without readouts, as an ``Evaluator``.
         questions: The questions.
         undefined_ids: Ids that no token has, and that its rows do not leave out by themselves.
+        is_unknown: Whether ``evaluate`` does not know a kind of readouts; it knows none by default.
 
     Returns:
         The answers; where it returned something else than one for each question, that.
     """
-    if not any(issubclass(kind, Readout) for kind in set(map(type, questions))):
+    kinds = {kind for kind in set(map(type, questions)) if issubclass(kind, Readout)}
+    unknown = kinds if is_unknown is None else set(filter(is_unknown, kinds))
+    if not unknown:
         return evaluate(questions)
-    asked = [q.query if isinstance(q, Readout) else q for q in questions]
+    asked: list[Any] = [cast(Any, q).query if type(q) in unknown else q for q in questions]
     distinct = list(dict.fromkeys(asked))
     found = evaluate(distinct)
     if not isinstance(found, Sequence) or len(found) != len(distinct):
@@ -111,7 +124,7 @@ def answers_by_rows(
     answer_to = dict(zip(distinct, found, strict=True))
     answers = [answer_to[own] for own in asked]
     try:
-        places = [i for i, q in enumerate(questions) if isinstance(q, Readout)]
+        places = [i for i, q in enumerate(questions) if type(q) in unknown]
         places = [i for i in places if isinstance(answers[i], Row)]
         rows = [answers[i] for i in places]
         if undefined_ids and rows:
@@ -206,11 +219,32 @@ def read_off(readouts: Sequence[Any], rows: Sequence[Row]) -> list[Any]:
     for kind, of_kind in kinds.items():
         for start in range(0, len(of_kind), MANY_ROWS):
             places = of_kind[start : start + MANY_ROWS]
-            table = stacked([rows[i] for i in places])
-            found = kind.of_rows([readouts[i] for i in places], table)
+            first = rows[places[0]]
+            if all(rows[i] is first for i in places):  # of one context, without a copy for each
+                table = first.logprobs[None].expand(len(places), -1)
+            else:
+                table = stacked([rows[i] for i in places])
+            found = _of_kind(kind, [readouts[i] for i in places], table)
             for i, answer in zip(places, found, strict=True):
                 answers[i] = answer
     return answers
+
+
+def _of_kind(kind: type[Readout], readouts: list[Any], table: torch.Tensor) -> Sequence[Any]:
+    try:
+        found = kind.of_rows(readouts, table.clone() if kind.modifies_rows else table)
+        if isinstance(found, Sequence) and len(found) == len(readouts):
+            return found
+    except Exception as error:
+        return [error] * len(readouts)
+    many = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
+    said = f"{kind.__name__}.of_rows returned {many} for {len(readouts)} readouts"
+    return [EvaluationError(said)] * len(readouts)
+
+
+def is_only_here(kind: type[Any]) -> bool:
+    """Return whether another process could not import a class: a script's, or a function's own."""
+    return kind.__module__ == "__main__" or "<locals>" in kind.__qualname__
 
 
 MANY_ROWS: Final = 128

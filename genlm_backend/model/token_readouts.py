@@ -44,11 +44,19 @@ def readout_of(make: Callable[[Query], Any], query: Query) -> Readout:
     """Return the readout that ``make`` makes of a query.
 
     Raises:
-        OptionTypeError: (``TypeError``) If it is no function, or makes something else.
+        OptionTypeError: (``TypeError``) If it is no function, or makes something else, such as a
+            readout of another query.
     """
     readout = function("readout", make)(query)
     if not isinstance(readout, Readout):
-        raise OptionTypeError(f"readout must make a Readout of a query, got {shown(readout)}")
+        raise OptionTypeError(f"readout must make a Readout of the query, got {shown(readout)}")
+    if getattr(readout, "query", None) is not query:
+        name = type(readout).__name__
+        raise OptionTypeError(f"readout must make one of the query, got a {name} of none or others")
+    try:
+        hash(readout)
+    except TypeError as error:
+        raise OptionTypeError(f"readout must make a value that can be hashed: {error}") from error
     return readout
 
 
@@ -65,6 +73,7 @@ class Top(Readout):
     query: Query
     k: int
     wanted: ClassVar[str] = "TopTokens of k tokens for a Top"
+    modifies_rows: ClassVar[bool] = False
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
@@ -107,6 +116,7 @@ class Chosen(Readout):
     query: Query
     token_ids: tuple[int, ...]
     wanted: ClassVar[str] = "a tensor of float32 [len(token_ids)] for a Chosen"
+    modifies_rows: ClassVar[bool] = False
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
@@ -133,6 +143,7 @@ class Entropy(Readout):
 
     query: Query
     wanted: ClassVar[str] = "a float for an Entropy"
+    modifies_rows: ClassVar[bool] = False
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
@@ -161,6 +172,7 @@ class Masses(Readout):
     query: Query
     groups: tuple[bytes, ...]
     wanted: ClassVar[str] = "a tensor of float64 [len(groups)] for Masses"
+    modifies_rows: ClassVar[bool] = False
 
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:

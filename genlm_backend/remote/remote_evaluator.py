@@ -16,6 +16,7 @@ import torch
 from genlm_backend.errors import AdapterError, EngineDiedError
 from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo, RestartableEvaluator
 from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.readout import answers_by_rows, is_only_here
 from genlm_backend.model.row import Row
 from genlm_backend.model.scoring import Answer, Question
 from genlm_backend.prefix import TierName
@@ -127,7 +128,9 @@ class RemoteEvaluator(RestartableEvaluator):
             self.ask("undefined_ids", self.undefined_ids)
             self._sent_ids = self.undefined_ids
         asked = [question for question in questions if question.adapter not in self._lost]
-        found = self._answers(asked) if asked else ()
+        found = (
+            answers_by_rows(self._answers, asked, self.undefined_ids, is_only_here) if asked else ()
+        )
         if not isinstance(found, Sequence) or len(found) != len(asked):
             return found  # for the caller to refuse
         answers = iter(found)

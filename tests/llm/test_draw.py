@@ -452,7 +452,8 @@ def test_several_draws_are_as_many_single_ones(data):
     if options["cuts"] is not None and options["temperature"]:
         masked = np.where(is_left, row.numpy(), np.float32(-np.inf))
         weights = weights_of(masked, masked.max(), options["temperature"])
-        is_left &= weights >= options["cuts"].least(weights)
+        kept = options["cuts"].kept(masked, weights)
+        is_left &= np.isin(np.arange(size), kept)
     assert len(found) == min(len(uniforms), is_left.sum())
     for one, uniform in zip(found, uniforms, strict=False):
         own = {"temperature": options["temperature"], "allowed": np.packbits(is_left).tobytes()}
@@ -462,6 +463,17 @@ def test_several_draws_are_as_many_single_ones(data):
         expected = np.logaddexp.reduce(row.numpy()[is_left].astype(np.float64))
         assert one.log_allowed == pytest.approx(min(expected, 0), abs=1e-5)
         is_left[one.token_id] = False
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 5, 7, 9])
+@pytest.mark.parametrize("temperature", [0.01, 0.05, 1.0, math.inf])
+def test_distinct_draws_within_a_bound_are_as_many_as_there_are_tokens(top_k, temperature):
+    row = torch.tensor([0.0, -6, -7, -8, -9, -10, -11, -math.inf]).log_softmax(-1)
+    uniforms = tuple(np.random.default_rng(0).random(9))
+    draws = SeveralDraws(
+        Query([1]), temperature, uniforms, cuts=Cuts(top_k=top_k), are_distinct=True
+    ).of_logprobs(row)
+    assert sorted(draw.token_id for draw in draws) == list(range(min(top_k, 7)))
 
 
 def test_distinct_draws_come_in_the_order_of_gumbel_noise():

@@ -21,7 +21,7 @@ from genlm_backend.errors import (
     UnknownAdapterError,
 )
 from genlm_backend.llm import BatchedLM, Draw, Row, StatelessEvaluator
-from genlm_backend.model.draw import packed_mask
+from genlm_backend.model.draw import PackedMask, packed_mask
 from genlm_backend.model.drawing import log_mass, log_sum
 from tests.llm.conftest import word_tokenizer
 from tests.llm.toy import VOCAB
@@ -111,6 +111,26 @@ async def test_a_batch_of_draws_is_refused_as_a_whole(lm):
     assert generator.random() == np.random.default_rng(0).random()
     dead, alive = await lm.batch_draw_next_token([[1], [2]], allowed=[[], [3]], impossible="return")
     assert (dead.token_id, alive.token_id) == (-1, 3)
+
+
+@given(
+    st.integers(1, 40).flatmap(
+        lambda n: st.tuples(*[st.lists(st.booleans(), min_size=n, max_size=n)] * 2)
+    )
+)
+def test_masks_are_joined(pair):
+    one, other = (np.array(own) for own in pair)
+    size = len(one)
+    mask = PackedMask(packed_mask(one, size, True), size)
+    both = torch.from_numpy(one & other)
+    packed = PackedMask(packed_mask(other, size, True), size)
+    for allowed in (other, torch.from_numpy(other), np.flatnonzero(other).tolist(), packed):
+        found = mask & allowed
+        assert torch.equal(found.unpacked(), both)
+        assert found == PackedMask(packed_mask(both, size, True), size)
+    for wrong in (None, 5, np.ones(size + 1, bool), [size]):
+        with pytest.raises((OptionTypeError, OptionError)):
+            mask & wrong
 
 
 async def test_weights_tell_the_distribution_of_the_model():

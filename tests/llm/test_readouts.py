@@ -4,6 +4,7 @@ import asyncio
 import math
 import pickle
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -248,6 +249,124 @@ async def test_a_kind_of_ones_own_is_one_class(lm):
     row = await lm.next_token_logprobs([3, 4])
     lm.clear_cache()
     assert await lm.read([3, 4], Largest) == pytest.approx(float(row.max()), abs=5e-5)
+
+
+@dataclass(frozen=True, slots=True)
+class Unruly(Largest):
+    """A kind that modifies its rows, or fails in one of several ways."""
+
+    way: str = "modifies"
+
+    @classmethod
+    def of_rows(cls, readouts, rows):
+        rows.zero_()
+        rows.numpy()[:] = 7
+        if readouts[0].way == "raises":
+            raise ZeroDivisionError("of its own")
+        return {"modifies": [1.0] * len(readouts), "says less": [], "says nothing": None}[
+            readouts[0].way
+        ]
+
+
+@pytest.mark.parametrize(
+    ("way", "error", "message"),
+    [
+        ("modifies", None, None),
+        ("raises", ZeroDivisionError, "of its own"),
+        ("says less", EvaluationError, "Unruly.of_rows returned 0 answers for 1 readouts"),
+        ("says nothing", EvaluationError, "Unruly.of_rows returned None for 1 readouts"),
+    ],
+)
+async def test_a_readout_disturbs_nobody(lm, way, error, message):
+    row = await lm.next_token_logprobs([3, 4])
+    for _ in range(2):
+        found = await asyncio.gather(
+            lm.read([3, 4], partial(Unruly, way=way)),
+            lm.next_token_logprobs([3, 4]),
+            lm.next_token_entropy([3, 4]),
+            lm.next_token_entropy([5]),
+            lm.score([3], [4]),
+            return_exceptions=True,
+        )
+        lm.clear_cache()
+        assert not any(isinstance(each, Exception) for each in found[1:])
+        torch.testing.assert_close(found[1], row, rtol=0, atol=1e-4)
+        assert found[2] == pytest.approx(entropy_of(row), abs=1e-4)
+        if error is None:
+            assert found[0] == 1.0
+        else:
+            assert type(found[0]) is error
+            assert message in str(found[0])
+
+
+class Questionless(Largest):
+    """A kind whose constructor forgets its query."""
+
+    def __init__(self, query):
+        pass
+
+
+class Unhashable(Largest):
+    """A kind that is no value."""
+
+    __hash__ = None
+
+
+class Mistaken(Largest):
+    """A kind that takes no answer of its own."""
+
+    def is_answered_by(self, answer, vocab_size):
+        raise ZeroDivisionError("of its own")
+
+
+async def test_readouts_that_are_none_are_refused_before_anything_is_asked(lm):
+    asked = lm.statistics().num_awaits
+    for wrong in (Questionless, Unhashable, lambda query: Largest(Query([9])), lambda query: 5):
+        for row_is_there in (False, True):
+            with pytest.raises(OptionTypeError, match="readout must"):
+                await lm.read([3, 4], wrong)
+            assert lm.statistics().num_awaits == asked
+            if not row_is_there:
+                lm.next_token_logprobs_sync([3, 4])
+                asked = lm.statistics().num_awaits
+    lm.clear_cache()
+    found = await asyncio.gather(
+        lm.read([3, 4], Mistaken),
+        *(lm.next_token_entropy([i]) for i in range(40)),
+        return_exceptions=True,
+    )
+    assert isinstance(found[0], ZeroDivisionError)
+    assert all(isinstance(each, float) for each in found[1:])
+
+
+async def test_a_wrong_answer_is_told_of_a_cached_row_too(lm):
+    for _ in range(2):
+        with pytest.raises(EvaluationError, match=r"a float for a Largest.*got"):
+            await lm.read([3, 4], Wordy)
+        lm.next_token_logprobs_sync([3, 4])
+
+
+@dataclass(frozen=True, slots=True)
+class Wordy(Largest):
+    """A kind whose answers are not what it takes."""
+
+    @classmethod
+    def of_rows(cls, readouts, rows):
+        return ["much"] * len(readouts)
+
+
+async def test_many_readouts_of_one_row_take_no_table_of_copies(lm):
+    found = await lm.batch_read([[3, 4]] * 1000, Entropy)
+    assert len(set(found)) == 1
+    draws = await lm.batch_draw_next_token([[3, 4]] * 300, generator=np.random.default_rng(0))
+    row = await lm.next_token_logprobs([3, 4])
+    assert {round(draw.logprob, 3) for draw in draws} <= {round(float(x), 3) for x in row}
+
+
+def test_a_readout_leaves_a_row_that_is_cached(lm):
+    row = lm.next_token_logprobs_sync([3, 4])
+    assert lm.read_sync([3, 4], Unruly) == 1.0
+    assert torch.equal(lm.next_token_logprobs_sync([3, 4]), row)
 
 
 async def test_readouts_of_many_contexts(lm):

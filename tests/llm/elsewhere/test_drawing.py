@@ -3,7 +3,9 @@
 import asyncio
 import math
 import pickle
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from genlm_backend.llm import (
     EvaluatorInfo,
     ProcessEvaluator,
     Query,
+    Readout,
     Row,
     StatelessEvaluator,
 )
@@ -45,6 +48,36 @@ async def test_samples_are_those_of_rows_without_a_row_on_its_way():
         assert not row[96:].exp().any()
         assert await there.sample([1], 1, [], seed=1) == await here.sample([1], 1, [], seed=1)
         assert there.statistics().row_cache_hits == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*ids:UserWarning")
+async def test_a_readout_whose_class_is_nowhere_else_is_read_off_here():
+    @dataclass(frozen=True)
+    class Least(Readout):
+        query: Query
+        wanted: ClassVar[str] = "a float"
+
+        @classmethod
+        def of_rows(cls, readouts, rows):
+            return rows[:, :96].amin(-1).tolist()
+
+        def is_answered_by(self, answer, vocab_size):
+            return isinstance(answer, float)
+
+    class OfAScript(Least):
+        __module__, __qualname__ = "__main__", "OfAScript"
+
+    with mock_over_there() as there:
+        found = await asyncio.gather(
+            there.read([1], Least),
+            there.read([1], OfAScript),
+            there.next_token_top([1], 1),
+            there.next_token_logprobs([2]),
+            there.next_token_entropy([3]),
+        )
+        row = await there.next_token_logprobs([1])
+        assert found[0] == found[1] == pytest.approx(float(row[:96].min()), abs=1e-6)
+        assert found[2].token_ids.tolist() == [int(row.argmax())]
 
 
 class Drawn(StatelessEvaluator):
