@@ -67,12 +67,12 @@ class Answering:
         """Return one answer, or the error of those who asked, for each question of a batch."""
         # No variable here holds what the evaluator has answered: an error among it remembers this
         # frame, which must not know it in turn.
-        generation = self._rows.generation
+        num_clears = self._rows.num_clears
         refused = self._refused(questions)
         if not refused:
-            return self._found(questions, self._evaluated(questions), generation)
+            return self._found(questions, self._evaluated(questions), num_clears)
         known = [question for question in questions if question not in refused]
-        answers = iter(self._found(known, self._evaluated(known), generation) if known else ())
+        answers = iter(self._found(known, self._evaluated(known), num_clears) if known else ())
         return [refused[q] if q in refused else next(answers) for q in questions]
 
     def _evaluated(self, questions: Sequence[Question]) -> Any:
@@ -89,7 +89,7 @@ class Answering:
         return {question: error for question, error in errors.items() if error is not None}
 
     def _found(
-        self, questions: Sequence[Question], found: Any, generation: int
+        self, questions: Sequence[Question], found: Any, num_clears: int
     ) -> list[Answer | Exception]:
         """Return the evaluator's answers, checked; keep the rows.
 
@@ -101,23 +101,25 @@ class Answering:
             raise EvaluationError(f"{self._verb} returned {what} for {len(questions)} queries")
         are_rows = set(map(type, questions)) == {Query} and set(map(type, found)) == {Row}
         if are_rows and are_rows_of(found, self._vocab_size):
-            return self._kept(questions, found, generation)
+            return self._kept(questions, found, num_clears)
         pairs = zip(questions, found, strict=True)
         answers = [self._checked(question, answer) for question, answer in pairs]
         pairs = enumerate(zip(questions, answers, strict=True))
-        places = [i for i, (q, a) in pairs if isinstance(q, Query) and isinstance(a, Row)]
-        rows = self._kept([questions[i] for i in places], [answers[i] for i in places], generation)
-        for place, row in zip(places, rows, strict=True):
-            answers[place] = row
+        indices = [i for i, (q, a) in pairs if isinstance(q, Query) and isinstance(a, Row)]
+        rows = self._kept(
+            [questions[i] for i in indices], [answers[i] for i in indices], num_clears
+        )
+        for index, row in zip(indices, rows, strict=True):
+            answers[index] = row
         return answers
 
-    def _kept(self, queries: Sequence[Any], rows: Sequence[Any], generation: int) -> list[Any]:
+    def _kept(self, queries: Sequence[Any], rows: Sequence[Any], num_clears: int) -> list[Any]:
         """Return rows without ids that no token has, and put them where rows are kept."""
         if self._is_to_exclude:
             rows = rows_without(rows, self._undefined)
         if rows and self._rows.takes(rows[0].nbytes):
             # By plain tuples, which are equal and hold no pictures.
-            self._rows.put_all(zip(map(tuple, queries), alone(rows), strict=True), generation)
+            self._rows.put_all(zip(map(tuple, queries), alone(rows), strict=True), num_clears)
         return list(rows)
 
     def defined(self, row: Row) -> Row:

@@ -124,12 +124,12 @@ def answers_by_rows(
     answer_to = dict(zip(distinct, found, strict=True))
     answers = [answer_to[own] for own in asked]
     try:
-        places = [i for i, q in enumerate(questions) if type(q) in unknown]
-        places = [i for i in places if isinstance(answers[i], Row)]
-        rows = [answers[i] for i in places]
+        indices = [i for i, q in enumerate(questions) if type(q) in unknown]
+        indices = [i for i in indices if isinstance(answers[i], Row)]
+        rows = [answers[i] for i in indices]
         if undefined_ids and rows:
             rows = rows_without(rows, torch.tensor(undefined_ids, dtype=torch.int64))
-        for i, answer in zip(places, read_off([questions[i] for i in places], rows), strict=True):
+        for i, answer in zip(indices, read_off([questions[i] for i in indices], rows), strict=True):
             answers[i] = answer
         return answers
     finally:  # an error remembers this frame, which must not know it in turn
@@ -169,12 +169,12 @@ class Reading(NamedTuple):
             [row] * len(own) for row, own in zip(rows, self.questions, strict=True)
         ]
         pairs = [(i, k) for i, own in enumerate(self.questions) for k in range(len(own))]
-        places = [(i, k) for i, k in pairs if isinstance(self.questions[i][k], Readout)]
-        theirs = [rows[i] for i, _ in places]
+        indices = [(i, k) for i, k in pairs if isinstance(self.questions[i][k], Readout)]
+        theirs = [rows[i] for i, _ in indices]
         if self.undefined_ids and theirs:
             theirs = rows_without(theirs, torch.tensor(self.undefined_ids, dtype=torch.int64))
-        found = read_off([self.questions[i][k] for i, k in places], theirs)
-        for (i, k), answer in zip(places, found, strict=True):
+        found = read_off([self.questions[i][k] for i, k in indices], theirs)
+        for (i, k), answer in zip(indices, found, strict=True):
             answers[i][k] = answer
         return answers
 
@@ -218,14 +218,14 @@ def read_off(readouts: Sequence[Any], rows: Sequence[Row]) -> list[Any]:
             kinds[type(readout)].append(i)
     for kind, of_kind in kinds.items():
         for start in range(0, len(of_kind), MANY_ROWS):
-            places = of_kind[start : start + MANY_ROWS]
-            first = rows[places[0]]
-            if all(rows[i] is first for i in places):  # of one context, without a copy for each
-                table = first.logprobs[None].expand(len(places), -1)
+            indices = of_kind[start : start + MANY_ROWS]
+            first = rows[indices[0]]
+            if all(rows[i] is first for i in indices):  # of one context, without a copy for each
+                table = first.logprobs[None].expand(len(indices), -1)
             else:
-                table = stacked([rows[i] for i in places])
-            found = _of_kind(kind, [readouts[i] for i in places], table)
-            for i, answer in zip(places, found, strict=True):
+                table = stacked([rows[i] for i in indices])
+            found = _of_kind(kind, [readouts[i] for i in indices], table)
+            for i, answer in zip(indices, found, strict=True):
                 answers[i] = answer
     return answers
 

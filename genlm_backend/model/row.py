@@ -431,7 +431,7 @@ class RowCache(Generic[R]):
         device: Where rows are kept; ``None`` for wherever they are when stored.
 
     Attributes:
-        generation: Number of times that it has been cleared.
+        num_clears: Number of times that it has been cleared.
 
     Raises:
         OptionTypeError: (``TypeError``) If a bound is no integer.
@@ -451,7 +451,7 @@ class RowCache(Generic[R]):
         self._lock = ProcessLock()
         self._rows: OrderedDict[Hashable, R] = OrderedDict()
         self._bytes = 0
-        self.generation = 0
+        self.num_clears = 0
         self._num_hits = 0
         self._num_evicted = 0
 
@@ -470,22 +470,22 @@ class RowCache(Generic[R]):
         """Return whether a row of so many bytes would be stored."""
         return num_bytes <= self.budget and self.max_rows != 0
 
-    def put(self, key: Hashable, row: R, generation: int | None = None) -> None:
+    def put(self, key: Hashable, row: R, num_clears: int | None = None) -> None:
         """Store ``row``, dropping the least recently used rows beyond budget and number.
 
-        A row larger than the budget is not stored, nor one that was computed in another
-        ``generation`` than the present one: before a ``clear()``.
+        A row larger than the budget is not stored, nor one that was asked for before the latest
+        ``clear()``, when ``num_clears`` was another.
         """
-        self.put_all([(key, row)], generation)
+        self.put_all([(key, row)], num_clears)
 
-    def put_all(self, pairs: Iterable[tuple[Hashable, R]], generation: int | None = None) -> None:
+    def put_all(self, pairs: Iterable[tuple[Hashable, R]], num_clears: int | None = None) -> None:
         """Store a row for each of many keys, one after another, as ``put`` does."""
         kept = [(key, row, size) for key, row in pairs if self.takes(size := row.nbytes)]
         if self._device is not None:
             kept = [(key, row.to(self._device), size) for key, row, size in kept]
         most = math.inf if self.max_rows is None else self.max_rows
         with self._lock.here:
-            if generation is not None and generation != self.generation:
+            if num_clears is not None and num_clears != self.num_clears:
                 return
             for key, row, size in kept:
                 old = self._rows.pop(key, None)
@@ -503,7 +503,7 @@ class RowCache(Generic[R]):
         with self._lock.here:
             self._rows.clear()
             self._bytes = 0
-            self.generation += 1
+            self.num_clears += 1
 
     @property
     def num_bytes(self) -> int:

@@ -83,13 +83,13 @@ class Top(Readout):
             return [_top_here(readout.k, row) for readout, row in pairs]
         answers: list[Any] = [None] * len(readouts)
         for k in {readout.k for readout in readouts}:
-            places = [i for i, readout in enumerate(readouts) if readout.k == k]
-            own = rows if len(places) == len(rows) else rows[places]
+            indices = [i for i, readout in enumerate(readouts) if readout.k == k]
+            own = rows if len(indices) == len(rows) else rows[indices]
             values, ids = _largest(own, k)
             rest = _log_sums(own.scatter(1, ids, -torch.inf)).tolist()
             values, ids = values.cpu(), ids.cpu()
-            for i, place in enumerate(places):
-                answers[place] = TopTokens(ids[i].clone(), values[i].clone(), rest[i])
+            for i, index in enumerate(indices):
+                answers[index] = TopTokens(ids[i].clone(), values[i].clone(), rest[i])
         return answers
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:

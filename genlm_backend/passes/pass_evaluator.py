@@ -55,8 +55,8 @@ class PassEvaluator(Evaluator):
     def _finished(self, logits: torch.Tensor) -> list[Row]:
         return rows_of_logits(logits, self._row_device, self.undefined_ids, in_place=True)
 
-    def _scored(self, logits: torch.Tensor, places: list[int], targets: list[int]) -> torch.Tensor:
-        return scores_of_logits(logits, places, targets, self.undefined_ids)
+    def _scored(self, logits: torch.Tensor, indices: list[int], targets: list[int]) -> torch.Tensor:
+        return scores_of_logits(logits, indices, targets, self.undefined_ids)
 
     @abc.abstractmethod
     def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
@@ -92,10 +92,10 @@ class PassEvaluator(Evaluator):
         """Return one answer to each query or scoring, adapter by adapter."""
         if len(set(map(_ADAPTER, questions))) == 1:  # as a rule
             return self._of_adapter(list(questions))
-        places: defaultdict[Adapter | None, list[int]] = defaultdict(list)
-        for place, question in enumerate(questions):
-            places[question.adapter].append(place)
-        return self._in_parts(questions, places.values())
+        indices: defaultdict[Adapter | None, list[int]] = defaultdict(list)
+        for index, question in enumerate(questions):
+            indices[question.adapter].append(index)
+        return self._in_parts(questions, indices.values())
 
     def _of_adapter(self, questions: list[Question]) -> list[Answer | Exception]:
         """Return the answers to questions of one adapter, or the error that they meet."""
@@ -115,7 +115,7 @@ class PassEvaluator(Evaluator):
     def _in_parts(
         self, questions: Sequence[Question], parts: Iterable[list[int]]
     ) -> list[Answer | Exception]:
-        """Return the answers to questions of one adapter each, given their places part by part."""
+        """Return the answers to questions of one adapter each, given their indices part by part."""
         answers: dict[int, Answer | Exception] = {}
         try:
             for part in filter(None, parts):

@@ -37,7 +37,7 @@ _FIELDS: Final[dict[str, type[np.signedinteger[Any]]]] = {
     "num_children": np.int32,
     "num_on_device": np.int32,
     "stamp": np.int64,
-    "generation": np.int64,
+    "num_uses": np.int64,
 }
 
 
@@ -60,7 +60,7 @@ class Nodes:
         num_children: Number of linked children.
         num_on_device: Number of linked children on the device.
         stamp: Time of its last use, int64 ``[n]``, or ``PINNED``.
-        generation: Number of its use, int64 ``[n]``.
+        num_uses: Number of its use, int64 ``[n]``.
         table: Linked nodes by their parents and tokens, int32; see ``node_loops``.
         key: What all places have until the nodes are cleared.
     """
@@ -75,7 +75,7 @@ class Nodes:
     num_children: Ints
     num_on_device: Ints
     stamp: Ints
-    generation: Ints
+    num_uses: Ints
     table: Ints
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Nodes:
         for array in (self.first, self.num_children, self.num_on_device, self.slot, self.state):
             array[nodes] = 0
         self.stamp[nodes] = -1
-        self.generation[nodes] += 1
+        self.num_uses[nodes] += 1
 
     def new_root(self) -> int:
         """Return a root."""
@@ -225,14 +225,14 @@ class Nodes:
 
     def handles(self, nodes: Ints) -> Ints:
         """Return handles of nodes, which no other use of any node has: int64."""
-        return (self.generation[nodes] << _NODE_BITS) | nodes
+        return (self.num_uses[nodes] << _NODE_BITS) | nodes
 
     def at(self, places: Sequence[Place], root: int) -> Ints:
         """Return the nodes below a root that are at places, 0 for none: int32 ``[n]``."""
         key = self.key
         handles = np.array([place[1] if place[0] is key else 0 for place in places], np.int64)
         nodes = (handles & ((1 << _NODE_BITS) - 1)).astype(np.int32)
-        is_there = self.generation[nodes] == handles >> _NODE_BITS
+        is_there = self.num_uses[nodes] == handles >> _NODE_BITS
         return np.where(is_there & (self.root[nodes] == root), nodes, 0).astype(np.int32)
 
     def check(self, linked: Ints) -> None:

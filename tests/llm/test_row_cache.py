@@ -53,7 +53,7 @@ def test_rows_stored_at_once_are_as_those_stored_one_after_another(sizes, budget
         each.num_evicted,
     )
     assert all(once.get(key) is each.get(key) for key in range(10))
-    once.put_all(pairs, once.generation + 1)  # computed before or after, and not now
+    once.put_all(pairs, once.num_clears + 1)  # computed before or after, and not now
     assert len(once) == len(each)
 
 
@@ -78,13 +78,13 @@ def test_a_row_larger_than_the_budget_is_not_stored():
 
 def test_clear_forgets_and_refuses_what_was_being_computed():
     cache = RowCache(1000)
-    generation = cache.generation
-    cache.put("a", row(1), generation)
+    num_clears = cache.num_clears
+    cache.put("a", row(1), num_clears)
     cache.clear()
-    cache.put("b", row(2), generation)
+    cache.put("b", row(2), num_clears)
     assert cache.get("a") is None
     assert cache.get("b") is None
-    cache.put("b", row(2), cache.generation)
+    cache.put("b", row(2), cache.num_clears)
     assert cache.get("b") is not None
 
 
