@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from genlm_backend.model.context import Context
     from genlm_backend.model.lm_statistics import LMStatistics
     from genlm_backend.remote.replicas.async_replicas import AsyncReplicas
+    from genlm_backend.scoring.surprisal import Surprisal, Surprisals, surprisal, surprisal_sync
     from genlm_backend.tokenization.token import Token
     from genlm_backend.tokenization.vocab import decode_vocab
     from genlm_backend.trie.async_trie import AsyncTokenCharacterTrie
@@ -53,6 +54,8 @@ __all__ = [
     "MockAsyncLM",
     "MultiMediaInfo",
     "ParallelTokenCharacterTrie",
+    "Surprisal",
+    "Surprisals",
     "Token",
     "TokenCharacterTrie",
     "__version__",
@@ -61,6 +64,8 @@ __all__ = [
     "lm_trie_weights",
     "load_model_by_name",
     "stream",
+    "surprisal",
+    "surprisal_sync",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -81,6 +86,8 @@ __getattr__, __dir__ = lazy_names(
         "LMStatistics": "genlm_backend.model.lm_statistics",
         "MockAsyncLM": "genlm_backend.backends.mock",
         "ParallelTokenCharacterTrie": "genlm_backend.trie.parallel",
+        "Surprisal": "genlm_backend.scoring.surprisal",
+        "Surprisals": "genlm_backend.scoring.surprisal",
         "Token": "genlm_backend.tokenization.token",
         "TokenCharacterTrie": "genlm_backend.trie.sequential",
         "decode_vocab": "genlm_backend.tokenization.vocab",
@@ -88,6 +95,8 @@ __getattr__, __dir__ = lazy_names(
         "lm_trie_weights": "genlm_backend.trie.lm_weights",
         "load_model_by_name": "genlm_backend.backends.registry",
         "stream": "genlm_backend.generation.generation",
+        "surprisal": "genlm_backend.scoring.surprisal",
+        "surprisal_sync": "genlm_backend.scoring.surprisal",
     },
-    submodules=("errors", "generation", "llm", "tokenization", "trie"),
+    submodules=("errors", "generation", "llm", "scoring", "tokenization", "trie"),
 )

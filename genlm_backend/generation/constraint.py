@@ -267,7 +267,10 @@ class Constraint:
             return torch.zeros(self._vocab_size, dtype=torch.bool)
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        return self._packed(bits, may_end).unpacked()
+        bools = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+        if may_end and self.can_end:
+            bools[[*self._eos_token_ids]] = True
+        return torch.from_numpy(bools)
 
     @staticmethod
     def masks(constraints: Iterable[Constraint], *, may_end: bool = True) -> list[PackedMask]:

@@ -465,12 +465,14 @@ class AsyncLM(Closing):
         entropy: bool = False,
         rank: bool = False,
         top: int = 0,
+        groups: Sequence[Allowed] = (),
         lora_name: str | None = None,
     ) -> TokenScores:
         """Return more of each token of a continuation than its log-probability; see ``score``.
 
-        Each number is that of ``next_token_entropy`` or ``next_token_top`` of the tokens before it.
-        It is read off where the model computes, in the pass that scores the text.
+        Each number is that of ``next_token_entropy``, ``next_token_top`` or
+        ``next_token_log_masses`` of the tokens before it. It is read off where the model computes,
+        in the pass that scores the text.
 
         Args:
             prompt: What comes before the continuation, at least one token.
@@ -478,14 +480,16 @@ class AsyncLM(Closing):
             entropy: Whether to tell the entropy of what could come, in nats.
             rank: Whether to tell how many tokens were more probable.
             top: Number of the most probable tokens to tell; 0 for none.
+            groups: Groups of tokens whose masses are told, as ``next_token_log_masses`` has them.
             lora_name: The adapter to read the text with.
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is of a wrong type.
-            OptionError: (``ValueError``) If ``top`` is below 0 or above the size of the vocabulary.
+            OptionError: (``ValueError``) If ``top`` is below 0 or above the size of the vocabulary,
+                or a group is of another vocabulary.
             Exception: What ``score`` raises.
         """
-        options: dict[str, Any] = {"entropy": entropy, "rank": rank, "top": top}
+        options: dict[str, Any] = {"entropy": entropy, "rank": rank, "top": top, "groups": groups}
         return (await self.batch_score_with([prompt], [continuation], lora_name, **options))[0]
 
     def score_with_sync(
@@ -496,10 +500,11 @@ class AsyncLM(Closing):
         entropy: bool = False,
         rank: bool = False,
         top: int = 0,
+        groups: Sequence[Allowed] = (),
         lora_name: str | None = None,
     ) -> TokenScores:
         """Return the same scores as ``score_with``, blocking the calling thread."""
-        options: dict[str, Any] = {"entropy": entropy, "rank": rank, "top": top}
+        options: dict[str, Any] = {"entropy": entropy, "rank": rank, "top": top, "groups": groups}
         return self.batch_score_with_sync([prompt], [continuation], lora_name, **options)[0]
 
     async def batch_score_with(
@@ -511,9 +516,10 @@ class AsyncLM(Closing):
         entropy: bool = False,
         rank: bool = False,
         top: int = 0,
+        groups: Sequence[Allowed] = (),
     ) -> list[TokenScores]:
         """Return the scores of many continuations, each behind its own prompt: ``score_with``."""
-        beside = beside_of(entropy, rank, top, len(self.byte_vocab))
+        beside = beside_of(entropy, rank, top, groups, len(self.byte_vocab))
         found = await self._scores(prompts, continuations, lora_name, beside)
         return [beside.scores_of(own) for own in found]
 
@@ -526,9 +532,10 @@ class AsyncLM(Closing):
         entropy: bool = False,
         rank: bool = False,
         top: int = 0,
+        groups: Sequence[Allowed] = (),
     ) -> list[TokenScores]:
         """Return the same scores as ``batch_score_with``, blocking the calling thread."""
-        beside = beside_of(entropy, rank, top, len(self.byte_vocab))
+        beside = beside_of(entropy, rank, top, groups, len(self.byte_vocab))
         found = self._scores_sync(prompts, continuations, lora_name, beside)
         return [beside.scores_of(own) for own in found]
 

@@ -356,11 +356,12 @@ class Inversion:
     def __init__(self, weights: NDArray[np.float32]) -> None:
         self._weights, self._size = weights, len(weights) // _NUM_BLOCKS
         whole = self._size * _NUM_BLOCKS if self._size > 1 else 0
-        self._sums = weights[whole:].sum(dtype=np.float64, keepdims=True)
+        self._sums: NDArray[np.float64] = np.empty(_NUM_BLOCKS + 1 if whole else 1, np.float64)
         if whole:
             blocks = weights[:whole].reshape(_NUM_BLOCKS, self._size)
-            self._sums = np.append(blocks.sum(1, dtype=np.float64), self._sums)
-        self._ends = np.cumsum(self._sums)
+            np.add.reduce(blocks, 1, np.float64, self._sums[:-1])
+        self._sums[-1] = np.add.reduce(weights[whole:], dtype=np.float64)
+        self._ends = self._sums.cumsum()
 
     @property
     def total(self) -> float:

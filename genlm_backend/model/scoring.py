@@ -14,7 +14,7 @@ from genlm_backend.errors import OptionError
 from genlm_backend.model.context import Context, Contexts
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.readout import Readout
-from genlm_backend.model.token_readouts import Entropy, Top
+from genlm_backend.model.token_readouts import Entropy, Masses, Top, packed_groups
 
 
 class TokenScores(NamedTuple):
@@ -32,6 +32,7 @@ class TokenScores(NamedTuple):
             ``[n, k]``.
         top_logprobs: Their log-probabilities: float32 ``[n, k]``.
         log_rest: Logarithm of the probability of all other tokens together: float64 ``[n]``.
+        log_masses: Logarithms of the probabilities of groups of tokens: float64 ``[n, groups]``.
     """
 
     logprobs: torch.Tensor
@@ -40,36 +41,41 @@ class TokenScores(NamedTuple):
     top_token_ids: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
     log_rest: torch.Tensor | None = None
+    log_masses: torch.Tensor | None = None
 
 
 class Beside(NamedTuple):
     """Numbers that are told of each token of a text beside its log-probability, in columns.
 
     The columns are the log-probability; the entropy; the rank; the ids of the most probable tokens,
-    their log-probabilities, and the logarithm of what is left for the others. A float64 has room
-    for any id and for any float32.
+    their log-probabilities, and the logarithm of what is left for the others; the logarithms of
+    the masses of groups. A float64 has room for any id and for any float32.
 
     Attributes:
         entropy: Whether the entropy of the row is.
         rank: Whether the rank of the token in it is.
         top: Number of the most probable tokens that are; 0 for none.
+        groups: A bit for each token of each group whose mass is, as ``packed_mask`` packs them.
     """
 
     entropy: bool = False
     rank: bool = False
     top: int = 0
+    groups: tuple[bytes, ...] = ()
 
     @property
     def width(self) -> int:
         """Number of columns."""
-        return 1 + self.entropy + self.rank + (2 * self.top + 1 if self.top else 0)
+        top = 2 * self.top + 1 if self.top else 0
+        return 1 + self.entropy + self.rank + top + len(self.groups)
 
     def scores_of(self, columns: torch.Tensor) -> TokenScores:
         """Return the scores in what ``numbers_of_rows`` returns."""
         if self == NOTHING:
             return TokenScores(columns)
         sizes = [1, int(self.entropy), int(self.rank), self.top, self.top, int(self.top > 0)]
-        logprobs, entropies, ranks, ids, top, rest = columns.split(sizes, -1)
+        parts = columns.split([*sizes, len(self.groups)], -1)
+        logprobs, entropies, ranks, ids, top, rest, masses = parts
         return TokenScores(
             logprobs[:, 0].float(),
             entropies[:, 0].clone() if self.entropy else None,
@@ -77,6 +83,7 @@ class Beside(NamedTuple):
             ids.nan_to_num(-1).long() if self.top else None,
             top.float() if self.top else None,
             rest[:, 0].clone() if self.top else None,
+            masses.clone() if self.groups else None,
         )
 
 
@@ -84,15 +91,16 @@ NOTHING: Final = Beside()
 """A log-probability alone."""
 
 
-def beside_of(entropy: Any, rank: Any, top: Any, vocab_size: int) -> Beside:
+def beside_of(entropy: Any, rank: Any, top: Any, groups: Any, vocab_size: int) -> Beside:
     """Return the numbers that are told of each token, once they are checked.
 
     Raises:
         OptionTypeError: (``TypeError``) If one is of a wrong type.
-        OptionError: (``ValueError``) If ``top`` is below 0 or above the size of the vocabulary.
+        OptionError: (``ValueError``) If ``top`` is below 0 or above the size of the vocabulary, or
+            a group is of another vocabulary.
     """
-    most = integer(0, vocab_size)("top", top)
-    return Beside(switch("entropy", entropy), switch("rank", rank), most)
+    most, masks = integer(0, vocab_size)("top", top), packed_groups(groups, vocab_size)
+    return Beside(switch("entropy", entropy), switch("rank", rank), most, masks)
 
 
 TOKENS_PER_ROW: Final = 200
@@ -280,6 +288,9 @@ def numbers_of_rows(rows: torch.Tensor, targets: Sequence[int], beside: Beside) 
         columns += torch.stack([each.token_ids for each in found]).double().unbind(1)
         columns += torch.stack([each.logprobs for each in found]).double().unbind(1)
         columns.append(torch.tensor([each.log_rest for each in found], dtype=torch.float64))
+    if beside.groups:
+        masses = Masses.of_rows([Masses(query, beside.groups)] * len(rows), rows)
+        columns += torch.stack([*masses]).unbind(1)
     return torch.stack(columns, 1).masked_fill_(is_nan.cpu()[:, None], torch.nan)
 
 

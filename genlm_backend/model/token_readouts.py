@@ -198,7 +198,12 @@ def _ids_in(group: bytes, vocab_size: int) -> NDArray[np.int64]:
 
 
 def masses_of(groups: Any, vocab_size: int) -> ReadoutOf:
-    """Return a maker of ``Masses``, once its groups are checked.
+    """Return a maker of ``Masses``, once its groups are checked; see ``packed_groups``."""
+    return partial(Masses, groups=packed_groups(groups, vocab_size))
+
+
+def packed_groups(groups: Any, vocab_size: int) -> tuple[bytes, ...]:
+    """Return a bit for each token of each group, once they are checked.
 
     Raises:
         OptionTypeError: (``TypeError``) If they are no list, or one is no group of tokens.
@@ -210,7 +215,7 @@ def masses_of(groups: Any, vocab_size: int) -> ReadoutOf:
         if mask is None:
             raise OptionTypeError(f"groups[{i}] must be some tokens, got None")
         packed.append(mask)
-    return partial(Masses, groups=tuple(packed))
+    return tuple(packed)
 
 
 def top_of(k: Any, vocab_size: int) -> ReadoutOf:

@@ -40,9 +40,9 @@ def bars_where_seen() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
-def progress_bar(total: int, is_shown: bool) -> Any:
-    """Return a bar for ``total`` continuations, which shows nothing unless it is to."""
+def progress_bar(total: int, is_shown: bool, what: str = "sampling") -> Any:
+    """Return a bar for what is done with ``total`` texts, which shows nothing unless it is to."""
     from tqdm.auto import tqdm
 
     is_hidden = not (is_shown and is_watched())
-    return tqdm(total=total, desc="sampling", unit="text", disable=is_hidden)
+    return tqdm(total=total, desc=what, unit="text", disable=is_hidden)

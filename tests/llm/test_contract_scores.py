@@ -63,6 +63,9 @@ def test_all_four_ways_to_score_give_the_fresh_answer(lm, backend, close):
     assert lm.batch_score_sync([], []) == []
 
 
+GROUPS = [[1, 4, 9], [7]]
+
+
 def check_told(found, rows, continuation, close, k):
     """Compare what is told of tokens with their rows, in float64 from there on."""
     close(found.logprobs, rows.gather(1, torch.tensor(continuation)[:, None])[:, 0])
@@ -81,11 +84,13 @@ def check_told(found, rows, continuation, close, k):
         close(row[ids], row.sort(descending=True).values[:k])
         rest = float(found.top_logprobs[i].double().exp().sum() + found.log_rest[i].exp())
         assert rest == pytest.approx(1, abs=1e-5)
+        masses = [float(row[own].double().logsumexp(0)) for own in GROUPS]
+        assert found.log_masses[i].tolist() == pytest.approx(masses, abs=1e-3)
 
 
 def test_what_is_told_of_tokens_is_that_of_their_rows(lm, backend, close):
     texts = [([5, 3], [4, 4, 9, 7]), ([5, 3, 4], [1]), ([5, 3], [8, 0])]
-    told = {"entropy": True, "rank": True, "top": 3}
+    told = {"entropy": True, "rank": True, "top": 3, "groups": GROUPS}
     prompts, continuations = zip(*texts, strict=True)
     rows = [
         torch.stack([backend.expected([*prompt, *own[:i]]) for i in range(len(own))])
@@ -110,15 +115,18 @@ def test_what_is_told_of_tokens_is_that_of_their_rows(lm, backend, close):
     check([lm.score_with_sync(*text, **told) for text in texts])
     one = lm.score_with_sync([5, 3], [4, 4], rank=True)
     assert one.ranks is not None
-    assert [*one[1:2], *one[3:]] == [None] * 4
+    assert [*one[1:2], *one[3:]] == [None] * 5
     close(lm.score_with_sync([5, 3], [4, 4]).logprobs, lm.score_sync([5, 3], [4, 4]))
     nothing = lm.score_with_sync([5, 3], [], **told)
-    assert [tuple(each.shape) for each in nothing] == [(0,), (0,), (0,), (0, 3), (0, 3), (0,)]
+    shapes = [(0,), (0,), (0,), (0, 3), (0, 3), (0,), (0, 2)]
+    assert [tuple(each.shape) for each in nothing] == shapes
     for wrong, error in (
         ({"top": -1}, OptionError),
         ({"top": 10**9}, OptionError),
         ({"top": 1.0}, OptionTypeError),
         ({"rank": 1}, OptionTypeError),
+        ({"groups": 5}, OptionTypeError),
+        ({"groups": [[10**9]]}, OptionError),
     ):
         with pytest.raises(error, match=next(iter(wrong))):
             lm.score_with_sync([5, 3], [4], **wrong)

@@ -24,7 +24,7 @@ from genlm_backend.errors import (
 )
 from genlm_backend.llm import BatchedLM, Draw, Query, Readout, Row, StatelessEvaluator, TopTokens
 from genlm_backend.model import token_readouts
-from genlm_backend.model.draw import PackedMask
+from genlm_backend.model.draw import PackedMask, packed_mask
 from genlm_backend.model.drawing import Drawing
 from genlm_backend.model.readout import answers_by_rows, packed, read_off
 from genlm_backend.model.scoring import Beside, numbers_of_rows
@@ -510,7 +510,10 @@ def test_what_is_told_of_tokens_of_any_rows(table, entropy, rank, data):
         rows[data.draw(st.integers(0, len(rows) - 1))] = torch.nan
     width = rows.shape[1]
     targets = [data.draw(st.integers(0, width - 1)) for _ in rows]
-    beside = Beside(entropy, rank, data.draw(st.integers(0, width)))
+    tokens = st.lists(st.integers(0, width - 1))
+    groups = data.draw(st.lists(tokens, max_size=2))
+    packed_ones = tuple(packed_mask(own, width, True) for own in groups)
+    beside = Beside(entropy, rank, data.draw(st.integers(0, width)), packed_ones)
     found = beside.scores_of(numbers_of_rows(rows, targets, beside))
     assert found.logprobs.shape == (len(rows),)
     for i, (row, target) in enumerate(zip(rows, targets, strict=True)):
@@ -519,6 +522,12 @@ def test_what_is_told_of_tokens_of_any_rows(table, entropy, rank, data):
         if entropy:
             value = float(found.entropies[i])
             assert math.isnan(value) if is_nan else value == pytest.approx(entropy_of(row))
+        if groups:
+            masses = [
+                float(row.double()[own].exp().sum().log()) for own in map(list, map(set, groups))
+            ]
+            told = found.log_masses[i].tolist()
+            assert all(map(math.isnan, told)) if is_nan else told == pytest.approx(masses, abs=1e-5)
         if rank:
             order = np.argsort(-row.numpy(), kind="stable").tolist()
             assert found.ranks[i] == (-1 if is_nan else order.index(target))

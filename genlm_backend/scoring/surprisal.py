@@ -1,0 +1,455 @@
+"""surprisal: how surprising each word or token of a text is, in bits or nats."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack, cast, final, overload
+
+from genlm_backend.checks import (
+    check_names,
+    checked,
+    instance,
+    integer,
+    listed,
+    one_of,
+    optional,
+    shown,
+    switch,
+)
+from genlm_backend.errors import ContextError, MissingExtraError, OptionError, OptionTypeError
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.query import TokenIds
+from genlm_backend.model.scoring import TokenScores
+from genlm_backend.runtime.progress import progress_bar
+from genlm_backend.runtime.together import together
+from genlm_backend.scoring.words import NOT_BLANK, Region, Spelling, Words, word_begins
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Surprisal:
+    """The surprisal of a word or a token: the negative logarithm of its probability.
+
+    Attributes:
+        text: Its characters. Those of a token that has a part of a character are all of that.
+        start: Index of the first of them in the text.
+        end: Index of the character behind the last one.
+        token_ids: Its tokens, with those of blanks before a word.
+        surprisal: In the unit of its text.
+        num_context: Number of tokens that were read before the first of its tokens, those that the
+            text was read behind included.
+        entropy: The entropy of the token in whose place its first one came, in the unit of its
+            text; ``None`` where it was not asked for.
+        rank: Number of tokens that were more probable than its first one; 0 where greedy decoding
+            would have taken it. ``None`` where it was not asked for.
+    """
+
+    text: str
+    start: int
+    end: int
+    token_ids: tuple[int, ...]
+    surprisal: float
+    num_context: int
+    entropy: float | None = None
+    rank: int | None = None
+
+
+@final
+class Surprisals(list[Surprisal]):
+    """The surprisals of a text's words or tokens, in order.
+
+    Attributes:
+        text: The text.
+        unit: ``"bits"`` or ``"nats"``.
+        context: The token ids that the text was read behind.
+        log_likelihood: The natural logarithm of the probability of its tokens, whatever words they
+            make.
+        num_tokens: Number of its tokens.
+    """
+
+    def __init__(
+        self,
+        values: Iterable[Surprisal],
+        *,
+        text: str,
+        unit: str,
+        context: Sequence[int],
+        behind: str,
+        log_likelihood: float,
+        num_tokens: int,
+    ) -> None:
+        super().__init__(values)
+        self.text, self.unit, self.context = text, unit, tuple(context)
+        self._behind = behind
+        self.log_likelihood, self.num_tokens = log_likelihood, num_tokens
+
+    @property
+    def total(self) -> float:
+        """The sum of the surprisals, in their unit."""
+        return math.fsum(each.surprisal for each in self)
+
+    @property
+    def perplexity(self) -> float:
+        """The perplexity of the text: e to the negative mean log-probability of its tokens."""
+        return math.exp(-self.log_likelihood / self.num_tokens)
+
+    def __repr__(self) -> str:
+        parts = (f"{each.text!r} {each.surprisal:.2f}" for each in itertools.islice(self, 6))
+        more = ", …" if len(self) > 6 else ""
+        return f"Surprisals({', '.join(parts)}{more}; {self.unit}, behind {self._behind!r})"
+
+    def to_dataframe(self) -> Any:
+        """Return them as a ``pandas.DataFrame``, a row for each, a column for each attribute.
+
+        Raises:
+            MissingExtraError: (``ImportError``) If pandas is not installed.
+        """
+        try:
+            import pandas  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise MissingExtraError("to_dataframe needs pandas: pip install pandas") from error
+        names = [name for name in Surprisal.__slots__ if self._has(name)]
+        return pandas.DataFrame({name: [getattr(own, name) for own in self] for name in names})
+
+    def _has(self, name: str) -> bool:
+        return name not in ("entropy", "rank") or any(
+            getattr(own, name) is not None for own in self
+        )
+
+
+By: TypeAlias = Literal["word", "token"]
+"""What has a surprisal of its own."""
+
+Unit: TypeAlias = Literal["bits", "nats"]
+"""The unit of a logarithm: of base 2, or of base e."""
+
+
+class SurprisalOptions(TypedDict, total=False):
+    """The options of ``surprisal``, which says what they mean."""
+
+    by: By
+    unit: Unit
+    words: Words
+    word_ends: bool | None
+    context: str | TokenIds | None
+    entropy: bool
+    rank: bool
+    stride: int | None
+    lora_name: str | None
+    progress: bool
+
+
+@overload
+async def surprisal(lm: AsyncLM, texts: str, **options: Unpack[SurprisalOptions]) -> Surprisals: ...
+
+
+@overload
+async def surprisal(
+    lm: AsyncLM, texts: Sequence[str], **options: Unpack[SurprisalOptions]
+) -> list[Surprisals]: ...
+
+
+async def surprisal(
+    lm: AsyncLM, texts: str | Sequence[str], **options: Unpack[SurprisalOptions]
+) -> Surprisals | list[Surprisals]:
+    """Return the surprisal of each word or token of texts.
+
+    A word is what blanks separate. Its surprisal is that of its tokens, and of its end: the
+    probability that a word ends here is that of all tokens that begin another one, which the
+    tokens of the next word are then given (Oh and Schuler, 2024, arXiv:2406.10851; Pimentel and
+    Meister, 2024, arXiv:2406.14561). So the probabilities of all words that may come at a place sum
+    to one. Without the correction, ``word_ends=False``, a word is charged for the blank before it,
+    and any word that goes on as this one does is counted with it.
+
+    A text is read behind the token that texts begin with (``bos_token_id`` of the tokenizer), which
+    the answer names as its ``context``; where there is none, ``context`` has to be given. Texts
+    share batches with each other and with whatever else the model is asked.
+
+    Args:
+        lm: The model.
+        texts: A text, or several.
+        **options: ``by``, ``"word"`` (the default) or ``"token"``; ``unit``, ``"bits"`` (the
+            default) or ``"nats"``; ``words``, what a word is: a regular expression or a function
+            from a text to the spans of its words, ``r"\\S+"`` by default; ``word_ends``, whether
+            words are charged for their ends, by default where blanks separate them;
+            ``context``, a text or token ids to read each text behind, in place of the token that
+            texts begin with; ``entropy`` and ``rank``, whether to tell these; ``stride``, for texts
+            that are longer than the model takes: the number of tokens that are scored behind one
+            window of the others, half a window by default; ``lora_name``, the adapter to read with;
+            ``progress``, whether to show a bar of the texts that are done, on a terminal or in a
+            notebook.
+
+    Returns:
+        The surprisals of the text in a list, or such a list for each of several texts.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If there is no such option, or one is of a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds, or the tokenizer names no token
+            that texts begin with and no ``context`` is given.
+        ContextError: (``ValueError``) If a text has no token, the tokenizer takes no text, or
+            normalises it; or if ``context`` leaves no room for a text.
+        Exception: What ``score`` raises.
+    """
+    asked = _Asked(lm, options)
+    many, readings = asked.readings(texts)
+    with progress_bar(len(readings), asked.progress, "scoring") as bar:
+
+        async def told(reading: _Reading) -> Surprisals:
+            found = await lm.batch_score_with(*reading.parts, asked.lora_name, **asked.beside)
+            bar.update()
+            return reading.surprisals(found)
+
+        found = await together(map(told, readings))
+    return found if many else found[0]
+
+
+@overload
+def surprisal_sync(lm: AsyncLM, texts: str, **options: Unpack[SurprisalOptions]) -> Surprisals: ...
+
+
+@overload
+def surprisal_sync(
+    lm: AsyncLM, texts: Sequence[str], **options: Unpack[SurprisalOptions]
+) -> list[Surprisals]: ...
+
+
+def surprisal_sync(
+    lm: AsyncLM, texts: str | Sequence[str], **options: Unpack[SurprisalOptions]
+) -> Surprisals | list[Surprisals]:
+    """Return the same surprisals as ``surprisal``, blocking the calling thread.
+
+    Works in a notebook too, whose event loop waits for it.
+    """
+    asked = _Asked(lm, options)
+    many, readings = asked.readings(texts)
+    found = list[Surprisals]()
+    with progress_bar(len(readings), asked.progress, "scoring") as bar:
+        for start in range(0, len(readings), _AT_ONCE):
+            some = readings[start : start + _AT_ONCE]
+            prompts = [prompt for reading in some for prompt in reading.parts[0]]
+            parts = [part for reading in some for part in reading.parts[1]]
+            scores = iter(lm.batch_score_with_sync(prompts, parts, asked.lora_name, **asked.beside))
+            for reading in some:
+                found.append(reading.surprisals(itertools.islice(scores, len(reading.parts[0]))))
+                bar.update()
+    return found if many else found[0]
+
+
+_AT_ONCE: Final = 200
+"""Texts that a thread that blocks asks at once, between two looks at its progress."""
+
+_CHECKS: Final = {
+    "by": one_of("word", "token"),
+    "unit": one_of("bits", "nats"),
+    "word_ends": optional(switch),
+    "entropy": switch,
+    "rank": switch,
+    "stride": optional(integer(1)),
+    "progress": switch,
+}
+
+_DEFAULTS: Final = {
+    "by": "word",
+    "unit": "bits",
+    "words": NOT_BLANK,
+    "word_ends": None,
+    "context": None,
+    "entropy": False,
+    "rank": False,
+    "stride": None,
+    "lora_name": None,
+    "progress": False,
+}
+
+
+@final
+class _Asked:
+    """The options of a call, checked, and what a model is asked by them.
+
+    Attributes:
+        lora_name: The adapter.
+        progress: Whether progress is shown.
+        beside: What is told of each token beside its log-probability.
+    """
+
+    def __init__(self, lm: AsyncLM, options: SurprisalOptions) -> None:
+        instance(AsyncLM, "an AsyncLM")("lm", lm)
+        check_names(options, _DEFAULTS, "option of surprisal")
+        given: dict[str, Any] = {**_DEFAULTS, **options}
+        fields = checked(_CHECKS, {name: given[name] for name in _CHECKS})
+        self._lm, self._by, self.progress = lm, fields["by"], fields["progress"]
+        self._words: Words = given["words"]
+        self._unit, self._stride = fields["unit"], fields["stride"]
+        self.lora_name: str | None = given["lora_name"]
+        has_blanks = self._words is NOT_BLANK or self._words == NOT_BLANK.pattern
+        ends = fields["word_ends"]
+        if ends and not (has_blanks and self._by == "word"):
+            raise OptionError(
+                "word_ends=True is for words that blanks separate: leave out by and words"
+            )
+        self._ends = self._by == "word" and has_blanks if ends is None else ends
+        self._context = _context_ids(lm, given["context"])
+        self._is_begin = self._context[-1] in {*lm.special_ids, *lm.eos_token_ids}
+        self._is_begin |= given["context"] is None
+        groups = [word_begins(lm)] if self._ends else []
+        self.beside = {"entropy": fields["entropy"], "rank": fields["rank"], "groups": groups}
+
+    def readings(self, texts: Any) -> tuple[bool, list[_Reading]]:
+        """Return whether there are several texts, and how each is read."""
+        if isinstance(texts, str):
+            return False, [self._reading(texts)]
+        many = listed("texts", texts)
+        for i, text in enumerate(many):
+            if not isinstance(text, str):
+                raise OptionTypeError(f"texts[{i}] must be a string, got {shown(text)}")
+        return True, [self._reading(text) for text in many]
+
+    def _reading(self, text: str) -> _Reading:
+        spelling = Spelling(self._lm, text)
+        regions = spelling.words(self._words) if self._by == "word" else spelling.tokens
+        behind = "".join(self._lm.str_vocab[i] for i in self._context)
+        reading = _Reading(
+            spelling, regions, self._context, behind, self._unit, self._ends, self._is_begin
+        )
+        reading.divide(self._lm.max_length, self._stride)
+        return reading
+
+
+def _context_ids(lm: AsyncLM, context: str | TokenIds | None) -> list[int]:
+    """Return the token ids that texts are read behind, one at least."""
+    if context is None:
+        begin = getattr(lm.tokenizer, "bos_token_id", None)
+        if begin is None:
+            raise OptionError(
+                "the tokenizer names no token that texts begin with (bos_token_id): give context=, "
+                "such as [lm.tokenizer.eos_token_id], which stands between texts in training"
+            )
+        return [int(begin)]
+    if isinstance(context, str):
+        return Spelling(lm, context).token_ids
+    ids = [*lm.contexts.check(cast(TokenIds, context), name="context")]
+    if not ids:
+        raise ContextError("context must have at least one token")
+    return ids
+
+
+@final
+class _Reading:
+    """A text, its parts that a model scores one by one, and its surprisals once they are.
+
+    Attributes:
+        parts: What the model reads before each part, and the tokens of the part.
+    """
+
+    def __init__(
+        self,
+        spelling: Spelling,
+        regions: Sequence[Region],
+        context: list[int],
+        behind: str,
+        unit: str,
+        has_ends: bool,
+        is_begin: bool,
+    ) -> None:
+        self._spelling, self._regions = spelling, regions
+        self._context, self._behind = context, behind
+        self._unit, self._has_ends, self._is_begin = unit, has_ends, is_begin
+        self._num_context: list[int] = []
+        self.parts: tuple[list[list[int]], list[list[int]]] = [], []
+
+    def divide(self, max_length: int | None, stride: int | None) -> None:
+        """Divide the text into parts, of which all but the first are scored behind a window.
+
+        Args:
+            max_length: The longest context that the model takes; ``None`` for any.
+            stride: Number of tokens of a part but the first, at most.
+
+        Raises:
+            ContextError: (``ValueError``) If there is no room beside the context.
+            OptionError: (``ValueError``) If ``stride`` is more than there is room for.
+        """
+        ids, begin = self._spelling.token_ids, self._context
+        if self._has_ends:
+            ids = [*ids, ids[0]]  # whichever: it is asked how the last word ends, before it
+        most = len(ids) if max_length is None else max_length - len(begin) + 1
+        if most < 1:
+            raise ContextError(
+                f"context has {len(begin)} tokens, of the {max_length} that the model takes"
+            )
+        step = min(stride or max(1, most // 2), len(ids))
+        if step > most:
+            raise OptionError(
+                f"stride must be at most {most}, the tokens that a window has room for"
+            )
+        done = 0
+        while done < len(ids):
+            stop = min(len(ids), most if not done else done + step)
+            start = max(0, stop - most) if done else 0
+            self.parts[0].append([*begin, *ids[start:done]])
+            self.parts[1].append(ids[done:stop])
+            self._num_context += range(len(begin) + done - start, len(begin) + stop - start)
+            done = stop
+
+    def surprisals(self, scores: Iterable[TokenScores]) -> Surprisals:
+        """Return the surprisals, given the scores of each part."""
+        found = [*scores]
+        scale = 1 / math.log(2) if self._unit == "bits" else 1.0
+        logprobs = _joined(found, "logprobs") or []
+        ends = _joined(found, "log_masses")
+        entropies, ranks = _joined(found, "entropies"), _joined(found, "ranks")
+        values = list[Surprisal]()
+        for region in self._regions:
+            own = range(region.first, region.last)
+            total = math.fsum(logprobs[i] for i in own)
+            if ends is not None:
+                total += self._end(region.last, ends) - self._begin(region.first, ends)
+            first = region.first
+            values.append(
+                Surprisal(
+                    self._spelling.text[region.start : region.stop],
+                    region.start,
+                    region.stop,
+                    tuple(self._spelling.token_ids[i] for i in own),
+                    -total * scale,
+                    self._num_context[first],
+                    None if entropies is None else entropies[first] * scale,
+                    None if ranks is None else ranks[first],
+                )
+            )
+        num_tokens = len(self._spelling.token_ids)
+        return Surprisals(
+            values,
+            text=self._spelling.text,
+            unit=self._unit,
+            context=self._context,
+            behind=self._behind,
+            log_likelihood=math.fsum(logprobs[:num_tokens]),
+            num_tokens=num_tokens,
+        )
+
+    def _end(self, index: int, ends: list[float]) -> float:
+        """Return the log-probability that a word ends before a token, given all before it."""
+        return 0.0 if self._spelling.ends_word[index - 1] else ends[index]
+
+    def _begin(self, index: int, ends: list[float]) -> float:
+        """Return the same where it is known that the word before has ended."""
+        if index:
+            return self._end(index, ends)
+        # Behind the token that texts begin with, no word has to end.
+        return ends[0] if self._spelling.begins_word[0] and not self._is_begin else 0.0
+
+
+def _joined(scores: Sequence[TokenScores], name: str) -> list[Any] | None:
+    """Return what is told of all tokens in one list; ``None`` where it is not."""
+
+    def numbers() -> Iterator[Any]:
+        for each in scores:
+            own = getattr(each, name)
+            if own is not None:
+                yield from (own[:, 0] if own.ndim == 2 else own).tolist()
+
+    found = [*numbers()]
+    return found or None

@@ -1,0 +1,195 @@
+"""Words: which tokens of a text make each of its words, and which tokens begin one."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.checks import shown
+from genlm_backend.errors import ContextError, OptionError, OptionTypeError
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.draw import PackedMask
+
+Span: TypeAlias = tuple[int, int]
+"""Where something begins and ends, in characters of a text."""
+
+Words: TypeAlias = str | re.Pattern[str] | Callable[[str], Iterable[Span]]
+"""What a word is: a regular expression, or a function from a text to the spans of its words."""
+
+NOT_BLANK: Final = re.compile(r"\S+")
+"""Words that blanks separate."""
+
+_BLANKS: Final = tuple(char.encode() for char in map(chr, range(0x3001)) if char.isspace())
+
+
+@final
+class Region(NamedTuple):
+    """A part of a text that has a surprisal of its own.
+
+    Attributes:
+        start: Its first character.
+        stop: The character behind its last one.
+        first: Its first token.
+        last: The token behind its last one.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+
+
+@final
+class Spelling:
+    """The tokens of a text, as the model's own tokenizer has them.
+
+    Args:
+        lm: The model.
+        text: The text, of at least one token.
+
+    Attributes:
+        text: As given.
+        token_ids: Its tokens, without those that the tokenizer puts around every text.
+
+    Raises:
+        ContextError: (``ValueError``) If the tokenizer takes no text, the text has no token, or its
+            tokens do not spell it: they have been normalised, so that nobody can tell where they
+            are.
+    """
+
+    def __init__(self, lm: AsyncLM, text: str) -> None:
+        self.text = text
+        encode = getattr(lm.tokenizer, "encode", None)
+        if encode is None:
+            raise ContextError("the model's tokenizer cannot encode text")
+        encoded = encode(text)
+        ids = [*(encoded if isinstance(encoded, list) else encoded.ids)]
+        data, spelt = text.encode(), [lm.byte_vocab[i].byte_string for i in ids]
+        begin, end = 0, len(ids)
+        while begin < end and ids[begin] in lm.special_ids and not _spells(spelt[begin:end], data):
+            begin += 1
+        while (
+            begin < end and ids[end - 1] in lm.special_ids and not _spells(spelt[begin:end], data)
+        ):
+            end -= 1
+        self.token_ids: list[int] = ids[begin:end]
+        spelt = spelt[begin:end]
+        if not self.token_ids:
+            raise ContextError(f"a text has at least one token, got {shown(text)}")
+        if not _spells(spelt, data):
+            raise ContextError(
+                f"the tokens of {shown(text)} do not spell it, but {shown(b''.join(spelt))}: the "
+                "tokenizer normalises texts, or leaves something out"
+            )
+        # Some tokenizers begin every text with a blank, which is none of its characters.
+        num_before = sum(map(len, spelt)) - len(data)
+        ends = np.cumsum([len(own) for own in spelt]) - num_before
+        self._ends: NDArray[np.int64] = np.maximum(ends, 0)
+        sizes = [len(char.encode()) for char in text]
+        self._chars: NDArray[np.int64] = np.cumsum([0, *sizes])[:-1]
+        self.ends_word = [own.endswith(_BLANKS) for own in spelt]
+        self.begins_word = [own.startswith(_BLANKS) for own in spelt]
+
+    @property
+    def tokens(self) -> list[Region]:
+        """Each token; a character that several have parts of is of each of them."""
+        stops = self._ends.tolist()
+        starts = [0, *stops[:-1]]
+        first = np.searchsorted(self._chars, starts, "right") - 1
+        behind = np.searchsorted(self._chars, stops, "left")
+        return [
+            Region(min(start, stop), stop, i, i + 1)
+            for i, (start, stop) in enumerate(zip(first.tolist(), behind.tolist(), strict=True))
+        ]
+
+    def words(self, words: Words = NOT_BLANK) -> list[Region]:
+        """Return the words of the text; what lies between two belongs to the second.
+
+        Words that have a token in common are one. What comes behind the last word is its own.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If ``words`` finds no spans.
+            OptionError: (``ValueError``) If spans are not in order, or outside the text.
+        """
+        spans = spans_of(words, self.text) or [(0, len(self.text))]
+        starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
+        found = list[_Words]()
+        for i, token in enumerate(self.tokens):
+            # The first and the last word that the token has a part of, or the word that follows.
+            first = min(int(np.searchsorted(stops, token.start, "right")), len(spans) - 1)
+            last = max(first, int(np.searchsorted(starts, token.stop, "left")) - 1)
+            if found and first <= found[-1].last:
+                last = max(last, found[-1].last)
+                found[-1] = found[-1]._replace(last=last, last_token=i + 1)
+            else:
+                found.append(_Words(first, last, i, i + 1))
+        return [
+            Region(starts[own.first], stops[own.last], own.first_token, own.last_token)
+            for own in found
+        ]
+
+
+class _Words(NamedTuple):
+    """Words, by the first and the last, and their tokens, by the first and the one behind."""
+
+    first: int
+    last: int
+    first_token: int
+    last_token: int
+
+
+def _spells(spelt: Sequence[bytes], data: bytes) -> bool:
+    joined = b"".join(spelt)
+    return joined in (data, b" " + data)
+
+
+def spans_of(words: Words, text: str) -> list[Span]:
+    """Return the spans of a text's words, checked; see ``Spelling.words``."""
+    if isinstance(words, str):
+        try:
+            words = re.compile(words)
+        except re.error as error:
+            raise OptionError(f"words must be a regular expression: {error}") from error
+    if isinstance(words, re.Pattern):
+        return [match.span() for match in words.finditer(text) if match.group()]
+    if not callable(words):
+        raise OptionTypeError(
+            f"words must be a regular expression or a function of a text, got {shown(words)}"
+        )
+    found, end = list[Span](), 0
+    for span in words(text):
+        is_pair = isinstance(span, tuple) and len(span) == 2
+        if not is_pair or not all(type(own) is int for own in span):
+            raise OptionTypeError(f"words must find pairs of integers, got {shown(span)}")
+        if not end <= span[0] < span[1] <= len(text):
+            raise OptionError(
+                f"words must find spans of characters in order, within {len(text)}; got {span} "
+                f"behind {end}"
+            )
+        found.append(span)
+        end = span[1]
+    return found
+
+
+_masks: Final[weakref.WeakKeyDictionary[AsyncLM, PackedMask]] = weakref.WeakKeyDictionary()
+
+
+def word_begins(lm: AsyncLM) -> PackedMask:
+    """Return the tokens that end the word before them: those that begin with a blank, or end texts.
+
+    Special tokens are among them. A token of a part of a blank, of one that has several bytes, is
+    not.
+    """
+    mask = _masks.get(lm)
+    if mask is None:
+        begins: list[Any] = [token.byte_string.startswith(_BLANKS) for token in lm.byte_vocab]
+        bools = np.array(begins, np.bool_)
+        bools[[*lm.special_ids, *lm.eos_token_ids]] = True
+        bools[[*lm.undefined_ids]] = False
+        mask = _masks[lm] = PackedMask(np.packbits(bools).tobytes(), len(bools))
+    return mask

@@ -1,0 +1,296 @@
+"""Surprisals of texts against the rows of their prefixes, and against all words there are."""
+
+import asyncio
+import itertools
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from genlm_backend import MockAsyncLM, load_model_by_name, surprisal, surprisal_sync
+from genlm_backend.errors import ContextError, MissingExtraError, OptionError, OptionTypeError
+from genlm_backend.scoring.words import Spelling, spans_of, word_begins
+
+TEXTS = [
+    "The cat sat on the mat.",
+    "  Two  blanks,\nand a line.\t",
+    "naïve 日本語 text 🙂🙃 end",
+    "one",
+    " ",
+    "a" * 40,
+]
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    with load_model_by_name("smollm2", llm_opts={"kv_cache_bytes": 1 << 26}) as lm:
+        yield lm
+
+
+def tiny_tokenizer(**options):
+    """Two letters, with and without a blank before them, and a blank."""
+    vocab = {token: i for i, token in enumerate(["<s>", "</s>", "a", "b", "Ġ", "Ġa", "Ġb"])}
+    tokenizer = Tokenizer(models.BPE(vocab, [("Ġ", "a"), ("Ġ", "b")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    options = {"bos_token": "<s>", "eos_token": "</s>", **options}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    with MockAsyncLM(tiny_tokenizer()) as lm:
+        yield lm
+
+
+def logprobs_of(lm, ids):
+    """The log-probability of each token but the first, and of an end of a word before it."""
+    contexts = [ids[:i] for i in range(1, len(ids) + 1)]
+    rows = lm.batch_next_token_logprobs_sync(contexts).double()
+    ends = rows[:, word_begins(lm).unpacked()].logsumexp(1)
+    own = [float(row[i]) for row, i in zip(rows, ids[1:], strict=False)]
+    return own, ends.tolist()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("unit", ["bits", "nats"])
+def test_tokens_have_the_numbers_of_their_rows(smollm2, text, unit):
+    begin = smollm2.tokenizer.bos_token_id
+    ids = list(smollm2.tokenizer.encode(text))
+    found = surprisal_sync(smollm2, text, by="token", unit=unit, entropy=True, rank=True)
+    expected, _ = logprobs_of(smollm2, [begin, *ids])
+    scale = 1 / math.log(2) if unit == "bits" else 1
+    assert [each.surprisal for each in found] == pytest.approx(
+        [-own * scale for own in expected], abs=1e-3
+    )
+    assert [each.token_ids for each in found] == [(i,) for i in ids]
+    assert [each.num_context for each in found] == list(range(1, len(ids) + 1))
+    assert found.context == (begin,)
+    assert found.log_likelihood == pytest.approx(sum(expected), abs=1e-2)
+    assert found.perplexity == pytest.approx(math.exp(-sum(expected) / len(ids)), rel=1e-3)
+    entropy = smollm2.next_token_entropy_sync([begin, *ids[:-1]]) * scale
+    assert found[-1].entropy == pytest.approx(entropy, abs=1e-3)
+    assert all(each.rank >= 0 for each in found)
+    covered = sorted({i for each in found for i in range(each.start, each.end)})
+    assert covered == list(range(len(text)))
+    for each in found:
+        assert each.text == text[each.start : each.end]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_words_are_their_tokens_and_their_ends(smollm2, text):
+    begin = smollm2.tokenizer.bos_token_id
+    found = surprisal_sync(smollm2, text, unit="nats")
+    assert [each.text for each in found] == (text.split() or [text])
+    ids = [i for each in found for i in each.token_ids]
+    assert ids == list(smollm2.tokenizer.encode(text))
+    tokens, ends = logprobs_of(smollm2, [begin, *ids])
+    byte_vocab = smollm2.byte_vocab
+    place = 0
+    for each in found:
+        stop = place + len(each.token_ids)
+        expected = sum(tokens[place:stop])
+        if not byte_vocab[ids[stop - 1]].byte_string[-1:].isspace():
+            expected += ends[stop]
+        if place and not byte_vocab[ids[place - 1]].byte_string[-1:].isspace():
+            expected -= ends[place]
+        assert each.surprisal == pytest.approx(-expected, abs=2e-3)
+        assert each.num_context == place + 1
+        place = stop
+    plain = surprisal_sync(smollm2, text, unit="nats", word_ends=False)
+    assert plain.total == pytest.approx(-sum(tokens), abs=1e-2)
+    assert found.log_likelihood == pytest.approx(plain.log_likelihood, abs=1e-3)
+
+
+def words_of(length):
+    """Words of the tiny vocabulary, by tokens: one token of either kind, and letters."""
+    letters = [2, 3]
+    return [
+        [first, *rest] for first in (5, 6) for rest in itertools.product(letters, repeat=length)
+    ]
+
+
+@pytest.mark.parametrize("behind", ["a", "b ba"])
+def test_the_probabilities_of_all_words_sum_to_one(tiny, behind):
+    """Words of up to four letters, and what is left to longer ones and to further blanks."""
+    total, context = 0.0, [0, *tiny.tokenizer.encode(behind)]
+    for length in range(4):
+        for ids in words_of(length):
+            text = behind + " " + "".join("  ab ab"[i] for i in ids).strip()
+            word = surprisal_sync(tiny, text, unit="nats")[-1]
+            assert list(word.token_ids) == ids
+            total += math.exp(-word.surprisal)
+    for ids in words_of(3):
+        tokens, ends = logprobs_of(tiny, [*context, *ids])
+        begins = ends[len(context) - 1]
+        reached = sum(tokens[len(context) - 1 :]) - begins
+        total += math.exp(reached) * (1 - math.exp(ends[-1]))
+    row = tiny.next_token_logprobs_sync(context).double().exp()
+    others = float(row[[0, 1, 4]].sum() / row[[0, 1, 4, 5, 6]].sum())  # no letter comes next
+    assert total + others == pytest.approx(1, abs=1e-5)
+
+
+def test_a_first_word_is_given_that_it_begins(tiny):
+    total = 0.0
+    for length in range(1, 5):
+        for letters in itertools.product("ab", repeat=length):
+            total += math.exp(-surprisal_sync(tiny, "".join(letters), unit="nats")[0].surprisal)
+    left = 0.0
+    for ids in itertools.product([2, 3], repeat=4):
+        tokens, ends = logprobs_of(tiny, [0, *ids])
+        left += math.exp(sum(tokens)) * (1 - math.exp(ends[-1]))
+    row = tiny.next_token_logprobs_sync([0]).double().exp()
+    assert total + left + float(row[[0, 1, 4, 5, 6]].sum()) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_text_behind_another_one(tiny):
+    whole = surprisal_sync(tiny, "ab ba bb")
+    behind = surprisal_sync(tiny, " ba bb", context=[0, *tiny.tokenizer.encode("ab")])
+    assert [each.surprisal for each in behind] == pytest.approx(
+        [each.surprisal for each in whole[1:]], abs=1e-5
+    )
+    assert behind[0].num_context == 3
+    text = surprisal_sync(tiny, "ba bb", context="ab ")
+    assert text.context == tuple(tiny.tokenizer.encode("ab "))
+
+
+async def test_texts_share_batches_and_are_the_same_one_by_one(smollm2):
+    smollm2.clear_cache()
+    before = smollm2.statistics().num_batches
+    found = await surprisal(smollm2, TEXTS, entropy=True)
+    assert smollm2.statistics().num_batches - before < len(TEXTS)
+    blocking = surprisal_sync(smollm2, TEXTS, entropy=True)
+    for text, own, other in zip(TEXTS, found, blocking, strict=True):
+        alone = await surprisal(smollm2, text, entropy=True)
+        assert own.text == text
+        assert [each.surprisal for each in own] == pytest.approx(
+            [each.surprisal for each in alone], abs=1e-3
+        )
+        assert [each.entropy for each in own] == pytest.approx(
+            [each.entropy for each in other], abs=1e-3
+        )
+    assert await surprisal(smollm2, []) == surprisal_sync(smollm2, []) == []
+
+
+@pytest.mark.parametrize("stride", [None, 1, 3, 7])
+def test_long_texts_go_by_windows(stride):
+    with MockAsyncLM(tiny_tokenizer()) as lm:
+        lm.max_length = 8
+        text = "ab ba bb aab abab b a bb"
+        ids = lm.tokenizer.encode(text)
+        found = surprisal_sync(lm, text, by="token", unit="nats", stride=stride)
+        step = stride or 4
+        assert len(found) == len(ids) > 16
+        for i, each in enumerate(found):
+            assert each.num_context <= 8
+            if i < 8:
+                assert each.num_context == i + 1
+            else:
+                assert each.num_context > 8 - step
+            context = [0, *ids[i - each.num_context + 1 : i]]
+            row = lm.next_token_logprobs_sync(context)
+            assert each.surprisal == pytest.approx(-float(row[ids[i]]), abs=1e-5)
+        with pytest.raises(OptionError, match="stride must be at most 8"):
+            surprisal_sync(lm, text, stride=9)
+        with pytest.raises(ContextError, match="context has 9 tokens, of the 8"):
+            surprisal_sync(lm, text, context=[2] * 9)
+
+
+def test_words_of_ones_own(smollm2):
+    text = "Don't stop, now!"
+    found = surprisal_sync(smollm2, text, words=r"\w+|[^\w\s]")
+    assert [each.text for each in found] == ["Don", "'t", "stop", ",", "now", "!"]
+    tokens = surprisal_sync(smollm2, text, by="token")
+    assert found.total == pytest.approx(tokens.total, abs=1e-6)
+    assert sum(len(each.token_ids) for each in found) == len(tokens)
+
+    def halves(own):
+        return [(0, len(own) // 2), (len(own) // 2, len(own))]
+
+    assert len(surprisal_sync(smollm2, text, words=halves)) <= 2
+    assert surprisal_sync(smollm2, text, words=re.compile(r"\S+"))[1].text == "stop,"
+    for wrong, error in (
+        ("(", OptionError),
+        (5, OptionTypeError),
+        (lambda own: [(3, 2)], OptionError),
+        (lambda own: [(0, 99)], OptionError),
+        (lambda own: [(0, 2), (1, 3)], OptionError),
+        (lambda own: ["a"], OptionTypeError),
+    ):
+        with pytest.raises(error, match="words must"):
+            surprisal_sync(smollm2, text, words=wrong)
+
+
+def test_mistakes(smollm2, tiny):
+    for options, error, message in (
+        ({"by": "sentence"}, OptionError, "by must be"),
+        ({"unit": "dits"}, OptionError, "unit must be"),
+        ({"word_end": True}, OptionTypeError, "did you mean word_ends"),
+        ({"entropy": 1}, OptionTypeError, "entropy"),
+        ({"stride": 0}, OptionError, "stride"),
+        ({"context": []}, ContextError, "context"),
+        ({"by": "token", "word_ends": True}, OptionError, "word_ends=True is for words"),
+        ({"words": "x", "word_ends": True}, OptionError, "word_ends=True is for words"),
+    ):
+        with pytest.raises(error, match=message):
+            surprisal_sync(tiny, "ab", **options)
+    for texts, error, message in (
+        ("", ContextError, "at least one token"),
+        (["ab", ""], ContextError, "at least one token"),
+        ([5], OptionTypeError, r"texts\[0\] must be a string"),
+        (5, OptionTypeError, "texts"),
+        ("c", ContextError, "token"),
+    ):
+        with pytest.raises(error, match=message):
+            surprisal_sync(tiny, texts)
+    with pytest.raises(OptionTypeError, match="lm must be an AsyncLM"):
+        asyncio.run(surprisal("gpt2", "ab"))
+    with MockAsyncLM(tiny_tokenizer(bos_token=None)) as lm:
+        with pytest.raises(OptionError, match="names no token that texts begin with"):
+            surprisal_sync(lm, "ab")
+        assert surprisal_sync(lm, "ab", context=[1]).context == (1,)
+
+
+def test_a_table_needs_pandas(tiny, monkeypatch):
+    found = surprisal_sync(tiny, "ab ba")
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(MissingExtraError, match="pip install pandas"):
+        found.to_dataframe()
+    assert repr(found).startswith("Surprisals('ab' ")
+    assert repr(found).endswith("; bits, behind '<s>')")
+
+
+def test_a_table_has_what_was_asked_for(tiny):
+    pandas = pytest.importorskip("pandas")
+    table = surprisal_sync(tiny, "ab ba", rank=True).to_dataframe()
+    assert isinstance(table, pandas.DataFrame)
+    assert table["text"].tolist() == ["ab", "ba"]
+    assert "rank" in table
+    assert "entropy" not in table
+
+
+@given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=30))
+@settings(max_examples=200, deadline=None)
+def test_every_character_is_in_a_token_and_every_word_has_one(smollm2, text):
+    try:
+        spelling = Spelling(smollm2, text)
+    except ContextError:  # of a byte that the vocabulary lacks
+        assume(not text.isascii())
+        return
+    tokens, words = spelling.tokens, spelling.words()
+    assert {i for own in tokens for i in range(own.start, own.stop)} == set(range(len(text)))
+    assert [own.first for own in words] == [0, *(own.last for own in words[:-1])]
+    assert words[-1].last == len(tokens)
+    spans = spans_of(r"\S+", text)
+    if spans:
+        assert words[0].start == spans[0][0]
+        assert words[-1].stop == spans[-1][1]
+        for own in words:  # each of them is whole words
+            assert own.start in {start for start, _ in spans}
+            assert own.stop in {stop for _, stop in spans}
+    assert torch.equal(word_begins(smollm2).unpacked(), word_begins(smollm2).unpacked())
