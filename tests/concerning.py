@@ -63,6 +63,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "prefix/mlx_store.py": ("tests/llm/mlx",),
     "remote": ("tests/llm/elsewhere",),
     "remote/replicas": ("tests/llm/replicas",),
+    "scoring": ("tests/scoring",),
     "runtime": ("tests/batching", "tests/llm/test_threads.py", "tests/test_spare_memory.py"),
     "tokenization": ("tests/tokenization",),
     "vision": ("tests/llm/hf/test_pictures.py", "tests/llm/hf/test_picture_trouble.py"),

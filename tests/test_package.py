@@ -312,6 +312,10 @@ ARROWS = {
         },
         {"vllm", "mlx"},
     ),
+    "scoring": (
+        {"checks", "errors", "lazy", "model", "runtime"},
+        {"transformers", "vllm", "mlx"},
+    ),
     "compat": (
         {"backends.mlx", "backends.vllm", "checks", "runtime", "tokenization", "errors"},
         BACKENDS,

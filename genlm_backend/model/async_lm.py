@@ -763,8 +763,8 @@ class AsyncLM(Closing):
             allowed: The tokens that may be drawn behind each of them, such as the masks of
                 ``Constraint.masks``; ``None`` where all may be.
             generator: Random stream that a number is taken from for each context, in order.
-            temperature: As of ``draw_next_token``, as are the others.
-            top_k: The same.
+            temperature: Divisor of the log-probabilities, as of ``draw_next_token``.
+            top_k: Bound as of ``draw_next_token``.
             top_p: The same.
             min_p: The same.
             impossible: The same.

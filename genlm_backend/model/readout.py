@@ -180,7 +180,7 @@ class Reading(NamedTuple):
 
 
 def packed(value: Any) -> bytes:
-    """Return what ``pickle.loads`` makes answers of again, in fewer bytes than torch's own.
+    """Return the bytes of answers, for ``pickle.loads``: fewer than torch makes of a tensor.
 
     A tensor of three numbers is 60 bytes, and 400 as torch packs it.
     """

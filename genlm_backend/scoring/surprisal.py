@@ -121,12 +121,13 @@ class Surprisals(list[Surprisal]):
 
 
 By: TypeAlias = Literal["word", "token"]
-"""What has a surprisal of its own."""
+"""Parts of a text that have surprisals of their own."""
 
 Unit: TypeAlias = Literal["bits", "nats"]
 """The unit of a logarithm: of base 2, or of base e."""
 
 
+@final
 class SurprisalOptions(TypedDict, total=False):
     """The options of ``surprisal``, which says what they mean."""
 
@@ -443,7 +444,7 @@ class _Reading:
 
 
 def _joined(scores: Sequence[TokenScores], name: str) -> list[Any] | None:
-    """Return what is told of all tokens in one list; ``None`` where it is not."""
+    """Return the numbers of all tokens in one list; ``None`` where they are not told."""
 
     def numbers() -> Iterator[Any]:
         for each in scores:

@@ -19,7 +19,7 @@ Span: TypeAlias = tuple[int, int]
 """Where something begins and ends, in characters of a text."""
 
 Words: TypeAlias = str | re.Pattern[str] | Callable[[str], Iterable[Span]]
-"""What a word is: a regular expression, or a function from a text to the spans of its words."""
+"""A regular expression of words, or a function from a text to the spans of its words."""
 
 NOT_BLANK: Final = re.compile(r"\S+")
 """Words that blanks separate."""

@@ -140,7 +140,7 @@ class RowExtension:
         return logprobs.numpy().tobytes(), [row.normaliser for row in rows]
 
     def read_genlm_rows(self, tags: list[str], reading: bytes) -> bytes | None:
-        """Return what is read off the rows of one or more requests, and let go of their logits.
+        """Return the answers to a reading of the rows of requests, and let go of their logits.
 
         Args:
             tags: The tags of the requests.
