@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from genlm_backend.generation.config import GenerationConfig, MultiMediaInfo
     from genlm_backend.generation.constraint import Constraint
     from genlm_backend.generation.engine.engine import Engine
-    from genlm_backend.generation.generation import generate, stream
+    from genlm_backend.generation.generation import generate, generate_sync, stream
     from genlm_backend.model.async_lm import AsyncLM
     from genlm_backend.model.context import Context
     from genlm_backend.model.lm_statistics import LMStatistics
@@ -61,6 +61,7 @@ __all__ = [
     "__version__",
     "decode_vocab",
     "generate",
+    "generate_sync",
     "lm_trie_weights",
     "load_model_by_name",
     "stream",
@@ -92,6 +93,7 @@ __getattr__, __dir__ = lazy_names(
         "TokenCharacterTrie": "genlm_backend.trie.sequential",
         "decode_vocab": "genlm_backend.tokenization.vocab",
         "generate": "genlm_backend.generation.generation",
+        "generate_sync": "genlm_backend.generation.generation",
         "lm_trie_weights": "genlm_backend.trie.lm_weights",
         "load_model_by_name": "genlm_backend.backends.registry",
         "stream": "genlm_backend.generation.generation",

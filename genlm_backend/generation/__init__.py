@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         Piece,
         RequestStatistics,
     )
-    from genlm_backend.generation.generation import generate, stream
+    from genlm_backend.generation.generation import generate, generate_sync, stream
 
 __all__ = [
     "AsyncGLM",
@@ -39,6 +39,7 @@ __all__ = [
     "ResultQueue",
     "RuntimeConfig",
     "generate",
+    "generate_sync",
     "stream",
 ]
 
@@ -61,6 +62,7 @@ __getattr__, __dir__ = lazy_names(
         "ResultQueue": "genlm_backend.generation.engine.request",
         "RuntimeConfig": "genlm_backend.generation.engine.runtime_config",
         "generate": "genlm_backend.generation.generation",
+        "generate_sync": "genlm_backend.generation.generation",
         "stream": "genlm_backend.generation.generation",
     },
 )

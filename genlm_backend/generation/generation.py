@@ -15,6 +15,7 @@ from genlm_backend.generation.generated import GeneratedToken, Generation
 from genlm_backend.generation.prompt import Chat, Prompt
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.query import TokenIds
+from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.together import together
 
 
@@ -57,6 +58,23 @@ async def generate(
         Generation.of_tokens(tokens, score=scores.get(number))
         for number, tokens in sorted(texts.items())
     ]
+
+
+def generate_sync(
+    lm: AsyncLM,
+    prompt: str | Chat | TokenIds,
+    config: GenerationConfig | None = None,
+    **fields: Any,
+) -> list[Generation]:
+    """Return the same texts as ``generate``, blocking the calling thread.
+
+    Works in a notebook too, whose event loop waits for it.
+    """
+    loop = BackgroundLoop("generate")
+    try:
+        return loop.run(generate(lm, prompt, config, **fields))
+    finally:
+        loop.close()
 
 
 async def stream(

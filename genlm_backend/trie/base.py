@@ -176,12 +176,21 @@ class VocabularyTrie(abc.ABC):
         Returns:
             The positions, ascending: int32 ``[n]``; none where no token begins so.
         """
+        node = self.node(prefix)
+        return np.empty(0, np.int32) if node is None else self.tokens_below(node)
+
+    def node(self, prefix: Iterable[Any]) -> int | None:
+        """Return the node of a prefix, at which its sums and maxima are; ``None`` for none.
+
+        Args:
+            prefix: Its letters, such as ``b" Pa"``.
+        """
         node = self.root
         for letter in prefix:
             if letter not in (children := self.children[node]):
-                return np.empty(0, np.int32)
+                return None
             node = children[letter]
-        return self.tokens_below(node)
+        return node
 
     # ---------------------------------------------------------------- prefix weights
 

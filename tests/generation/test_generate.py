@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+import threading
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import transformers
 
 from genlm_backend import AsyncTransformer, MockAsyncLM, load_model_by_name
 from genlm_backend.errors import ContextError, GenerationConfigError
-from genlm_backend.generation import GenerationConfig, generate, stream
+from genlm_backend.generation import GenerationConfig, generate, generate_sync, stream
 from genlm_backend.generation.processors import make_processors
 from genlm_backend.model.drawing import Cuts, Drawing
 from genlm_backend.model.query import NO_QUERY
@@ -115,6 +116,18 @@ async def test_equal_seeds_draw_alike_by_generate_and_sample_and_where_nothing_i
             (cut,) = await generate(lm, [1, 2], config, top_k=len(lm.byte_vocab))
             sampled = await lm.sample([1, 2], 12, [], temperature, seed)
             assert alone.token_ids == cut.token_ids == list(sampled)
+
+
+async def test_texts_without_an_event_loop_of_ones_own(lm):
+    """Inside of a running one, as in a notebook."""
+    config = GenerationConfig(max_new_tokens=6, do_sample=True, seed=2, n=2)
+    expected = await generate(lm, [1, 2], config)
+    found = generate_sync(lm, [1, 2], config)
+    assert [own.token_ids for own in found] == [own.token_ids for own in expected]
+    assert generate_sync(lm, [1, 2], max_new_tokens=2)[0].finish_reason == "length"
+    with pytest.raises(GenerationConfigError, match="max_new_token"):
+        generate_sync(lm, [1, 2], max_new_token=2)
+    assert not [each for each in threading.enumerate() if each.name == "genlm-generate"]
 
 
 def test_penalties_of_presence_and_frequency_count_generated_tokens_only():

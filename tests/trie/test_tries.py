@@ -399,6 +399,8 @@ def test_tokens_with_a_prefix_are_those_below_its_node():
     trie = TokenCharacterTrie([b"ab", b"a", b"abc", b"b", b"", b"ab"[:1] + b"b"[:0] + b"x"])
     for prefix, tokens in ((b"", range(6)), (b"a", [0, 1, 2, 5]), (b"ab", [0, 2]), (b"abc", [2])):
         assert trie.tokens_with(prefix).tolist() == list(tokens)
+        assert list(trie.node2prefix[trie.node(prefix)]) == list(prefix)
+    assert trie.node(b"abcd") is trie.node(b"c") is None
     for prefix in (b"abcd", b"c", b"bb"):
         found = trie.tokens_with(prefix)
         assert (found.dtype, found.shape) == (np.int32, (0,))
