@@ -56,9 +56,10 @@ class GenerationConfig:
     Every field is checked at construction; ``replace`` makes another one.
 
     Attributes:
-        do_sample: Whether to draw from the distribution, or to take its largest.
-        temperature: Divides the logits, above 0; infinity draws from all possible tokens alike.
-            Used with ``do_sample``, as are the next three.
+        do_sample: Whether to draw from the distribution, or to take its largest; ``None`` draws
+            where one of the next four is given.
+        temperature: Divides the logits; ``None`` for 1. 0 takes the largest, and infinity draws
+            from all possible tokens alike.
         top_k: Only so many of the most probable tokens; 0 for all.
         top_p: Only the most probable tokens that together have this probability, above 0 to 1.
         min_p: Only tokens that have this share of the most probable one's probability, 0 to 1.
@@ -101,8 +102,8 @@ class GenerationConfig:
         GenerationConfigError: (``ValueError``) Naming the field.
     """
 
-    do_sample: bool = False
-    temperature: float = 1.0
+    do_sample: bool | None = None
+    temperature: float | None = None
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -143,23 +144,24 @@ class GenerationConfig:
         self._check_contradictions()
 
     def _check_contradictions(self) -> None:
-        if not self.do_sample:
-            defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-            for name, default in defaults.items():
+        if self.do_sample is False:
+            self._check("temperature", self.temperature in (None, 0, 1), "1.0 with do_sample=False")
+            for name, default in _NO_BOUNDS.items():
                 is_off = getattr(self, name) == default
-                self._check(name, is_off, f"{default} unless do_sample=True")
+                self._check(name, is_off, f"{default} with do_sample=False")
+        if not self.is_sampled:
             is_one = self.n == 1 or self.n <= self.num_beams
             self._check(
-                "n", is_one, "1, or at most num_beams, unless do_sample=True: texts would be equal"
+                "n", is_one, "1, or at most num_beams, without a temperature: texts would be equal"
             )
         if self.max_length is not None:
             self._check("min_length", self.min_length <= self.max_length, "at most max_length")
         if self.max_new_tokens is not None:
             is_less = self.min_new_tokens <= self.max_new_tokens
             self._check("min_new_tokens", is_less, "at most max_new_tokens")
-        is_simple = not self.do_sample and self.response_format is None
+        is_simple = not self.is_sampled and self.response_format is None
         self._check(
-            "num_beams", self.num_beams == 1 or is_simple, "1 with do_sample or response_format"
+            "num_beams", self.num_beams == 1 or is_simple, "1 with a temperature or response_format"
         )
         if self.num_beams == 1:
             self._check("length_penalty", self.length_penalty == 1, "1.0 unless num_beams > 1")
@@ -174,6 +176,13 @@ class GenerationConfig:
         self._check(
             "top_logprobs", self.logprobs or not self.top_logprobs, "0 unless logprobs=True"
         )
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether tokens are drawn, and not the most probable ones taken."""
+        bounds = any(getattr(self, name) != default for name, default in _NO_BOUNDS.items())
+        is_meant = bounds or self.temperature is not None
+        return self.temperature != 0 and (is_meant if self.do_sample is None else self.do_sample)
 
     def _check(self, name: str, is_right: bool, wanted: str) -> None:
         if not is_right:
@@ -213,6 +222,9 @@ class GenerationConfig:
         return cls() if config is None else cls.from_hf(config)
 
 
+_NO_BOUNDS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""The values of bounds on what is drawn that bound nothing."""
+
 _EARLY_STOPPING = "what transformers calls so, how a beam search ends, is beam_early_stopping"
 
 
@@ -249,8 +261,8 @@ _TEXTS = sequence(text, "non-empty strings")
 _WORDS = sequence(sequence(_ID, "a list"), "non-empty lists of token ids")
 
 _CHECKS = {
-    "do_sample": switch,
-    "temperature": number(0, is_open=True, is_finite=False),
+    "do_sample": optional(switch),
+    "temperature": optional(number(0, is_finite=False)),
     "top_k": integer(0),
     "top_p": number(0, 1, is_open=True),
     "min_p": number(0, 1),

@@ -168,11 +168,10 @@ class Sample(Draft):
         super().__init__(lm, prompt, config)
         self._number = number
         self._least = max(config.min_length, len(prompt.token_ids) + config.min_new_tokens)
-        self._sampler = Sampler(
-            config.temperature if config.do_sample else 0.0, config.seed, number
-        )
+        temperature = 1.0 if config.temperature is None else config.temperature
+        self._sampler = Sampler(temperature if config.is_sampled else 0.0, config.seed, number)
         cuts = Cuts(config.top_k, config.top_p, config.min_p)
-        self._cuts = None if cuts == Cuts() else cuts
+        self._cuts = cuts if config.is_sampled and cuts != Cuts() else None
         self._text = Text(config.stop or ())
         self._uniform: float | None = None
         self._drawn: Draw | None = None

@@ -108,7 +108,7 @@ class GeneratedToken:
 
 
 @final
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Generation:
     """A generated text.
 
@@ -126,6 +126,11 @@ class Generation:
     finish_reason: str
     tokens: list[GeneratedToken]
     score: float | None = None
+
+    def __repr__(self) -> str:
+        score = "" if self.score is None else f", score {self.score:.3f}"
+        number = len(self.token_ids)
+        return f"Generation({self.text!r}, {self.finish_reason!r}, {number} tokens{score})"
 
     @classmethod
     def of_tokens(

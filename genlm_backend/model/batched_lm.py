@@ -158,6 +158,15 @@ class BatchedLM(OfOneProcess, AsyncLM):
             len(self.byte_vocab), self.undefined_ids, are_omitted=self._info.omits_undefined
         )
 
+    def __repr__(self) -> str:
+        name, size = type(self).__name__, len(getattr(self, "byte_vocab", ()))
+        if not size:  # a constructor that has failed
+            return f"<{name}>"
+        device = "" if self.device is None else f" on {self.device}"
+        capacity = self.kv_capacity
+        kept = f"keeps {capacity} tokens" if capacity else "keeps no tokens"
+        return f"<{name} of {size} token ids{device}, {kept}>"
+
     def _asking(self, policy: BatchPolicy) -> BatcherBase[Question, Any]:
         """Make the batcher of questions, once."""
         asked = self._answering

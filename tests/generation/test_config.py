@@ -19,19 +19,20 @@ SAMPLE = {"do_sample": True}
 @pytest.mark.parametrize(
     ("field", "value", "more"),
     [
-        ("temperature", 0, SAMPLE),
         ("temperature", -1, SAMPLE),
         ("temperature", float("nan"), SAMPLE),
         ("repetition_penalty", float("inf"), {}),
         ("length_penalty", float("-inf"), {"num_beams": 2}),
         ("temperature", "hot", SAMPLE),
-        ("temperature", 0.5, {}),
+        ("temperature", 0.5, {"do_sample": False}),
         ("top_k", -1, SAMPLE),
         ("top_k", 2.5, SAMPLE),
-        ("top_k", 5, {}),
+        ("top_k", 5, {"do_sample": False}),
         ("top_p", 0, SAMPLE),
         ("top_p", 1.1, SAMPLE),
-        ("top_p", 0.9, {}),
+        ("top_p", 0.9, {"do_sample": False}),
+        ("n", 2, {"temperature": 0}),
+        ("num_beams", 2, {"temperature": 0.7}),
         ("min_p", 1.5, SAMPLE),
         ("seed", -1, SAMPLE),
         ("n", 0, SAMPLE),
@@ -63,6 +64,29 @@ SAMPLE = {"do_sample": True}
 def test_each_wrong_field_is_named(field, value, more):
     with pytest.raises(GenerationConfigError, match=rf"^{field} must be "):
         GenerationConfig(**{field: value, **more})
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_sampled"),
+    [
+        ({}, False),
+        ({"seed": 1}, False),
+        ({"temperature": 1.0}, True),
+        ({"temperature": 0.7, "n": 2}, True),
+        ({"temperature": 0}, False),
+        ({"temperature": 0, "top_k": 5}, False),
+        ({"temperature": 0, "do_sample": True}, False),
+        ({"top_k": 5}, True),
+        ({"top_p": 0.9}, True),
+        ({"min_p": 0.1}, True),
+        ({"do_sample": True}, True),
+        ({"do_sample": False, "temperature": 1.0}, False),
+    ],
+    ids=str,
+)
+def test_a_temperature_or_a_bound_says_that_tokens_are_drawn(fields, is_sampled):
+    assert GenerationConfig(**fields).is_sampled is is_sampled
+    assert GenerationConfig().replace(**fields).is_sampled is is_sampled
 
 
 def test_nothing_is_said_by_none_and_numpy_says_integers():
@@ -173,13 +197,13 @@ def test_it_is_frozen_and_replaced():
         config.n = 3
     other = config.replace(do_sample=True, temperature=0.5)
     assert (config.do_sample, other.do_sample, other.max_new_tokens, other.stop) == (
-        False,
+        None,
         True,
         5,
         ("x",),
     )
     with pytest.raises(GenerationConfigError, match=r"^temperature must be"):
-        config.replace(temperature=0.5)
+        config.replace(temperature=-0.5)
     with pytest.raises(GenerationConfigError, match=r"^temprature is no field"):
         config.replace(temprature=0.5)
     with pytest.raises(GenerationConfigError, match=r"did you mean temperature\?"):

@@ -118,6 +118,17 @@ async def test_equal_seeds_draw_alike_by_generate_and_sample_and_where_nothing_i
             assert alone.token_ids == cut.token_ids == list(sampled)
 
 
+async def test_a_temperature_is_enough_to_draw(lm):
+    drawn = await generate(lm, [1, 2], max_new_tokens=12, temperature=0.9, seed=3)
+    meant = await generate(lm, [1, 2], max_new_tokens=12, temperature=0.9, seed=3, do_sample=True)
+    greedy = await generate(lm, [1, 2], max_new_tokens=12)
+    zero = await generate(lm, [1, 2], max_new_tokens=12, temperature=0, top_p=0.5)
+    assert drawn[0].token_ids == meant[0].token_ids != greedy[0].token_ids
+    assert zero[0].token_ids == greedy[0].token_ids
+    assert repr(greedy[0]).startswith("Generation(")
+    assert len(repr(greedy[0])) < len(greedy[0].text) + 80
+
+
 async def test_texts_without_an_event_loop_of_ones_own(lm):
     """Inside of a running one, as in a notebook."""
     config = GenerationConfig(max_new_tokens=6, do_sample=True, seed=2, n=2)
