@@ -97,6 +97,8 @@ NOT_HERE = {
     "AsyncMlxLM": "where MLX is, its options are those of AsyncTransformer; else it says so",
     "Context": "made by a model",
     "LMStatistics": "made by the library",
+    "Surprisal": "made by the library",
+    "Surprisals": "made by the library",
 }
 
 

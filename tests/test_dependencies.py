@@ -19,6 +19,7 @@ EXTRAS = {
     "llguidance": "grammar",
     "mlx": "mlx",
     "mlx_lm": "mlx",
+    "pandas": "pandas",
     "peft": "lora",
     "ray": "ray",
     "vllm": "vllm",

@@ -19,13 +19,19 @@ from genlm_backend.checks import (
     shown,
     switch,
 )
-from genlm_backend.errors import ContextError, MissingExtraError, OptionError, OptionTypeError
+from genlm_backend.errors import (
+    ContextError,
+    ContextTypeError,
+    MissingExtraError,
+    OptionError,
+    OptionTypeError,
+)
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.query import TokenIds
 from genlm_backend.model.scoring import TokenScores
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
-from genlm_backend.scoring.words import NOT_BLANK, Region, Spelling, Words, word_begins
+from genlm_backend.scoring.words import NOT_BLANK, Region, Spelling, Words, check_words, word_begins
 
 
 @final
@@ -110,7 +116,9 @@ class Surprisals(list[Surprisal]):
         try:
             import pandas  # pyright: ignore[reportMissingImports]
         except ImportError as error:
-            raise MissingExtraError("to_dataframe needs pandas: pip install pandas") from error
+            raise MissingExtraError(
+                "to_dataframe needs pandas: pip install 'genlm-backend[pandas]'"
+            ) from error
         names = [name for name in Surprisal.__slots__ if self._has(name)]
         return pandas.DataFrame({name: [getattr(own, name) for own in self] for name in names})
 
@@ -282,10 +290,11 @@ class _Asked:
         given: dict[str, Any] = {**_DEFAULTS, **options}
         fields = checked(_CHECKS, {name: given[name] for name in _CHECKS})
         self._lm, self._by, self.progress = lm, fields["by"], fields["progress"]
-        self._words: Words = given["words"]
+        self._words: Words = check_words(given["words"])
         self._unit, self._stride = fields["unit"], fields["stride"]
         self.lora_name: str | None = given["lora_name"]
-        has_blanks = self._words is NOT_BLANK or self._words == NOT_BLANK.pattern
+        words = given["words"]
+        has_blanks = words is NOT_BLANK or (isinstance(words, str) and words == NOT_BLANK.pattern)
         ends = fields["word_ends"]
         if ends and not (has_blanks and self._by == "word"):
             raise OptionError(
@@ -301,15 +310,15 @@ class _Asked:
     def readings(self, texts: Any) -> tuple[bool, list[_Reading]]:
         """Return whether there are several texts, and how each is read."""
         if isinstance(texts, str):
-            return False, [self._reading(texts)]
+            return False, [self._reading(texts, "texts")]
         many = listed("texts", texts)
         for i, text in enumerate(many):
             if not isinstance(text, str):
                 raise OptionTypeError(f"texts[{i}] must be a string, got {shown(text)}")
-        return True, [self._reading(text) for text in many]
+        return True, [self._reading(text, f"texts[{i}]") for i, text in enumerate(many)]
 
-    def _reading(self, text: str) -> _Reading:
-        spelling = Spelling(self._lm, text)
+    def _reading(self, text: str, name: str) -> _Reading:
+        spelling = Spelling(self._lm, text, name)
         regions = spelling.words(self._words) if self._by == "word" else spelling.tokens
         behind = "".join(self._lm.str_vocab[i] for i in self._context)
         reading = _Reading(
@@ -330,11 +339,11 @@ def _context_ids(lm: AsyncLM, context: str | TokenIds | None) -> list[int]:
             )
         return [int(begin)]
     if isinstance(context, str):
-        return Spelling(lm, context).token_ids
-    ids = [*lm.contexts.check(cast(TokenIds, context), name="context")]
-    if not ids:
-        raise ContextError("context must have at least one token")
-    return ids
+        return Spelling(lm, context, "context").token_ids
+    try:
+        return [*lm.contexts.check(cast(TokenIds, context), name="context")]
+    except ContextTypeError as error:
+        raise ContextTypeError(f"context must be a text or token ids: {error}") from error
 
 
 @final

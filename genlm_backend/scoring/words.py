@@ -51,6 +51,7 @@ class Spelling:
     Args:
         lm: The model.
         text: The text, of at least one token.
+        name: What errors call it.
 
     Attributes:
         text: As given.
@@ -62,11 +63,11 @@ class Spelling:
             are.
     """
 
-    def __init__(self, lm: AsyncLM, text: str) -> None:
+    def __init__(self, lm: AsyncLM, text: str, name: str = "texts") -> None:
         self.text = text
         encode = getattr(lm.tokenizer, "encode", None)
         if encode is None:
-            raise ContextError("the model's tokenizer cannot encode text")
+            raise ContextError(f"{name} cannot be read: the model's tokenizer encodes no text")
         encoded = encode(text)
         ids = [*(encoded if isinstance(encoded, list) else encoded.ids)]
         data, spelt = text.encode(), [lm.byte_vocab[i].byte_string for i in ids]
@@ -80,11 +81,11 @@ class Spelling:
         self.token_ids: list[int] = ids[begin:end]
         spelt = spelt[begin:end]
         if not self.token_ids:
-            raise ContextError(f"a text has at least one token, got {shown(text)}")
+            raise ContextError(f"{name} must have at least one token, got {shown(text)}")
         if not _spells(spelt, data):
             raise ContextError(
-                f"the tokens of {shown(text)} do not spell it, but {shown(b''.join(spelt))}: the "
-                "tokenizer normalises texts, or leaves something out"
+                f"{name}: the tokens of {shown(text)} do not spell it, but "
+                f"{shown(b''.join(spelt))}: the tokenizer normalises texts, or leaves something out"
             )
         # Some tokenizers begin every text with a blank, which is none of its characters.
         num_before = sum(map(len, spelt)) - len(data)
@@ -148,21 +149,31 @@ def _spells(spelt: Sequence[bytes], data: bytes) -> bool:
     return joined in (data, b" " + data)
 
 
-def spans_of(words: Words, text: str) -> list[Span]:
-    """Return the spans of a text's words, checked; see ``Spelling.words``."""
+def check_words(words: Words) -> re.Pattern[str] | Callable[[str], Iterable[Span]]:
+    """Return the expression or function that finds words, once it is checked."""
     if isinstance(words, str):
         try:
-            words = re.compile(words)
+            return re.compile(words)
         except re.error as error:
             raise OptionError(f"words must be a regular expression: {error}") from error
-    if isinstance(words, re.Pattern):
-        return [match.span() for match in words.finditer(text) if match.group()]
-    if not callable(words):
+    if not isinstance(words, re.Pattern) and not callable(words):
         raise OptionTypeError(
             f"words must be a regular expression or a function of a text, got {shown(words)}"
         )
+    return words
+
+
+def spans_of(words: Words, text: str) -> list[Span]:
+    """Return the spans of a text's words, checked; see ``Spelling.words``."""
+    words = check_words(words)
+    if isinstance(words, re.Pattern):
+        return [match.span() for match in words.finditer(text) if match.group()]
+    try:
+        spans = [*words(text)]
+    except Exception as error:
+        raise OptionError(f"words must find spans in {shown(text)}: {error}") from error
     found, end = list[Span](), 0
-    for span in words(text):
+    for span in spans:
         is_pair = isinstance(span, tuple) and len(span) == 2
         if not is_pair or not all(type(own) is int for own in span):
             raise OptionTypeError(f"words must find pairs of integers, got {shown(span)}")

@@ -23,9 +23,12 @@ from genlm_backend import (
     TokenCharacterTrie,
     decode_vocab,
     generate,
+    generate_sync,
     lm_trie_weights,
     load_model_by_name,
     stream,
+    surprisal,
+    surprisal_sync,
 )
 from genlm_backend.backends.mock import MockEvaluator
 from genlm_backend.batching import Batcher, BatchPolicy
@@ -36,6 +39,7 @@ from genlm_backend.generation.hf_inputs import HONOURED
 from genlm_backend.model.batched_lm import BatchedLM
 from genlm_backend.model.row import RowCache
 from genlm_backend.model.sampling import Sampler
+from genlm_backend.scoring.surprisal import SurprisalOptions
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine
@@ -71,6 +75,8 @@ class Subject:
 
 MODEL = families.make("llama")
 LM = MockAsyncLM(word_tokenizer(), row_cache_bytes=0)
+TEXTS = {"lm": LM, "texts": [next(iter(word_tokenizer().get_vocab()))], "context": [1]}
+OPTIONS_OF_TEXTS = ("lm", "texts", *SurprisalOptions.__annotations__)
 HF = AsyncTransformer(MODEL, word_tokenizer(), kv_cache_bytes=1 << 16)
 VLLM = AsyncVirtualLM(FakeEngine())
 TRIE = TokenCharacterTrie(VOCAB)
@@ -188,6 +194,9 @@ SUBJECTS: dict[str, Subject] = {
     ),
     "GenerationRequest.result": Subject(lambda timeout: SHARED["request"].result(timeout)),
     "generate": Subject(generate, {"lm": LM, "prompt": [1], "max_new_tokens": 1}),
+    "generate_sync": Subject(generate_sync, {"lm": LM, "prompt": [1], "max_new_tokens": 1}),
+    "surprisal": Subject(surprisal, TEXTS, names=OPTIONS_OF_TEXTS),
+    "surprisal_sync": Subject(surprisal_sync, TEXTS, names=OPTIONS_OF_TEXTS),
     "stream": Subject(stream, {"lm": LM, "prompt": [1], "max_new_tokens": 1}),
     "AsyncGLM": Subject(AsyncGLM, {"model": MODEL}),
     "AsyncGLM over an AsyncLM": Subject(AsyncGLM, {"model": LM}),

@@ -246,9 +246,10 @@ class ExtremeEngine(FakeEngine):
         super().__init__()
         self.logits, self.vocab_size = logits, vocab_size
 
-    def run(self, session_ids, relieve):
+    def run(self, session_ids, relieve, reading=None):
         super().run(session_ids, relieve)
-        return rows_of_logits(self.logits[[self.sessions[i][0] for i in session_ids]])
+        rows = rows_of_logits(self.logits[[self.sessions[i][0] for i in session_ids]])
+        return rows if reading is None else reading.answers(rows)
 
 
 def extreme_transformer(logits, tokenizer=None, **options):

@@ -259,7 +259,7 @@ def test_mistakes(smollm2, tiny):
 def test_a_table_needs_pandas(tiny, monkeypatch):
     found = surprisal_sync(tiny, "ab ba")
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(MissingExtraError, match="pip install pandas"):
+    with pytest.raises(MissingExtraError, match=r"genlm-backend\[pandas\]"):
         found.to_dataframe()
     assert repr(found).startswith("Surprisals('ab' ")
     assert repr(found).endswith("; bits, behind '<s>')")

@@ -158,7 +158,8 @@ def test_two_drivers_at_once(cluster):
         expected = lm.next_token_logprobs_sync([5, 6]).argmax().item()
         for driver in drivers:
             out, said = driver.communicate(timeout=120)
-            assert out.split("\n")[-2:] == [str(expected), ""], said
+            numbers = [line for line in out.split("\n") if line.isdigit()]
+            assert numbers == [str(expected)], said  # Ray may say something beside it
         close_to(lm.next_token_logprobs_sync([7]), [7])
 
 
