@@ -8,6 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack, cast, final, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from genlm_backend.checks import (
     check_names,
     checked,
@@ -31,7 +34,15 @@ from genlm_backend.model.query import TokenIds
 from genlm_backend.model.scoring import TokenScores
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
-from genlm_backend.scoring.words import NOT_BLANK, Region, Spelling, Words, check_words, word_begins
+from genlm_backend.scoring.words import (
+    NOT_BLANK,
+    Region,
+    Spelling,
+    Words,
+    check_words,
+    ends_blank,
+    word_begins,
+)
 
 
 @final
@@ -291,10 +302,11 @@ class _Asked:
         fields = checked(_CHECKS, {name: given[name] for name in _CHECKS})
         self._lm, self._by, self.progress = lm, fields["by"], fields["progress"]
         self._words: Words = check_words(given["words"])
+        if self._by == "token" and "words" in options:
+            raise OptionError("words is for by='word'")
         self._unit, self._stride = fields["unit"], fields["stride"]
         self.lora_name: str | None = given["lora_name"]
-        words = given["words"]
-        has_blanks = words is NOT_BLANK or (isinstance(words, str) and words == NOT_BLANK.pattern)
+        has_blanks = self._words == NOT_BLANK
         ends = fields["word_ends"]
         if ends and not (has_blanks and self._by == "word"):
             raise OptionError(
@@ -302,9 +314,13 @@ class _Asked:
             )
         self._ends = self._by == "word" and has_blanks if ends is None else ends
         self._context = _context_ids(lm, given["context"])
-        self._is_begin = self._context[-1] in {*lm.special_ids, *lm.eos_token_ids}
-        self._is_begin |= given["context"] is None
+        # Whether no word has to end where texts begin: none has begun before, or it has ended.
+        last = self._context[-1]
+        is_between = last in lm.special_ids or last in lm.eos_token_ids
+        has_ended = is_between or ends_blank(lm.byte_vocab[last].byte_string)
+        self._is_begin = has_ended or given["context"] is None
         groups = [word_begins(lm)] if self._ends else []
+        self._begins: NDArray[np.bool_] | None = groups[0].unpacked().numpy() if groups else None
         self.beside = {"entropy": fields["entropy"], "rank": fields["rank"], "groups": groups}
 
     def readings(self, texts: Any) -> tuple[bool, list[_Reading]]:
@@ -321,17 +337,18 @@ class _Asked:
         spelling = Spelling(self._lm, text, name)
         regions = spelling.words(self._words) if self._by == "word" else spelling.tokens
         behind = "".join(self._lm.str_vocab[i] for i in self._context)
-        reading = _Reading(
-            spelling, regions, self._context, behind, self._unit, self._ends, self._is_begin
-        )
+        ends = None if self._begins is None else self._begins[spelling.token_ids].tolist()
+        reading = _Reading(spelling, regions, self._context, behind, self._unit, ends)
+        if ends is not None:
+            reading.is_begin = self._is_begin
         reading.divide(self._lm.max_length, self._stride)
         return reading
 
 
 def _context_ids(lm: AsyncLM, context: str | TokenIds | None) -> list[int]:
     """Return the token ids that texts are read behind, one at least."""
+    begin = getattr(lm.tokenizer, "bos_token_id", None)
     if context is None:
-        begin = getattr(lm.tokenizer, "bos_token_id", None)
         if begin is None:
             raise OptionError(
                 "the tokenizer names no token that texts begin with (bos_token_id): give context=, "
@@ -339,7 +356,8 @@ def _context_ids(lm: AsyncLM, context: str | TokenIds | None) -> list[int]:
             )
         return [int(begin)]
     if isinstance(context, str):
-        return Spelling(lm, context, "context").token_ids
+        ids = Spelling(lm, context, "context").token_ids
+        return ids if begin is None else [int(begin), *ids]
     try:
         return [*lm.contexts.check(cast(TokenIds, context), name="context")]
     except ContextTypeError as error:
@@ -352,6 +370,7 @@ class _Reading:
 
     Attributes:
         parts: What the model reads before each part, and the tokens of the part.
+        is_begin: Whether no word has to end before the text.
     """
 
     def __init__(
@@ -361,12 +380,11 @@ class _Reading:
         context: list[int],
         behind: str,
         unit: str,
-        has_ends: bool,
-        is_begin: bool,
+        begins: list[bool] | None,
     ) -> None:
         self._spelling, self._regions = spelling, regions
         self._context, self._behind = context, behind
-        self._unit, self._has_ends, self._is_begin = unit, has_ends, is_begin
+        self._unit, self._begins, self.is_begin = unit, begins, True
         self._num_context: list[int] = []
         self.parts: tuple[list[list[int]], list[list[int]]] = [], []
 
@@ -382,19 +400,17 @@ class _Reading:
             OptionError: (``ValueError``) If ``stride`` is more than there is room for.
         """
         ids, begin = self._spelling.token_ids, self._context
-        if self._has_ends:
-            ids = [*ids, ids[0]]  # whichever: it is asked how the last word ends, before it
         most = len(ids) if max_length is None else max_length - len(begin) + 1
         if most < 1:
             raise ContextError(
                 f"context has {len(begin)} tokens, of the {max_length} that the model takes"
             )
-        step = min(stride or max(1, most // 2), len(ids))
-        if step > most:
+        step = stride or max(1, most // 2)
+        if step > most and max_length is not None:
             raise OptionError(
                 f"stride must be at most {most}, the tokens that a window has room for"
             )
-        done = 0
+        start = done = 0
         while done < len(ids):
             stop = min(len(ids), most if not done else done + step)
             start = max(0, stop - most) if done else 0
@@ -402,6 +418,15 @@ class _Reading:
             self.parts[1].append(ids[done:stop])
             self._num_context += range(len(begin) + done - start, len(begin) + stop - start)
             done = stop
+        if self._begins is None:
+            return
+        # How the last word ends is asked before whichever token.
+        room = len(ids) if max_length is None else max_length - len(begin)
+        if done - start <= room:
+            self.parts[1][-1] = [*self.parts[1][-1], ids[0]]
+        else:
+            self.parts[0].append([*begin, *ids[done - room :]])
+            self.parts[1].append([ids[0]])
 
     def surprisals(self, scores: Iterable[TokenScores]) -> Surprisals:
         """Return the surprisals, given the scores of each part."""
@@ -442,14 +467,21 @@ class _Reading:
 
     def _end(self, index: int, ends: list[float]) -> float:
         """Return the log-probability that a word ends before a token, given all before it."""
-        return 0.0 if self._spelling.ends_word[index - 1] else ends[index]
+        return 0.0 if self._spelling.ends_blank[index - 1] else self._at(index, ends)
 
     def _begin(self, index: int, ends: list[float]) -> float:
         """Return the same where it is known that the word before has ended."""
         if index:
             return self._end(index, ends)
-        # Behind the token that texts begin with, no word has to end.
-        return ends[0] if self._spelling.begins_word[0] and not self._is_begin else 0.0
+        return 0.0 if self.is_begin else self._at(0, ends)
+
+    def _at(self, index: int, ends: list[float]) -> float:
+        """Return the log-probability that a word begins; 0 where a token begins it that is no such.
+
+        That has a part of a blank, say, and the rest of it comes with the next token.
+        """
+        begins = cast(list[bool], self._begins)
+        return ends[index] if index == len(begins) or begins[index] else 0.0
 
 
 def _joined(scores: Sequence[TokenScores], name: str) -> list[Any] | None:

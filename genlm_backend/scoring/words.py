@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -56,6 +58,7 @@ class Spelling:
     Attributes:
         text: As given.
         token_ids: Its tokens, without those that the tokenizer puts around every text.
+        ends_blank: Whether each token ends with a blank.
 
     Raises:
         ContextError: (``ValueError``) If the tokenizer takes no text, the text has no token, or its
@@ -68,16 +71,14 @@ class Spelling:
         encode = getattr(lm.tokenizer, "encode", None)
         if encode is None:
             raise ContextError(f"{name} cannot be read: the model's tokenizer encodes no text")
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            raise ContextError(f"{name} must be of characters: {error}") from error
         encoded = encode(text)
         ids = [*(encoded if isinstance(encoded, list) else encoded.ids)]
-        data, spelt = text.encode(), [lm.byte_vocab[i].byte_string for i in ids]
-        begin, end = 0, len(ids)
-        while begin < end and ids[begin] in lm.special_ids and not _spells(spelt[begin:end], data):
-            begin += 1
-        while (
-            begin < end and ids[end - 1] in lm.special_ids and not _spells(spelt[begin:end], data)
-        ):
-            end -= 1
+        spelt = [lm.byte_vocab[i].byte_string for i in ids]
+        begin, end = _spelling_part(data, spelt, [i in lm.special_ids for i in ids])
         self.token_ids: list[int] = ids[begin:end]
         spelt = spelt[begin:end]
         if not self.token_ids:
@@ -93,8 +94,7 @@ class Spelling:
         self._ends: NDArray[np.int64] = np.maximum(ends, 0)
         sizes = [len(char.encode()) for char in text]
         self._chars: NDArray[np.int64] = np.cumsum([0, *sizes])[:-1]
-        self.ends_word = [own.endswith(_BLANKS) for own in spelt]
-        self.begins_word = [own.startswith(_BLANKS) for own in spelt]
+        self.ends_blank = [*map(ends_blank, spelt)]
 
     @property
     def tokens(self) -> list[Region]:
@@ -111,7 +111,8 @@ class Spelling:
     def words(self, words: Words = NOT_BLANK) -> list[Region]:
         """Return the words of the text; what lies between two belongs to the second.
 
-        Words that have a token in common are one. What comes behind the last word is its own.
+        Words that have a token in common are one. What comes behind the last word belongs to none,
+        and a text without a word is one.
 
         Raises:
             OptionTypeError: (``TypeError``) If ``words`` finds no spans.
@@ -121,8 +122,10 @@ class Spelling:
         starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
         found = list[_Words]()
         for i, token in enumerate(self.tokens):
+            if token.start >= stops[-1]:
+                break
             # The first and the last word that the token has a part of, or the word that follows.
-            first = min(int(np.searchsorted(stops, token.start, "right")), len(spans) - 1)
+            first = int(np.searchsorted(stops, token.start, "right"))
             last = max(first, int(np.searchsorted(starts, token.stop, "left")) - 1)
             if found and first <= found[-1].last:
                 last = max(last, found[-1].last)
@@ -144,6 +147,18 @@ class _Words(NamedTuple):
     last_token: int
 
 
+def _spelling_part(
+    data: bytes, spelt: Sequence[bytes], are_special: Sequence[bool]
+) -> tuple[int, int]:
+    """Return the part of some tokens that spells a text, without special ones around it."""
+    size = len(spelt)
+    most = next((i for i, is_special in enumerate(are_special) if not is_special), size)
+    least = next((size - i for i, own in enumerate(reversed(are_special)) if not own), 0)
+    parts = itertools.product(range(most + 1), range(size, least - 1, -1))
+    around = sorted(parts, key=lambda part: part[0] - part[1])  # as few of them as can be
+    return next((part for part in around if _spells(spelt[slice(*part)], data)), (most, least))
+
+
 def _spells(spelt: Sequence[bytes], data: bytes) -> bool:
     joined = b"".join(spelt)
     return joined in (data, b" " + data)
@@ -156,7 +171,8 @@ def check_words(words: Words) -> re.Pattern[str] | Callable[[str], Iterable[Span
             return re.compile(words)
         except re.error as error:
             raise OptionError(f"words must be a regular expression: {error}") from error
-    if not isinstance(words, re.Pattern) and not callable(words):
+    is_pattern = isinstance(words, re.Pattern) and isinstance(words.pattern, str)
+    if not is_pattern and not callable(words):
         raise OptionTypeError(
             f"words must be a regular expression or a function of a text, got {shown(words)}"
         )
@@ -173,10 +189,14 @@ def spans_of(words: Words, text: str) -> list[Span]:
     except Exception as error:
         raise OptionError(f"words must find spans in {shown(text)}: {error}") from error
     found, end = list[Span](), 0
-    for span in spans:
-        is_pair = isinstance(span, tuple) and len(span) == 2
-        if not is_pair or not all(type(own) is int for own in span):
-            raise OptionTypeError(f"words must find pairs of integers, got {shown(span)}")
+    for pair in spans:
+        try:
+            start, stop = map(operator.index, pair)
+        except (TypeError, ValueError) as error:
+            raise OptionTypeError(
+                f"words must find pairs of integers, got {shown(pair)}"
+            ) from error
+        span = start, stop
         if not end <= span[0] < span[1] <= len(text):
             raise OptionError(
                 f"words must find spans of characters in order, within {len(text)}; got {span} "
@@ -187,14 +207,19 @@ def spans_of(words: Words, text: str) -> list[Span]:
     return found
 
 
+def ends_blank(data: bytes) -> bool:
+    """Return whether the bytes of a token end with a blank."""
+    return data.endswith(_BLANKS)
+
+
 _masks: Final[weakref.WeakKeyDictionary[AsyncLM, PackedMask]] = weakref.WeakKeyDictionary()
 
 
 def word_begins(lm: AsyncLM) -> PackedMask:
     """Return the tokens that end the word before them: those that begin with a blank, or end texts.
 
-    Special tokens are among them. A token of a part of a blank, of one that has several bytes, is
-    not.
+    Special tokens are among them. A token that begins with a part of a blank, of one that has
+    several bytes, is not.
     """
     mask = _masks.get(lm)
     if mask is None:

@@ -6,7 +6,6 @@ import math
 import re
 
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -88,8 +87,12 @@ def test_words_are_their_tokens_and_their_ends(smollm2, text):
     found = surprisal_sync(smollm2, text, unit="nats")
     assert [each.text for each in found] == (text.split() or [text])
     ids = [i for each in found for i in each.token_ids]
-    assert ids == list(smollm2.tokenizer.encode(text))
-    tokens, ends = logprobs_of(smollm2, [begin, *ids])
+    whole = list(smollm2.tokenizer.encode(text))
+    assert ids == whole[: len(ids)]
+    assert b"".join(smollm2.byte_vocab[i].byte_string for i in whole[len(ids) :]).isspace() or (
+        ids == whole
+    )
+    tokens, ends = logprobs_of(smollm2, [begin, *whole])
     byte_vocab = smollm2.byte_vocab
     place = 0
     for each in found:
@@ -103,7 +106,7 @@ def test_words_are_their_tokens_and_their_ends(smollm2, text):
         assert each.num_context == place + 1
         place = stop
     plain = surprisal_sync(smollm2, text, unit="nats", word_ends=False)
-    assert plain.total == pytest.approx(-sum(tokens), abs=1e-2)
+    assert plain.total == pytest.approx(-sum(tokens[: len(ids)]), abs=1e-2)
     assert found.log_likelihood == pytest.approx(plain.log_likelihood, abs=1e-3)
 
 
@@ -155,8 +158,77 @@ def test_a_text_behind_another_one(tiny):
         [each.surprisal for each in whole[1:]], abs=1e-5
     )
     assert behind[0].num_context == 3
-    text = surprisal_sync(tiny, "ba bb", context="ab ")
-    assert text.context == tuple(tiny.tokenizer.encode("ab "))
+    text = surprisal_sync(tiny, " ba bb", context="ab")
+    assert text.context == (0, *tiny.tokenizer.encode("ab"))
+    assert [each.surprisal for each in text] == [each.surprisal for each in behind]
+    # A blank that the context ends with has ended its last word.
+    glued = surprisal_sync(tiny, "ba", context="ab ", unit="nats")
+    tokens, ends = logprobs_of(tiny, [*glued.context, *glued[0].token_ids])
+    own = sum(tokens[len(glued.context) - 1 :]) + ends[-1]
+    assert glued[0].surprisal == pytest.approx(-own, abs=1e-5)
+    further = surprisal_sync(tiny, " ba", context="ab ", unit="nats")
+    tokens, ends = logprobs_of(tiny, [*further.context, *further[0].token_ids])
+    own = sum(tokens[len(further.context) - 1 :]) + ends[-1]
+    assert further[0].surprisal == pytest.approx(-own, abs=1e-5)
+
+
+@pytest.mark.parametrize("end", [" ", "\n", "\n\n", "  "])
+def test_blanks_behind_the_last_word_are_no_part_of_it(smollm2, tiny, end):
+    for lm, text in ((smollm2, "The boats sank"), (tiny, "ab ba")):
+        if lm is tiny and "\n" in end:
+            continue
+        last, other = surprisal_sync(lm, text)[-1], surprisal_sync(lm, text + end)[-1]
+        assert other.text == last.text
+        assert other.token_ids == last.token_ids
+        assert other.surprisal == pytest.approx(last.surprisal, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "text", ["Prix: 10\u202f000\u202f€. " * 4, "今日は\u3000いい\u3000天気です。" * 3]
+)
+def test_no_word_is_more_probable_than_one(smollm2, text):
+    assert min(each.surprisal for each in surprisal_sync(smollm2, text)) >= 0
+
+
+@pytest.mark.parametrize("stride", [None, 1, 3, 8])
+def test_words_change_nothing_about_windows(stride):
+    with MockAsyncLM(tiny_tokenizer()) as lm:
+        lm.max_length = 8
+        for length in range(1, 30):
+            text = ("ab ba bb aab abab b a bb" * 2)[:length].strip()
+            by_token = surprisal_sync(lm, text, by="token", stride=stride)
+            for options in ({}, {"word_ends": False}):
+                words = surprisal_sync(lm, text, stride=stride, **options)
+                assert words.log_likelihood == by_token.log_likelihood
+                contexts = {each.start: each.num_context for each in by_token}
+                for word in words:
+                    assert word.num_context in contexts.values()
+
+
+def test_patterns_are_alike_however_they_are_given(smollm2):
+    given = [r"\S+", re.compile(r"\S+")]
+    re.purge()
+    given.append(re.compile(r"\S+"))
+    found = [surprisal_sync(smollm2, "The cat", words=words)[1].surprisal for words in given]
+    assert found == pytest.approx([surprisal_sync(smollm2, "The cat")[1].surprisal] * 3, abs=1e-4)
+
+
+def test_tokens_around_texts_are_none_of_them(tiny):
+    """A tokenizer that begins and ends every text; texts may begin with its tokens too."""
+
+    class Around:
+        bos_token_id = 0
+
+        def encode(self, text):
+            return [0, *tiny.tokenizer.encode(text), 1]
+
+    with MockAsyncLM(tiny_tokenizer()) as lm:
+        lm.tokenizer = Around()
+        for text in ("ab", "<s>ab", "ab</s>", "</s>"):
+            spelling = Spelling(lm, text)
+            assert spelling.token_ids == tiny.tokenizer.encode(text)
+        found = surprisal_sync(lm, " ba", context="ab")
+        assert found.context == (0, 2, 3)
 
 
 async def test_texts_share_batches_and_are_the_same_one_by_one(smollm2):
@@ -221,6 +293,8 @@ def test_words_of_ones_own(smollm2):
         (lambda own: [(0, 99)], OptionError),
         (lambda own: [(0, 2), (1, 3)], OptionError),
         (lambda own: ["a"], OptionTypeError),
+        (lambda own: 5, OptionError),
+        (re.compile(rb"a"), OptionTypeError),
     ):
         with pytest.raises(error, match="words must"):
             surprisal_sync(smollm2, text, words=wrong)
@@ -235,13 +309,15 @@ def test_mistakes(smollm2, tiny):
         ({"stride": 0}, OptionError, "stride"),
         ({"context": []}, ContextError, "context"),
         ({"by": "token", "word_ends": True}, OptionError, "word_ends=True is for words"),
+        ({"by": "token", "words": "x"}, OptionError, "words is for by='word'"),
         ({"words": "x", "word_ends": True}, OptionError, "word_ends=True is for words"),
     ):
         with pytest.raises(error, match=message):
             surprisal_sync(tiny, "ab", **options)
     for texts, error, message in (
         ("", ContextError, "at least one token"),
-        (["ab", ""], ContextError, "at least one token"),
+        (["ab", ""], ContextError, r"texts\[1\] must have at least one token"),
+        (["ab", "\ud800"], ContextError, r"texts\[1\] must be of characters"),
         ([5], OptionTypeError, r"texts\[0\] must be a string"),
         (5, OptionTypeError, "texts"),
         ("c", ContextError, "token"),
@@ -285,7 +361,8 @@ def test_every_character_is_in_a_token_and_every_word_has_one(smollm2, text):
     tokens, words = spelling.tokens, spelling.words()
     assert {i for own in tokens for i in range(own.start, own.stop)} == set(range(len(text)))
     assert [own.first for own in words] == [0, *(own.last for own in words[:-1])]
-    assert words[-1].last == len(tokens)
+    assert words[-1].last <= len(tokens)
+    assert not text[words[-1].stop :].strip()
     spans = spans_of(r"\S+", text)
     if spans:
         assert words[0].start == spans[0][0]
@@ -293,4 +370,19 @@ def test_every_character_is_in_a_token_and_every_word_has_one(smollm2, text):
         for own in words:  # each of them is whole words
             assert own.start in {start for start, _ in spans}
             assert own.stop in {stop for _, stop in spans}
-    assert torch.equal(word_begins(smollm2).unpacked(), word_begins(smollm2).unpacked())
+
+
+@given(st.text("ab .,é日", min_size=1, max_size=20), st.data())
+@settings(max_examples=200, deadline=None)
+def test_words_of_any_spans_are_whole_and_share_no_token(smollm2, text, data):
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    spans = [pair for pair in itertools.pairwise(cuts) if data.draw(st.booleans())]
+    spelling = Spelling(smollm2, text)
+    found = spelling.words(lambda _: spans)
+    tokens = spelling.tokens
+    for start, stop in spans or [(0, len(text))]:
+        (own,) = [each for each in found if each.start <= start and stop <= each.stop]
+        for i, token in enumerate(tokens):
+            if token.start < stop and start < token.stop:
+                assert own.first <= i < own.last
+    assert [each.first for each in found] == [0, *(each.last for each in found[:-1])]
