@@ -138,8 +138,8 @@ def answers_by_rows(
 
 
 @final
-class Reading(NamedTuple):
-    """A reading of rows: questions of each, for whoever has the rows, maybe in another process.
+class RowQuestions(NamedTuple):
+    """Questions of rows, for whoever has the rows, maybe in another process.
 
     Attributes:
         questions: What is asked of each row: its query, for the row itself, and readouts.
@@ -149,9 +149,9 @@ class Reading(NamedTuple):
     questions: Sequence[Sequence[Any]]
     undefined_ids: tuple[int, ...] = ()
 
-    def part(self, start: int, stop: int) -> Reading:
-        """Return the reading of some of the rows."""
-        return Reading(self.questions[start:stop], self.undefined_ids)
+    def part(self, start: int, stop: int) -> RowQuestions:
+        """Return the questions of some of the rows."""
+        return RowQuestions(self.questions[start:stop], self.undefined_ids)
 
     def packed_answers(self, rows: Sequence[Row]) -> bytes:
         """Return the answers, ``packed``; rows come from wherever they are."""

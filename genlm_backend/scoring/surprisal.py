@@ -214,15 +214,15 @@ async def surprisal(
         Exception: What ``score`` raises.
     """
     asked = _Asked(lm, options)
-    many, readings = asked.readings(texts)
-    with progress_bar(len(readings), asked.progress, "scoring") as bar:
+    many, read = asked.read(texts)
+    with progress_bar(len(read), asked.progress, "scoring") as bar:
 
-        async def told(reading: _Reading) -> Surprisals:
-            found = await lm.batch_score_with(*reading.parts, asked.lora_name, **asked.beside)
+        async def told(text: _Text) -> Surprisals:
+            found = await lm.batch_score_with(*text.parts, asked.lora_name, **asked.beside)
             bar.update()
-            return reading.surprisals(found)
+            return text.surprisals(found)
 
-        found = await together(map(told, readings))
+        found = await together(map(told, read))
     return found if many else found[0]
 
 
@@ -244,16 +244,16 @@ def surprisal_sync(
     Works in a notebook too, whose event loop waits for it.
     """
     asked = _Asked(lm, options)
-    many, readings = asked.readings(texts)
+    many, read = asked.read(texts)
     found = list[Surprisals]()
-    with progress_bar(len(readings), asked.progress, "scoring") as bar:
-        for start in range(0, len(readings), _AT_ONCE):
-            some = readings[start : start + _AT_ONCE]
-            prompts = [prompt for reading in some for prompt in reading.parts[0]]
-            parts = [part for reading in some for part in reading.parts[1]]
+    with progress_bar(len(read), asked.progress, "scoring") as bar:
+        for start in range(0, len(read), _AT_ONCE):
+            some = read[start : start + _AT_ONCE]
+            prompts = [prompt for text in some for prompt in text.parts[0]]
+            parts = [part for text in some for part in text.parts[1]]
             scores = iter(lm.batch_score_with_sync(prompts, parts, asked.lora_name, **asked.beside))
-            for reading in some:
-                found.append(reading.surprisals(itertools.islice(scores, len(reading.parts[0]))))
+            for text in some:
+                found.append(text.surprisals(itertools.islice(scores, len(text.parts[0]))))
                 bar.update()
     return found if many else found[0]
 
@@ -323,26 +323,26 @@ class _Asked:
         self._begins: NDArray[np.bool_] | None = groups[0].unpacked().numpy() if groups else None
         self.beside = {"entropy": fields["entropy"], "rank": fields["rank"], "groups": groups}
 
-    def readings(self, texts: Any) -> tuple[bool, list[_Reading]]:
+    def read(self, texts: Any) -> tuple[bool, list[_Text]]:
         """Return whether there are several texts, and how each is read."""
         if isinstance(texts, str):
-            return False, [self._reading(texts, "texts")]
+            return False, [self._text(texts, "texts")]
         many = listed("texts", texts)
         for i, text in enumerate(many):
             if not isinstance(text, str):
                 raise OptionTypeError(f"texts[{i}] must be a string, got {shown(text)}")
-        return True, [self._reading(text, f"texts[{i}]") for i, text in enumerate(many)]
+        return True, [self._text(text, f"texts[{i}]") for i, text in enumerate(many)]
 
-    def _reading(self, text: str, name: str) -> _Reading:
+    def _text(self, text: str, name: str) -> _Text:
         spelling = Spelling(self._lm, text, name)
         regions = spelling.words(self._words) if self._by == "word" else spelling.tokens
         behind = "".join(self._lm.str_vocab[i] for i in self._context)
         ends = None if self._begins is None else self._begins[spelling.token_ids].tolist()
-        reading = _Reading(spelling, regions, self._context, behind, self._unit, ends)
+        own = _Text(spelling, regions, self._context, behind, self._unit, ends)
         if ends is not None:
-            reading.is_begin = self._is_begin
-        reading.divide(self._lm.max_length, self._stride)
-        return reading
+            own.is_begin = self._is_begin
+        own.divide(self._lm.max_length, self._stride)
+        return own
 
 
 def _context_ids(lm: AsyncLM, context: str | TokenIds | None) -> list[int]:
@@ -365,7 +365,7 @@ def _context_ids(lm: AsyncLM, context: str | TokenIds | None) -> list[int]:
 
 
 @final
-class _Reading:
+class _Text:
     """A text, its parts that a model scores one by one, and its surprisals once they are.
 
     Attributes:

@@ -246,10 +246,10 @@ class ExtremeEngine(FakeEngine):
         super().__init__()
         self.logits, self.vocab_size = logits, vocab_size
 
-    def run(self, session_ids, relieve, reading=None):
+    def run(self, session_ids, relieve, wanted=None):
         super().run(session_ids, relieve)
         rows = rows_of_logits(self.logits[[self.sessions[i][0] for i in session_ids]])
-        return rows if reading is None else reading.answers(rows)
+        return rows if wanted is None else wanted.answers(rows)
 
 
 def extreme_transformer(logits, tokenizer=None, **options):

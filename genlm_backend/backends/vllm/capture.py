@@ -39,7 +39,7 @@ from genlm_backend.model.row import Row, rows_of_logits
 from genlm_backend.vision.pictures import image_token_id_of
 
 if TYPE_CHECKING:
-    from genlm_backend.model.readout import Reading
+    from genlm_backend.model.readout import RowQuestions
 
 TAG = "genlm_row"
 """Key of a request's tag among its extra arguments."""
@@ -139,22 +139,22 @@ class RowExtension:
         logprobs = torch.stack([row.logprobs for row in rows]).cpu()
         return logprobs.numpy().tobytes(), [row.normaliser for row in rows]
 
-    def read_genlm_rows(self, tags: list[str], reading: bytes) -> bytes | None:
-        """Return the answers to a reading of the rows of requests, and let go of their logits.
+    def read_genlm_rows(self, tags: list[str], wanted: bytes) -> bytes | None:
+        """Return the answers to questions of the rows of requests, and let go of their logits.
 
         Args:
             tags: The tags of the requests.
-            reading: A ``Reading``, pickled.
+            wanted: A ``RowQuestions``, pickled.
 
         Returns:
             Its answers, packed, of the first worker of a group that has the same rows. No bytes
-            where the reading is of a class that is not to be had here: the rows stay then.
+            where one is of a class that is not to be had here: the rows stay then.
         """
         if get_tensor_model_parallel_rank() != 0 or not RowCapture.logits.keys() >= set(tags):
             RowCapture.logits.clear()
             return None
         try:
-            own = pickle.loads(reading)
+            own = pickle.loads(wanted)
         except Exception:  # a class of a program's, say, whose module only that program has
             return b""
         rows = RowCapture.take_rows(tags)
@@ -275,23 +275,23 @@ class Core:
             )
         return outputs.outputs
 
-    def take(self, tags: list[str], reading: Reading | None = None) -> list[Any]:
+    def take(self, tags: list[str], wanted: RowQuestions | None = None) -> list[Any]:
         """Return the latest rows of one or more requests, or what is read off; let go of logits.
 
         Rows are on the device where they were computed, or on the CPU if that is elsewhere.
         """
         if self.is_local:
             rows = RowCapture.take_rows(tags)
-        elif reading is None or (answers := self._read_elsewhere(tags, reading)) is None:
+        elif wanted is None or (answers := self._read_elsewhere(tags, wanted)) is None:
             rows = self._rows_from_elsewhere(tags)
         else:
             return answers
-        return rows if reading is None else reading.answers(rows)
+        return rows if wanted is None else wanted.answers(rows)
 
-    def _read_elsewhere(self, tags: list[str], reading: Reading) -> list[Any] | None:
+    def _read_elsewhere(self, tags: list[str], wanted: RowQuestions) -> list[Any] | None:
         """Return the answers of another process; ``None`` where it has not got a class of them."""
         try:
-            asked = pickle.dumps(reading)
+            asked = pickle.dumps(wanted)
         except Exception:  # of a readout of a program's own, which nobody can be sent
             return None
         found = self._ask("collective_rpc", "read_genlm_rows", None, (tags, asked), None)

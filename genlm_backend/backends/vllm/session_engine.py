@@ -10,7 +10,7 @@ import torch
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.sessions import Placement
 from genlm_backend.model.query import Adapter
-from genlm_backend.model.readout import Reading
+from genlm_backend.model.readout import RowQuestions
 from genlm_backend.model.scoring import Scoring
 
 
@@ -84,12 +84,15 @@ class SessionEngine(Protocol):
         ...
 
     def run(
-        self, session_ids: list[str], relieve: Callable[[], bool], reading: Reading | None = None
+        self,
+        session_ids: list[str],
+        relieve: Callable[[], bool],
+        wanted: RowQuestions | None = None,
     ) -> list[Any]:
         """Compute the rows of these sessions; ``relieve`` makes room where there is none.
 
         Returns:
-            The rows, which own their memory, on whatever device; or with a ``reading`` its answers,
+            The rows, which own their memory, on whatever device; or what is ``wanted`` of them,
             a list for each session, and no row comes out of another process that nobody asks for.
         """
         ...

@@ -18,7 +18,7 @@ from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.backends.vllm.sessions import Placement, SessionTable
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.query import Query
-from genlm_backend.model.readout import Reading
+from genlm_backend.model.readout import RowQuestions
 from genlm_backend.model.scoring import Scoring
 
 
@@ -50,7 +50,7 @@ class SessionPlanner:
         self,
         queries: Sequence[Query],
         check_wanted: Callable[[], None],
-        reading: Reading | None = None,
+        wanted: RowQuestions | None = None,
     ) -> list[Any]:
         """Return the engine's row of each query, in as few parts as it has room for.
 
@@ -58,7 +58,7 @@ class SessionPlanner:
             queries: The queries.
             check_wanted: Called before each part; it raises a ``QueryDroppedError`` where nobody
                 waits for the rows any more.
-            reading: What is returned of each row, a list of answers, in its place.
+            wanted: Questions of each row, whose answers are returned in its place.
         """
         rows: list[Any] = []
         while len(rows) < len(queries):
@@ -69,7 +69,7 @@ class SessionPlanner:
                     self._engine.add(placement)
                 sessions = [placement.session for placement in placements]
                 stop = len(rows) + len(sessions)
-                own = None if reading is None else reading.part(len(rows), stop)
+                own = None if wanted is None else wanted.part(len(rows), stop)
                 rows.extend(self._engine.run(sessions, self._end_oldest, own))
                 self.table.commit()
                 reused = sum(placement.num_shared for placement in placements)

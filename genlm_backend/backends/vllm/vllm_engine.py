@@ -30,7 +30,7 @@ from genlm_backend.errors import (
     UnsupportedModelError,
 )
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.readout import Reading
+from genlm_backend.model.readout import RowQuestions
 from genlm_backend.model.scoring import Scoring
 from genlm_backend.vision.pictures import Pictures
 
@@ -167,7 +167,10 @@ class VLLMEngine:
         )
 
     def run(
-        self, session_ids: list[str], relieve: Callable[[], bool], reading: Reading | None = None
+        self,
+        session_ids: list[str],
+        relieve: Callable[[], bool],
+        wanted: RowQuestions | None = None,
     ) -> list[Any]:
         """Step the engine until each of these sessions has a row; return them, or what is read off.
 
@@ -188,7 +191,7 @@ class VLLMEngine:
                     waiting.discard(output.request_id)
             if waiting and self._is_stuck and not relieve():
                 raise EvaluationError(f"vLLM has no room for {len(waiting)} of its requests")
-        found = self._call(self._core.take, session_ids, reading)
+        found = self._call(self._core.take, session_ids, wanted)
         self._untaken.difference_update(session_ids)
         return found
 

@@ -13,7 +13,7 @@ from genlm_backend.backends.vllm.session_planner import SessionPlanner
 from genlm_backend.errors import BatcherClosedError, CacheError, UnknownAdapterError
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.readout import Reading, Readout
+from genlm_backend.model.readout import Readout, RowQuestions
 from genlm_backend.model.row import Row, rows_without, stacked
 from genlm_backend.model.scoring import (
     NOTHING,
@@ -99,8 +99,8 @@ class VLLMEvaluator(Evaluator):
             asked[question.query if isinstance(question, Readout) else question].append(question)
         if len(asked) == len(questions) and not any(isinstance(q, Readout) for q in questions):
             return self._rows(questions)
-        reading = Reading([*asked.values()], self.undefined_ids)
-        found = self.planner.evaluate([*asked], self.check_wanted, reading)
+        wanted = RowQuestions([*asked.values()], self.undefined_ids)
+        found = self.planner.evaluate([*asked], self.check_wanted, wanted)
         pairs = zip(asked.values(), found, strict=True)
         answer_to = {q: a for own, its in pairs for q, a in zip(own, its, strict=True)}
         return [answer_to[question] for question in questions]

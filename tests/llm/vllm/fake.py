@@ -62,7 +62,7 @@ class FakeEngine:
             assert self.sessions[session] == ids[: placement.num_extended]
         self.added[session] = ids
 
-    def run(self, session_ids, relieve, reading=None):
+    def run(self, session_ids, relieve, wanted=None):
         assert set(session_ids) == set(self.added)
         if self.failures:
             raise self.failures.pop()
@@ -73,7 +73,7 @@ class FakeEngine:
         assert self.num_free_blocks() >= 0
         self._sample()
         rows = self._rows_of([self.sessions[session_id] for session_id in session_ids])
-        return rows if reading is None else reading.answers(rows)
+        return rows if wanted is None else wanted.answers(rows)
 
     def _rows_of(self, contexts):
         return self._mock.evaluate([Query(context) for context in contexts])
