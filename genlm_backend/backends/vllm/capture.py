@@ -294,21 +294,24 @@ class Core:
             asked = pickle.dumps(wanted)
         except Exception:  # of a readout of a program's own, which nobody can be sent
             return None
-        found = self._ask("collective_rpc", "read_genlm_rows", None, (tags, asked), None)
-        (answers,) = [each for each in found if each is not None]
+        answers = self._of_one_worker("read_genlm_rows", tags, asked)
         return pickle.loads(answers) if answers else None
 
     def _rows_from_elsewhere(self, tags: list[str]) -> list[Row]:
-        answers = self._ask("collective_rpc", "take_genlm_rows", None, (tags,), None)
-        found = [answer for answer in answers if answer is not None]
-        if len(found) != 1:
-            raise EvaluationError(f"{len(found)} of vLLM's workers have the rows, instead of one")
-        logprobs, normalisers = found[0]
+        logprobs, normalisers = self._of_one_worker("take_genlm_rows", tags)
         table = np.frombuffer(logprobs, np.float32).reshape(len(tags), -1)
         return [
             Row(torch.from_numpy(own.copy()), normaliser)
             for own, normaliser in zip(table, normalisers, strict=True)
         ]
+
+    def _of_one_worker(self, method: str, *arguments: Any) -> Any:
+        """Return the answer of the worker that has the rows, by a method of ``RowExtension``."""
+        answers = self._ask("collective_rpc", method, None, arguments, None)
+        found = [answer for answer in answers if answer is not None]
+        if len(found) != 1:
+            raise EvaluationError(f"{len(found)} of vLLM's workers have the rows, instead of one")
+        return found[0]
 
     @staticmethod
     def logprobs_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, int, int]:
