@@ -205,6 +205,24 @@ def test_words_change_nothing_about_windows(stride):
                     assert word.num_context in contexts.values()
 
 
+def test_the_end_of_a_long_text_is_read_behind_a_whole_window():
+    with MockAsyncLM(tiny_tokenizer()) as lm:
+        lm.max_length, begins = 8, word_begins(lm).unpacked()
+
+        def log_mass(ids):
+            return float(lm.next_token_logprobs_sync([0, *ids]).double()[begins].logsumexp(0))
+
+        for text in ("ab ba bb", "ab ba bb aab", "ab ba bb aab abab b a bb"):
+            ids = lm.tokenizer.encode(text)
+            tokens = surprisal_sync(lm, text, by="token", unit="nats")
+            last = surprisal_sync(lm, text, unit="nats")[-1]
+            first = len(ids) - len(last.token_ids)
+            begin = log_mass(ids[first - last.num_context + 1 : first])
+            own = sum(each.surprisal for each in tokens[first:])
+            end = log_mass(ids[-7:])
+            assert last.surprisal == pytest.approx(own - end + begin, abs=1e-5)
+
+
 def test_patterns_are_alike_however_they_are_given(smollm2):
     given = [r"\S+", re.compile(r"\S+")]
     re.purge()
