@@ -132,11 +132,10 @@ class Answering:
         try:
             if isinstance(answer, Exception) or question.is_answered_by(answer, size):
                 return answer
-            wanted = question.wanted.format(vocab_size=size)
+            wanted, got = question.wanted.format(vocab_size=size), shown(answer)
         except Exception as error:  # of a readout of a program's own
             return error
-        said = f"{self._verb} must return {wanted}, or an exception, got {shown(answer)}"
-        return EvaluationError(said)
+        return EvaluationError(f"{self._verb} must return {wanted}, or an exception, got {got}")
 
     @property
     def _verb(self) -> str:

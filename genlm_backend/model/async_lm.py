@@ -280,14 +280,16 @@ class AsyncLM(Closing):
                 ``next_token_logprobs`` raises.
         """
         asked = readout_of(readout, NO_QUERY)
-        return asked.of_logprobs(await self.next_token_logprobs(token_ids, lora_name=lora_name))
+        row = await self.next_token_logprobs(_listed(token_ids), lora_name=lora_name)
+        return asked.of_logprobs(row)
 
     def read_sync(
         self, token_ids: TokenIds, readout: ReadoutOf, lora_name: str | None = None
     ) -> Any:
         """Return the same answer as ``read``, blocking the calling thread."""
         asked = readout_of(readout, NO_QUERY)
-        return asked.of_logprobs(self.next_token_logprobs_sync(token_ids, lora_name=lora_name))
+        row = self.next_token_logprobs_sync(_listed(token_ids), lora_name=lora_name)
+        return asked.of_logprobs(row)
 
     async def batch_read(
         self, token_ids_list: Sequence[TokenIds], readout: ReadoutOf, lora_name: str | None = None
@@ -549,7 +551,7 @@ class AsyncLM(Closing):
         """Return the answer to a ``Scoring`` of each text."""
 
         def ask(queries: list[Query]) -> Awaitable[torch.Tensor]:
-            contexts = [query.context for query in queries]
+            contexts = [_listed(query.context) for query in queries]
             return self.batch_next_token_logprobs(contexts, lora_name=lora_name)
 
         scorings = self._scorings(prompts, continuations, lora_name, beside)
@@ -563,7 +565,7 @@ class AsyncLM(Closing):
         beside: Beside,
     ) -> list[torch.Tensor]:
         def ask(queries: list[Query]) -> torch.Tensor:
-            contexts = [query.context for query in queries]
+            contexts = [_listed(query.context) for query in queries]
             return self.batch_next_token_logprobs_sync(contexts, lora_name=lora_name)
 
         scorings = self._scorings(prompts, continuations, lora_name, beside)
@@ -811,7 +813,7 @@ class AsyncLM(Closing):
 
     def _context_of_draws(self, token_ids: TokenIds, lora_name: str | None) -> Context:
         """Return a context once it and the adapter are checked: before a number is taken."""
-        context = self.contexts.check(token_ids)
+        context = self.contexts.check(token_ids, self.max_length)
         self.check_adapter(lora_name)
         return context
 
@@ -1016,3 +1018,9 @@ class AsyncLM(Closing):
 
     def close(self) -> None:
         """Settle every waiter with an error and free what the model holds; again has no effect."""
+
+
+def _listed(token_ids: TokenIds) -> TokenIds:
+    """Return the ids of a context for a model that may hand them on to another one."""
+    is_plain = isinstance(token_ids, Context) and token_ids.pictures is None
+    return list(token_ids) if is_plain else token_ids

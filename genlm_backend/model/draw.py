@@ -215,6 +215,8 @@ def packed_mask(
     if allowed is None:
         return None
     if isinstance(allowed, PackedMask):
+        if type(allowed.bits) is not bytes:
+            raise OptionTypeError(f"the bits of {name} must be bytes, got {shown(allowed.bits)}")
         if allowed.vocab_size != vocab_size or len(allowed.bits) != -(-vocab_size // 8):
             raise OptionError(
                 f"{name} must be a mask of {vocab_size} tokens, as the vocabulary has; got one of "
@@ -229,7 +231,7 @@ def packed_mask(
         )
     if isinstance(allowed, list) and allowed and all(type(own) is bool for own in allowed):
         raise OptionTypeError(f"{name} is a list of bools: pass numpy.array({name})")
-    values = allowed.detach().cpu().numpy() if isinstance(allowed, torch.Tensor) else allowed
+    values = as_ids_or_bools(name, allowed)
     if isinstance(values, np.ndarray) and values.dtype == bool:
         if values.shape != (vocab_size,):
             raise OptionError(
@@ -247,8 +249,13 @@ def packed_mask(
                 )
             if values.dtype.kind not in "iu" or values.ndim != 1:
                 values = values.tolist()  # to be refused as a list is
-        is_checked = isinstance(values, np.ndarray)
-        ids = values if is_checked else np.array(_IDS(name, values), np.int64)
+        ids = values
+        if not isinstance(values, np.ndarray):
+            listed_ids = _IDS(name, values)
+            try:
+                ids = np.array(listed_ids, np.int64)
+            except OverflowError:  # of an id that is far outside
+                check_known_ids(name, listed_ids, vocab_size)
         wrong = ids[(ids < 0) | (ids >= vocab_size)]
         check_known_ids(name, wrong[:1].tolist(), vocab_size)
         mask = np.zeros(vocab_size, bool)
@@ -256,6 +263,21 @@ def packed_mask(
     if not mask.any() and not may_be_empty:
         raise OptionError(_NO_TOKEN.format(name))
     return np.packbits(mask).tobytes()
+
+
+def as_ids_or_bools(name: str, values: Any) -> Any:
+    """Return a tensor of ids or bools as an array, and anything else as it is.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If it is a tensor of floats, or one without elements of
+            its own.
+    """
+    if not isinstance(values, torch.Tensor):
+        return values
+    is_exact = not (values.is_floating_point() or values.is_complex() or values.is_quantized)
+    if not is_exact or values.is_meta or values.layout is not torch.strided:
+        raise OptionTypeError(f"{name} must be bools or token ids, got {shown(values)}")
+    return values.detach().cpu().numpy()
 
 
 _IDS: Final = sequence(integer(), "an array of bools or a collection of token ids")

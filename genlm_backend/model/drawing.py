@@ -562,8 +562,7 @@ def several_draws_of(
     """
     count, are_distinct = integer(1)("n", n), switch("distinct", distinct)
     number_of, alike = _drawn_alike(vocab_size, generator, **options)
-    most = min(count, vocab_size) if are_distinct else count
-    uniforms = tuple(number_of() for _ in range(most))
+    uniforms = tuple(number_of() for _ in range(count))
     return partial(SeveralDraws, uniforms=uniforms, are_distinct=are_distinct, **alike)
 
 

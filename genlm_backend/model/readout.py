@@ -95,11 +95,85 @@ class Readout(abc.ABC):
         return answer
 
 
+@final
+class OwnReadout(Readout):
+    """A readout of a class of a program's own, whose faults are of whoever asks it.
+
+    It is hashed once, so that one that is modified while it waits is still found, and its answer is
+    sent by itself, so that one that cannot be sent is missed by nobody else.
+
+    Args:
+        readout: The readout.
+
+    Attributes:
+        query: Its query.
+        readout: As given.
+    """
+
+    __slots__ = ("_hash", "_weight", "query", "readout")
+
+    modifies_rows = False  # as each kind has a copy made for itself
+
+    def __init__(self, readout: Readout) -> None:
+        self.query, self.readout = readout.query, readout
+        self._hash, self._weight = hash(readout), readout.weight
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not OwnReadout or self._hash != other._hash:
+            return False
+        own, its = self.readout, other.readout
+        return own is its or (type(own) is type(its) and bool(own == its))
+
+    def __reduce__(self) -> tuple[Any, tuple[Readout]]:
+        return OwnReadout, (self.readout,)
+
+    @property
+    def weight(self) -> float:
+        """How much it counts for in a batch."""
+        return self._weight
+
+    @property
+    def wanted(self) -> str:
+        """The answer, as errors say it."""
+        return self.readout.wanted
+
+    @classmethod
+    def of_rows(cls, readouts: Sequence[OwnReadout], rows: torch.Tensor) -> Sequence[Any]:
+        """Return the answers, kind by kind."""
+        answers: list[Any] = [None] * len(readouts)
+        kinds: defaultdict[type[Readout], list[int]] = defaultdict(list)
+        for i, own in enumerate(readouts):
+            kinds[type(own.readout)].append(i)
+        for kind, indices in kinds.items():
+            table = rows if len(indices) == len(rows) else rows[indices]
+            found = _of_kind(kind, [readouts[i].readout for i in indices], table)
+            for i, answer in zip(indices, found, strict=True):
+                answers[i] = answer
+        return answers
+
+    def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
+        """Return whether ``answer`` is one to this question, of a vocabulary of that size."""
+        return self.readout.is_answered_by(answer, vocab_size)
+
+
+def confined(readout: Readout) -> Readout:
+    """Return a readout of this library as it is, and one of a program's own as an ``OwnReadout``.
+
+    Raises:
+        TypeError: If it cannot be hashed.
+        OptionError: (``ValueError``) If its weight is none.
+    """
+    return readout if type(readout).__module__.startswith(_PACKAGE) else OwnReadout(readout)
+
+
 def answers_by_rows(
     evaluate: Callable[[Sequence[Question]], Any],
     questions: Sequence[Question],
     undefined_ids: Sequence[int] = (),
-    is_unknown: Callable[[type[Any]], bool] | None = None,
+    is_unknown: Callable[[Any], bool] | None = None,
 ) -> Any:
     """Return answers to questions, among them readouts, by an evaluator that knows no readouts.
 
@@ -107,16 +181,18 @@ def answers_by_rows(
         evaluate: Returns answers to distinct questions without readouts, as an ``Evaluator``.
         questions: The questions.
         undefined_ids: Ids that no token has, and that its rows do not leave out by themselves.
-        is_unknown: Whether ``evaluate`` does not know a kind of readouts; it knows none by default.
+        is_unknown: Whether ``evaluate`` does not know a readout; it knows none by default.
 
     Returns:
         The answers; where it returned something else than one for each question, that.
     """
     kinds = {kind for kind in set(map(type, questions)) if issubclass(kind, Readout)}
-    unknown = kinds if is_unknown is None else set(filter(is_unknown, kinds))
+    unknown = {i for i, q in enumerate(questions) if type(q) in kinds} if kinds else set[int]()
+    if is_unknown is not None:
+        unknown = {i for i in unknown if is_unknown(questions[i])}
     if not unknown:
         return evaluate(questions)
-    asked: list[Any] = [cast(Any, q).query if type(q) in unknown else q for q in questions]
+    asked: list[Any] = [cast(Any, q).query if i in unknown else q for i, q in enumerate(questions)]
     distinct = list(dict.fromkeys(asked))
     found = evaluate(distinct)
     if not isinstance(found, Sequence) or len(found) != len(distinct):
@@ -124,8 +200,7 @@ def answers_by_rows(
     answer_to = dict(zip(distinct, found, strict=True))
     answers = [answer_to[own] for own in asked]
     try:
-        indices = [i for i, q in enumerate(questions) if type(q) in unknown]
-        indices = [i for i in indices if isinstance(answers[i], Row)]
+        indices = [i for i in sorted(unknown) if isinstance(answers[i], Row)]
         rows = [answers[i] for i in indices]
         if undefined_ids and rows:
             rows = rows_without(rows, torch.tensor(undefined_ids, dtype=torch.int64))
@@ -156,12 +231,15 @@ class RowQuestions(NamedTuple):
     def packed_answers(self, rows: Sequence[Row]) -> bytes:
         """Return the answers, ``packed``; rows come from wherever they are."""
         here = torch.device("cpu")
-        return packed(
-            [
-                [each.to(here) if isinstance(each, Row) else each for each in of_row]
-                for of_row in self.answers(rows)
-            ]
-        )
+        answers = [
+            [each.to(here) if isinstance(each, Row) else each for each in of_row]
+            for of_row in self.answers(rows)
+        ]
+        try:
+            return packed(answers)
+        except Exception:  # of a readout of a program's own
+            pass
+        return packed([[*map(_sendable, own)] for own in answers])
 
     def answers(self, rows: Sequence[Row]) -> list[list[Any]]:
         """Return the answers to what is asked of each row, or the exception for whoever asked."""
@@ -237,14 +315,37 @@ def _of_kind(kind: type[Readout], readouts: list[Any], table: torch.Tensor) -> S
             return found
     except Exception as error:
         return [error] * len(readouts)
+    except SystemExit as error:
+        return [EvaluationError(f"{kind.__name__}.of_rows raised {error!r}")] * len(readouts)
     many = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
     said = f"{kind.__name__}.of_rows returned {many} for {len(readouts)} readouts"
     return [EvaluationError(said)] * len(readouts)
 
 
-def is_only_here(kind: type[Any]) -> bool:
-    """Return whether another process could not import a class: a script's, or a function's own."""
+def is_only_here(question: Any) -> bool:
+    """Return whether another process could not import the class of a question.
+
+    That is one of a script, of a notebook, or of a function's own.
+    """
+    kind = type(question.readout) if type(question) is OwnReadout else type(question)
     return kind.__module__ == "__main__" or "<locals>" in kind.__qualname__
+
+
+def packed_apart(answer: Any) -> bytes:
+    """Return the bytes of an answer, ``packed``, or those of an error if it has none."""
+    return packed(_sendable(answer))
+
+
+def _sendable(answer: Any) -> Any:
+    """Return an answer, or an error if it cannot be packed."""
+    try:
+        packed(answer)
+    except Exception as error:  # whatever its own way of pickling raises
+        return EvaluationError(f"the answer of a readout cannot be sent: {error}")
+    return answer
+
+
+_PACKAGE: Final = "genlm_backend."
 
 
 MANY_ROWS: Final = 128

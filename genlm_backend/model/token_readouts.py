@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from genlm_backend.checks import function, integer, listed, sequence, shown
 from genlm_backend.errors import OptionTypeError
-from genlm_backend.model.draw import packed_mask
+from genlm_backend.model.draw import as_ids_or_bools, packed_mask
 from genlm_backend.model.query import Query, check_known_ids
-from genlm_backend.model.readout import Readout
+from genlm_backend.model.readout import Readout, confined
 from genlm_backend.model.row import spare_memory
 
 
@@ -41,7 +41,7 @@ ReadoutOf: TypeAlias = Callable[[Query], Readout]
 
 
 def readout_of(make: Callable[[Query], Any], query: Query) -> Readout:
-    """Return the readout that ``make`` makes of a query.
+    """Return the readout that ``make`` makes of a query; one of a program's own is ``confined``.
 
     Raises:
         OptionTypeError: (``TypeError``) If it is no function, or makes something else, such as a
@@ -54,10 +54,9 @@ def readout_of(make: Callable[[Query], Any], query: Query) -> Readout:
         name = type(readout).__name__
         raise OptionTypeError(f"readout must make one of the query, got a {name} of none or others")
     try:
-        hash(readout)
+        return confined(readout)
     except TypeError as error:
         raise OptionTypeError(f"readout must make a value that can be hashed: {error}") from error
-    return readout
 
 
 @final
@@ -242,7 +241,8 @@ def chosen_of(chosen: Any, vocab_size: int) -> ReadoutOf:
     """
     if isinstance(chosen, Set):
         raise OptionTypeError(f"chosen must be in an order, got a {type(chosen).__name__}")
-    values = chosen.tolist() if isinstance(chosen, np.ndarray | torch.Tensor) else chosen
+    values = as_ids_or_bools("chosen", chosen)
+    values = values.tolist() if isinstance(values, np.ndarray) else values
     ids = tuple(_IDS("chosen", values))
     check_known_ids("chosen", ids, vocab_size)
     return partial(Chosen, token_ids=ids)

@@ -118,12 +118,26 @@ class InTable(NamedTuple):
     normaliser: float | None
 
 
+class PackedAnswer(NamedTuple):
+    """The answer of a readout of a program's own, packed by itself."""
+
+    packed: bytes
+
+    def answer(self) -> Any:
+        """Return the answer, or an error if it cannot be had here."""
+        try:
+            return pickle.loads(self.packed)
+        except Exception as error:  # whatever its own way of pickling raises
+            return EvaluationError(f"the answer of a readout cannot be read here: {error}")
+
+
 class Answers(NamedTuple):
     """The answers to a batch.
 
     Attributes:
-        answers: One for each question: rows of ``width`` as ``InTable``, in the table's order, and
-            exceptions as ``PackedError``.
+        answers: One for each question: rows of ``width`` as ``InTable``, in the table's order,
+            exceptions as ``PackedError``, and those to a program's own readouts as
+            ``PackedAnswer``.
         width: Number of log-probabilities of the rows that are in the table.
     """
 

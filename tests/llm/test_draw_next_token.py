@@ -329,3 +329,55 @@ async def test_mistakes_of_several_draws_are_told_before_anything_is_asked(lm):
         with pytest.raises(error, match=message):
             await lm.draw_next_tokens([1], n, **options)
     assert lm.statistics().num_awaits == asked
+
+
+LONG = 10**30
+TOO_FAR = f"has {LONG}, which is outside the vocabulary"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "error", "said"),
+    [
+        (PackedMask("x" * (VOCAB // 8), VOCAB), OptionTypeError, "bits of allowed must be bytes"),
+        (PackedMask([1] * (VOCAB // 8), VOCAB), OptionTypeError, "bits of allowed must be bytes"),
+        ([LONG], OptionError, TOO_FAR),
+        ([1, -LONG], OptionError, f"has -{LONG}, which is outside"),
+        (torch.ones(VOCAB, dtype=torch.bfloat16), OptionTypeError, "bools or token ids"),
+        (torch.ones(VOCAB, dtype=torch.bool).to_sparse(), OptionTypeError, "bools or token ids"),
+        (torch.ones(VOCAB, dtype=torch.bool, device="meta"), OptionTypeError, "bools or token ids"),
+    ],
+    ids=["text", "list", "far", "below", "bfloat16", "sparse", "meta"],
+)
+async def test_a_mask_that_is_none_disturbs_no_other_draw(allowed, error, said):
+    generator, untouched = np.random.default_rng(1), np.random.default_rng(1)
+    with MockAsyncLM(word_tokenizer()) as lm:
+        drawn, refused = await asyncio.gather(
+            lm.draw_next_token([1]),
+            lm.draw_next_token([2], allowed=allowed, generator=generator),
+            return_exceptions=True,
+        )
+        assert isinstance(drawn, Draw)
+        with pytest.raises(error, match=said):
+            raise refused
+        with pytest.raises(OptionError, match=TOO_FAR):
+            await lm.next_token_log_masses([1], [[LONG]])
+        with pytest.raises(OptionTypeError, match="chosen must be bools or token ids"):
+            await lm.next_token_logprobs_of([1], torch.ones(2, dtype=torch.int64, device="meta"))
+        assert lm.statistics().num_awaits == 1
+    assert generator.random() == untouched.random()
+
+
+async def test_a_context_that_is_too_long_takes_no_number():
+    generator, untouched = np.random.default_rng(1), np.random.default_rng(1)
+    with MockAsyncLM(word_tokenizer(), max_length=3) as lm:
+        for verb in (lm.draw_next_token, partial(lm.draw_next_tokens, n=2)):
+            with pytest.raises(ContextError, match="more than the model's maximum"):
+                await verb([1, 2, 3, 4], generator=generator)
+        for verb in (lm.draw_next_token_sync, partial(lm.draw_next_tokens_sync, n=2)):
+            with pytest.raises(ContextError, match="more than the model's maximum"):
+                verb([1, 2, 3, 4], generator=generator)
+        draws = await lm.draw_next_tokens(
+            [1], VOCAB + 5, distinct=True, allowed=[], impossible="return"
+        )
+        assert len(draws) == VOCAB + 5
+    assert generator.random() == untouched.random()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from genlm_backend import AsyncLM
+from genlm_backend import AsyncLM, MockAsyncLM
 from genlm_backend.errors import (
     AdapterError,
     CacheError,
@@ -70,6 +70,41 @@ async def test_every_other_method_is_there():
             lm.add_new_lora("somewhere")
         lm.clear_cache()
         assert lm.statistics().num_awaits == 0
+
+
+class Handing(AsyncLM):
+    """Hands every context on to another model."""
+
+    def __init__(self, other):
+        super().__init__(other.tokenizer)
+        self.other = other
+
+    async def next_token_logprobs(self, token_ids, lora_name=None):
+        return await self.other.next_token_logprobs(token_ids)
+
+    def next_token_logprobs_sync(self, token_ids, lora_name=None):
+        return self.other.next_token_logprobs_sync(token_ids)
+
+
+async def test_a_model_may_hand_its_contexts_on_to_another():
+    with MockAsyncLM(word_tokenizer()) as other:
+        lm = Handing(other)
+        for generator in (np.random.default_rng(3), np.random.default_rng(3)):
+            draws = [
+                await lm.draw_next_token([1, 2], generator=generator),
+                lm.draw_next_token_sync([1, 2], generator=generator),
+                *(await lm.batch_draw_next_token([[1, 2], [3]], generator=generator)),
+            ]
+        generator = np.random.default_rng(3)
+        contexts = [[1, 2], [1, 2], [1, 2], [3]]
+        assert draws == await other.batch_draw_next_token(contexts, generator=generator)
+        assert await lm.sample([4], 5, [], seed=1) == await other.sample([4], 5, [], seed=1)
+        for own, its in (
+            (await lm.score([1], [2, 3]), await other.score([1], [2, 3])),
+            (lm.score_sync([1], [2, 3]), other.score_sync([1], [2, 3])),
+        ):
+            torch.testing.assert_close(own, its, rtol=0, atol=1e-6)
+        assert await lm.next_token_entropy([1]) == await other.next_token_entropy([1])
 
 
 def test_a_complete_backend_is_one_short_file():

@@ -1,0 +1,84 @@
+"""Readouts of a program's own with faults, in a module that any process can import."""
+
+import os
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from genlm_backend.llm import Query, Readout
+
+HOME = os.getpid()
+
+
+@dataclass(unsafe_hash=True)
+class Last(Readout):
+    """The log-probability of the last token; ``extra`` is what a program has put beside it."""
+
+    query: Query
+    extra: Any = None
+    wanted: ClassVar[str] = "a float"
+
+    @classmethod
+    def of_rows(cls, readouts, rows):
+        return rows[:, -1].tolist()
+
+    def is_answered_by(self, answer, vocab_size):
+        return isinstance(answer, float)
+
+
+class Bomb:
+    """A value that can be sent, and raises where it arrives."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+class Whatever(Last):
+    """A kind that takes whatever it gets."""
+
+    def is_answered_by(self, answer, vocab_size):
+        return True
+
+
+class Lambda(Whatever):
+    """A kind whose answers cannot be sent."""
+
+    @classmethod
+    def of_rows(cls, readouts, rows):
+        return [lambda: 0 for _ in readouts]
+
+
+class Bombs(Whatever):
+    """A kind whose answers cannot be received."""
+
+    @classmethod
+    def of_rows(cls, readouts, rows):
+        return [Bomb() for _ in readouts]
+
+
+class Leaving(Last):
+    """A kind that wants to end the program."""
+
+    @classmethod
+    def of_rows(cls, readouts, rows):
+        raise SystemExit(3)
+
+
+class Unsayable(Last):
+    """A kind with answers that nobody can print."""
+
+    @classmethod
+    def of_rows(cls, readouts, rows):
+        return [_Unsayable() for _ in readouts]
+
+
+class _Unsayable:
+    def __repr__(self):
+        raise ZeroDivisionError("no repr")
+
+
+class WithoutAdapter(Last):
+    """A kind that knows nothing of adapters."""
+
+    @property
+    def adapter(self):
+        raise ZeroDivisionError("no adapter")
