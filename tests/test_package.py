@@ -438,10 +438,10 @@ def test_statistics_read_well_everywhere():
     from genlm_backend.trie.async_trie import TrieStatistics
 
     lm = LMStatistics(num_awaits=12_345, num_batches=4, batch_sizes={1: 3, 20: 1}, kv_bytes_used=99)
-    assert "num_awaits            12,345\n" in repr(lm)
-    assert "batch_sizes           1 (×3), 20 (×1)\n" in repr(lm)
-    assert "kv_bytes_used         99 B\n" in repr(lm)
-    assert repr(lm).endswith("mean_batch_size       5.8")
+    assert "num_awaits             12,345\n" in repr(lm)
+    assert "batch_sizes            1 (×3), 20 (×1)\n" in repr(lm)
+    assert "kv_bytes_used          99 B\n" in repr(lm)
+    assert repr(lm).endswith("mean_batch_size        5.8")
     assert json.loads(json.dumps(lm.as_dict()))["batch_sizes"] == {"1": 3, "20": 1}
     assert lm.as_dict()["mean_batch_size"] == 23 / 4
     assert "<td style='text-align:right'>12,345</td>" in lm._repr_html_()

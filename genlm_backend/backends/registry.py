@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 from genlm_backend.backends.loading import check_name
-from genlm_backend.checks import mapping, optional, text
+from genlm_backend.checks import mapping, optional, shown, text
 from genlm_backend.errors import OptionError, OptionTypeError, UnknownBackendError
 
 if TYPE_CHECKING:
-    from genlm_backend.model.async_lm import AsyncLM
+    from genlm_backend.backends.hf.async_transformer import AsyncTransformer
+    from genlm_backend.backends.mlx.async_mlx_lm import AsyncMlxLM
+    from genlm_backend.backends.mock import MockAsyncLM
+    from genlm_backend.backends.vllm.async_virtual_lm import AsyncVirtualLM
+    from genlm_backend.model.batched_lm import BatchedLM
 
 BACKENDS: Final = {
     "hf": ("genlm_backend.backends.hf.async_transformer", "AsyncTransformer"),
@@ -31,9 +35,39 @@ ABSENT: Final = {
 """Names of backends that say that they cannot be had."""
 
 
+@overload
+def load_model_by_name(
+    name: str, backend: Literal["hf"], llm_opts: dict[str, Any] | None = None
+) -> AsyncTransformer: ...
+
+
+@overload
+def load_model_by_name(
+    name: str, backend: Literal["vllm"], llm_opts: dict[str, Any] | None = None
+) -> AsyncVirtualLM: ...
+
+
+@overload
+def load_model_by_name(
+    name: str, backend: Literal["mlx"], llm_opts: dict[str, Any] | None = None
+) -> AsyncMlxLM: ...
+
+
+@overload
+def load_model_by_name(
+    name: str, backend: Literal["mock"], llm_opts: dict[str, Any] | None = None
+) -> MockAsyncLM: ...
+
+
+@overload
 def load_model_by_name(
     name: str, backend: str | None = None, llm_opts: dict[str, Any] | None = None
-) -> AsyncLM:
+) -> BatchedLM: ...
+
+
+def load_model_by_name(
+    name: str, backend: str | None = None, llm_opts: dict[str, Any] | None = None, **others: Any
+) -> BatchedLM:
     """Load a language model.
 
     Args:
@@ -44,7 +78,12 @@ def load_model_by_name(
             release of vLLM that is supported are there, ``"mlx"`` on macOS where MLX is installed,
             else ``"hf"``.
         llm_opts: Keyword arguments for the backend's ``from_name``. With ``"replicas"``, a number,
-            the model is an ``AsyncReplicas``.
+            the model is an ``AsyncReplicas``, which type checkers are not told.
+        **others: No arguments: an option that was meant for ``llm_opts`` is told so.
+
+    Returns:
+        The backend's model: an ``AsyncTransformer``, ``AsyncVirtualLM``, ``AsyncMlxLM`` or
+        ``MockAsyncLM``.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; options are
@@ -54,6 +93,11 @@ def load_model_by_name(
         ModelNotFoundError: (``OSError``) If there is no such model.
         MissingExtraError: (``ImportError``) If the model or backend needs an extra.
     """
+    for option, value in others.items():
+        raise OptionTypeError(
+            f"{option} goes into llm_opts: load_model_by_name({name!r}, "
+            f"llm_opts={{{option!r}: {shown(value)}}})"
+        )
     backend_class, options = check_loading(name, backend, llm_opts)
     return backend_class.from_name(check_name(name), **options)
 

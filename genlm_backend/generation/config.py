@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, Self, TypeVar, final
+from typing import Any, Final, Literal, Self, TypedDict, TypeVar, final
 
 from genlm_backend.checks import (
     check_names,
@@ -23,6 +23,7 @@ from genlm_backend.checks import (
     text,
 )
 from genlm_backend.errors import GenerationConfigError, OptionError, OptionTypeError
+from genlm_backend.generation.grammar.schema_classes import is_class_with_schema, schema_of_class
 from genlm_backend.generation.hf_config import ELSEWHERE, fields_of_hf, own_config
 from genlm_backend.model.async_lm import AsyncLM
 
@@ -65,7 +66,9 @@ class GenerationConfig:
         min_p: Only tokens that have this share of the most probable one's probability, 0 to 1.
         seed: Seed of the random stream; equal seeds give equal texts. ``None`` draws one afresh.
         n: Texts to generate of one prompt, each with a stream of its own.
-        max_new_tokens: Tokens to generate, at most; ``None`` for as many as the model takes.
+        max_new_tokens: Tokens to generate, at most. Where ``max_length`` is ``None`` as well,
+            ``generate`` and ``stream`` take 20, or as many as the model takes where there is a
+            ``response_format``; an engine as many as it takes.
         max_length: Tokens of prompt and text together, at most.
         min_length: Tokens of prompt and text together before the text may end.
         min_new_tokens: Tokens of the text before it may end.
@@ -88,7 +91,8 @@ class GenerationConfig:
         logprobs: Whether to return the log-probabilities of the tokens.
         top_logprobs: How many alternatives to return with each token.
         lora_name: The adapter to read the context with.
-        response_format: What the text must look like; see ``Constraint.from_response_format``.
+        response_format: What the text must look like: a mapping, or a class that has a JSON
+            schema, which is made of it at once; see ``Constraint.from_response_format``.
         num_beams: Texts to search among for the most probable ones; 1 for no beam search. ``n``
             of them are returned, the best first.
         length_penalty: A beam's log-probability is divided by its length to this power, for
@@ -126,7 +130,7 @@ class GenerationConfig:
     logprobs: bool = False
     top_logprobs: int = 0
     lora_name: str | None = None
-    response_format: Mapping[str, Any] | None = None
+    response_format: Mapping[str, Any] | type[Any] | None = None
     num_beams: int = 1
     length_penalty: float = 1.0
     beam_early_stopping: bool | Literal["never"] = False
@@ -222,6 +226,44 @@ class GenerationConfig:
         return cls() if config is None else cls.from_hf(config)
 
 
+@final
+class GenerationFields(TypedDict, total=False):
+    """The fields of a ``GenerationConfig``, which says what they mean, as keyword arguments."""
+
+    do_sample: bool | None
+    temperature: float | None
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    n: int
+    max_new_tokens: int | None
+    max_length: int | None
+    min_length: int
+    min_new_tokens: int
+    early_stopping: bool | None
+    eos_token_id: int | Sequence[int] | None
+    stop_words_ids: Sequence[Sequence[int]] | None
+    stop: str | Sequence[str] | None
+    bad_words_ids: Sequence[Sequence[int]] | None
+    repetition_penalty: float
+    suppress_repetition_in_generation: bool
+    no_repeat_ngram_size: int
+    presence_penalty: float
+    frequency_penalty: float
+    logprobs: bool
+    top_logprobs: int
+    lora_name: str | None
+    response_format: Mapping[str, Any] | type[Any] | None
+    num_beams: int
+    length_penalty: float
+    beam_early_stopping: bool | Literal["never"]
+    mm_info: MultiMediaInfo | None
+
+
+DEFAULT_MAX_NEW_TOKENS: Final = 20
+"""Tokens of a text whose length nobody has named, as of ``model.generate`` of transformers."""
+
 _NO_BOUNDS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """The values of bounds on what is drawn that bound nothing."""
 
@@ -252,6 +294,14 @@ def _words(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     if not all(words):
         raise OptionError(f"{name} must be non-empty lists of token ids, got {shown(value)}")
     return words
+
+
+def _response_format(name: str, value: Any) -> Mapping[str, Any]:
+    if is_class_with_schema(value):
+        return {"type": "json_schema", "json_schema": schema_of_class(value)}
+    return instance(Mapping, "a mapping with a 'type', or a class that has a JSON schema")(
+        name, value
+    )
 
 
 _MODEL = instance(AsyncLM, "an AsyncLM")
@@ -285,7 +335,7 @@ _CHECKS = {
     "logprobs": switch,
     "top_logprobs": integer(0),
     "lora_name": optional(text),
-    "response_format": optional(instance(Mapping, "a mapping with a 'type'")),
+    "response_format": optional(_response_format),
     "num_beams": integer(1),
     "length_penalty": number(),
     "beam_early_stopping": one_of(True, False, "never"),

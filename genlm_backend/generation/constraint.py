@@ -34,6 +34,10 @@ from genlm_backend.generation.grammar.grammar_library import (
     vocabulary_of,
 )
 from genlm_backend.generation.grammar.json_schema import check_schema, unwrapped
+from genlm_backend.generation.grammar.schema_classes import (
+    check_is_no_instance,
+    is_class_with_schema,
+)
 from genlm_backend.generation.grammar.schema_grammar import fault_of_schema, schema_grammar
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.draw import PackedMask, as_scores
@@ -98,7 +102,7 @@ class Constraint:
     def from_json_schema(
         cls,
         lm: AsyncLM,
-        schema: Mapping[str, Any] | bool | str,
+        schema: Mapping[str, Any] | bool | str | type[Any],
         *,
         whitespace: str = " ?",
         eos_token_ids: Collection[int] | None = None,
@@ -107,7 +111,9 @@ class Constraint:
 
         Args:
             lm: The model whose tokens the texts are made of.
-            schema: A JSON schema, or the JSON text of one.
+            schema: A JSON schema, the JSON text of one, or a class that has one: pydantic's, a
+                dataclass, typed dictionaries, or a ``pydantic.TypeAdapter``. The objects of a class
+                have its fields and no others.
             whitespace: A pattern of what may stand between the parts of a value; ``""`` for
                 nothing.
             eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
@@ -192,7 +198,7 @@ class Constraint:
     def from_response_format(
         cls,
         lm: AsyncLM,
-        response_format: Mapping[str, Any],
+        response_format: Mapping[str, Any] | type[Any],
         *,
         eos_token_ids: Collection[int] | None = None,
     ) -> Self:
@@ -203,7 +209,8 @@ class Constraint:
             response_format: ``type`` is ``"json_schema"``, ``"json_object"``, ``"regex"``,
                 ``"choice"`` or ``"grammar"``; all but the second have an entry of that name with
                 what the method of that name takes. A JSON schema may be in that of OpenAI's API:
-                ``{"name": …, "strict": …, "schema": {…}}``; it is kept to in either case.
+                ``{"name": …, "strict": …, "schema": {…}}``; it is kept to in either case. A class
+                that ``from_json_schema`` takes stands for its JSON schema.
             eos_token_ids: The tokens that end a text; by default ``lm.eos_token_ids``.
 
         Raises:
@@ -215,20 +222,22 @@ class Constraint:
             "choice": cls.from_choice,
             "grammar": cls.from_grammar,
         }
-        if hasattr(response_format, "model_json_schema"):
-            check_schema(response_format)  # which says what to hand over
-        _check_arguments(response_format=response_format)
-        named = response_format.get("type")
+        asked: Any = response_format
+        if is_class_with_schema(asked):
+            return cls.from_json_schema(lm, asked, eos_token_ids=eos_token_ids)
+        check_is_no_instance(asked)
+        _check_arguments(response_format=asked)
+        named = asked.get("type")
         kind = named if isinstance(named, str) else ""
-        if kind == "json_object" and set(response_format) == {"type"}:
+        if kind == "json_object" and set(asked) == {"type"}:
             return cls.from_json_object(lm, eos_token_ids=eos_token_ids)
-        if kind not in makers or set(response_format) != {"type", kind}:
+        if kind not in makers or set(asked) != {"type", kind}:
             known = ", ".join(repr(name) for name in ["json_object", *makers])
             raise ConstraintError(
                 f"response_format must have a type of {known}, and an entry of that name; "
-                f"got {shown(dict(response_format))}"
+                f"got {shown(dict(asked))}"
             )
-        given = response_format[kind]
+        given = asked[kind]
         wanted = unwrapped(given) if kind == "json_schema" else given
         return makers[kind](lm, wanted, eos_token_ids=eos_token_ids)
 

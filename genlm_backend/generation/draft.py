@@ -159,17 +159,18 @@ class Sample(Draft):
         lm: The model.
         prompt: Checked.
         config: How.
-        number: Number of the text among those of the prompt, and of its random stream.
+        number: Number of the text among those of the prompt.
+        stream: Number of its random stream among those of the seed.
     """
 
     def __init__(
-        self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig, number: int = 0
+        self, lm: AsyncLM, prompt: Prompt, config: GenerationConfig, number: int, stream: int
     ) -> None:
         super().__init__(lm, prompt, config)
         self._number = number
         self._least = max(config.min_length, len(prompt.token_ids) + config.min_new_tokens)
         temperature = 1.0 if config.temperature is None else config.temperature
-        self._sampler = Sampler(temperature if config.is_sampled else 0.0, config.seed, number)
+        self._sampler = Sampler(temperature if config.is_sampled else 0.0, config.seed, stream)
         cuts = Cuts(config.top_k, config.top_p, config.min_p)
         self._cuts = cuts if config.is_sampled and cuts != Cuts() else None
         self._text = Text(config.stop or ())

@@ -2,86 +2,138 @@
 
 from __future__ import annotations
 
+import dataclasses
+import warnings
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeAlias, Unpack, overload
 
-from genlm_backend.checks import instance
-from genlm_backend.errors import GenerationConfigError
+from genlm_backend.checks import instance, switch
+from genlm_backend.errors import ContextError, ContextTypeError, GenerationConfigError
 from genlm_backend.generation.beam_search import BeamSearch
-from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.generation.config import (
+    DEFAULT_MAX_NEW_TOKENS,
+    GenerationConfig,
+    GenerationFields,
+)
 from genlm_backend.generation.draft import Draft, Sample
 from genlm_backend.generation.generated import GeneratedToken, Generation
-from genlm_backend.generation.prompt import Chat, Prompt
+from genlm_backend.generation.prompt import Chat, Prompt, is_many
 from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.model.context import Context
 from genlm_backend.model.query import TokenIds
 from genlm_backend.runtime.background_loop import BackgroundLoop
+from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
 
+Prompts: TypeAlias = "Sequence[str] | Sequence[Chat] | Sequence[Sequence[int]] | Sequence[Context]"
+"""Several prompts: a list of texts, of chats, or of token ids."""
 
+
+@overload
 async def generate(
     lm: AsyncLM,
     prompt: str | Chat | TokenIds,
     config: GenerationConfig | None = None,
-    **fields: Any,
-) -> list[Generation]:
-    """Generate ``config.n`` texts after a prompt, all at the same time.
+    *,
+    progress: bool = False,
+    **fields: Unpack[GenerationFields],
+) -> list[Generation]: ...
+
+
+@overload
+async def generate(
+    lm: AsyncLM,
+    prompt: Prompts,
+    config: GenerationConfig | None = None,
+    *,
+    progress: bool = False,
+    **fields: Unpack[GenerationFields],
+) -> list[list[Generation]]: ...
+
+
+async def generate(
+    lm: AsyncLM,
+    prompt: Any,
+    config: GenerationConfig | None = None,
+    *,
+    progress: bool = False,
+    **fields: Unpack[GenerationFields],
+) -> list[Generation] | list[list[Generation]]:
+    """Generate ``config.n`` texts after a prompt, or after each of several, all at the same time.
 
     Args:
         lm: The model; what else it is asked meanwhile shares its batches.
         prompt: A text; a chat's messages, ``[{"role": …, "content": …}, …]``, which the model's
-            chat template puts together; or token ids.
-        config: How; by default greedily, until a token of ``lm.eos_token_ids`` comes, or to the
-            model's limit.
+            chat template puts together; or token ids. Or a list of any of these.
+        config: How; by default greedily, until a token of ``lm.eos_token_ids`` comes, and 20 tokens
+            at most, with a warning where that cuts a text.
+        progress: Whether to show a bar of the texts that are done, on a terminal or in a notebook.
         **fields: Fields of the configuration, in place of its own.
 
+    Returns:
+        The texts of the prompt in a list; of several prompts, such a list for each. Every text has
+        a random stream of its own.
+
     Raises:
-        ContextError: (``ValueError``) If the prompt is empty, leaves no room for a token, or
+        ContextError: (``ValueError``) If a prompt is empty, leaves no room for a token, or
             cannot be encoded: the model's tokenizer takes no text, or has no chat template.
         ContextTypeError: (``TypeError``) If its ids are not integers.
         GenerationConfigError: (``ValueError``) If the configuration does not go with the model.
     """
-    instance(AsyncLM, "an AsyncLM")("lm", lm)
-    config = make_config(config, fields)
-    drafts = make_drafts(lm, Prompt.check(lm, prompt, config), config)
-    texts: dict[int, list[GeneratedToken]] = defaultdict(list)
-
-    async def finish(draft: Draft) -> None:
-        while not draft.is_finished:
-            await draft.ask()
-            for number, token in draft.choose():
-                texts[number].append(token)
-
-    await together(map(finish, drafts))
-    scores = {number: score for draft in drafts for number, score in draft.scores.items()}
-    return [
-        Generation.of_tokens(tokens, score=scores.get(number))
-        for number, tokens in sorted(texts.items())
-    ]
+    warning, found = await _generated(lm, prompt, config, progress, dict(fields))
+    _warn(warning)
+    return found
 
 
+@overload
 def generate_sync(
     lm: AsyncLM,
     prompt: str | Chat | TokenIds,
     config: GenerationConfig | None = None,
-    **fields: Any,
-) -> list[Generation]:
+    *,
+    progress: bool = False,
+    **fields: Unpack[GenerationFields],
+) -> list[Generation]: ...
+
+
+@overload
+def generate_sync(
+    lm: AsyncLM,
+    prompt: Prompts,
+    config: GenerationConfig | None = None,
+    *,
+    progress: bool = False,
+    **fields: Unpack[GenerationFields],
+) -> list[list[Generation]]: ...
+
+
+def generate_sync(
+    lm: AsyncLM,
+    prompt: Any,
+    config: GenerationConfig | None = None,
+    *,
+    progress: bool = False,
+    **fields: Unpack[GenerationFields],
+) -> list[Generation] | list[list[Generation]]:
     """Return the same texts as ``generate``, blocking the calling thread.
 
     Works in a notebook too, whose event loop waits for it.
     """
     loop = BackgroundLoop("generate")
     try:
-        return loop.run(generate(lm, prompt, config, **fields))
+        warning, found = loop.run(_generated(lm, prompt, config, progress, dict(fields)))
     finally:
         loop.close()
+    _warn(warning)
+    return found
 
 
 async def stream(
     lm: AsyncLM,
     prompt: str | Chat | TokenIds,
     config: GenerationConfig | None = None,
-    **fields: Any,
+    **fields: Unpack[GenerationFields],
 ) -> AsyncIterator[GeneratedToken]:
     """Generate one text after a prompt, and yield its tokens as they come.
 
@@ -92,13 +144,96 @@ async def stream(
             ``generate``.
     """
     instance(AsyncLM, "an AsyncLM")("lm", lm)
-    config = make_config(config, fields)
+    given, config = _with_length(make_config(config, dict(fields)))
     check_streamable(config)
     (draft,) = make_drafts(lm, Prompt.check(lm, prompt, config), config)
+    tokens: list[GeneratedToken] = []
     while not draft.is_finished:
         await draft.ask()
         for _, token in draft.choose():
+            tokens.append(token)
             yield token
+    _warn(_warning_of_cuts(given, tokens[-1:]))
+
+
+async def _generated(
+    lm: AsyncLM, prompt: Any, config: GenerationConfig | None, progress: Any, fields: dict[str, Any]
+) -> tuple[str, Any]:
+    """Return a warning, or ``""``, and what ``generate`` returns."""
+    instance(AsyncLM, "an AsyncLM")("lm", lm)
+    is_shown = switch("progress", progress)
+    given, config = _with_length(make_config(config, fields))
+    many = is_many(prompt)
+    prompts = _checked(lm, list(prompt) if many else [prompt], config, many)
+    drafts = [make_drafts(lm, own, config, number * config.n) for number, own in enumerate(prompts)]
+    with progress_bar(len(prompts) * config.n, is_shown, "generating") as bar:
+        found = await together(_finished(own, config.n, bar) for own in drafts)
+    warning = _warning_of_cuts(given, [text for texts in found for text in texts])
+    return warning, found if many else found[0]
+
+
+async def _finished(drafts: list[Draft], num_texts: int, bar: Any) -> list[Generation]:
+    """Return the texts of a prompt, whose drafts are asked at the same time until they are done."""
+    texts: dict[int, list[GeneratedToken]] = defaultdict(list)
+
+    async def finish(draft: Draft) -> None:
+        while not draft.is_finished:
+            await draft.ask()
+            for number, token in draft.choose():
+                texts[number].append(token)
+        bar.update(num_texts // len(drafts))
+
+    await together(map(finish, drafts))
+    scores = {number: score for draft in drafts for number, score in draft.scores.items()}
+    return [
+        Generation.of_tokens(tokens, score=scores.get(number))
+        for number, tokens in sorted(texts.items())
+    ]
+
+
+def _checked(lm: AsyncLM, prompts: list[Any], config: GenerationConfig, many: bool) -> list[Prompt]:
+    """Return prompts that go with a configuration, whose constraint is made once for all."""
+    checked: list[Prompt] = []
+    for number, prompt in enumerate(prompts):
+        try:
+            own = Prompt.check(lm, prompt, config)
+        except (ContextError, ContextTypeError) as error:
+            if not many:
+                raise
+            raise type(error)(f"prompt[{number}]: {error}") from error
+        if checked:
+            own = dataclasses.replace(own, constraint=checked[0].constraint)
+        checked.append(own)
+        config = config.replace(response_format=None)
+    return checked
+
+
+def _with_length(config: GenerationConfig) -> tuple[bool, GenerationConfig]:
+    """Return whether a configuration has a length, and one that has, or needs none.
+
+    A text with a ``response_format`` ends by itself.
+    """
+    lengths = config.max_new_tokens, config.max_length, config.response_format
+    if lengths != (None, None, None):
+        return True, config
+    return False, config.replace(max_new_tokens=DEFAULT_MAX_NEW_TOKENS)
+
+
+def _warning_of_cuts(is_given: bool, ends: Sequence[Generation | GeneratedToken]) -> str:
+    """Return a warning for whoever has named no length, of texts that the default cut off."""
+    num_cut = sum(end.finish_reason == "length" for end in ends)
+    if is_given or not num_cut:
+        return ""
+    texts = "the text was" if len(ends) == 1 else f"{num_cut} of {len(ends)} texts were"
+    return (
+        f"{texts} cut off after {DEFAULT_MAX_NEW_TOKENS} tokens, the default: pass max_new_tokens"
+    )
+
+
+def _warn(warning: str) -> None:
+    """Warn the caller of the caller, unless the warning is empty."""
+    if warning:
+        warnings.warn(warning, stacklevel=3)
 
 
 def make_config(config: GenerationConfig | None, fields: dict[str, Any]) -> GenerationConfig:
@@ -117,11 +252,20 @@ def make_config(config: GenerationConfig | None, fields: dict[str, Any]) -> Gene
     return config.replace(**fields) if fields else config
 
 
-def make_drafts(lm: AsyncLM, prompt: Prompt, config: GenerationConfig) -> list[Draft]:
-    """Return the drafts that make the texts: one for each, or one beam search."""
+def make_drafts(
+    lm: AsyncLM, prompt: Prompt, config: GenerationConfig, stream: int = 0
+) -> list[Draft]:
+    """Return the drafts that make the texts: one for each, or one beam search.
+
+    Args:
+        lm: The model.
+        prompt: Checked.
+        config: How.
+        stream: Number of the first one's random stream; the others have the next ones.
+    """
     if config.num_beams > 1:
         return [BeamSearch(lm, prompt, config)]
-    return [Sample(lm, prompt, config, number) for number in range(config.n)]
+    return [Sample(lm, prompt, config, number, stream + number) for number in range(config.n)]
 
 
 def check_streamable(config: GenerationConfig) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from genlm_backend.checks import checked, integer, optional, shown
 from genlm_backend.errors import ContextError, GenerationConfigError
-from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.generation.config import DEFAULT_MAX_NEW_TOKENS, GenerationConfig
 from genlm_backend.generation.hf_config import SHARED_FIELDS
 from genlm_backend.model.context import Context, Contexts
 from genlm_backend.model.sampling import seed_of
@@ -50,7 +50,7 @@ def config_of_kwargs(
     if kwargs.get("seed") is not None:
         ours["seed"] = seed_of(_SEED("seed", kwargs["seed"]), row)
     if merged.max_new_tokens is None and merged.max_length is None:
-        merged.max_new_tokens = 20  # as model.generate
+        merged.max_new_tokens = DEFAULT_MAX_NEW_TOKENS
     config = GenerationConfig.from_hf(merged)
     if merged.eos_token_id is None:
         ours["eos_token_id"] = ()

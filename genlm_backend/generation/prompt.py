@@ -198,6 +198,12 @@ def is_chat(text: object) -> TypeGuard[Chat]:
     return isinstance(text, (list, tuple)) and bool(text) and isinstance(text[0], Mapping)
 
 
+def is_many(prompt: Any) -> bool:
+    """Whether ``prompt`` is a list of prompts: of texts, chats, or token ids."""
+    is_list = isinstance(prompt, (list, tuple)) and bool(prompt) and not is_chat(prompt)
+    return is_list and isinstance(prompt[0], (str, list, tuple, Context))
+
+
 def _is_one(name: str, value: Any) -> Any:
     is_scalar = isinstance(value, (bytes, Mapping)) or getattr(value, "ndim", 1) == 0
     if is_scalar or not isinstance(value, Iterable):

@@ -138,6 +138,7 @@ class EvaluatorCounts:
         host_bytes_used: Bytes of keys, values and running states that are kept on the host.
         host_bytes_budget: Bytes that they may take.
         num_evicted_tokens: Number of tokens whose keys and values had to go for others.
+        num_recomputed_tokens: Number of tokens that were computed again after they had to go.
         num_tokens_to_host: Number of tokens whose keys and values went to the host.
         num_tokens_from_host: Number of tokens whose keys and values came back.
         state_bytes_used: Bytes of the running states that are kept.
@@ -156,6 +157,7 @@ class EvaluatorCounts:
     host_bytes_used: int = 0
     host_bytes_budget: int = 0
     num_evicted_tokens: int = 0
+    num_recomputed_tokens: int = 0
     num_tokens_to_host: int = 0
     num_tokens_from_host: int = 0
     state_bytes_used: int = 0

@@ -39,6 +39,8 @@ class LMStatistics(Readable):
         host_bytes_budget: Bytes that they may take.
         num_evicted_rows: Rows dropped to stay within the budget.
         num_evicted_tokens: Tokens whose keys and values were dropped to stay within the budget.
+        num_recomputed_tokens: Tokens that were computed again after they had been dropped; of
+            transformers and MLX, as far as the last 65,536 or so that were dropped tell.
         num_tokens_to_host: Tokens whose keys and values were moved to the host.
         num_tokens_from_host: Tokens whose keys and values were moved back.
         state_bytes_used: Bytes of the running states that are kept, of models that have such.
@@ -48,7 +50,7 @@ class LMStatistics(Readable):
         num_states_from_host: Running states that were moved back.
     """
 
-    _derived: ClassVar[tuple[str, ...]] = ("mean_batch_size",)
+    _derived: ClassVar[tuple[str, ...]] = ("hit_rate", "mean_batch_size")
 
     num_awaits: int = 0
     num_batches: int = 0
@@ -67,6 +69,7 @@ class LMStatistics(Readable):
     host_bytes_budget: int = 0
     num_evicted_rows: int = 0
     num_evicted_tokens: int = 0
+    num_recomputed_tokens: int = 0
     num_tokens_to_host: int = 0
     num_tokens_from_host: int = 0
     state_bytes_used: int = 0
@@ -98,3 +101,9 @@ class LMStatistics(Readable):
         """Distinct contexts per batch, on average; 0 before the first."""
         total = sum(size * count for size, count in self.batch_sizes.items())
         return total / self.num_batches if self.num_batches else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the tokens of prompts and steps that was in the cache; 0 before the first."""
+        total = self.tokens_reused + self.tokens_computed
+        return self.tokens_reused / total if total else 0.0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import logging
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
 from typing import Any, Final, final
 
@@ -25,6 +27,8 @@ from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix import TierName
 from genlm_backend.runtime.memory import release_cached_memory
 from genlm_backend.runtime.threads import frequent_switches
+
+logger = logging.getLogger(__name__)
 
 
 class PassEvaluator(Evaluator):
@@ -48,6 +52,7 @@ class PassEvaluator(Evaluator):
         output_device: torch.device | None = None,
     ) -> None:
         self._output_device = self._row_device = output_device
+        self._is_room_short = False
         forwards = Forwards(runner, self._finished, self._scored, lambda: self.check_wanted())
         self.passes = Passes(forwards, CostModel.on(device_type), attend_whole)
 
@@ -101,7 +106,10 @@ class PassEvaluator(Evaluator):
         """Return the answers to questions of one adapter, or the error that they meet."""
         try:
             with self._in_place(questions[0].adapter):
-                return [*self.passes.evaluate(questions)]
+                answers = [*self.passes.evaluate(questions)]
+            if not self._is_room_short:
+                self._tell_if_room_is_short()
+            return answers
         except QueryDroppedError:
             raise
         except Exception as error:  # raised for their callers, and no others
@@ -111,6 +119,26 @@ class PassEvaluator(Evaluator):
         # A model may refuse one context's pictures, which concerns nobody else.
         others = [i for i, q in enumerate(questions) if q.context.pictures is None]
         return self._in_parts(questions, [others, *([i] for i in pictured)])
+
+    def _tell_if_room_is_short(self) -> None:
+        """Warn, once, if half of what is computed was dropped or not kept for room."""
+        tree, passes = self.passes.tree, self.passes
+        num_again = tree.num_recomputed + passes.tokens_without_room
+        if num_again < max(_FEWEST_AGAIN, tree.num_slots):
+            return
+        num_computed = passes.runner.tokens_computed
+        if 2 * num_again < num_computed:
+            return
+        self._is_room_short = True
+        said = (
+            f"the cache has room for the keys and values of {tree.num_slots} tokens, and the "
+            f"contexts in use need more: {num_again} of {num_computed} tokens were computed again, "
+            f"or could not be kept. Raise kv_cache_bytes (now {passes.cache.budgets.kv}), or ask "
+            "for fewer contexts at a time"
+        )
+        logger.warning(said)
+        with suppress(Warning):  # where a filter makes it an error, it is none of this batch
+            warnings.warn(said, RuntimeWarning, stacklevel=2)
 
     def _in_parts(
         self, questions: Sequence[Question], parts: Iterable[list[int]]
@@ -167,6 +195,7 @@ class PassEvaluator(Evaluator):
             host_bytes_used=tree.host_slots.num_used * per_slot + states.host.num_used * per_state,
             host_bytes_budget=cache.budgets.host,
             num_evicted_tokens=tree.num_evicted,
+            num_recomputed_tokens=tree.num_recomputed,
             num_tokens_to_host=tree.num_to_host,
             num_tokens_from_host=tree.num_to_device,
             state_bytes_used=states.num_used * per_state,
@@ -186,3 +215,6 @@ class PassEvaluator(Evaluator):
 
 
 _ADAPTER: Final = attrgetter("adapter")
+
+_FEWEST_AGAIN: Final = 256
+"""Tokens that were computed again before a warning says that room is short."""

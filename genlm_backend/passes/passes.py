@@ -70,13 +70,14 @@ class Passes:
         most_shared: Number of tokens up to which contexts share anything, of a model that has other
             keys for longer ones; infinite for most models; it can be set.
         tokens_reused: Number of tokens whose keys and values were there.
+        tokens_without_room: Number of tokens of contexts that there was no room for, even alone.
     """
 
     def __init__(self, forwards: Forwards, cost: CostModel, attend_whole: Attend) -> None:
         self.forwards, self.cost, self.attend_whole = forwards, cost, attend_whole
         self.runner = forwards.runner
         self.pads, self.aligns, self.going_on = True, False, StateBounds()
-        self.most_shared, self.tokens_reused = math.inf, 0
+        self.most_shared, self.tokens_reused, self.tokens_without_room = math.inf, 0, 0
         self.keep(PrefixCache(forwards.runner, attend_whole))
 
     def keep(self, cache: PrefixCache) -> None:
@@ -284,6 +285,7 @@ class Passes:
         if answers is not None:
             return answers
         if len(questions) == 1:
+            self.tokens_without_room += len(questions[0].context)
             return self.whole(questions)
         fetched = nodes if self.cache.host_state_store.num_states else None
         return _in_halves(questions, self.evaluate, fetched)

@@ -13,6 +13,9 @@ from genlm_backend.runtime.compiled import compiled
 _AT_ONCE = 64
 """Tokens that are compared at once."""
 
+DIGEST_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""The factor of ``Nodes.digest``, a polynomial of the tokens."""
+
 
 @compiled
 def _home(parent, token, mask):
@@ -128,6 +131,15 @@ def path(parents, depths, node, found):
     for i in range(depths[node] - 1, -1, -1):
         found[i] = node
         node = parents[node]
+
+
+@compiled
+def digest_chain(digests, parent, nodes, tokens):
+    """Write the digests of nodes, each behind the one before it, the first behind ``parent``."""
+    digest = digests[parent]
+    for i in range(len(nodes)):
+        digest = digest * DIGEST_FACTOR + np.uint64(tokens[i]) + np.uint64(1)
+        digests[nodes[i]] = digest
 
 
 @compiled

@@ -26,7 +26,7 @@ NOWHERE: Final[Place] = (None, 0)
 
 _NODE_BITS: Final = 28
 
-_FIELDS: Final[dict[str, type[np.signedinteger[Any]]]] = {
+_FIELDS: Final[dict[str, type[np.integer[Any]]]] = {
     "parent": np.int32,
     "token": np.int32,
     "depth": np.int32,
@@ -38,6 +38,7 @@ _FIELDS: Final[dict[str, type[np.signedinteger[Any]]]] = {
     "num_on_device": np.int32,
     "stamp": np.int64,
     "num_uses": np.int64,
+    "digest": np.uint64,
 }
 
 
@@ -61,6 +62,7 @@ class Nodes:
         num_on_device: Number of linked children on the device.
         stamp: Time of its last use, int64 ``[n]``, or ``PINNED``.
         num_uses: Number of its use, int64 ``[n]``.
+        digest: Digest of the tokens up to this one and with it, and of their root: uint64 ``[n]``.
         table: Linked nodes by their parents and tokens, int32; see ``node_loops``.
         key: What all places have until the nodes are cleared.
     """
@@ -76,6 +78,7 @@ class Nodes:
     num_on_device: Ints
     stamp: Ints
     num_uses: Ints
+    digest: NDArray[np.uint64]
     table: Ints
 
     def __init__(self) -> None:
@@ -141,7 +144,7 @@ class Nodes:
         """Return a root."""
         (node,) = self.take(1)
         self.parent[node] = self.depth[node] = 0
-        self.root[node] = node
+        self.root[node] = self.digest[node] = node
         return int(node)
 
     def grow(self, parents: Ints, tokens: Ints, slots: Ints, stamp: int) -> Ints:
@@ -157,6 +160,8 @@ class Nodes:
         self.parent[nodes], self.token[nodes] = parents, tokens
         self.depth[nodes], self.root[nodes] = self.depth[parents] + 1, self.root[parents]
         self.slot[nodes], self.stamp[nodes] = slots, stamp
+        ids = np.asarray(tokens).astype(np.uint64)
+        self.digest[nodes] = self.digest[parents] * node_loops.DIGEST_FACTOR + ids + np.uint64(1)
         return nodes
 
     def grow_chain(self, parent: int, tokens: Ints, slots: Ints, stamp: int) -> Ints:
@@ -166,6 +171,7 @@ class Nodes:
         self.parent[nodes[:1]], self.root[nodes] = parent, self.root[parent]
         self.depth[nodes] = self.depth[parent] + np.arange(1, len(nodes) + 1)
         self.slot[nodes], self.stamp[nodes] = slots, stamp
+        node_loops.digest_chain(self.digest, parent, nodes, tokens)
         return nodes
 
     def link(self, nodes: Ints) -> tuple[Ints, Ints]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from genlm_backend.errors import CacheError
 from genlm_backend.prefix import node_loops
@@ -36,6 +37,8 @@ class PrefixTree:
         nodes: The nodes.
         states: The running states that nodes have; none of a model that has no such state.
         num_evicted: Number of tokens that were dropped to make room so far.
+        num_recomputed: Number of tokens that came again so far after they had been dropped, as far
+            as the digests of the last 65,536 or so that were dropped tell.
         num_to_host: Number of tokens moved to the host so far.
         num_to_device: Number of tokens moved back so far.
         num_slot_changes: Number of tokens that have got another slot of the device so far, as they
@@ -53,6 +56,8 @@ class PrefixTree:
         self.host_slots = Slots(0) if host_slots is None else host_slots
         self.nodes = Nodes()
         self.states = States(self.nodes, 0) if states is None else states(self.nodes)
+        self.num_recomputed = 0
+        self._dropped = np.zeros(_NUM_DROPPED, np.uint64)
         self.num_evicted = self.num_to_host = self.num_to_device = self.num_slot_changes = 0
         self._moves = moves
         self._roots: dict[Hashable, int] = {}
@@ -182,11 +187,19 @@ class PrefixTree:
             tokens: Token ids, int32 ``[n]``.
             slots: Slots that were allocated for their keys and values, ``[n]``.
         """
-        return self.nodes.grow(parents, tokens, slots, self._now)
+        return self._counted(self.nodes.grow(parents, tokens, slots, self._now))
 
     def grow_chain(self, parent: int, tokens: Ints, slots: Ints) -> Ints:
         """Return nodes as ``grow`` does, each but the first behind the one before it."""
-        return self.nodes.grow_chain(parent, tokens, slots, self._now)
+        return self._counted(self.nodes.grow_chain(parent, tokens, slots, self._now))
+
+    def _counted(self, nodes: Ints) -> Ints:
+        """Count those of new nodes whose tokens had been dropped before."""
+        if self.num_evicted:
+            digests = self.nodes.digest[nodes]
+            known = self._dropped[_indices_of(digests)] == digests
+            self.num_recomputed += int(np.count_nonzero(known))
+        return nodes
 
     def link(self, nodes: Ints) -> Ints:
         """Have nodes found whose slots are filled, each after the node before it.
@@ -298,6 +311,7 @@ class PrefixTree:
         self._roots.clear()
         self._pins.clear()
         self._num_linked = 0
+        self._dropped[:] = 0
         for leaves in (self._device, self._host):
             leaves.clear()
 
@@ -404,6 +418,8 @@ class PrefixTree:
     def _evict_for_good(self, taken: Ints) -> None:
         """Forget leaves that were taken."""
         self.num_evicted += len(taken)
+        digests = self.nodes.digest[taken]
+        self._dropped[_indices_of(digests)] = digests
         self.host_slots.free(-self.nodes.slot[taken][self.nodes.slot[taken] < 0])
         self.nodes.unlink(taken)
 
@@ -417,6 +433,15 @@ class PrefixTree:
             is_below[node] |= is_below[nodes.parent[node]]
         (found,) = np.nonzero(is_below)
         return found[np.argsort(-nodes.depth[found], kind="stable")].astype(np.int32)
+
+
+_NUM_DROPPED: Final = 1 << 16
+"""Digests of dropped tokens that are remembered: 512 KB of them."""
+
+
+def _indices_of(digests: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return where digests are remembered; siblings, whose digests are alike, are far apart."""
+    return (digests * node_loops.DIGEST_FACTOR) >> np.uint64(64 - 16)
 
 
 @final

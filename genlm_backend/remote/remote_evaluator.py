@@ -16,12 +16,12 @@ import torch
 from genlm_backend.errors import AdapterError, EngineDiedError
 from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo, RestartableEvaluator
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.readout import answers_by_rows, is_only_here
+from genlm_backend.model.readout import OwnReadout, answers_by_rows, is_only_here
 from genlm_backend.model.row import Row
 from genlm_backend.model.scoring import Answer, Question
 from genlm_backend.prefix import TierName
-from genlm_backend.remote.arguments import Sender
-from genlm_backend.remote.messages import Answers, InTable, PackedError, Reply
+from genlm_backend.remote.arguments import Alone, Sender
+from genlm_backend.remote.messages import Answers, InTable, PackedAnswer, PackedError, Reply
 from genlm_backend.runtime.threads import frequent_switches
 from genlm_backend.vision.pictures import PictureRules
 
@@ -143,7 +143,8 @@ class RemoteEvaluator(RestartableEvaluator):
 
     def _answers(self, questions: Sequence[Question]) -> Sequence[Answer | Exception]:
         with frequent_switches():
-            found = self.ask("evaluate", list(questions))
+            asked = [Alone(own) if type(own) is OwnReadout else own for own in questions]
+            found = self.ask("evaluate", asked)
             if not isinstance(found, Answers):
                 return found  # for the caller to refuse
             num_rows = sum(isinstance(answer, InTable) for answer in found.answers)
@@ -245,6 +246,8 @@ class RemoteEvaluator(RestartableEvaluator):
 def _unpacked(answer: Any, rows: Iterator[torch.Tensor]) -> Any:
     if isinstance(answer, InTable):
         return Row(next(rows), answer.normaliser)
+    if isinstance(answer, PackedAnswer):
+        return answer.answer()
     return answer.error() if isinstance(answer, PackedError) else answer
 
 

@@ -177,16 +177,3 @@ def test_a_row_and_a_mask_are_whole_tensors(lm, name):
             constraint.restrict(**{**right, name: wrong})
     allowed, _ = constraint.restrict(**right)
     assert torch.equal(allowed.isfinite(), right["mask"])
-
-
-def test_a_class_of_pydantic_is_told_to_hand_over_its_schema(lm):
-    pydantic = pytest.importorskip("pydantic")
-
-    class City(pydantic.BaseModel):
-        name: str
-
-    for given in (City, City(name="Paris")):
-        message = message_of(Constraint.from_json_schema, lm, given)
-        assert message.endswith("City.model_json_schema() makes it")
-        assert message == message_of(Constraint.from_response_format, lm, given)
-    Constraint.from_json_schema(lm, City.model_json_schema(), eos_token_ids=EOS)

@@ -238,13 +238,6 @@ async def test_mistakes_are_told_and_disturb_nobody(lm, prompt, fields, kind, me
     assert len((await good)[0].token_ids) == 8
 
 
-async def test_a_model_without_a_maximum_has_to_be_told_one():
-    with MockAsyncLM(word_tokenizer()) as lm:
-        with pytest.raises(GenerationConfigError, match="max_new_tokens must be given"):
-            await generate(lm, [1])
-        assert len((await generate(lm, [1], GenerationConfig(max_new_tokens=4)))[0].token_ids) == 4
-
-
 # -------------------------------------------------------------------- on the real model
 
 

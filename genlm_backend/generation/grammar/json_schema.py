@@ -9,6 +9,11 @@ from typing import Any
 
 from genlm_backend.checks import shown
 from genlm_backend.errors import ConstraintError
+from genlm_backend.generation.grammar.schema_classes import (
+    check_is_no_instance,
+    is_class_with_schema,
+    schema_of_class,
+)
 from genlm_backend.generation.grammar.schema_document import SchemaDocument, is_anything, merges
 from genlm_backend.generation.grammar.schema_formats import FORMATS, UNCHECKED, likely_format
 from genlm_backend.generation.grammar.schema_keywords import SIZES, types_of
@@ -35,22 +40,19 @@ _ENVELOPE = frozenset({"name", "description", "strict", "schema"})
 _LARGEST_EXPONENT = 400
 
 
-def check_schema(schema: Mapping[str, Any] | bool | str) -> SchemaDocument:
+def check_schema(schema: Mapping[str, Any] | bool | str | type[Any]) -> SchemaDocument:
     """Return a JSON schema with all the schemas in it.
 
     Args:
-        schema: A JSON schema, or the JSON text of one.
+        schema: A JSON schema, the JSON text of one, or a class that has one.
 
     Raises:
         ConstraintError: (``ValueError``) If it is no JSON, neither an object nor a boolean, or
             has a keyword or a value anywhere that no constraint keeps to.
     """
-    if hasattr(schema, "model_json_schema"):
-        kind = schema if isinstance(schema, type) else type(schema)
-        raise ConstraintError(
-            f"{kind.__name__} is a class of pydantic, and a JSON schema is wanted: "
-            f"{kind.__name__}.model_json_schema() makes it"
-        )
+    if is_class_with_schema(schema):
+        schema = schema_of_class(schema)
+    check_is_no_instance(schema)
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
         plain = json.loads(text, parse_float=_decimal, parse_constant=_decimal)

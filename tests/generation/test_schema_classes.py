@@ -1,0 +1,135 @@
+"""Schemas of classes: what is written is what the class parses, with its own fields alone."""
+
+import builtins
+import dataclasses
+import json
+from typing import Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+from typing_extensions import TypedDict
+
+from genlm_backend import generate
+from genlm_backend.errors import ConstraintError, GenerationConfigError, MissingExtraError
+from genlm_backend.generation import Constraint, GenerationConfig
+from tests.generation import byte_model
+
+
+class City(BaseModel):
+    name: Literal["Rome", "Oslo"]
+    large: bool = False
+
+
+@dataclasses.dataclass
+class Trip:
+    city: City
+    days: Literal[1, 2]
+
+
+class Place(TypedDict):
+    properties: bool  # a field that is called as a keyword of schemas is
+
+
+class Open(BaseModel):
+    model_config = ConfigDict(extra="allow")
+    a: Literal[1]
+
+
+class Nothing(BaseModel):
+    pass
+
+
+KINDS = [City, Trip, Place, Nothing, TypeAdapter(list[City])]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_texts_are_parsed_by_their_class(byte_lm, kind):
+    adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
+    constraint = Constraint.from_json_schema(byte_lm, kind)
+    written = {byte_model.write(byte_lm, constraint.fork(), seed) for seed in range(20)}
+    for text in written:
+        adapter.validate_json(text)
+    assert len(written) > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "is_allowed"),
+    [
+        (City, '{"name": "Rome"}', True),
+        (City, '{"name": "Rome", "large": true}', True),
+        (City, '{"name": "Paris"}', False),
+        (City, '{"name": "Rome", "more": 1}', False),
+        (City, "{}", False),
+        (Trip, '{"city": {"name": "Oslo"}, "days": 2}', True),
+        (Trip, '{"city": {"name": "Oslo", "more": 1}, "days": 2}', False),
+        (Place, '{"properties": true}', True),
+        (Place, '{"properties": true, "more": 1}', False),
+        (Open, '{"a": 1, "more": 1}', True),
+        (Nothing, "{}", True),
+        (Nothing, '{"more": 1}', False),
+        (TypeAdapter(tuple[bool, Literal[7]]), "[true, 7]", True),
+        (TypeAdapter(tuple[bool, Literal[7]]), "[true]", False),
+    ],
+)
+def test_objects_have_the_fields_of_their_class(byte_lm, kind, text, is_allowed):
+    for response_format in (kind, {"type": "json_schema", "json_schema": kind}):
+        constraint = Constraint.from_response_format(byte_lm, response_format)
+        assert byte_model.allows(byte_lm, constraint, text) == is_allowed
+
+
+async def test_a_text_is_generated_as_a_class(byte_lm):
+    config = GenerationConfig(response_format=City, do_sample=True, seed=3)
+    assert config.response_format["json_schema"]["required"] == ["name"]
+    (text,) = await generate(byte_lm, "abc", config, max_new_tokens=99)
+    City.model_validate_json(text.text)
+
+
+@dataclasses.dataclass
+class Unknown:
+    field: "Undefined"  # noqa: F821
+
+
+class Own:
+    pass
+
+
+@dataclasses.dataclass
+class Odd:
+    field: Own
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (Unknown, "Unknown has no JSON schema"),
+        (Odd, "Odd has no JSON schema"),
+        (City(name="Rome"), "this is an object of City: pass City"),
+        (Trip(City(name="Rome"), 1), "this is an object of Trip: pass Trip"),
+        (Own, "is no JSON"),
+    ],
+)
+def test_what_has_no_schema_is_refused(byte_lm, given, said):
+    with pytest.raises(ConstraintError, match=said):
+        Constraint.from_json_schema(byte_lm, given)
+
+
+def test_an_object_is_no_response_format(byte_lm):
+    city = City(name="Rome")
+    with pytest.raises(ConstraintError, match="pass City"):
+        Constraint.from_response_format(byte_lm, city)
+    with pytest.raises(GenerationConfigError, match="a class that has a JSON schema, got City"):
+        GenerationConfig(response_format=city)
+
+
+def test_a_dataclass_needs_pydantic(byte_lm, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args):
+        if name == "pydantic":
+            raise ImportError(name)
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtraError, match=r"genlm-backend\[pydantic\]"):
+        Constraint.from_json_schema(byte_lm, Trip)
+    json.dumps(Constraint.from_json_schema(byte_lm, {"type": "null"}).token_ids)
