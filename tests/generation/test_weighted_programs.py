@@ -91,17 +91,55 @@ async def test_the_loop_of_the_guide_weighs_texts_as_the_model_does(lm, texts):
     check(probabilities(lm, texts), list(zip(written, log_weights, strict=True)))
 
 
+def factor(ids):
+    """The logarithm of a factor that prefers texts with an "a", and few tokens."""
+    return 1.5 * ("a" in "".join(WORDS[i] for i in ids)) - 0.3 * len(ids)
+
+
+WAYS = {
+    "plain": {},
+    "never resampled": {"ess_threshold": 0},
+    "always resampled": {"ess_threshold": 1.01},
+    "a flatter proposal": {"proposal": {"temperature": 1.7}},
+    "a factor": {"twist": factor},
+    "all": {"twist": factor, "proposal": {"temperature": 0.8}, "ess_threshold": 1.01},
+}
+
+
+def weighed(lm, expected, given):
+    """Exact probabilities by ids or by texts, times the factor that a sampler has."""
+    if "twist" not in given:
+        return expected
+    return {ids: p * np.exp(given["twist"](ids)) for ids, p in expected.items()}
+
+
+@pytest.mark.parametrize("given", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("values", [["a", "ab"], ["ab", "aba", "b", ""]], ids=str)
-async def test_the_example_under_a_schema_weighs_texts_as_the_model_does(lm, values):
+async def test_the_loop_to_copy_weighs_texts_of_a_schema_as_the_model_does(lm, values, given):
     constraint = Constraint.from_json_schema(lm, {"enum": values})
-    particles = await example("json_smc").smc(lm, PROMPT, constraint, 3000, 12)
+    texts, expected = {f'"{value}"' for value in values}, {}
+
+    def go_on(ids, log_probability):
+        text = "".join(WORDS[i] for i in ids)
+        row = lm.next_token_logprobs_sync([*PROMPT, *ids]).double()
+        for end in ENDS if text in texts else ():
+            expected[(*ids, end)] = np.exp(log_probability + float(row[end]))
+        for i in range(len(WORDS) - 2):
+            if any(whole.startswith(text + WORDS[i]) for whole in texts):
+                go_on((*ids, i), log_probability + float(row[i]))
+
+    go_on((), 0.0)
+    options = {"particles": 3000, "max_tokens": 12, "constraint": constraint, "seed": 0, **given}
+    particles, log_z, _ = await example("smc").smc(lm, PROMPT, **options)
     assert all(particle.constraint.is_ended for particle in particles)
-    texts = ["".join(WORDS[i] for i in p.constraint.token_ids[:-1]) for p in particles]
-    expected = probabilities(lm, [f'"{value}"' for value in values])
-    check(expected, list(zip(texts, (p.log_weight for p in particles), strict=True)))
+    assert all(tuple(p.constraint.token_ids) == p.ids for p in particles)
+    expected = weighed(lm, expected, given)
+    check(expected, [(p.ids, p.log_weight) for p in particles])
+    assert log_z == pytest.approx(np.log(sum(expected.values())), abs=0.1)
 
 
-async def test_the_example_in_short_words_weighs_texts_as_the_model_does(lm):
+@pytest.mark.parametrize("given", WAYS.values(), ids=WAYS)
+async def test_the_loop_to_copy_weighs_short_words_as_the_model_does(lm, given):
     """Up to three tokens of at most one letter, or fewer and an end."""
     short = [i for i, word in enumerate(WORDS) if len(word.strip()) <= 1 and i not in ENDS]
     expected = {}
@@ -117,8 +155,41 @@ async def test_the_example_in_short_words_weighs_texts_as_the_model_does(lm):
                 row = lm.next_token_logprobs_sync([*PROMPT, *ids])
                 for end in ENDS:
                     expected[(*ids, end)] = np.exp(log_probability + float(row[end]))
-    particles, _ = await example("smc").smc(lm, PROMPT, 3000, 3, 1)
-    check(expected, [(tuple(p.tokens), p.log_weight) for p in particles])
+    options = {"particles": 3000, "max_tokens": 3, "allowed": [*short, *ENDS], "seed": 0, **given}
+    particles, log_z, sizes = await example("smc").smc(lm, PROMPT, **options)
+    expected = weighed(lm, expected, given)
+    check(expected, [(p.ids, p.log_weight) for p in particles])
+    assert log_z == pytest.approx(np.log(sum(expected.values())), abs=0.1)
+    assert len(sizes) == 3
+    assert all(0 < size <= 3000.1 for size in sizes)
+
+
+async def test_particles_that_can_go_nowhere_die_and_all_of_them_leave_nothing(lm):
+    smc, constraint = example("smc").smc, Constraint.from_choice(lm, ["ab", "b"])
+    options = {"particles": 200, "max_tokens": 5, "constraint": constraint, "seed": 0}
+    only_a = [*(i for i, word in enumerate(WORDS) if word == "a"), *ENDS]
+    particles, log_z, _ = await smc(lm, PROMPT, **options, allowed=only_a)
+    assert log_z == -np.inf
+    assert {p.log_weight for p in particles} == {-np.inf}
+    unended, log_z, _ = await smc(lm, PROMPT, **{**options, "max_tokens": 1})
+    assert log_z == -np.inf
+    assert not any(p.is_done for p in unended)
+
+
+async def test_a_share_of_dead_particles_is_a_share_of_log_z(lm):
+    """The second token has to be the first one again, which is not allowed behind an "a"."""
+    smc = example("smc").smc
+
+    def twist(ids):
+        return -np.inf if ids[0] == WORDS.index("a") and len(ids) > 1 else 0.0
+
+    allowed = [WORDS.index("a"), WORDS.index("b")]
+    options = {"particles": 4000, "max_tokens": 2, "allowed": allowed, "seed": 0}
+    particles, log_z, _ = await smc(lm, PROMPT, twist=twist, **options)
+    row = lm.next_token_logprobs_sync(PROMPT).exp()
+    behind = lm.next_token_logprobs_sync([*PROMPT, allowed[1]]).exp()
+    assert np.exp(log_z) == pytest.approx(float(row[allowed[1]] * behind[allowed].sum()), rel=0.1)
+    assert all(p.ids[0] == allowed[1] for p in particles if p.log_weight > -np.inf)
 
 
 async def test_the_example_of_importance_sampling_weighs_texts_as_the_model_does(lm):
