@@ -103,7 +103,7 @@ def beginnings_of(alphabet: Alphabet, token_ids: Iterable[int]) -> Beginnings:
     own = sorted(set(token_ids))
     bounds = alphabet.intervals(own)
     ids = np.array(own, np.int32).tobytes()
-    return Beginnings(alphabet.order.tobytes(), ids, bounds.tobytes(), bounds.shape[1])
+    return Beginnings(alphabet.order, ids, bounds.tobytes(), bounds.shape[1])
 
 
 class Beside(NamedTuple):

@@ -69,7 +69,8 @@ async def prefix_logprob(
         text: The bytes; a string is taken as UTF-8. A word that follows another begins with its
             blank.
         max_rest: The part of the answer that may be missing, from 0 on; at it the search ends.
-        max_contexts: Number of contexts to ask about at most; at it the search ends, too.
+        max_contexts: Number of contexts to ask about at most; at it the search ends, too. A text
+            takes one for each of its tokens at least, or nothing is found.
         lora_name: The adapter to read with.
 
     Raises:

@@ -25,7 +25,7 @@ class Alphabet:
         undefined: Ids that no token has, which are not in it.
 
     Attributes:
-        order: The ids of the tokens in this order: int32.
+        order: The ids of the tokens in this order: int32, packed.
         longest: Number of bytes of the longest one that does not end a text.
         ends: Which tokens end a text, or have no bytes: bool ``[vocab]``.
         others: Which tokens make up texts: bool ``[vocab]``.
@@ -42,7 +42,8 @@ class Alphabet:
         self._spelt: Final = [data for data, _ in pairs]
         self._bytes: Final = [data for _, data in spelt]
         self._alone: Final = {token_id: i for i, token_id in enumerate(alone, len(own))}
-        self.order: Final = np.array([*own, *alone], np.int32)
+        self._order: Final = np.array([*own, *alone], np.int32)
+        self.order: Final = self._order.tobytes()
         self.longest: Final = max(map(len, self._spelt), default=0)
         self.ends: Final = self._mask(alone)
         self.others: Final = self._mask(own)
@@ -54,12 +55,12 @@ class Alphabet:
 
     def beginning_with(self, data: bytes) -> NDArray[np.bool_]:
         """Return which tokens begin with some bytes: bool ``[vocab]``."""
-        return self._mask(self.order[slice(*self._interval(data))])
+        return self._mask(self._order[slice(*self._interval(data))])
 
     def spelling(self, data: bytes) -> list[int]:
         """Return the ids of the tokens that are some bytes and no more."""
         start, stop = bisect_left(self._spelt, data), bisect_right(self._spelt, data)
-        return self.order[start:stop].tolist()
+        return self._order[start:stop].tolist()
 
     def _interval(self, data: bytes) -> tuple[int, int]:
         size = len(data)
