@@ -43,6 +43,34 @@ def test_tokens_have_the_surprisals_of_minicons(lm, folder):
             assert rank - 1 == pytest.approx(own.rank, abs=2, rel=1e-3)  # of nearly equal tokens
 
 
+def test_words_have_the_surprisals_of_minicons_where_spaces_alone_separate_them(lm, folder):
+    """Line ends and ends of texts, which end a word here too, are left out of theirs."""
+    from minicons.scorer import IncrementalLMScorer  # pyright: ignore[reportMissingImports]
+
+    texts = TEXTS[:2]
+    theirs = IncrementalLMScorer(folder, device="cpu").word_score_tokenized(
+        texts,
+        tokenize_function=str.split,
+        surprisal=True,
+        base_two=True,
+        bos_token=True,
+        bow_correction=True,
+    )
+    begins = [i for i, token in enumerate(lm.byte_vocab) if token.startswith(b" ")]
+    for text, expected in zip(texts, theirs, strict=True):
+        words = surprisal_sync(lm, text)
+        ids = [i for own in words for i in own.token_ids]
+        told = lm.score_with_sync([lm.tokenizer.bos_token_id], [*ids, ids[0]], groups=[begins])
+        ends, place = told.log_masses[:, 0].tolist(), 0
+        for own, (_, value) in zip(words, expected, strict=True):
+            stop = place + len(own.token_ids)
+            logprob = float(told.logprobs[place:stop].double().sum())
+            logprob += ends[stop] - (ends[place] if place else 0)
+            assert -logprob / math.log(2) == pytest.approx(value, abs=2e-3)
+            assert own.surprisal == pytest.approx(value, abs=1)
+            place = stop
+
+
 def test_tokens_have_the_surprisals_of_the_package_of_that_name(lm, folder):
     from surprisal import AutoHuggingFaceModel  # pyright: ignore[reportMissingImports]
 
