@@ -22,7 +22,7 @@ help:
 	@echo "make test-of FILE=… the tests that concern a file of the package"
 	@echo "make test-bare  what is imported and loaded with the dependencies alone, in $(BARE_VENV)"
 	@echo "make test-vllm  the tests of AsyncVirtualLM, with vLLM for the CPU in $(VLLM_VENV)"
-	@echo "make test-clients  the suites of genlm-control, genlm-bytes, llamppl and the peer, on this library"
+	@echo "make test-clients  the suites of genlm-control, genlm-bytes, llamppl and the peer, and surprisals beside those of minicons"
 	@echo "make test-all  all of these, and the clients' tests that take longest"
 	@echo "make quick   the tests that take no real model and little time"
 	@echo "make mutants  change the pure files at random a hundred times, and count what the tests notice"

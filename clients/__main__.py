@@ -68,7 +68,7 @@ def run(suite: Suite, root: Path, arguments: list[str]) -> int:
 def run_programs() -> int:
     """Run programs of our own on the clients; return pytest's exit code."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += ["-c", str(HERE / "pytest.ini"), str(HERE / "test_programs.py")]
+    command += ["-c", str(HERE / "pytest.ini"), *map(str, sorted(HERE.glob("test_*.py")))]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     # Not where the checkout is, which Python would import from.
     return subprocess.run(command, cwd=HERE, env=environment, check=False).returncode

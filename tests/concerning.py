@@ -16,6 +16,7 @@ PURE: dict[str, tuple[str, ...]] = {
     "trie": ("tests/trie",),
     "prefix/states.py": ("tests/prefix/test_states.py", "tests/llm/hf/test_states.py"),
     "prefix/state_loops.py": ("tests/prefix/test_states.py", "tests/llm/hf/test_states.py"),
+    "tokenization/alphabet.py": ("tests/scoring", "tests/llm/test_contract_scores.py"),
     "passes/prefill_plan.py": (
         "tests/llm/hf/test_plan.py",
         "tests/llm/hf/test_evaluator.py",

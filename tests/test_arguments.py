@@ -96,7 +96,10 @@ NOT_HERE = {
     "AsyncLM": "abstract; its options are those of MockAsyncLM",
     "AsyncMlxLM": "where MLX is, its options are those of AsyncTransformer; else it says so",
     "Context": "made by a model",
+    "Continuation": "made by the library",
+    "Continuations": "made by the library",
     "LMStatistics": "made by the library",
+    "PrefixLogprob": "made by the library",
     "Surprisal": "made by the library",
     "Surprisals": "made by the library",
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+from array import array
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
@@ -13,6 +15,7 @@ from genlm_backend.checks import (
     Check,
     checked,
     integer,
+    listed,
     optional,
     switch,
 )
@@ -41,6 +44,7 @@ from genlm_backend.model.scoring import (
     Beside,
     Scoring,
     TokenScores,
+    beginnings_of,
     beside_of,
     check_scorings,
     scores_of_rows,
@@ -60,7 +64,7 @@ from genlm_backend.prefix import TierName
 from genlm_backend.runtime.closing import Closing
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
-from genlm_backend.tokenization import Token, decode_vocab
+from genlm_backend.tokenization import Alphabet, Token, decode_vocab
 
 
 class AsyncLM(Closing):
@@ -144,6 +148,11 @@ class AsyncLM(Closing):
 
     def _is_token(self, token_id: int) -> bool:
         return 0 <= token_id < len(self.byte_vocab) and token_id not in self.undefined_ids
+
+    @cached_property
+    def alphabet(self) -> Alphabet:
+        """The tokens in the order of their bytes, without those that end a text."""
+        return Alphabet(self.byte_vocab, self.special_ids | self.eos_token_ids, self.undefined_ids)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
@@ -468,6 +477,7 @@ class AsyncLM(Closing):
         rank: bool = False,
         top: int = 0,
         groups: Sequence[Allowed] = (),
+        beginnings: bool = False,
         lora_name: str | None = None,
     ) -> TokenScores:
         """Return more of each token of a continuation than its log-probability; see ``score``.
@@ -483,6 +493,8 @@ class AsyncLM(Closing):
             rank: Whether to tell how many tokens were more probable.
             top: Number of the most probable tokens to tell; 0 for none.
             groups: Groups of tokens whose masses are told, as ``next_token_log_masses`` has them.
+            beginnings: Whether to tell how probable all tokens together were that begin with the
+                first byte of the token, its first two, and so on, as ``alphabet`` has them.
             lora_name: The adapter to read the text with.
 
         Raises:
@@ -492,6 +504,7 @@ class AsyncLM(Closing):
             Exception: What ``score`` raises.
         """
         options: dict[str, Any] = {"entropy": entropy, "rank": rank, "top": top, "groups": groups}
+        options["beginnings"] = beginnings
         return (await self.batch_score_with([prompt], [continuation], lora_name, **options))[0]
 
     def score_with_sync(
@@ -503,10 +516,12 @@ class AsyncLM(Closing):
         rank: bool = False,
         top: int = 0,
         groups: Sequence[Allowed] = (),
+        beginnings: bool = False,
         lora_name: str | None = None,
     ) -> TokenScores:
         """Return the same scores as ``score_with``, blocking the calling thread."""
         options: dict[str, Any] = {"entropy": entropy, "rank": rank, "top": top, "groups": groups}
+        options["beginnings"] = beginnings
         return self.batch_score_with_sync([prompt], [continuation], lora_name, **options)[0]
 
     async def batch_score_with(
@@ -519,9 +534,12 @@ class AsyncLM(Closing):
         rank: bool = False,
         top: int = 0,
         groups: Sequence[Allowed] = (),
+        beginnings: bool = False,
     ) -> list[TokenScores]:
         """Return the scores of many continuations, each behind its own prompt: ``score_with``."""
         beside = beside_of(entropy, rank, top, groups, len(self.byte_vocab))
+        if switch("beginnings", beginnings):
+            beside, continuations = self._with_beginnings(beside, continuations)
         found = await self._scores(prompts, continuations, lora_name, beside)
         return [beside.scores_of(own) for own in found]
 
@@ -535,11 +553,23 @@ class AsyncLM(Closing):
         rank: bool = False,
         top: int = 0,
         groups: Sequence[Allowed] = (),
+        beginnings: bool = False,
     ) -> list[TokenScores]:
         """Return the same scores as ``batch_score_with``, blocking the calling thread."""
         beside = beside_of(entropy, rank, top, groups, len(self.byte_vocab))
+        if switch("beginnings", beginnings):
+            beside, continuations = self._with_beginnings(beside, continuations)
         found = self._scores_sync(prompts, continuations, lora_name, beside)
         return [beside.scores_of(own) for own in found]
+
+    def _with_beginnings(
+        self, beside: Beside, continuations: Any
+    ) -> tuple[Beside, list[array[int]]]:
+        """Return the numbers that are told of tokens, with their beginnings, and the tokens."""
+        given = listed("continuations", continuations)
+        ids = [array("i", self.contexts.packed(own, name="continuation")) for own in given]
+        beginnings = beginnings_of(self.alphabet, (i for own in ids for i in own))
+        return beside._replace(beginnings=beginnings), ids
 
     async def _scores(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
@@ -14,7 +14,8 @@ from genlm_backend.errors import OptionError
 from genlm_backend.model.context import Context, Contexts
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.readout import Readout
-from genlm_backend.model.token_readouts import Entropy, Masses, Top, packed_groups
+from genlm_backend.model.token_readouts import Entropy, Masses, Top, log_sums, packed_groups
+from genlm_backend.tokenization import Alphabet
 
 
 class TokenScores(NamedTuple):
@@ -33,6 +34,9 @@ class TokenScores(NamedTuple):
         top_logprobs: Their log-probabilities: float32 ``[n, k]``.
         log_rest: Logarithm of the probability of all other tokens together: float64 ``[n]``.
         log_masses: Logarithms of the probabilities of groups of tokens: float64 ``[n, groups]``.
+        log_beginnings: For each number of its first bytes, from one to all but one, the logarithm
+            of the probability of all tokens that begin with these; ``-inf`` behind the last:
+            float64 ``[n, most bytes - 1]``.
     """
 
     logprobs: torch.Tensor
@@ -42,6 +46,64 @@ class TokenScores(NamedTuple):
     top_logprobs: torch.Tensor | None = None
     log_rest: torch.Tensor | None = None
     log_masses: torch.Tensor | None = None
+    log_beginnings: torch.Tensor | None = None
+
+
+@final
+class Beginnings(NamedTuple):
+    """The tokens that begin as some tokens do, as intervals of an alphabet; a value that pickles.
+
+    Attributes:
+        order: The tokens in the order of their bytes: int32.
+        token_ids: The tokens that it knows the beginnings of, in order: int32 ``[n]``.
+        bounds: The interval of those that begin with the first byte of each, with its first two,
+            and so on, empty from its own length on: int32 ``[n, width, 2]``.
+        width: Number of bytes of the longest one, less one.
+    """
+
+    order: bytes
+    token_ids: bytes
+    bounds: bytes
+    width: int
+
+    def log_masses(self, rows: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
+        """Return the logarithms of the probabilities of all tokens that begin as targets do.
+
+        Args:
+            rows: Log-probabilities without a NaN, on any device: float32 ``[n, vocab]``.
+            targets: A token of each row.
+
+        Returns:
+            float64 ``[n, width]``, on the processor; ``-inf`` behind a target's last byte but one.
+        """
+        found = torch.full((len(rows), self.width), -torch.inf, dtype=torch.float64)
+        if not self.width:
+            return found
+        order = torch.from_numpy(np.frombuffer(self.order, np.int32).astype(np.int64))
+        order = order.to(rows.device)
+        places = np.searchsorted(np.frombuffer(self.token_ids, np.int32), np.array(targets))
+        bounds = np.frombuffer(self.bounds, np.int32).reshape(-1, self.width, 2)[places].tolist()
+        sums, cells = list[torch.Tensor](), list[tuple[int, int]]()
+        for i, (row, own) in enumerate(zip(rows, bounds, strict=True)):
+            first, stop = own[0]
+            weights = row[order[first:stop]]  # those with more bytes in common are among them
+            for k, (start, stop) in enumerate(own):
+                if start == stop:
+                    break
+                sums.append(log_sums(weights[None, start - first : stop - first]))
+                cells.append((i, k))
+        if sums:
+            i, k = torch.tensor(cells, dtype=torch.int64).T
+            found[i, k] = torch.cat(sums).clamp_(max=0).cpu()
+        return found
+
+
+def beginnings_of(alphabet: Alphabet, token_ids: Iterable[int]) -> Beginnings:
+    """Return the tokens of an alphabet that begin as some tokens do."""
+    own = sorted(set(token_ids))
+    bounds = alphabet.intervals(own)
+    ids = np.array(own, np.int32).tobytes()
+    return Beginnings(alphabet.order, ids, bounds.tobytes(), bounds.shape[1])
 
 
 class Beside(NamedTuple):
@@ -49,33 +111,40 @@ class Beside(NamedTuple):
 
     The columns are the log-probability; the entropy; the rank; the ids of the most probable tokens,
     their log-probabilities, and the logarithm of what is left for the others; the logarithms of
-    the masses of groups. A float64 has room for any id and for any float32.
+    the masses of groups; those of the tokens that begin as it does. A float64 has room for any id
+    and for any float32.
 
     Attributes:
         entropy: Whether the entropy of the row is.
         rank: Whether the rank of the token in it is.
         top: Number of the most probable tokens that are; 0 for none.
         groups: A bit for each token of each group whose mass is, as ``packed_mask`` packs them.
+        beginnings: The tokens that begin as each one does; ``None`` where theirs are not told.
     """
 
     entropy: bool = False
     rank: bool = False
     top: int = 0
     groups: tuple[bytes, ...] = ()
+    beginnings: Beginnings | None = None
 
     @property
     def width(self) -> int:
         """Number of columns."""
         top = 2 * self.top + 1 if self.top else 0
-        return 1 + self.entropy + self.rank + top + len(self.groups)
+        return 1 + self.entropy + self.rank + top + len(self.groups) + self._num_beginnings
+
+    @property
+    def _num_beginnings(self) -> int:
+        return 0 if self.beginnings is None else self.beginnings.width
 
     def scores_of(self, columns: torch.Tensor) -> TokenScores:
         """Return the scores in what ``numbers_of_rows`` returns."""
         if self == NOTHING:
             return TokenScores(columns)
         sizes = [1, int(self.entropy), int(self.rank), self.top, self.top, int(self.top > 0)]
-        parts = columns.split([*sizes, len(self.groups)], -1)
-        logprobs, entropies, ranks, ids, top, rest, masses = parts
+        parts = columns.split([*sizes, len(self.groups), self._num_beginnings], -1)
+        logprobs, entropies, ranks, ids, top, rest, masses, beginnings = parts
         return TokenScores(
             logprobs[:, 0].float(),
             entropies[:, 0].clone() if self.entropy else None,
@@ -84,6 +153,7 @@ class Beside(NamedTuple):
             top.float() if self.top else None,
             rest[:, 0].clone() if self.top else None,
             masses.clone() if self.groups else None,
+            None if self.beginnings is None else beginnings.clone(),
         )
 
 
@@ -291,6 +361,8 @@ def numbers_of_rows(rows: torch.Tensor, targets: Sequence[int], beside: Beside) 
     if beside.groups:
         masses = Masses.of_rows([Masses(query, beside.groups)] * len(rows), rows)
         columns += torch.stack([*masses]).unbind(1)
+    if beside.beginnings is not None:
+        columns += beside.beginnings.log_masses(rows, targets).unbind(1)
     return torch.stack(columns, 1).masked_fill_(is_nan.cpu()[:, None], torch.nan)
 
 

@@ -85,7 +85,7 @@ class Top(Readout):
             indices = [i for i, readout in enumerate(readouts) if readout.k == k]
             own = rows if len(indices) == len(rows) else rows[indices]
             values, ids = _largest(own, k)
-            rest = _log_sums(own.scatter(1, ids, -torch.inf)).tolist()
+            rest = log_sums(own.scatter(1, ids, -torch.inf)).tolist()
             values, ids = values.cpu(), ids.cpu()
             for i, index in enumerate(indices):
                 answers[index] = TopTokens(ids[i].clone(), values[i].clone(), rest[i])
@@ -180,7 +180,7 @@ class Masses(Readout):
         members = {group for readout in readouts for group in readout.groups}
         ids = {group: torch.from_numpy(_ids_in(group, size)).to(rows.device) for group in members}
         sums = [
-            _log_sums(row[ids[group]][None])
+            log_sums(row[ids[group]][None])
             for readout, row in zip(readouts, rows, strict=True)
             for group in readout.groups
         ]
@@ -327,7 +327,7 @@ def _largest(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values, ids.gather(1, order)
 
 
-def _log_sums(rows: torch.Tensor) -> torch.Tensor:
+def log_sums(rows: torch.Tensor) -> torch.Tensor:
     """Return the logarithm of each row's sum of probabilities, summed in float64."""
     if rows.shape[-1] == 0:
         return _double(rows).sum(-1).log()

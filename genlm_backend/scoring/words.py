@@ -7,15 +7,16 @@ import operator
 import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias, final
+from typing import Any, Final, NamedTuple, TypeAlias, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.checks import shown
-from genlm_backend.errors import ContextError, OptionError, OptionTypeError
+from genlm_backend.errors import ContextError, ContextTypeError, OptionError, OptionTypeError
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.draw import PackedMask
+from genlm_backend.model.query import TokenIds
 
 Span: TypeAlias = tuple[int, int]
 """Where something begins and ends, in characters of a text."""
@@ -44,6 +45,23 @@ class Region(NamedTuple):
     stop: int
     first: int
     last: int
+
+
+@final
+class Portion(NamedTuple):
+    """The bytes that a token has of a character.
+
+    Attributes:
+        token: Index of the token.
+        char: Index of the character.
+        start: Number of the token's bytes before them.
+        stop: Number of its bytes up to their end.
+    """
+
+    token: int
+    char: int
+    start: int
+    stop: int
 
 
 @final
@@ -90,8 +108,9 @@ class Spelling:
             )
         # Some tokenizers begin every text with a blank, which is none of its characters.
         num_before = sum(map(len, spelt)) - len(data)
-        ends = np.cumsum([len(own) for own in spelt]) - num_before
-        self._ends: NDArray[np.int64] = np.maximum(ends, 0)
+        stops = np.cumsum([0, *(len(own) for own in spelt)]) - num_before
+        self._places: list[int] = stops.tolist()
+        self._ends: NDArray[np.int64] = np.maximum(stops[1:], 0)
         sizes = [len(char.encode()) for char in text]
         self._chars: NDArray[np.int64] = np.cumsum([0, *sizes])[:-1]
         self.ends_blank = [*map(ends_blank, spelt)]
@@ -107,6 +126,36 @@ class Spelling:
             Region(min(start, stop), stop, i, i + 1)
             for i, (start, stop) in enumerate(zip(first.tolist(), behind.tolist(), strict=True))
         ]
+
+    def size(self, token: int) -> int:
+        """Return the number of a token's bytes, by its index."""
+        return self._places[token + 1] - self._places[token]
+
+    @property
+    def portions(self) -> list[Portion]:
+        """The bytes that each token has of each character, in order; none is in two of them.
+
+        A blank that the tokenizer begins every text with is of the first character, and a token
+        without bytes is of the character behind it, or the last one.
+        """
+        found = list[Portion]()
+        for i, (begin, end) in enumerate(itertools.pairwise(self._places)):
+            first = int(np.searchsorted(self._chars, max(begin, 0), "right")) - 1
+            behind = int(np.searchsorted(self._chars, end))
+            cuts = [begin, *self._chars[first + 1 : behind].tolist(), end]
+            found += (
+                Portion(i, first + k, start - begin, stop - begin)
+                for k, (start, stop) in enumerate(itertools.pairwise(cuts))
+            )
+        return found
+
+    @property
+    def characters(self) -> list[Region]:
+        """Each character, with the tokens that have a part of it."""
+        tokens = [list[int]() for _ in self.text]
+        for portion in self.portions:
+            tokens[portion.char].append(portion.token)
+        return [Region(i, i + 1, own[0], own[-1] + 1) for i, own in enumerate(tokens)]
 
     def words(self, words: Words = NOT_BLANK) -> list[Region]:
         """Return the words of the text; what lies between two belongs to the second.
@@ -229,3 +278,29 @@ def word_begins(lm: AsyncLM) -> PackedMask:
         bools[[*lm.undefined_ids]] = False
         mask = _masks[lm] = PackedMask(np.packbits(bools).tobytes(), len(bools))
     return mask
+
+
+def context_ids(lm: AsyncLM, context: str | TokenIds | None) -> list[int]:
+    """Return the token ids that texts are read behind, one at least."""
+    begin = getattr(lm.tokenizer, "bos_token_id", None)
+    if context is None:
+        if begin is None:
+            raise OptionError(
+                "the tokenizer names no token that texts begin with (bos_token_id): give context=, "
+                "such as [lm.tokenizer.eos_token_id], which stands between texts in training"
+            )
+        return [int(begin)]
+    if isinstance(context, str):
+        ids = Spelling(lm, context, "context").token_ids
+        return ids if begin is None else [int(begin), *ids]
+    try:
+        return [*lm.contexts.check(cast(TokenIds, context), name="context")]
+    except ContextTypeError as error:
+        raise ContextTypeError(f"context must be a text or token ids: {error}") from error
+
+
+def is_between_words(lm: AsyncLM, context: Sequence[int]) -> bool:
+    """Return whether the last word of a context has ended, or none has begun."""
+    last = context[-1]
+    is_end = last in lm.special_ids or last in lm.eos_token_ids
+    return is_end or ends_blank(lm.byte_vocab[last].byte_string)

@@ -21,11 +21,15 @@ from genlm_backend import (
     ParallelTokenCharacterTrie,
     Token,
     TokenCharacterTrie,
+    continuations,
+    continuations_sync,
     decode_vocab,
     generate,
     generate_sync,
     lm_trie_weights,
     load_model_by_name,
+    prefix_logprob,
+    prefix_logprob_sync,
     stream,
     surprisal,
     surprisal_sync,
@@ -39,7 +43,7 @@ from genlm_backend.generation.hf_inputs import HONOURED
 from genlm_backend.model.batched_lm import BatchedLM
 from genlm_backend.model.row import RowCache
 from genlm_backend.model.sampling import Sampler
-from genlm_backend.scoring.surprisal import SurprisalOptions
+from genlm_backend.scoring.surprisals import SurprisalOptions
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine
@@ -197,6 +201,12 @@ SUBJECTS: dict[str, Subject] = {
     "generate_sync": Subject(generate_sync, {"lm": LM, "prompt": [1], "max_new_tokens": 1}),
     "surprisal": Subject(surprisal, TEXTS, names=OPTIONS_OF_TEXTS),
     "surprisal_sync": Subject(surprisal_sync, TEXTS, names=OPTIONS_OF_TEXTS),
+    "prefix_logprob": Subject(prefix_logprob, {"lm": LM, "context": [1], "text": "a"}),
+    "prefix_logprob_sync": Subject(prefix_logprob_sync, {"lm": LM, "context": [1], "text": "a"}),
+    "continuations": Subject(continuations, {"lm": LM, "context": [1], "max_contexts": 2}),
+    "continuations_sync": Subject(
+        continuations_sync, {"lm": LM, "context": [1], "max_contexts": 2}
+    ),
     "stream": Subject(stream, {"lm": LM, "prompt": [1], "max_new_tokens": 1}),
     "AsyncGLM": Subject(AsyncGLM, {"model": MODEL}),
     "AsyncGLM over an AsyncLM": Subject(AsyncGLM, {"model": LM}),

@@ -115,11 +115,11 @@ def test_what_is_told_of_tokens_is_that_of_their_rows(lm, backend, close):
     check([lm.score_with_sync(*text, **told) for text in texts])
     one = lm.score_with_sync([5, 3], [4, 4], rank=True)
     assert one.ranks is not None
-    assert [*one[1:2], *one[3:]] == [None] * 5
+    assert [*one[1:2], *one[3:]] == [None] * 6
     close(lm.score_with_sync([5, 3], [4, 4]).logprobs, lm.score_sync([5, 3], [4, 4]))
     nothing = lm.score_with_sync([5, 3], [], **told)
     shapes = [(0,), (0,), (0,), (0, 3), (0, 3), (0,), (0, 2)]
-    assert [tuple(each.shape) for each in nothing] == shapes
+    assert [tuple(each.shape) for each in nothing if each is not None] == shapes
     for wrong, error in (
         ({"top": -1}, OptionError),
         ({"top": 10**9}, OptionError),
@@ -130,6 +130,30 @@ def test_what_is_told_of_tokens_is_that_of_their_rows(lm, backend, close):
     ):
         with pytest.raises(error, match=next(iter(wrong))):
             lm.score_with_sync([5, 3], [4], **wrong)
+
+
+def test_how_probable_were_tokens_that_begin_alike(lm, backend, close):
+    prompt, own = [5, 3], [4, 4, 9, 7, 1]
+    vocab = [bytes(token) for token in lm.byte_vocab]
+    left_out = {*lm.special_ids, *lm.eos_token_ids, *lm.undefined_ids}
+    (found, _), blocking = (
+        asyncio.run(lm.batch_score_with([prompt, [5]], [own, [4]], beginnings=True, rank=True)),
+        lm.score_with_sync(prompt, own, beginnings=True),
+    )
+    assert found.ranks is not None
+    for told in (found.log_beginnings, blocking.log_beginnings):
+        assert told.shape == (5, max(len(vocab[i]) for i in own) - 1)
+        for i, token_id in enumerate(own):
+            row, data = backend.expected([*prompt, *own[:i]]), vocab[token_id]
+            for k, value in enumerate(told[i]):
+                size = k + 1
+                if size >= len(data):
+                    assert value == -torch.inf
+                    continue
+                alike = [k for k, other in enumerate(vocab) if other[:size] == data[:size]]
+                alike = [k for k in alike if k not in left_out]
+                alike = [token_id] if token_id in left_out else alike
+                close(value, row.double()[alike].logsumexp(0))
 
 
 async def test_scores_are_the_callers_to_change(lm, backend, close):

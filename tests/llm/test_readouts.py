@@ -487,7 +487,7 @@ def test_of_equal_tokens_the_first_are_taken(levels, k, is_tiny):
     row = row.log_softmax(-1)
     (here,) = read_off([Top(Query([1]), k)], [Row(row)])
     values, ids = token_readouts._largest(row[None], k)
-    log_rest = token_readouts._log_sums(row[None].scatter(1, ids, -torch.inf))
+    log_rest = token_readouts.log_sums(row[None].scatter(1, ids, -torch.inf))
     for top in (here, TopTokens(ids[0], values[0], float(log_rest[0]))):
         check_top(top, row, k)
 

@@ -1,4 +1,4 @@
-"""surprisal: how surprising each word or token of a text is, in bits or nats."""
+"""surprisal: how surprising each word, token or character of a text is, in bits or nats."""
 
 from __future__ import annotations
 
@@ -22,13 +22,7 @@ from genlm_backend.checks import (
     shown,
     switch,
 )
-from genlm_backend.errors import (
-    ContextError,
-    ContextTypeError,
-    MissingExtraError,
-    OptionError,
-    OptionTypeError,
-)
+from genlm_backend.errors import ContextError, MissingExtraError, OptionError, OptionTypeError
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.query import TokenIds
 from genlm_backend.model.scoring import TokenScores
@@ -40,7 +34,8 @@ from genlm_backend.scoring.words import (
     Spelling,
     Words,
     check_words,
-    ends_blank,
+    context_ids,
+    is_between_words,
     word_begins,
 )
 
@@ -48,13 +43,14 @@ from genlm_backend.scoring.words import (
 @final
 @dataclass(frozen=True, slots=True)
 class Surprisal:
-    """The surprisal of a word or a token: the negative logarithm of its probability.
+    """The surprisal of a word, token or character: the negative logarithm of its probability.
 
     Attributes:
         text: Its characters. Those of a token that has a part of a character are all of that.
         start: Index of the first of them in the text.
         end: Index of the character behind the last one.
-        token_ids: Its tokens, with those of blanks before a word.
+        token_ids: Its tokens, with those of blanks before a word; of a character those that have a
+            part of it.
         surprisal: In the unit of its text.
         num_context: Number of tokens that were read before the first of its tokens, those that the
             text was read behind included.
@@ -76,7 +72,7 @@ class Surprisal:
 
 @final
 class Surprisals(list[Surprisal]):
-    """The surprisals of a text's words or tokens, in order.
+    """The surprisals of a text's words, tokens or characters, in order.
 
     Attributes:
         text: The text.
@@ -139,7 +135,7 @@ class Surprisals(list[Surprisal]):
         )
 
 
-By: TypeAlias = Literal["word", "token"]
+By: TypeAlias = Literal["word", "token", "character"]
 """Parts of a text that have surprisals of their own."""
 
 Unit: TypeAlias = Literal["bits", "nats"]
@@ -175,7 +171,7 @@ async def surprisal(
 async def surprisal(
     lm: AsyncLM, texts: str | Sequence[str], **options: Unpack[SurprisalOptions]
 ) -> Surprisals | list[Surprisals]:
-    """Return the surprisal of each word or token of texts.
+    """Return the surprisal of each word, token or character of texts.
 
     A word is what blanks separate. Its surprisal is that of its tokens, and of its end: the
     probability that a word ends here is that of all tokens that begin another one, which the
@@ -191,16 +187,16 @@ async def surprisal(
     Args:
         lm: The model.
         texts: A text, or several.
-        **options: ``by``, ``"word"`` (the default) or ``"token"``; ``unit``, ``"bits"`` (the
-            default) or ``"nats"``; ``words``, what a word is: a regular expression or a function
-            from a text to the spans of its words, ``r"\\S+"`` by default; ``word_ends``, whether
-            words are charged for their ends, by default where blanks separate them;
-            ``context``, a text or token ids to read each text behind, in place of the token that
-            texts begin with; ``entropy`` and ``rank``, whether to tell these; ``stride``, for texts
-            that are longer than the model takes: the number of tokens that are scored behind one
-            window of the others, half a window by default; ``lora_name``, the adapter to read with;
-            ``progress``, whether to show a bar of the texts that are done, on a terminal or in a
-            notebook.
+        **options: ``by``, ``"word"`` (the default), ``"token"`` or ``"character"``; ``unit``,
+            ``"bits"`` (the default) or ``"nats"``; ``words``, what a word is: a regular expression
+            or a function from a text to the spans of its words, ``r"\\S+"`` by default;
+            ``word_ends``, whether words are charged for their ends, by default where blanks
+            separate them; ``context``, a text or token ids to read each text behind, in place of
+            the token that texts begin with; ``entropy`` and ``rank``, whether to tell these;
+            ``stride``, for texts that are longer than the model takes: the number of tokens that
+            are scored behind one window of the others, half a window by default; ``lora_name``, the
+            adapter to read with; ``progress``, whether to show a bar of the texts that are done, on
+            a terminal or in a notebook.
 
     Returns:
         The surprisals of the text in a list, or such a list for each of several texts.
@@ -262,7 +258,7 @@ _AT_ONCE: Final = 200
 """Texts that a thread that blocks asks at once, between two looks at its progress."""
 
 _CHECKS: Final = {
-    "by": one_of("word", "token"),
+    "by": one_of("word", "token", "character"),
     "unit": one_of("bits", "nats"),
     "word_ends": optional(switch),
     "entropy": switch,
@@ -302,7 +298,7 @@ class _Asked:
         fields = checked(_CHECKS, {name: given[name] for name in _CHECKS})
         self._lm, self._by, self.progress = lm, fields["by"], fields["progress"]
         self._words: Words = check_words(given["words"])
-        if self._by == "token" and "words" in options:
+        if self._by != "word" and "words" in options:
             raise OptionError("words is for by='word'")
         self._unit, self._stride = fields["unit"], fields["stride"]
         self.lora_name: str | None = given["lora_name"]
@@ -313,15 +309,14 @@ class _Asked:
                 "word_ends=True is for words that blanks separate: leave out by and words"
             )
         self._ends = self._by == "word" and has_blanks if ends is None else ends
-        self._context = _context_ids(lm, given["context"])
+        self._context = context_ids(lm, given["context"])
         # Whether no word has to end where texts begin: none has begun before, or it has ended.
-        last = self._context[-1]
-        is_between = last in lm.special_ids or last in lm.eos_token_ids
-        has_ended = is_between or ends_blank(lm.byte_vocab[last].byte_string)
-        self._is_begin = has_ended or given["context"] is None
+        self._is_begin = given["context"] is None or is_between_words(lm, self._context)
         groups = [word_begins(lm)] if self._ends else []
         self._begins: NDArray[np.bool_] | None = groups[0].unpacked().numpy() if groups else None
         self.beside = {"entropy": fields["entropy"], "rank": fields["rank"], "groups": groups}
+        if self._by == "character":
+            self.beside["beginnings"] = True
 
     def read(self, texts: Any) -> tuple[bool, list[_Text]]:
         """Return whether there are several texts, and how each is read."""
@@ -335,7 +330,10 @@ class _Asked:
 
     def _text(self, text: str, name: str) -> _Text:
         spelling = Spelling(self._lm, text, name)
-        regions = spelling.words(self._words) if self._by == "word" else spelling.tokens
+        if self._by == "word":
+            regions = spelling.words(self._words)
+        else:
+            regions = spelling.tokens if self._by == "token" else spelling.characters
         behind = "".join(self._lm.str_vocab[i] for i in self._context)
         ends = None if self._begins is None else self._begins[spelling.token_ids].tolist()
         own = _Text(spelling, regions, self._context, behind, self._unit, ends)
@@ -343,25 +341,6 @@ class _Asked:
             own.is_begin = self._is_begin
         own.divide(self._lm.max_length, self._stride)
         return own
-
-
-def _context_ids(lm: AsyncLM, context: str | TokenIds | None) -> list[int]:
-    """Return the token ids that texts are read behind, one at least."""
-    begin = getattr(lm.tokenizer, "bos_token_id", None)
-    if context is None:
-        if begin is None:
-            raise OptionError(
-                "the tokenizer names no token that texts begin with (bos_token_id): give context=, "
-                "such as [lm.tokenizer.eos_token_id], which stands between texts in training"
-            )
-        return [int(begin)]
-    if isinstance(context, str):
-        ids = Spelling(lm, context, "context").token_ids
-        return ids if begin is None else [int(begin), *ids]
-    try:
-        return [*lm.contexts.check(cast(TokenIds, context), name="context")]
-    except ContextTypeError as error:
-        raise ContextTypeError(f"context must be a text or token ids: {error}") from error
 
 
 @final
@@ -435,20 +414,21 @@ class _Text:
         logprobs = _joined(found, "logprobs") or []
         ends = _joined(found, "log_masses")
         entropies, ranks = _joined(found, "entropies"), _joined(found, "ranks")
+        beginnings = _joined(found, "log_beginnings")
+        if beginnings is None:
+            totals = [self._logprob(region, logprobs, ends) for region in self._regions]
+        else:
+            totals = self._of_characters(logprobs, beginnings)
         values = list[Surprisal]()
-        for region in self._regions:
-            own = range(region.first, region.last)
-            total = math.fsum(logprobs[i] for i in own)
-            if ends is not None:
-                total += self._end(region.last, ends) - self._begin(region.first, ends)
+        for region, total in zip(self._regions, totals, strict=True):
             first = region.first
             values.append(
                 Surprisal(
                     self._spelling.text[region.start : region.stop],
                     region.start,
                     region.stop,
-                    tuple(self._spelling.token_ids[i] for i in own),
-                    -total * scale,
+                    tuple(self._spelling.token_ids[first : region.last]),
+                    0.0 - total * scale,
                     self._num_context[first],
                     None if entropies is None else entropies[first] * scale,
                     None if ranks is None else ranks[first],
@@ -464,6 +444,27 @@ class _Text:
             log_likelihood=math.fsum(logprobs[:num_tokens]),
             num_tokens=num_tokens,
         )
+
+    def _logprob(self, region: Region, logprobs: list[float], ends: list[float] | None) -> float:
+        """Return the log-probability of a token, or of a word and its end."""
+        total = math.fsum(logprobs[region.first : region.last])
+        if ends is None:
+            return total
+        return total + self._end(region.last, ends) - self._begin(region.first, ends)
+
+    def _of_characters(self, logprobs: list[float], beginnings: list[list[float]]) -> list[float]:
+        """Return the log-probability of each character, of which tokens may have parts."""
+        found = [list[float]() for _ in self._spelling.text]
+        before = 0.0
+        for portion in self._spelling.portions:
+            token, stop = portion.token, portion.stop
+            before = 0.0 if portion.start == 0 else before
+            is_end = stop == self._spelling.size(token)
+            behind = logprobs[token] if is_end else beginnings[token][stop - 1]
+            if before > -math.inf:  # what comes behind the impossible is not less probable
+                found[portion.char].append(behind - before)
+            before = behind
+        return [math.fsum(own) for own in found]
 
     def _end(self, index: int, ends: list[float]) -> float:
         """Return the log-probability that a word ends before a token, given all before it."""
@@ -491,7 +492,7 @@ def _joined(scores: Sequence[TokenScores], name: str) -> list[Any] | None:
         for each in scores:
             own = getattr(each, name)
             if own is not None:
-                yield from (own[:, 0] if own.ndim == 2 else own).tolist()
+                yield from (own[:, 0] if name == "log_masses" else own).tolist()
 
     found = [*numbers()]
     return found or None

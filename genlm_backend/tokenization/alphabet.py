@@ -1,0 +1,83 @@
+"""Alphabet: tokens in the order of their bytes, where those with a prefix are an interval."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.tokenization.token import Token
+
+
+@final
+class Alphabet:
+    """The tokens that make up texts, in the order of their bytes.
+
+    Tokens that begin with the same bytes follow one another. A token that ends a text, a special
+    one and one without bytes are in it behind all others, and begin as no token does.
+
+    Args:
+        byte_vocab: The tokens by id, as bytes.
+        ends: Ids of the tokens that end a text, special ones among them.
+        undefined: Ids that no token has, which are not in it.
+
+    Attributes:
+        order: The ids of the tokens in this order: int32, packed.
+        longest: Number of bytes of the longest one that does not end a text.
+        ends: Which tokens end a text, or have no bytes: bool ``[vocab]``.
+        others: Which tokens make up texts: bool ``[vocab]``.
+    """
+
+    def __init__(
+        self, byte_vocab: Sequence[Token], ends: Collection[int], undefined: Collection[int]
+    ) -> None:
+        spelt = [*enumerate(token.byte_string for token in byte_vocab)]
+        left_out = {i for i, data in spelt if not data}.union(ends, undefined)
+        pairs = sorted((data, i) for i, data in spelt if i not in left_out)
+        own = [i for _, i in pairs]
+        alone = sorted(left_out.difference(undefined))
+        self._spelt: Final = [data for data, _ in pairs]
+        self._bytes: Final = [data for _, data in spelt]
+        self._alone: Final = {token_id: i for i, token_id in enumerate(alone, len(own))}
+        self._order: Final = np.array([*own, *alone], np.int32)
+        self.order: Final = self._order.tobytes()
+        self.longest: Final = max(map(len, self._spelt), default=0)
+        self.ends: Final = self._mask(alone)
+        self.others: Final = self._mask(own)
+
+    def _mask(self, token_ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.bool_]:
+        mask = np.zeros(len(self._bytes), np.bool_)
+        mask[token_ids] = True
+        return mask
+
+    def beginning_with(self, data: bytes) -> NDArray[np.bool_]:
+        """Return which tokens begin with some bytes: bool ``[vocab]``."""
+        return self._mask(self._order[slice(*self._interval(data))])
+
+    def spelling(self, data: bytes) -> list[int]:
+        """Return the ids of the tokens that are some bytes and no more."""
+        start, stop = bisect_left(self._spelt, data), bisect_right(self._spelt, data)
+        return self._order[start:stop].tolist()
+
+    def _interval(self, data: bytes) -> tuple[int, int]:
+        size = len(data)
+        start = bisect_left(self._spelt, data)
+        return start, bisect_right(self._spelt, data, start, key=lambda own: own[:size])
+
+    def intervals(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
+        """Return the intervals of the tokens that begin as some tokens do: int32 ``[n, width, 2]``.
+
+        For each token they are those of its first byte, its first two, and so on to all but one,
+        as places in ``order``, and empty from there on; ``width`` is of the longest.
+        """
+        width = max(1, *(len(self._bytes[i]) for i in token_ids), 1) - 1
+        found = np.zeros((len(token_ids), width, 2), np.int32)
+        for own, token_id in zip(found, token_ids, strict=True):
+            data, place = self._bytes[token_id], self._alone.get(token_id)
+            for size in range(1, len(data)):
+                alone = None if place is None else (place, place + 1)
+                own[size - 1] = alone or self._interval(data[:size])
+        return found

@@ -1,0 +1,136 @@
+"""Probabilities of prefixes against sums over all tokenisations of a tiny vocabulary."""
+
+import asyncio
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from genlm_backend import PrefixLogprob, load_model_by_name, prefix_logprob, prefix_logprob_sync
+from genlm_backend.errors import ContextError, OptionError, OptionTypeError
+from tests.scoring.vocabularies import Rows, mock
+
+BYTES = b"ab \xc3\xa9"
+texts = st.lists(st.sampled_from(BYTES), max_size=6).map(bytes)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    with mock() as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def rows(lm):
+    return Rows(lm)
+
+
+@pytest.mark.parametrize("data", [b"a", b"ab", b"a b", "é".encode(), b"\xc3", b"a ba", b"c", b" c"])
+def test_all_sequences_of_tokens_are_summed(lm, rows, data):
+    """Of all sequences of so many tokens, of which each has one byte at least, or that end."""
+    total, sequences = 0.0, [((0,), b"", 1.0)]
+    for ids, spelt, own in sequences:
+        if len(ids) > len(data):
+            total += own if spelt.startswith(data) else 0.0
+            continue
+        total += own * rows.behind(ids)[1] if spelt.startswith(data) else 0.0
+        for token_id, probability in rows.behind(ids)[0]:
+            behind = spelt + rows.spelling(token_id)
+            sequences.append(((*ids, token_id), behind, own * probability))
+    found = prefix_logprob_sync(lm, None, data, max_rest=0, max_contexts=10**6)
+    assert found.log_rest == -math.inf
+    assert math.exp(found.logprob) == pytest.approx(total, rel=1e-5, abs=0)
+
+
+@given(st.sampled_from([[0], [0, 2], [3, 9]]), texts)
+@settings(max_examples=100, deadline=None)
+def test_what_comes_next_sums_to_what_is_there(lm, rows, context, data):
+    options = {"max_rest": 0, "max_contexts": 10**6}
+    own = math.exp(prefix_logprob_sync(lm, context, data, **options).logprob)
+    further = [prefix_logprob_sync(lm, context, data + bytes([i]), **options) for i in BYTES]
+    total = math.fsum(math.exp(each.logprob) for each in further)
+    assert own == pytest.approx(total + rows.ended(context, data), rel=1e-5, abs=1e-12)
+    assert own == pytest.approx(rows.prefix(context, data), rel=1e-5, abs=1e-12)
+
+
+@given(texts, st.sampled_from([0, 1e-3, 0.1, 1]), st.integers(1, 30), st.integers(1, 8))
+@settings(max_examples=200, deadline=None)
+def test_the_right_number_is_within_bounds(rows, data, max_rest, max_contexts, batch_size):
+    with mock(batch_size=batch_size) as lm:
+        found = prefix_logprob_sync(lm, None, data, max_rest=max_rest, max_contexts=max_contexts)
+        assert lm.statistics().num_awaits <= 2 * max_contexts
+    own = rows.prefix([0], data)
+    assert math.exp(found.logprob) <= own * (1 + 1e-5)
+    assert own <= math.exp(found.upper) * (1 + 1e-5)
+    if max_contexts == 30 and len(data) < 4:
+        share = math.exp(found.log_rest - found.upper) if found.upper > -math.inf else 0
+        assert share <= max_rest + 1e-9
+
+
+def test_a_search_goes_by_waves(lm):
+    lm.clear_cache()
+    before = lm.statistics()
+    prefix_logprob_sync(lm, [0, 5], b"ababab", max_rest=0, max_contexts=10**6)
+    after = lm.statistics()
+    assert after.num_batches - before.num_batches <= 6 < (after.num_awaits - before.num_awaits) / 3
+
+
+async def test_nothing_and_awaits_and_strings(lm):
+    assert await prefix_logprob(lm, None, b"") == PrefixLogprob(0.0, -math.inf)
+    assert prefix_logprob_sync(lm, None, "") == PrefixLogprob(0.0, -math.inf)
+    assert prefix_logprob_sync(lm, None, "c") == PrefixLogprob(-math.inf, -math.inf)
+    both = [prefix_logprob(lm, "ab", "é"), prefix_logprob(lm, [0, 2, 3], "é".encode())]
+    one, other = await asyncio.gather(*both)
+    assert one == other
+    assert one == prefix_logprob_sync(lm, "ab", "é")
+    assert one.upper == pytest.approx(
+        math.log(math.exp(one.logprob) + math.exp(one.log_rest)), abs=1e-9
+    )
+
+
+def test_what_is_too_long_for_the_model_is_left_to_the_rest(rows):
+    with mock() as lm:
+        lm.max_length = 3
+        found = prefix_logprob_sync(lm, [0], b"ababab", max_rest=0)
+    own = rows.prefix([0], b"ababab")
+    assert found.log_rest > -math.inf
+    assert math.exp(found.logprob) < own <= math.exp(found.upper) * (1 + 1e-5)
+
+
+def test_mistakes(lm):
+    for arguments, options, error, message in (
+        ((lm, None, 5), {}, OptionTypeError, "text must be a string or bytes"),
+        ((lm, None, "\ud800"), {}, ContextError, "text must be of characters"),
+        ((lm, [], "a"), {}, ContextError, "context"),
+        ((lm, 5, "a"), {}, TypeError, "context"),
+        (("gpt2", None, "a"), {}, OptionTypeError, "lm must be an AsyncLM"),
+        ((lm, None, "a"), {"max_rest": -1}, OptionError, "max_rest"),
+        ((lm, None, "a"), {"max_rest": 2}, OptionError, "max_rest"),
+        ((lm, None, "a"), {"max_contexts": 0}, OptionError, "max_contexts"),
+        ((lm, None, "a"), {"lora_name": "none"}, ValueError, "none"),
+    ):
+        with pytest.raises(error, match=message):
+            prefix_logprob_sync(*arguments, **options)
+        with pytest.raises(error, match=message):
+            asyncio.run(prefix_logprob(*arguments, **options))
+
+
+@pytest.mark.real
+def test_a_real_model():
+    with load_model_by_name("smollm2") as lm:
+        between_texts = [lm.str_vocab.index("<|endoftext|>")]
+        context = [*between_texts, *lm.tokenizer.encode("The capital of France is")]
+        for text in (" Paris", " Pa", " Llanfair", " the city of Paris"):
+            found = prefix_logprob_sync(lm, context, text, max_contexts=1000)
+            ids = lm.tokenizer.encode(text)
+            *before, last = lm.score_sync(context, ids).tolist()
+            whole = sum(before) + last  # of one of its tokenisations, ended by none of the others
+            assert found.upper >= whole - 1e-3
+            assert found.log_rest - found.upper <= math.log(0.011)
+        row = lm.next_token_logprobs_sync(context).double()
+        begins = [i for i, own in enumerate(lm.byte_vocab) if own.startswith(b" Paris")]
+        least = float(row[begins].logsumexp(0))
+        found = prefix_logprob_sync(lm, context, " Paris", max_contexts=1000)
+        assert least - 1e-4 <= found.upper
+        assert found.logprob >= least - 1e-4
