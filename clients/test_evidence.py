@@ -11,8 +11,8 @@ from genlm_backend import Constraint, load_model_by_name
 
 sys.path.append(str(Path(__file__).parent.parent / "examples"))
 
-import llamppl_words  # noqa: E402  # pyright: ignore[reportMissingImports]
-from smc import smc  # noqa: E402  # pyright: ignore[reportMissingImports]
+import llamppl_words  # pyright: ignore[reportMissingImports]
+from smc import smc  # pyright: ignore[reportMissingImports]
 
 PROMPT, PATTERN = "I have seen", r" (a|the|my) [a-z]{1,6}\."
 NUM_PARTICLES, NUM_RUNS = 80, 8
