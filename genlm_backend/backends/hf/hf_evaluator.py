@@ -80,6 +80,7 @@ class HFEvaluator(PassEvaluator):
         wanted.check()
         model.eval()
         self._runner = runner = HFRunner(model)
+        runner.check_wanted = lambda: self.check_wanted()
         super().__init__(runner, runner.device.type, WholeAttend(), output_device)
         self._files = PrefixFiles(self.passes, runner)
         self.passes.most_shared = rotary_limit(model)

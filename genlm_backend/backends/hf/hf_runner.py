@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import torch
@@ -40,6 +40,8 @@ class HFRunner(Runner):
         packed: Packed weights of its layers, with which the twins' compute.
         graphs: Decode steps that are recorded, on a CUDA device; ``None`` where none is; it can be
             set.
+        check_wanted: Called between two layers of a long pass, which ends where it raises an error;
+            it can be set.
         device: Device on which it takes its token ids.
         parameters: Names of what its ``forward`` takes.
         num_forwards: Number of passes so far.
@@ -54,6 +56,7 @@ class HFRunner(Runner):
         self._twins: dict[Adapter | None, Twin] = {None: self.twin}
         self._loaded: dict[Adapter, tuple[Saved, bool]] = {}
         self.graphs: StepGraphs | None = None
+        self.check_wanted: Callable[[], object] = _nothing
         self.num_forwards = 0
         self.tokens_computed = 0
         self.parameters = parameters_of(model)
@@ -173,6 +176,7 @@ class HFRunner(Runner):
         if self.device.type == "cuda":
             fuse_norms(twin.copies)
         twin.pick()
+        twin.ask_between_layers(lambda: self.check_wanted())
 
     def load(self, adapter: Adapter, path: str, is_cached: bool) -> None:
         """Load an adapter in PEFT's format, and try it.
@@ -232,3 +236,7 @@ def parameters_of(model: Any) -> frozenset[str]:
     if "kwargs" in names and hasattr(model, "get_base_model"):  # of PEFT, which hands them on
         names.update(inspect.signature(model.get_base_model().forward).parameters)
     return frozenset(names)
+
+
+def _nothing() -> None:
+    return None

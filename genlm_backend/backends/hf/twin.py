@@ -11,7 +11,7 @@ import copy
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any, Final, NamedTuple, final
@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 _INNER: Final = ("_modules", "_parameters", "_buffers", "_forward_pre_hooks", "_forward_hooks")
 """Dictionaries of a module that change."""
+
+_LONG: Final = 64
+"""Tokens of a pass in which somebody may lose patience."""
 
 _AS_WRITTEN: Final = "_torchdynamo_orig_callable"
 """Attribute of compiled code, with the code that it was made of."""
@@ -186,6 +189,22 @@ class Twin:
         if self._picking is None or vars(head).get("forward") is not self._picking:
             self._picking = partial(self._projected, head.forward)
             vars(head)["forward"] = self._picking
+
+    def ask_between_layers(self, is_wanted: Callable[[], object]) -> None:
+        """Have something called before each layer of a long pass, which may end it by an error."""
+        lists = [own for own in self.copies.values() if isinstance(own, nn.ModuleList)]
+        for layer in max(lists, key=len, default=()):
+            forward: Any = layer.forward
+            if getattr(forward, "func", None) != self._asked:
+                vars(layer)["forward"] = partial(self._asked, forward, is_wanted)
+
+    def _asked(
+        self, forward: Any, is_wanted: Callable[[], object], *args: Any, **options: Any
+    ) -> Any:
+        batch = self._batch
+        if batch is not None and not batch.is_step and batch.num_new_tokens >= _LONG:
+            is_wanted()
+        return forward(*args, **options)
 
     def _projected(self, forward: Any, *args: Any, **options: Any) -> Any:
         batch = self._batch

@@ -1,0 +1,96 @@
+"""A long pass that nobody waits for any more ends between two of its layers."""
+
+import asyncio
+import random
+import time
+
+import pytest
+import torch
+
+from genlm_backend import AsyncTransformer
+from genlm_backend.errors import QueryDroppedError
+from tests.llm import families
+from tests.llm.conftest import fresh_row, word_tokenizer
+
+LONG = [random.Random(3).randrange(families.VOCAB) for _ in range(90)]
+
+
+@pytest.fixture(params=["llama", "gpt2", "qwen3_5"])
+def lm(request):
+    name = request.param
+    try:
+        model = families.make(name)
+    except KeyError:
+        from tests.llm import state_families
+
+        model = state_families.make(name)
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        yield lm
+        lm._evaluator.passes.tree.check_integrity()
+
+
+def check(lm, context):
+    row = lm.next_token_logprobs_sync(context)
+    torch.testing.assert_close(row, fresh_row(lm.model, context), rtol=0, atol=5e-5)
+
+
+def test_a_pass_may_end_before_any_of_its_layers(lm):
+    evaluator, calls = lm._evaluator, []
+    real = evaluator.check_wanted
+    try:
+        evaluator.check_wanted = lambda: calls.append(1)
+        lm.next_token_logprobs_sync(LONG)
+        num_layers = lm.model.config.num_hidden_layers
+        assert len(calls) > num_layers
+        for last in range(len(calls)):
+            lm.clear_kv_cache()
+            left = iter(range(last))
+
+            def ended(left=left):
+                if next(left, None) is None:
+                    raise QueryDroppedError("by the test")
+
+            evaluator.check_wanted = ended
+            with pytest.raises(QueryDroppedError, match="by the test"):
+                lm.next_token_logprobs_sync(LONG)
+            lm._evaluator.passes.tree.check_integrity()
+            evaluator.check_wanted = real
+            for context in (LONG, LONG[:50], [*LONG[:50], 1], LONG):
+                check(lm, context)
+    finally:
+        evaluator.check_wanted = real
+
+
+def test_a_short_pass_asks_nobody_between_its_layers(lm):
+    evaluator, calls = lm._evaluator, []
+    real = evaluator.check_wanted
+    lm.next_token_logprobs_sync(LONG)
+    evaluator.check_wanted = lambda: calls.append(1)
+    try:
+        lm.next_token_logprobs_sync([*LONG, 1])
+        assert len(calls) <= 3
+    finally:
+        evaluator.check_wanted = real
+
+
+async def test_a_cancelled_await_ends_its_pass(lm):
+    """Each layer takes a moment here, and most of them are never run."""
+    twin = lm._hf._runner.twin_with(None)
+    lists = [m for m in twin.module.modules() if isinstance(m, torch.nn.ModuleList)]
+    ran = []
+    for layer in max(lists, key=len):
+        forward = layer.forward
+
+        def slow(*args, forward=forward, **options):
+            ran.append(1)
+            time.sleep(0.2)
+            return forward(*args, **options)
+
+        vars(layer)["forward"] = slow
+        lm._hf._runner.twin_with(None).ask_between_layers(lambda: lm._evaluator.check_wanted())
+    task = asyncio.ensure_future(lm.next_token_logprobs(LONG))
+    while not ran:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await lm.next_token_logprobs([1])
+    assert len(ran) < 2 * lm.model.config.num_hidden_layers
