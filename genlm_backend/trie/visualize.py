@@ -58,7 +58,14 @@ class TrieDrawing(graphviz.Digraph):
         path = Path(path)
         kind = path.suffix.removeprefix(".") or "svg"
         is_source = kind in ("gv", "dot")
-        path.write_bytes(self.source.encode() if is_source else self.pipe(format=kind))
+        try:
+            path.write_bytes(self.source.encode() if is_source else self.pipe(format=kind))
+        except graphviz.ExecutableNotFound as error:
+            error.add_note(
+                f"A {path.suffix} is drawn by Graphviz's own programs, which are not of Python: "
+                f"install them, or write {path.with_suffix('.svg').name!r}, which needs none."
+            )
+            raise
         return path
 
     def pipe(self, format: str | None = None, **options: Any) -> Any:

@@ -125,8 +125,9 @@ def test_it_is_svg_in_a_notebook_and_on_disk(tmp_path):
 def test_it_is_svg_without_graphviz_programs(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "token 5" in TRIE.visualize().pipe(format="svg", encoding="utf-8")
-    with pytest.raises(graphviz.ExecutableNotFound):
+    with pytest.raises(graphviz.ExecutableNotFound) as told:
         TRIE.visualize().write(tmp_path / "trie.png")
+    assert "or write 'trie.svg', which needs none" in told.value.__notes__[0]
 
 
 def test_without_any_graphviz_it_says_what_to_install(tmp_path, monkeypatch):
