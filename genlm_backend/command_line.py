@@ -195,7 +195,7 @@ async def _print_answers(
     loop = asyncio.get_running_loop()
     tasks: asyncio.Queue[asyncio.Task[dict[str, Any]] | None] = asyncio.Queue()
     errors: list[Exception] = []
-    places = threading.Semaphore(most)
+    places, is_over = threading.Semaphore(most), threading.Event()
 
     def begin(text: str) -> None:
         tasks.put_nowait(loop.create_task(answer(text)))
@@ -205,6 +205,8 @@ async def _print_answers(
             try:
                 for text in texts:
                     places.acquire()
+                    if is_over.is_set():
+                        return
                     loop.call_soon_threadsafe(begin, text)
             except OptionError as error:
                 errors.append(error)
@@ -219,6 +221,8 @@ async def _print_answers(
         if errors:
             raise errors[0]
     finally:
+        is_over.set()
+        places.release()
         rest = [task for _ in range(tasks.qsize()) if (task := tasks.get_nowait())]
         for task in rest:
             task.cancel()

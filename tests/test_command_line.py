@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -276,6 +277,15 @@ def test_what_came_before_a_mistake_is_printed(run, folder):
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["the"]
     assert "leaves no room" in told
     assert told.count("\n") == 1
+
+
+def test_a_mistake_ends_what_reads_on(run, folder):
+    text = "the " * 80 + "\nthe" * 60  # more than are answered at the same time
+    assert run("generate", "--model", folder, "--max-new-tokens=2", text=text)[0] == 1
+    for thread in threading.enumerate():
+        if thread.name == "genlm-texts":
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 def test_a_mistake_ends_it_while_the_input_is_open(folder):

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -142,6 +142,7 @@ class HarnessLM(TemplateLM):
             self.lm = _loaded(pretrained, backend, opts, device)
         self.tokenizer = self.lm.tokenizer
         self._prefix_token_id = self._checked_prefix(prefix_token_id)
+        self._prefix: str = self.tokenizer.decode(self._prefix_token_id)
         self._begin = self._missing_begin() if add_bos_token else []
         self._lora_name = None if peft is None else "peft"
         if peft is not None:
@@ -202,7 +203,7 @@ class HarnessLM(TemplateLM):
             **others: No options; the harness may pass some.
         """
         if add_special_tokens is None:
-            begins = string.startswith(self.tokenizer.decode(self.prefix_token_id))
+            begins = string.startswith(self._prefix)
             add_special_tokens = False if begins else self._add_bos_token
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         ids = list(self.tokenizer.encode(string, **options))
@@ -239,10 +240,11 @@ class HarnessLM(TemplateLM):
         **others: Any,
     ) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]
-        found = self._scored(pairs, not disable_tqdm)
-        for (texts, *_), answer in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", texts, answer)
-        return found
+        found: dict[int, tuple[float, bool]] = {}
+        for i, answer in self._scored(pairs, not disable_tqdm):
+            found[i] = answer
+            self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
+        return [found[i] for i in range(len(pairs))]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each whole text, in nats, read behind the prefix token.
@@ -250,8 +252,8 @@ class HarnessLM(TemplateLM):
         A text that is longer than the model takes is divided into windows that have one token in
         common, as the harness's own models divide it.
         """
-        pairs, numbers = list[tuple[list[int], list[int]]](), list[int]()
-        for request in requests:
+        pairs, owners = list[tuple[list[int], list[int]]](), list[int]()
+        for owner, request in enumerate(requests):
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
@@ -260,21 +262,25 @@ class HarnessLM(TemplateLM):
             )
             own = [make_disjoint_window(window) for window in windows]
             pairs += own
-            numbers.append(len(own))
-        scores = iter(self._scored(pairs, not disable_tqdm))
-        sums = [math.fsum(next(scores)[0] for _ in range(number)) for number in numbers]
+            owners += [owner] * len(own)
+        parts: list[list[float]] = [[] for _ in requests]
+        for i, (logprob, _) in self._scored(pairs, not disable_tqdm):
+            parts[owners[i]].append(logprob)
+        sums = [math.fsum(own) for own in parts]
         for request, total in zip(requests, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return sums
 
     def _scored(
         self, pairs: Sequence[tuple[list[int], list[int]]], is_shown: bool
-    ) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation, and whether it is the greedy one."""
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """Yield the log-likelihoods of continuations, and whether each is the greedy one.
+
+        Each comes with its place among the pairs, and those that have most in common together.
+        """
         cut = [self._cut(context, continuation) for context, continuation in pairs]
         # Neighbours have the longest beginnings in common, which are in the cache then.
         order = sorted(range(len(cut)), key=lambda i: cut[i][0] + cut[i][1])
-        found: dict[int, tuple[float, bool]] = {}
         with progress_bar(len(cut), is_shown, "scoring") as bar:
             for start in range(0, len(order), _AT_ONCE):
                 some = order[start : start + _AT_ONCE]
@@ -285,9 +291,8 @@ class HarnessLM(TemplateLM):
                 for i, own in zip(some, scores, strict=True):
                     assert own.ranks is not None
                     is_greedy = not own.ranks.any().item()
-                    found[i] = math.fsum(own.logprobs.tolist()), is_greedy
+                    yield i, (math.fsum(own.logprobs.tolist()), is_greedy)
                 bar.update(len(some))
-        return [found[i] for i in range(len(cut))]
 
     def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """Return a context and its continuation, without what is too much on the left.
@@ -316,29 +321,27 @@ class HarnessLM(TemplateLM):
             OptionError: (``ValueError``) If the model has no room for the text that a task wants.
         """
         asked = [self._asked(*request.args) for request in requests]
-        found: list[str] = []
         loop = BackgroundLoop("lm-eval")
         try:
             with progress_bar(len(asked), not disable_tqdm, "generating") as bar:
-                found = loop.run(self._texts(asked, bar))
+                return loop.run(self._texts(requests, asked, bar))
         finally:
             loop.close()
-        for request, answer in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, answer)
-        return found
 
-    async def _texts(self, asked: Iterable[_Asked], bar: Any) -> list[str]:
+    async def _texts(self, requests: Any, asked: Sequence[_Asked], bar: Any) -> list[str]:
         # More would not be computed at once, and need memory for their keys and values.
         places = asyncio.Semaphore(self.lm.batch_size)
 
-        async def finished(own: _Asked) -> str:
+        async def finished(request: Any, own: _Asked) -> str:
             async with places:
                 (generation,) = await generate(self.lm, own.prompt, own.config)
+            text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+            text = model_utils.postprocess_generated_text(text, own.until, self._think_end_token)
+            self.cache_hook.add_partial("generate_until", request.args, text)
             bar.update()
-            decoded = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-            return model_utils.postprocess_generated_text(decoded, own.until, self._think_end_token)
+            return text
 
-        return await together(map(finished, asked))
+        return await together(map(finished, requests, asked))
 
     def _asked(self, context: str, arguments: Mapping[str, Any]) -> _Asked:
         """Return the text that a task asks for behind a context, by its arguments."""
