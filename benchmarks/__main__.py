@@ -74,9 +74,15 @@ def versions(peer: str | None, backend: str | None) -> dict[str, str]:
     return {**found, "the peer": "genlm-backend 0.3.1"} if peer else found
 
 
+def pythons(options: argparse.Namespace) -> dict[str, str | None]:
+    """Return the interpreters of environments of their own, by what workloads need."""
+    names = {"vllm": "vllm_python", "clients": "clients_python", "lm-eval": "lm_eval_python"}
+    return {needed: getattr(options, name) for needed, name in names.items()}
+
+
 def variants_of(workload: Workload, options: argparse.Namespace) -> list[str]:
     """Return what can be measured of a workload with these options."""
-    python = {"vllm": options.vllm_python, "clients": options.clients_python}
+    python = pythons(options)
     if workload.needs in python and not (python[workload.needs] or options.names):
         return []
     if workload.needs == "device" and not options.device:
@@ -142,8 +148,8 @@ def run(options: argparse.Namespace) -> None:
                     "device": options.device,
                     "threads": options.threads,
                 }
-                pythons = {"vllm": options.vllm_python, "clients": options.clients_python}
-                numbers = measure(job, pythons.get(workload.needs or "") or sys.executable)
+                python = pythons(options).get(workload.needs or "")
+                numbers = measure(job, python or sys.executable)
                 lines.append(
                     {
                         "workload": name,
@@ -189,9 +195,9 @@ def report(options: argparse.Namespace) -> None:
 def list_workloads(options: argparse.Namespace) -> None:
     """Print every workload."""
     for name, workload in WORKLOADS.items():
-        option = {"vllm": "vllm-python", "clients": "clients-python", "mlx": "backend mlx"}.get(
-            workload.needs or "", workload.needs
-        )
+        needed = workload.needs or ""
+        is_python = needed in ("vllm", "clients", "lm-eval")
+        option = f"{needed}-python" if is_python else {"mlx": "backend mlx"}.get(needed, needed)
         needs = f" (--{option})" if option else ""
         print(f"{name:<18}{workload.title}{needs}")
 
@@ -216,6 +222,7 @@ def main() -> None:
             command.add_argument("--peer", help="folder that holds genlm-backend 0.3.1")
             command.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
             command.add_argument("--clients-python", help="interpreter with genlm-control, llamppl")
+            command.add_argument("--lm-eval-python", help="interpreter with lm-eval")
             command.add_argument("--rounds", type=int, default=DEFAULT_ROUNDS)
             command.add_argument("--threads", type=int, default=2)
     commands.add_parser("worker").add_argument("job", type=json.loads)

@@ -25,8 +25,8 @@ class Workload(ABC):
         variants: Systems or sizes, measured one after the other in every round.
         peers: Variants that need ``--peer``.
         is_repeated: Whether rounds are processes; otherwise one process repeats by itself.
-        needs: ``"vllm"``, ``"clients"``, ``"mlx"`` or ``"device"`` where it is measured only if
-            that is given.
+        needs: ``"vllm"``, ``"clients"``, ``"lm-eval"``, ``"mlx"`` or ``"device"`` where it is
+            measured only if that is given.
     """
 
     name: ClassVar[str]

@@ -20,7 +20,7 @@ def make_hub(folder: Path) -> None:
     model, adapter = folder / "model", folder / "adapter"
     if not (adapter / "adapter_config.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        _save_cut_model(model)
+        save_cut_model(model)
         _save_adapter(model, adapter)
     for name in NAMES:
         _link(folder, name, model)
@@ -53,7 +53,8 @@ def _save_adapter(model: Path, folder: Path) -> None:
     partial.rename(folder)
 
 
-def _save_cut_model(folder: Path) -> None:
+def save_cut_model(folder: Path) -> None:
+    """Save the bundled model, cut to its first layers, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from genlm_backend import __version__
+from genlm_backend.command_line import add_commands, answer_texts
 from genlm_backend.errors import GenlmBackendError, MissingExtraError
 from genlm_backend.info import info
 
@@ -47,33 +48,75 @@ def print_whole(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit would flush
+        forget_output()
+
+
+def forget_output() -> None:
+    """Print nothing from here on: nobody reads it, and the interpreter flushes at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="python -m genlm_backend",
+        description="Awaitable language models for programs that steer them.",
+        epilog="'COMMAND --help' lists the options of a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"genlm-backend {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    add_commands(commands)
+    for name, about in (
+        (
+            "lm-eval",
+            "the command line of lm-evaluation-harness, which knows the model 'genlm' here",
+        ),
+        ("demo", "sequential Monte Carlo on a small real model"),
+    ):
+        commands.add_parser(name, help=about, add_help=False)
+    commands.add_parser("info", help="versions, devices and extras, for bug reports")
+    return parser
+
+
+def run_command(known: argparse.Namespace, rest: list[str]) -> None:
+    """Do what a parsed command line says.
+
+    Args:
+        known: The command and its options.
+        rest: What stands behind a command that reads its own options.
+
+    Raises:
+        Exception: What the command raises.
+    """
+    if known.command == "info":
+        print_whole(info())
+    elif known.command == "demo":
+        run_demo(rest)
+    elif known.command == "lm-eval":
+        from genlm_backend.scoring.lm_evaluation import run
+
+        run(rest)
+    else:
+        answer_texts(known)
 
 
 def main() -> None:
     """Parse the command line and do what it says."""
-    parser = argparse.ArgumentParser(
-        prog="python -m genlm_backend",
-        description="Awaitable language models for programs that steer them.",
-    )
-    parser.add_argument("--version", action="version", version=f"genlm-backend {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser(
-        "demo",
-        help="sequential Monte Carlo on a small real model; 'demo --help' lists its options",
-        add_help=False,
-    )
-    commands.add_parser("info", help="versions, devices and extras, for bug reports")
+    parser = make_parser()
     known, rest = parser.parse_known_args()
-    if known.command == "info":
-        if rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        print_whole(info())
-    if known.command == "demo":
-        try:
-            run_demo(rest)
-        except GenlmBackendError as error:
-            parser.exit(1, f"{error}\n")
+    if known.command is None and not rest:
+        print_whole(parser.format_help().rstrip())
+        return
+    if rest and known.command not in ("demo", "lm-eval"):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        run_command(known, rest)
+    except GenlmBackendError as error:
+        parser.exit(1, f"{error}\n")
+    except BrokenPipeError:
+        forget_output()
+    except KeyboardInterrupt:
+        parser.exit(130)
 
 
 if __name__ == "__main__":

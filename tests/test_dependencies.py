@@ -17,6 +17,7 @@ EXTRAS = {
     "PIL": "images",
     "graphviz": "viz",
     "llguidance": "grammar",
+    "lm_eval": "lm-eval",
     "mlx": "mlx",
     "mlx_lm": "mlx",
     "pandas": "pandas",

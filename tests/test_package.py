@@ -194,6 +194,7 @@ ARROWS = {
     "readable": (set(), PLAIN),
     "checks": ({"errors"}, PLAIN - {"torch"}),  # one function asks for devices
     "info": ({"backends", "errors"}, BACKENDS),
+    "command_line": ({"backends", "errors", "generation", "scoring"}, PLAIN),
     "runtime": ({"errors"}, {"vllm", "mlx"}),
     "batching": ({"checks", "readable", "runtime", "errors"}, PLAIN),
     "prefix": ({"checks", "runtime", "errors"}, {"asyncio", "transformers", "vllm"}),
@@ -314,6 +315,10 @@ ARROWS = {
     ),
     "scoring": (
         {"checks", "errors", "lazy", "model", "runtime"},
+        {"transformers", "vllm", "mlx"},
+    ),
+    "scoring.lm_evaluation": (
+        {"backends", "checks", "errors", "generation", "model", "runtime"},
         {"transformers", "vllm", "mlx"},
     ),
     "compat": (

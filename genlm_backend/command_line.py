@@ -1,0 +1,229 @@
+"""The commands of ``python -m genlm_backend`` that read texts and print lines of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Final, TypeAlias
+
+from genlm_backend.errors import OptionError
+
+Answer: TypeAlias = Callable[[Any, str], Coroutine[Any, Any, dict[str, Any]]]
+"""A function of a model and a text that returns the fields of the text's line."""
+
+_AT_ONCE: Final = 200
+"""Texts that are scored at the same time, at most."""
+
+
+def add_commands(commands: Any) -> None:
+    """Add the commands to a parser's subparsers."""
+    score = _command(commands, "score", _score, "the log-likelihood of each text, in nats")
+    _add_context(score)
+    words = _command(commands, "surprisal", _surprisal, "the surprisal of each word of each text")
+    words.add_argument("--by", choices=("word", "token"), default="word", help="default: word")
+    words.add_argument("--unit", choices=("bits", "nats"), default="bits", help="default: bits")
+    words.add_argument("--entropy", action="store_true", help="tell entropies too")
+    words.add_argument("--rank", action="store_true", help="tell ranks too")
+    _add_context(words)
+    texts = _command(commands, "generate", _generate, "a text behind each prompt")
+    texts.add_argument("--max-new-tokens", type=int, default=100, metavar="N", help="default: 100")
+    texts.add_argument("--temperature", type=float, metavar="T", help="draw; 0 is greedy")
+    texts.add_argument("--top-p", type=float, metavar="P", help="draw within this probability")
+    texts.add_argument("--top-k", type=int, metavar="K", help="draw from so many tokens")
+    texts.add_argument("--seed", type=int, help="of the draws of each text")
+    texts.add_argument("--stop", action="append", metavar="TEXT", help="end; may be repeated")
+
+
+def _command(
+    commands: Any, name: str, answers: Callable[[argparse.Namespace], Answer], about: str
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name,
+        help=f"{about}, as lines of JSON",
+        description=f"Print {about}: a line of JSON for each text, in their order, as they come.",
+    )
+    parser.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="files of one text in a line; blank lines are left out; '-' or none: standard input",
+    )
+    parser.add_argument("--whole", action="store_true", help="each file is one text")
+    parser.add_argument("--model", default="smollm2", metavar="NAME", help="default: smollm2")
+    parser.add_argument("--backend", metavar="NAME", help="hf, vllm, mlx or mock")
+    parser.set_defaults(answers=answers)
+    return parser
+
+
+def _add_context(parser: argparse.ArgumentParser) -> None:
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument(
+        "--context",
+        metavar="TEXT",
+        help="what each text is read behind; default: the token that texts begin with",
+    )
+    either.add_argument(
+        "--context-ids",
+        dest="context",
+        metavar="ID,…",
+        type=_ids,
+        help="the same as token ids, and nothing before them",
+    )
+
+
+def _ids(value: str) -> list[int]:
+    try:
+        return [int(part) for part in value.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"token ids are integers, got {value!r}") from None
+
+
+# -------------------------------------------------------------------- what is answered
+
+
+def _score(options: argparse.Namespace) -> Answer:
+    from genlm_backend.scoring import surprisal
+
+    async def answer(lm: Any, text: str) -> dict[str, Any]:
+        found = await surprisal(lm, text, by="token", context=options.context)
+        return {
+            "text": text,
+            "log_likelihood": found.log_likelihood,
+            "num_tokens": found.num_tokens,
+            "perplexity": found.perplexity,
+        }
+
+    return answer
+
+
+def _surprisal(options: argparse.Namespace) -> Answer:
+    from genlm_backend.scoring import surprisal
+
+    names = ["text", "start", "end", "surprisal", "num_context"]
+    names += [name for name in ("entropy", "rank") if getattr(options, name)]
+    given: dict[str, Any] = {
+        name: getattr(options, name) for name in ("by", "unit", "context", "entropy", "rank")
+    }
+
+    async def answer(lm: Any, text: str) -> dict[str, Any]:
+        found = await surprisal(lm, text, **given)
+        return {
+            "text": text,
+            "unit": found.unit,
+            "total": found.total,
+            f"{options.by}s": [{name: getattr(own, name) for name in names} for own in found],
+        }
+
+    return answer
+
+
+def _generate(options: argparse.Namespace) -> Answer:
+    from genlm_backend.generation import GenerationConfig, generate
+
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+    given = {name: getattr(options, name) for name in names}
+    config = GenerationConfig(**{n: value for n, value in given.items() if value is not None})
+
+    async def answer(lm: Any, text: str) -> dict[str, Any]:
+        (found,) = await generate(lm, text, config)
+        return {
+            "prompt": text,
+            "text": found.text,
+            "num_tokens": len(found.token_ids),
+            "finish_reason": found.finish_reason,
+        }
+
+    return answer
+
+
+# -------------------------------------------------------------------- reading and printing
+
+
+def answer_texts(options: argparse.Namespace) -> None:
+    """Print a line of JSON for each text that the options of a command name.
+
+    Raises:
+        OptionError: (``ValueError``) If a file cannot be read.
+        BrokenPipeError: If nobody reads on.
+        Exception: What loading or asking the model raises; what came before is printed then.
+    """
+    texts = _texts(options.files or ["-"], options.whole)
+    answer: Answer = options.answers(options)
+    from genlm_backend.backends.registry import load_model_by_name
+
+    with load_model_by_name(options.model, options.backend) as lm:
+        most = lm.batch_size if options.command == "generate" else _AT_ONCE
+        asyncio.run(_print_answers(texts, lambda text: answer(lm, text), most))
+
+
+def _texts(files: list[str], is_whole: bool) -> Iterator[str]:
+    """Return the texts of files: their lines that are not blank, or the whole of each.
+
+    Raises:
+        OptionError: If a file cannot be read, before the first is.
+    """
+    for path in files:
+        if path != "-" and not os.access(path, os.R_OK):
+            raise OptionError(f"there is no file {path!r} that can be read")
+    return itertools.chain.from_iterable(_texts_of(path, is_whole) for path in files)
+
+
+def _texts_of(path: str, is_whole: bool) -> Iterator[str]:
+    is_input = path == "-"
+    try:
+        # Not sys.stdin, whose lock the interpreter would wait for at its end.
+        with open(0 if is_input else path, encoding="utf-8", closefd=not is_input) as file:
+            for text in [file.read()] if is_whole else file:
+                if text.strip():
+                    yield text.removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path!r} cannot be read: {error}") from error
+
+
+async def _print_answers(
+    texts: Iterator[str],
+    answer: Callable[[str], Coroutine[Any, Any, dict[str, Any]]],
+    most: int,
+) -> None:
+    """Answer texts at the same time, and print each answer once those before it are printed."""
+    loop = asyncio.get_running_loop()
+    tasks: asyncio.Queue[asyncio.Task[dict[str, Any]] | None] = asyncio.Queue()
+    errors: list[Exception] = []
+    places, is_over = threading.Semaphore(most), threading.Event()
+
+    def begin(text: str) -> None:
+        tasks.put_nowait(loop.create_task(answer(text)))
+
+    def read() -> None:
+        with contextlib.suppress(RuntimeError):  # of a loop that is closed: nobody wants more
+            try:
+                for text in texts:
+                    places.acquire()
+                    if is_over.is_set():
+                        return
+                    loop.call_soon_threadsafe(begin, text)
+            except OptionError as error:
+                errors.append(error)
+            loop.call_soon_threadsafe(tasks.put_nowait, None)
+
+    # A thread that waits for a line does not keep the program from ending.
+    threading.Thread(target=read, name="genlm-texts", daemon=True).start()
+    try:
+        while (task := await tasks.get()) is not None:
+            print(json.dumps(await task, ensure_ascii=False), flush=True)
+            places.release()
+        if errors:
+            raise errors[0]
+    finally:
+        is_over.set()
+        places.release()
+        rest = [task for _ in range(tasks.qsize()) if (task := tasks.get_nowait())]
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)

@@ -1,0 +1,416 @@
+"""The model class ``genlm`` of lm-evaluation-harness: its tasks, answered by any ``AsyncLM``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, final
+
+import torch
+
+from genlm_backend.backends.registry import check_loading, load_model_by_name
+from genlm_backend.checks import (
+    integer,
+    mapping,
+    optional,
+    shown,
+    switch,
+    text,
+)
+from genlm_backend.errors import ContextError, MissingExtraError, OptionError
+from genlm_backend.generation.config import GenerationConfig
+from genlm_backend.generation.generation import generate
+from genlm_backend.model.async_lm import AsyncLM
+from genlm_backend.runtime.background_loop import BackgroundLoop
+from genlm_backend.runtime.progress import progress_bar
+from genlm_backend.runtime.together import together
+
+try:
+    # The other models first: the harness looks for its own only where it knows of none.
+    import lm_eval.models  # noqa: F401 # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
+    from lm_eval.models import utils as model_utils  # pyright: ignore[reportMissingImports]
+    from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
+        get_rolling_token_windows,
+        make_disjoint_window,
+    )
+except ImportError as error:
+    raise MissingExtraError(
+        "evaluations need lm-evaluation-harness: pip install 'genlm-backend[lm-eval]'"
+    ) from error
+
+_log = logging.getLogger(__name__)
+
+_AT_ONCE: Final = 512
+"""Continuations that are scored between two looks at the progress."""
+
+_UNBOUNDED: Final = 2048
+"""The window, in tokens, of a model that nothing bounds, as of the harness's own models."""
+
+_OF_SAMPLING: Final = ("temperature", "top_k", "top_p", "min_p")
+
+
+class _Asked(NamedTuple):
+    """A text to be generated.
+
+    Attributes:
+        prompt: Its prompt, as token ids.
+        config: How.
+        until: The strings that it is cut off at.
+    """
+
+    prompt: list[int]
+    config: GenerationConfig
+    until: list[str]
+
+
+@register_model("genlm")
+@final
+class HarnessLM(TemplateLM):
+    """A model of lm-evaluation-harness that an ``AsyncLM`` answers for.
+
+    The harness knows it as ``genlm`` once this module is imported. Contexts and continuations
+    become tokens as in the harness's own model of transformers (``hf``), and are cut from the left
+    as there; log-likelihoods are the same numbers, and greedy texts the same. What requests have
+    in common, such as the examples before a question, is computed once.
+
+    Args:
+        pretrained: A name that ``load_model_by_name`` takes, or an ``AsyncLM``.
+        backend: The backend, as of ``load_model_by_name``.
+        batch_size: Distinct contexts that are computed at once. 1 and ``"auto"`` leave it to the
+            model: the harness says 1 where nobody has said anything.
+        max_batch_size: The harness's bound of a batch size that it looks for; not needed here.
+        device: The device, for transformers; for other backends see their options. The harness
+            says ``"cuda:0"`` where nobody has said anything, so that is left to the model where it
+            is not there.
+        max_gen_toks: Tokens of a generated text, at most, where its task does not say.
+        add_bos_token: Whether texts begin with ``bos_token_id``; ``None`` leaves it to the
+            tokenizer.
+        prefix_token_id: The token that texts without a context are read behind; by default the
+            tokenizer's ``bos_token_id``, or else its ``eos_token_id``.
+        peft: A LoRA adapter to read with, as ``add_new_lora`` takes it.
+        chat_template_args: More arguments for the tokenizer's chat template.
+        enable_thinking: The argument of that name for the chat template.
+        think_end_token: A string: of a generated text, what comes behind the last one counts.
+        **llm_opts: Options of ``load_model_by_name`` by their names. One that goes into another,
+            as ``dtype`` goes into ``hf_opts``, may be named by itself.
+
+    Attributes:
+        lm: The model.
+        tokenizer: Its tokenizer.
+
+    Raises:
+        OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds, the tokenizer is not one of
+            transformers, or it names no token that a text could begin with where one is needed.
+        Exception: What ``load_model_by_name`` raises.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | AsyncLM,
+        backend: str | None = None,
+        *,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        max_gen_toks: int = 256,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        peft: str | None = None,
+        chat_template_args: Mapping[str, Any] | None = None,
+        enable_thinking: bool | None = None,
+        think_end_token: str | None = None,
+        **llm_opts: Any,
+    ) -> None:
+        super().__init__()
+        self._max_gen_toks = integer(1)("max_gen_toks", max_gen_toks)
+        self._add_bos_token = optional(switch)("add_bos_token", add_bos_token)
+        self._chat_options = {**(optional(mapping)("chat_template_args", chat_template_args) or {})}
+        if enable_thinking is not None:
+            self._chat_options["enable_thinking"] = switch("enable_thinking", enable_thinking)
+        self._think_end_token = optional(text)("think_end_token", think_end_token)
+        optional(text)("peft", peft)
+        if isinstance(pretrained, AsyncLM):
+            self.lm = pretrained
+        else:
+            opts = {**llm_opts, **_batch_options(batch_size)}
+            self.lm = _loaded(pretrained, backend, opts, device)
+        self.tokenizer = self.lm.tokenizer
+        self._prefix_token_id = self._checked_prefix(prefix_token_id)
+        self._prefix: str = self.tokenizer.decode(self._prefix_token_id)
+        self._begin = self._missing_begin() if add_bos_token else []
+        self._lora_name = None if peft is None else "peft"
+        if peft is not None:
+            self.lm.add_new_lora(peft, "peft")
+
+    def _checked_prefix(self, given: int | None) -> int:
+        if not hasattr(self.tokenizer, "bos_token_id"):
+            raise OptionError(
+                "the model must have a tokenizer of transformers, got "
+                f"{type(self.tokenizer).__name__}"
+            )
+        if given is None:
+            given = self.tokenizer.bos_token_id
+        if given is None:
+            given = self.tokenizer.eos_token_id
+        if given is None:
+            raise OptionError("prefix_token_id must be given: the tokenizer names no such token")
+        return integer(0, len(self.lm.byte_vocab) - 1)("prefix_token_id", given)
+
+    def _missing_begin(self) -> list[int]:
+        """Return the token that begins texts where the tokenizer itself puts none there."""
+        begin = self.tokenizer.bos_token_id
+        if begin is None:
+            raise OptionError("add_bos_token must be left out: the tokenizer names no such token")
+        return [] if self.tokenizer.encode("")[:1] == [begin] else [begin]
+
+    # ---------------------------------------------------------------- tokens
+
+    @property
+    def eot_token_id(self) -> int | None:
+        """The id of the token that ends a text, as the tokenizer names it."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The id of the token that texts without a context are read behind."""
+        return self._prefix_token_id
+
+    @property
+    def max_length(self) -> int:
+        """The longest context that the model takes, in tokens."""
+        return self.lm.max_length or _UNBOUNDED
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name of the tokenizer, by which the harness keeps what it has made of requests."""
+        return self.tokenizer.name_or_path.replace("/", "__")
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **others: Any
+    ) -> list[int]:
+        """Return the token ids of a text.
+
+        Args:
+            string: The text.
+            add_special_tokens: Whether it begins with the tokenizer's special tokens; ``None``
+                leaves that to ``add_bos_token``, and adds none where they are spelt out already.
+            **others: No options; the harness may pass some.
+        """
+        if add_special_tokens is None:
+            begins = string.startswith(self._prefix)
+            add_special_tokens = False if begins else self._add_bos_token
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        ids = list(self.tokenizer.encode(string, **options))
+        return [*self._begin, *ids] if add_special_tokens else ids
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return the text of a chat by the tokenizer's template.
+
+        Messages of a system are left out where the template does not take them.
+        """
+        options = {
+            "tokenize": False,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+            **self._chat_options,
+        }
+        try:
+            return self.tokenizer.apply_chat_template(chat_history, **options)
+        except Exception:  # a template is a program of its own
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            _log.warning("the chat template takes no system: its messages are left out")
+            return self.tokenizer.apply_chat_template(others, **options)
+
+    # ---------------------------------------------------------------- log-likelihoods
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **others: Any,
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        found: dict[int, tuple[float, bool]] = {}
+        for i, answer in self._scored(pairs, not disable_tqdm):
+            found[i] = answer
+            self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
+        return [found[i] for i in range(len(pairs))]
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """Return the log-likelihood of each whole text, in nats, read behind the prefix token.
+
+        A text that is longer than the model takes is divided into windows that have one token in
+        common, as the harness's own models divide it.
+        """
+        pairs, owners = list[tuple[list[int], list[int]]](), list[int]()
+        for owner, request in enumerate(requests):
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            own = [make_disjoint_window(window) for window in windows]
+            pairs += own
+            owners += [owner] * len(own)
+        parts: list[list[float]] = [[] for _ in requests]
+        for i, (logprob, _) in self._scored(pairs, not disable_tqdm):
+            parts[owners[i]].append(logprob)
+        sums = [math.fsum(own) for own in parts]
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    def _scored(
+        self, pairs: Sequence[tuple[list[int], list[int]]], is_shown: bool
+    ) -> Iterator[tuple[int, tuple[float, bool]]]:
+        """Yield the log-likelihoods of continuations, and whether each is the greedy one.
+
+        Each comes with its place among the pairs, and those that have most in common together.
+        """
+        cut = [self._cut(context, continuation) for context, continuation in pairs]
+        # Neighbours have the longest beginnings in common, which are in the cache then.
+        order = sorted(range(len(cut)), key=lambda i: cut[i][0] + cut[i][1])
+        with progress_bar(len(cut), is_shown, "scoring") as bar:
+            for start in range(0, len(order), _AT_ONCE):
+                some = order[start : start + _AT_ONCE]
+                prompts, continuations = [cut[i][0] for i in some], [cut[i][1] for i in some]
+                scores = self.lm.batch_score_with_sync(
+                    prompts, continuations, self._lora_name, rank=True
+                )
+                for i, own in zip(some, scores, strict=True):
+                    assert own.ranks is not None
+                    is_greedy = not own.ranks.any().item()
+                    yield i, (math.fsum(own.logprobs.tolist()), is_greedy)
+                bar.update(len(some))
+
+    def _cut(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
+        """Return a context and its continuation, without what is too much on the left.
+
+        Raises:
+            ContextError: If the continuation has no token, or the model has no room for it.
+        """
+        if not 0 < len(continuation) <= self.max_length:
+            raise ContextError(
+                f"a continuation must have 1 to {self.max_length} tokens, got {len(continuation)}: "
+                f"{shown(self.tokenizer.decode(continuation))}"
+            )
+        # The last token is never read, so that there is room for one more.
+        most = self.max_length + 1 - len(continuation)
+        if len(context) > most:
+            _log.warning("a context of %d tokens is cut to its last %d", len(context), most)
+        return context[-most:], continuation
+
+    # ---------------------------------------------------------------- texts
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Return a text behind the context of each request, greedy unless its task says otherwise.
+
+        Raises:
+            GenerationConfigError: (``ValueError``) If a task has an argument that is not known.
+            OptionError: (``ValueError``) If the model has no room for the text that a task wants.
+        """
+        asked = [self._asked(*request.args) for request in requests]
+        loop = BackgroundLoop("lm-eval")
+        try:
+            with progress_bar(len(asked), not disable_tqdm, "generating") as bar:
+                return loop.run(self._texts(requests, asked, bar))
+        finally:
+            loop.close()
+
+    async def _texts(self, requests: Any, asked: Sequence[_Asked], bar: Any) -> list[str]:
+        # More would not be computed at once, and need memory for their keys and values.
+        places = asyncio.Semaphore(self.lm.batch_size)
+
+        async def finished(request: Any, own: _Asked) -> str:
+            async with places:
+                (generation,) = await generate(self.lm, own.prompt, own.config)
+            text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+            text = model_utils.postprocess_generated_text(text, own.until, self._think_end_token)
+            self.cache_hook.add_partial("generate_until", request.args, text)
+            bar.update()
+            return text
+
+        return await together(map(finished, requests, asked))
+
+    def _asked(self, context: str, arguments: Mapping[str, Any]) -> _Asked:
+        """Return the text that a task asks for behind a context, by its arguments."""
+        fields = dict(model_utils.normalize_gen_kwargs({**arguments}, self._max_gen_toks))
+        max_new_tokens = fields.pop("max_gen_toks")
+        eos = [] if self.eot_token_id is None else [self.tokenizer.decode(self.eot_token_id)]
+        until = [end for end in [*fields.pop("until"), *eos] if end]
+        most = self.max_length - max_new_tokens
+        if most < 1:
+            raise OptionError(
+                f"max_gen_toks must leave room for a context within {self.max_length} tokens, "
+                f"got {max_new_tokens}"
+            )
+        if not fields["do_sample"]:
+            for name in _OF_SAMPLING:
+                fields.pop(name, None)
+        elif "seed" not in fields:  # of the stream that the harness has seeded
+            fields["seed"] = int(torch.randint(1 << 62, ()))
+        # An end that has a special token is not among the characters of a text.
+        ends = {end: self.tok_encode(end, add_special_tokens=False) for end in until}
+        special = [ids for ids in ends.values() if not self.lm.special_ids.isdisjoint(ids)]
+        config = GenerationConfig(
+            **fields,
+            max_new_tokens=max_new_tokens,
+            stop=until,
+            stop_words_ids=special,
+            lora_name=self._lora_name,
+        )
+        prompt = self.tok_encode(context) or [self.prefix_token_id]
+        return _Asked(prompt[-most:], config, until)
+
+
+def _batch_options(batch_size: int | str | None) -> dict[str, Any]:
+    """Return the option of a batch size that somebody has chosen."""
+    if batch_size in (None, 1, "1") or str(batch_size).startswith("auto"):
+        return {}
+    if isinstance(batch_size, str) and batch_size.isdecimal():
+        batch_size = int(batch_size)
+    return {"batch_size": batch_size}
+
+
+def _loaded(
+    pretrained: str, backend: str | None, options: dict[str, Any], device: str | None
+) -> AsyncLM:
+    """Load a model by the options of its backend, those of others within them."""
+    kind, _ = check_loading(
+        pretrained, backend, {n: v for n, v in options.items() if n == "replicas"}
+    )
+    nested = kind.nested_options
+    is_default = str(device).startswith("cuda") and not torch.cuda.is_available()
+    if device is not None and not is_default and "device" in nested:
+        options.setdefault("device", device)
+    given: dict[str, Any] = {}
+    for name, value in options.items():
+        option, _, own = nested.get(name, name).partition(".")
+        if option == name:
+            given[name] = {**given.get(name, {}), **value} if isinstance(value, Mapping) else value
+        else:
+            given[option] = {**given.get(option, {}), own or name: value}
+    return load_model_by_name(pretrained, backend, given)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the harness's own command line, which knows the model ``genlm`` here.
+
+    Args:
+        arguments: What stands behind ``lm_eval`` there.
+    """
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+
+    sys.argv = ["lm-eval", *arguments]
+    cli_evaluate()
