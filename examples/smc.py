@@ -55,7 +55,7 @@ async def smc(
             break
         masks = [allowed] * len(active)
         if constraint is not None:
-            masks = Constraint.masks([p.constraint for p in active])
+            masks = Constraint.masks([p.constraint for p in active if p.constraint])
             masks = masks if allowed is None else [mask & allowed for mask in masks]
         options = {"allowed": masks, "generator": random, "impossible": "return"}
         contexts = [[*prompt, *p.ids] for p in active]

@@ -40,6 +40,20 @@ def bars_where_seen() -> Iterator[None]:
         logging.enable_progress_bar()
 
 
+@contextlib.contextmanager
+def stage(what: str) -> Iterator[None]:
+    """Name a stage of long work while it lasts, on standard error, where somebody sees it."""
+    if not is_watched():
+        yield
+        return
+    said = f"{what} …"
+    print(said, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(f"\r{' ' * len(said)}\r", end="", file=sys.stderr, flush=True)
+
+
 def progress_bar(total: int, is_shown: bool, what: str = "sampling") -> Any:
     """Return a bar for what is done with ``total`` texts, which shows nothing unless it is to."""
     from tqdm.auto import tqdm

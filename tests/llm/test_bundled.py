@@ -157,3 +157,13 @@ def test_bars_are_drawn_where_somebody_sees_and_wants_them(capsys, monkeypatch, 
     finally:
         switch[before]()
     assert ("reading" in capsys.readouterr().err) is (is_seen and is_wanted)
+
+
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_the_stages_of_loading_are_named_where_somebody_sees_them(is_seen, capsys, monkeypatch):
+    monkeypatch.setattr("genlm_backend.runtime.progress.is_watched", lambda: is_seen)
+    load_model_by_name("smollm2", backend="hf").close()
+    said = capsys.readouterr().err
+    stages = ["loading smollm2 …", "packing weights …", "asking the model what it can do …"]
+    assert [stage in said for stage in stages] == [is_seen] * 3
+    assert said.endswith("\r") == is_seen

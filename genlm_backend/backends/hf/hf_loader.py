@@ -24,6 +24,7 @@ from genlm_backend.errors import OptionError, OptionTypeError, PictureError
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.prefix.budgets import check_budgets
 from genlm_backend.remote.process_evaluator import pickled
+from genlm_backend.runtime.progress import bars_where_seen, stage
 
 Weights: TypeAlias = Literal["int8"]
 """Name of a number format that the weights of a model can be brought into."""
@@ -107,7 +108,7 @@ class HFLoader:
         check_architecture(self.name, config)
         sees = "vision_config" in config and config.get("model_type") in _seeing()
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        with explained_options(self.options):
+        with explained_options(self.options), stage(f"loading {self.name}"):
             loaded: Any = kind.from_pretrained(path, **self.options, output_loading_info=True)
         model, told = loaded
         check_complete(self.name, model, told["missing_keys"])
@@ -119,8 +120,6 @@ class HFLoader:
 
     def __call__(self) -> HFEvaluator:
         """Load the model; return an evaluator of it whose rows are on the CPU."""
-        from genlm_backend.runtime.progress import bars_where_seen
-
         with bars_where_seen():
             model = self.model()
         cpu = torch.device("cpu")

@@ -47,6 +47,7 @@ from genlm_backend.prefix import (
     StateLayout,
     StateTensor,
 )
+from genlm_backend.runtime.progress import stage
 from genlm_backend.runtime.threads import one_thread
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,7 @@ def _rotary_limits(module: Any, rope_type: Any) -> Iterator[int]:
             yield module.original_max_seq_len - 1  # at the limit, it reads as in the one before
 
 
+@stage("asking the model what it can do")
 def examine(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
     """Find out by a few tiny forward passes whether slots give the right answers.
 
