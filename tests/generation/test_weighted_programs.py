@@ -41,7 +41,7 @@ def example(name):
 
 def documented(function):
     """A function of the guide's, as it stands there."""
-    text = (ROOT / "docs" / "generation.md").read_text()
+    text = (ROOT / "docs" / "constraints.md").read_text()
     (block,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.S) if f"def {function}" in b)
     wanted = (ast.Import, ast.ImportFrom, ast.AsyncFunctionDef)
     body = [node for node in ast.parse(block).body if isinstance(node, wanted)]

@@ -106,6 +106,11 @@ def cache_of(
             f"state_cache_bytes={of_states} leaves no room for keys and values of "
             f"kv_cache_bytes={budget}: a token takes {layout.bytes_per_slot} bytes"
         )
+    if layout.layers and not num_slots:
+        raise OptionError(
+            f"kv_cache_bytes={budget} has no room for one token, which takes "
+            f"{layout.bytes_per_slot} bytes beside as many that stay free; 0 keeps nothing"
+        )
     states = host_states = host_store = None
     if of_states:
         with _fits("state_cache_bytes", of_states):

@@ -22,7 +22,7 @@ from genlm_backend.checks import (
     thread_count,
 )
 from genlm_backend.errors import DeviceError, OptionError, RuntimeConfigError
-from genlm_backend.generation.config import replaced
+from genlm_backend.generation.config import check_fields, replaced
 from genlm_backend.model.async_lm import AsyncLM
 
 _MODES: Final[Mapping[str | None, str]] = {
@@ -69,6 +69,11 @@ class RuntimeConfig:
     warm_up: bool = True
     backend: str | None = None
     llm_opts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __new__(cls, **fields: Any) -> Self:
+        """Check the names, which ``__init__`` would refuse without a word about others."""
+        check_fields(cls, fields, RuntimeConfigError)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in _CHECKS}

@@ -167,7 +167,7 @@ class SchemaDocument:
         if keyword not in HONOURED:
             if is_idle(keyword, schema, types_of(schema), self._draft):
                 return
-            near = get_close_matches(keyword, [*HONOURED, *ANNOTATIONS], n=1, cutoff=0.85)
+            near = get_close_matches(keyword, [*HONOURED, *ANNOTATIONS], n=1, cutoff=0.8)
             hint = (
                 f"did you mean {near[0]!r}?" if near else "annotations of your own begin with 'x-'"
             )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer
-from genlm_backend.errors import CacheError, QueryDroppedError
+from genlm_backend.errors import CacheError, OptionError, QueryDroppedError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -113,7 +113,7 @@ def test_a_long_prefill_goes_in_chunks(make):
 
 @pytest.mark.parametrize("capacity", [0, 1, 5, 52, 60, 75, 300])
 def test_whatever_fits_the_answers_are_right(make, capacity):
-    lm = make(kv_cache_bytes=(capacity + 1) * SLOT, row_cache_bytes=0)
+    lm = make(kv_cache_bytes=(capacity + 1) * SLOT if capacity else 0, row_cache_bytes=0)
     generator = random.Random(capacity)
     particles = [[*PROMPT, i] for i in range(8)]
     for _ in range(6):
@@ -121,6 +121,12 @@ def test_whatever_fits_the_answers_are_right(make, capacity):
         lm._evaluator.passes.tree.check_integrity()
         assert lm.statistics().kv_bytes_used <= capacity * SLOT
         particles = [[*generator.choice(particles), generator.randrange(96)] for _ in particles]
+
+
+@pytest.mark.parametrize("num_bytes", [1, 64, 2 * SLOT - 1])
+def test_a_budget_below_one_token_is_refused(make, num_bytes):
+    with pytest.raises(OptionError, match=f"{num_bytes} has no room for one token, which takes"):
+        make(kv_cache_bytes=num_bytes)
 
 
 async def test_five_thousand_contexts_stay_within_the_budgets(make):

@@ -107,7 +107,7 @@ def test_a_row_is_the_same_whole_step_by_step_and_reused(name, kept):
         min_size=1,
         max_size=6,
     ),
-    st.integers(0, 40),
+    st.integers(1, 40),
 )
 def test_no_history_changes_a_row(kept, batches, num_slots):
     """Contexts that come together or after each other, with room for all, for some or for none."""
