@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast, final
@@ -85,7 +86,7 @@ class Batcher(BatcherBase[Q, R]):
         self._numbers: dict[Hashable, int] = {}  # of the queries of both, by key
         self._tickers: dict[asyncio.AbstractEventLoop, Ticker] = {}
         self._is_busy = self._is_urgent = False
-        self._num_arrived = 0
+        self._num_arrived, self._last_wake = 0, 0.0
         self._counts = Counts()
 
     # ---------------------------------------------------------------- asking
@@ -368,6 +369,20 @@ class Batcher(BatcherBase[Q, R]):
 
     # ---------------------------------------------------------------- on the worker thread
 
+    def check_wanted(self) -> None:
+        """Raise if nobody waits any more for what the worker thread is doing.
+
+        Now and then it wakes the loops that wait: one that a notebook's stop button has cancelled a
+        task of, in a signal's handler, would sleep on until the row comes.
+        """
+        super().check_wanted()
+        now = time.monotonic()
+        if now - self._last_wake >= _WAKE_SECONDS and self._worker.is_current_thread():
+            self._last_wake = now
+            for loop in [*self._running.loops]:
+                if loop is not None:
+                    call_threadsafe(loop, _nothing)
+
     def _run(self) -> None:
         # All frames from here on may remember an error of ``evaluate``'s, by its traceback and what
         # called what: none of them knows it, or it would stay until garbage is collected.
@@ -435,3 +450,11 @@ class Batcher(BatcherBase[Q, R]):
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock.here:
             self._advance(loop)
+
+
+_WAKE_SECONDS = 0.1
+"""Seconds between two times that loops are woken during a long evaluation."""
+
+
+def _nothing() -> None:
+    return None

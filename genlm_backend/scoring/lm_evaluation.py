@@ -359,7 +359,7 @@ class HarnessLM(TemplateLM):
             for name in _OF_SAMPLING:
                 fields.pop(name, None)
         elif "seed" not in fields:  # of the stream that the harness has seeded
-            fields["seed"] = int(torch.randint(1 << 62, ()))
+            fields["seed"] = int(torch.randint(1 << 62, (), dtype=torch.int64))
         # An end that has a special token is not among the characters of a text.
         ends = {end: self.tok_encode(end, add_special_tokens=False) for end in until}
         special = [ids for ids in ends.values() if not self.lm.special_ids.isdisjoint(ids)]

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import threading
+import time
 
 import pytest
 
@@ -409,3 +410,32 @@ async def test_a_query_that_has_no_key_is_refused_and_nothing_is_left_of_it(reco
     assert recorder.batches == [[1]]
     assert batcher.statistics().num_pending == 0
     batcher.close()
+
+
+async def test_a_task_that_a_signal_s_handler_cancels_is_told_before_its_result_comes():
+    """As a notebook's stop button does it, which does not wake the loop."""
+    steps = []
+
+    def evaluate(queries):
+        for _ in range(60):
+            batcher.check_wanted()
+            steps.append(1)
+            time.sleep(0.05)
+        return queries
+
+    def stop(*_):
+        waiting.cancel()
+
+    batcher, main = Batcher(evaluate), threading.main_thread().ident
+    before = signal.signal(signal.SIGUSR1, stop)
+    timer = threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGUSR1])
+    timer.start()
+    try:
+        waiting = asyncio.ensure_future(batcher.submit(1))
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert len(steps) < 40
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+        batcher.close()
