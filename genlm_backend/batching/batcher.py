@@ -375,13 +375,18 @@ class Batcher(BatcherBase[Q, R]):
         Now and then it wakes the loops that wait: one that a notebook's stop button has cancelled a
         task of, in a signal's handler, would sleep on until the row comes.
         """
-        super().check_wanted()
-        now = time.monotonic()
-        if now - self._last_wake >= _WAKE_SECONDS and self._worker.is_current_thread():
-            self._last_wake = now
-            for loop in [*self._running.loops]:
-                if loop is not None:
-                    call_threadsafe(loop, _nothing)
+        try:
+            super().check_wanted()
+        except QueryDroppedError:
+            self._last_wake = 0.0
+            raise
+        finally:
+            now = time.monotonic()
+            if now - self._last_wake >= _WAKE_SECONDS and self._worker.is_current_thread():
+                self._last_wake = now
+                for loop in [*self._running.loops]:
+                    if loop is not None:
+                        call_threadsafe(loop, _nothing)
 
     def _run(self) -> None:
         # All frames from here on may remember an error of ``evaluate``'s, by its traceback and what
