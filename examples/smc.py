@@ -44,8 +44,10 @@ async def smc(
     """Return the particles, log Z, and the effective sample size of each step.
 
     `constraint` is forked for each particle; `allowed` are the tokens of all. `twist(ids)` is the
-    logarithm of a factor; `proposal` are options of draws, such as `{"temperature": 1.5}`. Texts of
-    `max_tokens` are texts, but those that a constraint has not let end weigh nothing.
+    logarithm of a factor, -inf only where no text goes on to another; `proposal` are options of
+    draws, such as `{"temperature": 1.5}`, which leave everything possible. Texts of `max_tokens`
+    are texts, but those that a constraint has not let end weigh nothing: `allowed` has the ids in
+    `lm.eos_token_ids` then, and log Z is -inf where `max_tokens` are too few for any to end.
     """
     random, sizes = np.random.default_rng(seed), []
     swarm = [Particle(constraint and constraint.fork()) for _ in range(particles)]
@@ -66,7 +68,8 @@ async def smc(
         total = np.logaddexp.reduce(log_weights)
         weights = np.exp(log_weights - total) if total > -np.inf else np.zeros(particles)
         sizes.append(weights.sum() and 1 / np.square(weights).sum())
-        if 0 < sizes[-1] < ess_threshold * particles:  # systematic: one number for all
+        goes_on = any(not p.is_done for p in swarm)  # or copies would replace texts for nothing
+        if goes_on and 0 < sizes[-1] < ess_threshold * particles:  # systematic: one number for all
             points = (random.random() + np.arange(particles)) / particles
             chosen = np.searchsorted(weights.cumsum() / weights.sum(), points, "right")
             swarm = [swarm[i].copy(total - np.log(particles)) for i in chosen]

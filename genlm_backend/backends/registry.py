@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 from genlm_backend.backends.loading import check_name
-from genlm_backend.checks import mapping, optional, shown, text
+from genlm_backend.checks import mapping, near_names, optional, shown, text
 from genlm_backend.errors import OptionError, OptionTypeError, UnknownBackendError
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ def check_loading(
     if found is None:
         raise UnknownBackendError(
             f"unknown backend {backend!r}; known are {', '.join(map(repr, BACKENDS))}"
+            f"{near_names(chosen, BACKENDS, quoted=True)}"
         )
     if "replicas" in options:
         if "process" in options:

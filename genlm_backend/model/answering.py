@@ -13,7 +13,7 @@ from genlm_backend.errors import EvaluationError
 from genlm_backend.model.adapters import AdapterNames
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
 from genlm_backend.model.query import Query
-from genlm_backend.model.readout import Readout, answers_by_rows
+from genlm_backend.model.readout import OwnReadout, Readout, answers_by_rows
 from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_without
 from genlm_backend.model.scoring import Answer, Question
 
@@ -135,7 +135,10 @@ class Answering:
             wanted, got = question.wanted.format(vocab_size=size), shown(answer)
         except Exception as error:  # of a readout of a program's own
             return error
-        return EvaluationError(f"{self._verb} must return {wanted}, or an exception, got {got}")
+        asked: Any = question
+        is_own = type(asked) is OwnReadout
+        verb = f"{type(asked.readout).__name__}.of_rows" if is_own else self._verb
+        return EvaluationError(f"{verb} must return {wanted}, or an exception, got {got}")
 
     @property
     def _verb(self) -> str:

@@ -148,7 +148,10 @@ def check_possible(score: float, error: type[Exception] = EvaluationError) -> No
 
 # -------------------------------------------------------------------- the tokens that may come
 
-_NO_TOKEN: Final = "{} has no token: nothing can be drawn; see impossible='return'"
+_NO_TOKEN: Final = (
+    "{} has no token: nothing can be drawn, as behind the end of a constraint (is_ended); "
+    "impossible='return' returns a draw without a token"
+)
 
 
 @final

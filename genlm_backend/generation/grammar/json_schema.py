@@ -58,7 +58,9 @@ def check_schema(schema: Mapping[str, Any] | bool | str | type[Any]) -> SchemaDo
         plain = json.loads(text, parse_float=_decimal, parse_constant=_decimal)
         json.dumps(doubles(plain), ensure_ascii=False).encode()  # lone surrogates are no JSON text
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConstraintError(f"the schema is no JSON: {error}") from error
+        is_type = isinstance(schema, type) or hasattr(schema, "__origin__")
+        hint = f"; pass pydantic.TypeAdapter({shown(schema)})" if is_type else ""
+        raise ConstraintError(f"the schema is no JSON: {error}{hint}") from error
     if plain is False:
         raise ConstraintError("no JSON value fits the schema false")
     if plain is not True and not isinstance(plain, dict):
