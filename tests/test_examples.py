@@ -86,10 +86,11 @@ def test_a_character_level_constraint_holds_and_both_waits_are_batched():
 def test_particles_under_a_schema_validate():
     done = run("examples/json_smc.py", "--particles", "4", "--tokens", "60")
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.strip().split("\n")
+    *lines, log_z = done.stdout.strip().split("\n")
     assert len(lines) == 4
     for line in lines:
         assert re.match(r" *-\d+\.\d\d  \{", line), line
+    assert re.fullmatch(r"log Z -\d+\.\d\d", log_z)
 
 
 def test_a_chat_goes_on_from_its_own_answers():
