@@ -26,7 +26,9 @@ def add_commands(commands: Any) -> None:
     score = _command(commands, "score", _score, "the log-likelihood of each text, in nats")
     _add_context(score)
     words = _command(commands, "surprisal", _surprisal, "the surprisal of each word of each text")
-    words.add_argument("--by", choices=("word", "token"), default="word", help="default: word")
+    words.add_argument(
+        "--by", choices=("word", "token", "character"), default="word", help="default: word"
+    )
     words.add_argument("--unit", choices=("bits", "nats"), default="bits", help="default: bits")
     words.add_argument("--entropy", action="store_true", help="tell entropies too")
     words.add_argument("--rank", action="store_true", help="tell ranks too")
