@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast, final
@@ -86,7 +85,7 @@ class Batcher(BatcherBase[Q, R]):
         self._numbers: dict[Hashable, int] = {}  # of the queries of both, by key
         self._tickers: dict[asyncio.AbstractEventLoop, Ticker] = {}
         self._is_busy = self._is_urgent = False
-        self._num_arrived, self._last_wake = 0, 0.0
+        self._num_arrived = 0
         self._counts = Counts()
 
     # ---------------------------------------------------------------- asking
@@ -369,25 +368,6 @@ class Batcher(BatcherBase[Q, R]):
 
     # ---------------------------------------------------------------- on the worker thread
 
-    def check_wanted(self) -> None:
-        """Raise if nobody waits any more for what the worker thread is doing.
-
-        Now and then it wakes the loops that wait: one that a notebook's stop button has cancelled a
-        task of, in a signal's handler, would sleep on until the row comes.
-        """
-        try:
-            super().check_wanted()
-        except QueryDroppedError:
-            self._last_wake = 0.0
-            raise
-        finally:
-            now = time.monotonic()
-            if now - self._last_wake >= _WAKE_SECONDS and self._worker.is_current_thread():
-                self._last_wake = now
-                for loop in [*self._running.loops]:
-                    if loop is not None:
-                        call_threadsafe(loop, _nothing)
-
     def _run(self) -> None:
         # All frames from here on may remember an error of ``evaluate``'s, by its traceback and what
         # called what: none of them knows it, or it would stay until garbage is collected.
@@ -395,7 +375,7 @@ class Batcher(BatcherBase[Q, R]):
             with self._lock.here:
                 self._is_busy = True
                 batch = self._take()
-            self._is_wanted = batch.is_wanted
+            self._is_wanted, self._sleepers = batch.is_wanted, batch.loops
             queries = batch.wanted_queries
             with fewer_collections(len(queries)):
                 self._settle(batch, *evaluated(self._evaluate, queries))
@@ -405,7 +385,7 @@ class Batcher(BatcherBase[Q, R]):
     def _settle(self, batch: Round, results: list[R], error: BaseException | None) -> None:
         with self._lock.here:
             is_given_up = error is not None and error is self._given_up and not self._is_ending()
-            self._is_wanted = self._given_up = None
+            self._is_wanted, self._given_up, self._sleepers = None, None, frozenset()
             self._running = Round(batch.stop)
             if is_given_up:
                 self._put_back(batch)
@@ -447,7 +427,7 @@ class Batcher(BatcherBase[Q, R]):
     def _fail(self, error: BaseException) -> None:
         with self._lock.here:
             answers = self._refused(error, (self._running,))
-            self._is_wanted = self._given_up = None
+            self._is_wanted, self._given_up, self._sleepers = None, None, frozenset()
             self._numbers, self._is_busy = {}, False
             self._running = Round(self._waiting.first)
         deliver(answers)
@@ -455,11 +435,3 @@ class Batcher(BatcherBase[Q, R]):
     def _wake(self, loop: asyncio.AbstractEventLoop) -> None:
         with self._lock.here:
             self._advance(loop)
-
-
-_WAKE_SECONDS = 0.1
-"""Seconds between two times that loops are woken during a long evaluation."""
-
-
-def _nothing() -> None:
-    return None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import abc
 import concurrent.futures
-from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar, final
+import time
+from collections.abc import Callable, Iterable, Set
+from typing import Any, Final, Generic, TypeVar, final
 
 from genlm_backend.batching.policy import BatchPolicy
-from genlm_backend.batching.round import presentable
+from genlm_backend.batching.round import Loop, call_threadsafe, presentable
 from genlm_backend.batching.statistics import BatcherStatistics
 from genlm_backend.batching.worker import Worker
 from genlm_backend.errors import BatcherClosedError, QueryDroppedError
@@ -34,6 +35,8 @@ class BatcherBase(abc.ABC, Generic[Q, R]):
     def __init__(self, name: str) -> None:
         self._name, self._worker, self._lock = name, Worker(f"genlm-{name}"), ProcessLock()
         self._is_wanted: Callable[[], bool] | None = None  # what the worker is at
+        self._sleepers: Set[Loop] = frozenset()  # loops of those who wait for it
+        self._last_wake = 0.0
         self._given_up: QueryDroppedError | None = None  # what has ended it
         self._is_closed = False
         self._fences: dict[Call[Any], int] = {}  # calls that are queued: the query after each
@@ -127,11 +130,27 @@ class BatcherBase(abc.ABC, Generic[Q, R]):
         if not self._worker.is_current_thread():
             return
         with self._lock.here:
-            if self._is_ending() or (self._is_wanted is not None and not self._is_wanted()):
+            is_given_up = self._is_ending()
+            is_given_up = is_given_up or (self._is_wanted is not None and not self._is_wanted())
+            self._wake_sleepers(is_given_up)
+            if is_given_up:
                 is_exit = self._worker.is_stopped and not self._is_closed
                 why = ": the interpreter exits" if is_exit else ""
                 self._given_up = QueryDroppedError(f"ended before the query was answered{why}")
                 raise self._given_up
+
+    def _wake_sleepers(self, is_given_up: bool) -> None:
+        """Wake the loops of those who wait, now and then.
+
+        One that a notebook's stop button has cancelled a task of, in a signal's handler, would
+        sleep on until the result comes, or for ever where none comes.
+        """
+        now = time.monotonic()
+        if is_given_up or now - self._last_wake >= _WAKE_SECONDS:
+            self._last_wake = now
+            for loop in [*self._sleepers]:
+                if loop is not None:
+                    call_threadsafe(loop, _nothing)
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -213,3 +232,11 @@ def _settle(
         future.set_result(result)
     else:
         future.set_exception(error)
+
+
+_WAKE_SECONDS: Final = 0.1
+"""Seconds between two times that loops are woken during a long evaluation."""
+
+
+def _nothing() -> None:
+    return None
