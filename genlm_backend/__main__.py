@@ -79,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def run_command(known: argparse.Namespace, rest: list[str]) -> None:
-    """Do what a parsed command line says.
+    """Run the command of a parsed command line.
 
     Args:
         known: The command and its options.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 from array import array
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
@@ -128,6 +127,8 @@ class AsyncLM(Closing):
     _own_eos: Collection[int] | None = None
     """Ids that end a text by the model's generation config; ``None`` where it names none."""
 
+    _alphabet: tuple[frozenset[int], Alphabet] | None = None
+
     has_host_tier: bool = False
     """Whether keys and values that have to leave the device are kept on the host."""
 
@@ -149,10 +150,13 @@ class AsyncLM(Closing):
     def _is_token(self, token_id: int) -> bool:
         return 0 <= token_id < len(self.byte_vocab) and token_id not in self.undefined_ids
 
-    @cached_property
+    @property
     def alphabet(self) -> Alphabet:
-        """The tokens in the order of their bytes, without those that end a text."""
-        return Alphabet(self.byte_vocab, self.special_ids | self.eos_token_ids, self.undefined_ids)
+        """The tokens in the order of their bytes, without those that end a text now."""
+        ends = self.special_ids | self.eos_token_ids
+        if self._alphabet is None or self._alphabet[0] != ends:
+            self._alphabet = ends, Alphabet(self.byte_vocab, ends, self.undefined_ids)
+        return self._alphabet[1]
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:

@@ -218,13 +218,7 @@ def packed_mask(
     if allowed is None:
         return None
     if isinstance(allowed, PackedMask):
-        if type(allowed.bits) is not bytes:
-            raise OptionTypeError(f"the bits of {name} must be bytes, got {shown(allowed.bits)}")
-        if allowed.vocab_size != vocab_size or len(allowed.bits) != -(-vocab_size // 8):
-            raise OptionError(
-                f"{name} must be a mask of {vocab_size} tokens, as the vocabulary has; got one of "
-                f"{allowed.vocab_size} in {len(allowed.bits)} bytes"
-            )
+        _check_bits(name, allowed, vocab_size)
         if not any(allowed.bits) and not may_be_empty:
             raise OptionError(_NO_TOKEN.format(name))
         return allowed.bits
@@ -266,6 +260,16 @@ def packed_mask(
     if not mask.any() and not may_be_empty:
         raise OptionError(_NO_TOKEN.format(name))
     return np.packbits(mask).tobytes()
+
+
+def _check_bits(name: str, mask: PackedMask, vocab_size: int) -> None:
+    if type(mask.bits) is not bytes:
+        raise OptionTypeError(f"the bits of {name} must be bytes, got {shown(mask.bits)}")
+    if mask.vocab_size != vocab_size or len(mask.bits) != -(-vocab_size // 8):
+        raise OptionError(
+            f"{name} must be a mask of {vocab_size} tokens, as the vocabulary has; got one of "
+            f"{mask.vocab_size} in {len(mask.bits)} bytes"
+        )
 
 
 def as_ids_or_bools(name: str, values: Any) -> Any:

@@ -134,12 +134,12 @@ def path(parents, depths, node, found):
 
 
 @compiled
-def digest_chain(digests, parent, nodes, tokens):
-    """Write the digests of nodes, each behind the one before it, the first behind ``parent``."""
-    digest = digests[parent]
-    for i in range(len(nodes)):
-        digest = digest * DIGEST_FACTOR + np.uint64(tokens[i]) + np.uint64(1)
-        digests[nodes[i]] = digest
+def fill_digests(digests, parents, tokens, depths, nodes):
+    """Write the digests of nodes, each behind the node before it; roots have their own."""
+    for node in nodes:
+        if depths[node] > 0:
+            digest = digests[parents[node]] * DIGEST_FACTOR
+            digests[node] = digest + np.uint64(tokens[node]) + np.uint64(1)
 
 
 @compiled

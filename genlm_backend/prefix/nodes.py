@@ -62,7 +62,10 @@ class Nodes:
         num_on_device: Number of linked children on the device.
         stamp: Time of its last use, int64 ``[n]``, or ``PINNED``.
         num_uses: Number of its use, int64 ``[n]``.
-        digest: Digest of the tokens up to this one and with it, and of their root: uint64 ``[n]``.
+        digest: Digest of the tokens up to this one and with it, and of their root: uint64 ``[n]``,
+            where there are digests.
+        has_digests: Whether there are digests of nodes that are no roots; ``begin_digests`` makes
+            them, so that nobody pays for them who does not ask for any.
         table: Linked nodes by their parents and tokens, int32; see ``node_loops``.
         key: What all places have until the nodes are cleared.
     """
@@ -92,6 +95,13 @@ class Nodes:
         for name, dtype in _FIELDS.items():
             setattr(self, name, np.zeros(64, dtype))
         self.table = np.zeros(256, np.int32)
+        self.has_digests = False
+
+    def begin_digests(self) -> None:
+        """Make the digests of all nodes, and from now on of each new one."""
+        order = np.argsort(self.depth[: self._num_made], kind="stable").astype(np.int32)
+        node_loops.fill_digests(self.digest, self.parent, self.token, self.depth, order)
+        self.has_digests = True
 
     @property
     def num_made(self) -> int:
@@ -160,8 +170,8 @@ class Nodes:
         self.parent[nodes], self.token[nodes] = parents, tokens
         self.depth[nodes], self.root[nodes] = self.depth[parents] + 1, self.root[parents]
         self.slot[nodes], self.stamp[nodes] = slots, stamp
-        ids = np.asarray(tokens).astype(np.uint64)
-        self.digest[nodes] = self.digest[parents] * node_loops.DIGEST_FACTOR + ids + np.uint64(1)
+        if self.has_digests:
+            node_loops.fill_digests(self.digest, self.parent, self.token, self.depth, nodes)
         return nodes
 
     def grow_chain(self, parent: int, tokens: Ints, slots: Ints, stamp: int) -> Ints:
@@ -171,7 +181,8 @@ class Nodes:
         self.parent[nodes[:1]], self.root[nodes] = parent, self.root[parent]
         self.depth[nodes] = self.depth[parent] + np.arange(1, len(nodes) + 1)
         self.slot[nodes], self.stamp[nodes] = slots, stamp
-        node_loops.digest_chain(self.digest, parent, nodes, tokens)
+        if self.has_digests:
+            node_loops.fill_digests(self.digest, self.parent, self.token, self.depth, nodes)
         return nodes
 
     def link(self, nodes: Ints) -> tuple[Ints, Ints]:

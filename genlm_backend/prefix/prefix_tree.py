@@ -195,7 +195,7 @@ class PrefixTree:
 
     def _counted(self, nodes: Ints) -> Ints:
         """Count those of new nodes whose tokens had been dropped before."""
-        if self.num_evicted:
+        if self.nodes.has_digests:
             digests = self.nodes.digest[nodes]
             known = self._dropped[_indices_of(digests)] == digests
             self.num_recomputed += int(np.count_nonzero(known))
@@ -418,6 +418,8 @@ class PrefixTree:
     def _evict_for_good(self, taken: Ints) -> None:
         """Forget leaves that were taken."""
         self.num_evicted += len(taken)
+        if not self.nodes.has_digests:
+            self.nodes.begin_digests()
         digests = self.nodes.digest[taken]
         self._dropped[_indices_of(digests)] = digests
         self.host_slots.free(-self.nodes.slot[taken][self.nodes.slot[taken] < 0])

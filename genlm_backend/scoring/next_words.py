@@ -209,7 +209,8 @@ class _Explored:
 
     def __init__(self, lm: AsyncLM, words: Words, begin: Context, is_within: bool) -> None:
         self._lm, self._words, self._is_within = lm, words, is_within
-        self._begins: NDArray[np.bool_] = word_begins(lm).unpacked().numpy() | lm.alphabet.ends
+        self._alphabet = lm.alphabet
+        self._begins: NDArray[np.bool_] = word_begins(lm).unpacked().numpy() | self._alphabet.ends
         self.begin = _Node(begin, b"", 1.0, False)
         self._nodes = [self.begin]
         self._next: list[tuple[float, int, _Node, int]] = []
@@ -224,7 +225,7 @@ class _Explored:
 
     def _groups(self, node: _Node) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return the tokens that end the word or the text behind a node, and those that go on."""
-        alphabet = self._lm.alphabet
+        alphabet = self._alphabet
         if node is self.begin and self._is_within:
             return alphabet.ends, alphabet.others & self._begins
         if node.is_word and self._words == NOT_BLANK:

@@ -17,6 +17,7 @@ from genlm_backend.errors import ContextError, ContextTypeError, OptionError, Op
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.draw import PackedMask
 from genlm_backend.model.query import TokenIds
+from genlm_backend.tokenization import Alphabet
 
 Span: TypeAlias = tuple[int, int]
 """Where something begins and ends, in characters of a text."""
@@ -261,7 +262,7 @@ def ends_blank(data: bytes) -> bool:
     return data.endswith(_BLANKS)
 
 
-_masks: Final[weakref.WeakKeyDictionary[AsyncLM, PackedMask]] = weakref.WeakKeyDictionary()
+_masks: Final[weakref.WeakKeyDictionary[Alphabet, PackedMask]] = weakref.WeakKeyDictionary()
 
 
 def word_begins(lm: AsyncLM) -> PackedMask:
@@ -270,13 +271,14 @@ def word_begins(lm: AsyncLM) -> PackedMask:
     Special tokens are among them. A token that begins with a part of a blank, of one that has
     several bytes, is not.
     """
-    mask = _masks.get(lm)
+    alphabet = lm.alphabet  # another one where a text ends otherwise than before
+    mask = _masks.get(alphabet)
     if mask is None:
         begins: list[Any] = [token.byte_string.startswith(_BLANKS) for token in lm.byte_vocab]
         bools = np.array(begins, np.bool_)
         bools[[*lm.special_ids, *lm.eos_token_ids]] = True
         bools[[*lm.undefined_ids]] = False
-        mask = _masks[lm] = PackedMask(np.packbits(bools).tobytes(), len(bools))
+        mask = _masks[alphabet] = PackedMask(np.packbits(bools).tobytes(), len(bools))
     return mask
 
 

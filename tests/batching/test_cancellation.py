@@ -3,7 +3,6 @@
 import asyncio
 import signal
 import threading
-import time
 
 import pytest
 
@@ -412,30 +411,38 @@ async def test_a_query_that_has_no_key_is_refused_and_nothing_is_left_of_it(reco
     batcher.close()
 
 
-async def test_a_task_that_a_signal_s_handler_cancels_is_told_before_its_result_comes():
+@pytest.mark.parametrize("is_shared", [False, True], ids=["alone", "beside others"])
+async def test_a_task_that_a_signal_s_handler_cancels_is_told_before_its_result_comes(is_shared):
     """As a notebook's stop button does it, which does not wake the loop."""
-    steps = []
+    main, handled, told = threading.main_thread().ident, threading.Event(), threading.Event()
+    was_told = []
 
     def evaluate(queries):
-        for _ in range(60):
+        signal.pthread_kill(main, signal.SIGUSR1)
+        handled.wait(10)
+        for _ in range(1000):  # what ends it is that nobody waits, or that the one has been told
             batcher.check_wanted()
-            steps.append(1)
-            time.sleep(0.05)
+            if told.wait(0.01):
+                break
+        was_told.append(told.is_set())
         return queries
 
     def stop(*_):
-        waiting.cancel()
+        first.cancel()
+        handled.set()
 
-    batcher, main = Batcher(evaluate), threading.main_thread().ident
+    batcher = Batcher(evaluate, PATIENT)
     before = signal.signal(signal.SIGUSR1, stop)
-    timer = threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGUSR1])
-    timer.start()
     try:
-        waiting = asyncio.ensure_future(batcher.submit(1))
+        first = asyncio.ensure_future(batcher.submit(1))
+        others = [asyncio.ensure_future(batcher.submit(i)) for i in (2, 3) if is_shared]
+        await passes(1)
+        batcher.flush()
         with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert len(steps) < 40
+            await first
+        told.set()
+        assert await asyncio.gather(*others) == [2, 3][: len(others)]
+        assert was_told == ([True] if is_shared else [])
     finally:
-        timer.join()
         signal.signal(signal.SIGUSR1, before)
         batcher.close()

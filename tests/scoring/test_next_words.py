@@ -180,3 +180,21 @@ def test_a_real_model_s_words_have_the_surprisals_of_their_tokens_and_more():
             assert own <= math.exp(-told.surprisal) * 1.05  # other tokenisations are rare
             prefix = prefix_logprob_sync(lm, context, f" {word.text}")
             assert own <= math.exp(prefix.upper) * 1.01
+
+
+def test_ends_of_texts_are_those_that_the_model_names_now():
+    def asked(lm):
+        words = continuations_sync(lm, [0], 20, max_rest=0)
+        prefix = prefix_logprob_sync(lm, [0], " a", max_rest=0)
+        return (
+            [*words],
+            words.log_end,
+            prefix,
+            [own.surprisal for own in surprisal_sync(lm, "a b a")],
+        )
+
+    with mock() as lm, mock() as other:
+        ends = {*lm.eos_token_ids, next(i for i in range(5, 12) if i not in lm.special_ids)}
+        before = asked(lm)
+        lm._own_eos = other._own_eos = ends  # as a generation config that is changed
+        assert asked(lm) == asked(other) != before

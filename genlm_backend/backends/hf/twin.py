@@ -193,7 +193,8 @@ class Twin:
     def ask_between_layers(self, is_wanted: Callable[[], object]) -> None:
         """Have something called before each layer of a long pass, which may end it by an error."""
         lists = [own for own in self.copies.values() if isinstance(own, nn.ModuleList)]
-        for layer in max(lists, key=len, default=()):
+        # The one with the most in it is that of the layers, which has the lists of experts in it.
+        for layer in max(lists, key=lambda own: len([*own.modules()]), default=()):
             forward: Any = layer.forward
             if getattr(forward, "func", None) != self._asked:
                 vars(layer)["forward"] = partial(self._asked, forward, is_wanted)

@@ -225,10 +225,8 @@ class AsyncReplicas(BatchedLM):
         )
         loader = HFLoader.of_name(model_id, bitsandbytes_opts, hf_opts, weights, options, cls)
         loader.check_portable()
-        made = [
-            RayEvaluator(loader, num_cpus=num_cpus, num_gpus=num_gpus, max_restarts=max_restarts)
-            for _ in range(count)
-        ]
+        reserved = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_restarts": max_restarts}
+        made = [RayEvaluator(loader, **reserved) for _ in range(count)]
         with explained(model_id):
             tokenizer = loader.tokenizer()
             connect(address)

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-import time
+import threading
 
 import pytest
 import torch
@@ -74,23 +74,25 @@ def test_a_short_pass_asks_nobody_between_its_layers(lm):
 
 
 async def test_a_cancelled_await_ends_its_pass(lm):
-    """Each layer takes a moment here, and most of them are never run."""
+    """It is cancelled within its first layer, and its second one is never run."""
     twin = lm._hf._runner.twin_with(None)
     lists = [m for m in twin.module.modules() if isinstance(m, torch.nn.ModuleList)]
-    ran = []
+    ran, began, cancelled = [], threading.Event(), threading.Event()
     for layer in max(lists, key=len):
         forward = layer.forward
 
         def slow(*args, forward=forward, **options):
             ran.append(1)
-            time.sleep(0.2)
+            began.set()
+            cancelled.wait(10)
             return forward(*args, **options)
 
         vars(layer)["forward"] = slow
         lm._hf._runner.twin_with(None).ask_between_layers(lambda: lm._evaluator.check_wanted())
     task = asyncio.ensure_future(lm.next_token_logprobs(LONG))
-    while not ran:
-        await asyncio.sleep(0.01)
+    await asyncio.to_thread(began.wait, 10)
     task.cancel()
+    await asyncio.wait([task])
+    cancelled.set()
     await lm.next_token_logprobs([1])
-    assert len(ran) < 2 * lm.model.config.num_hidden_layers
+    assert len(ran) == 1 + lm.model.config.num_hidden_layers
