@@ -17,7 +17,6 @@ from genlm_backend.errors import ContextError, ContextTypeError, OptionError, Op
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.draw import PackedMask
 from genlm_backend.model.query import TokenIds
-from genlm_backend.tokenization import Alphabet
 
 Span: TypeAlias = tuple[int, int]
 """Where something begins and ends, in characters of a text."""
@@ -262,7 +261,8 @@ def ends_blank(data: bytes) -> bool:
     return data.endswith(_BLANKS)
 
 
-_masks: Final[weakref.WeakKeyDictionary[Alphabet, PackedMask]] = weakref.WeakKeyDictionary()
+_masks: Final[weakref.WeakKeyDictionary[Any, PackedMask]] = weakref.WeakKeyDictionary()
+"""Each alphabet of a model has a mask; it is another one where texts end otherwise than before."""
 
 
 def word_begins(lm: AsyncLM) -> PackedMask:
@@ -271,7 +271,7 @@ def word_begins(lm: AsyncLM) -> PackedMask:
     Special tokens are among them. A token that begins with a part of a blank, of one that has
     several bytes, is not.
     """
-    alphabet = lm.alphabet  # another one where a text ends otherwise than before
+    alphabet = lm.alphabet
     mask = _masks.get(alphabet)
     if mask is None:
         begins: list[Any] = [token.byte_string.startswith(_BLANKS) for token in lm.byte_vocab]
