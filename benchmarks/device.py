@@ -25,7 +25,16 @@ ROOT = Path(__file__).parent.parent
 
 Line = dict[str, Any]
 
-TESTS = ("tests/llm/hf/test_gpu.py", "tests/trie/test_gpu.py", "tests/llm/vllm/test_gpu.py")
+TESTS = (
+    "tests/llm/hf/test_gpu.py",
+    "tests/llm/hf/test_gpu_answers.py",
+    "tests/llm/test_contract.py",
+    "tests/llm/test_contract_scores.py",
+    "tests/llm/test_contract_trouble.py",
+    "tests/llm/test_readouts.py",
+    "tests/trie/test_gpu.py",
+    "tests/llm/vllm/test_gpu.py",
+)
 
 NEEDED = ("torch", "transformers", "tokenizers", "numpy", "numba", "psutil")
 """Modules without which nothing runs."""

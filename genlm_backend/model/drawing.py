@@ -111,9 +111,8 @@ class Drawing(Readout):
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
         """Return a draw from each row, or the error where no token is possible."""
-        if not rows.is_cpu and all(drawing.cuts is None for drawing in readouts):
+        if not rows.is_cpu:
             return drawn_at_once(readouts, rows)
-        rows = rows.cpu()
         pairs = zip(readouts, rows.numpy(), strict=True)
         return [_drawn(drawing, row) for drawing, row in pairs]
 
@@ -349,34 +348,61 @@ def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw 
         drawings: The drawings.
         rows: Their rows: float32 ``[n, vocab]``.
     """
-    device = rows.device
+    device, temperatures = rows.device, [drawing.temperature for drawing in drawings]
 
     def numbers(values: Iterable[float]) -> torch.Tensor:
-        return torch.tensor([*values], dtype=torch.float64, device=device)
+        return torch.tensor([*values], dtype=torch.float64).to(device)
 
-    scores = rows
+    scores, cuts = rows, [_cuts_of(drawing) for drawing in drawings]
     if any(drawing.allowed is not None for drawing in drawings):
         scores = rows.masked_fill(~_masks(drawings, rows), -torch.inf)
     largest = scores.amax(-1, keepdim=True)
-    weights = scores - largest
-    temperatures = [drawing.temperature for drawing in drawings]
-    if any(temperature not in (0, 1) for temperature in temperatures):
+    weights, are_plain = scores - largest, set(temperatures) == {1}
+    if not are_plain:
         most = float(np.finfo(np.float64).max)  # an infinite one makes a NaN of what is impossible
         divisors = numbers(min(t, most) if t else 1.0 for t in temperatures)
         weights = (weights.double() / divisors[:, None]).float()
-    found = _inverted(weights.exp_(), numbers(drawing.uniform for drawing in drawings))
-    total = weights.sum(-1, dtype=torch.float64)
-    is_greedy = torch.tensor([not t for t in temperatures], dtype=torch.bool, device=device)
-    token_ids = torch.where(is_greedy, scores.argmax(-1), found)
-    sums = [_log_sums(scores), _log_sums(rows)]
-    of_token = rows.gather(1, token_ids[:, None])
-    columns = [token_ids, of_token[:, 0], *sums, largest[:, 0], total]
-    answers = torch.stack([column.double() for column in columns], 1)
-    return [_answer(*pair) for pair in zip(drawings, answers.tolist(), strict=True)]
+    weights.exp_()
+    if any(cuts):
+        is_cut = ~_within(cuts, scores, weights)
+        scores, weights = scores.masked_fill(is_cut, -torch.inf), weights.masked_fill_(is_cut, 0)
+    token_ids, total = _inverted(weights, numbers(drawing.uniform for drawing in drawings))
+    if not all(temperatures):
+        is_greedy = torch.tensor([not t for t in temperatures], dtype=torch.bool).to(device)
+        token_ids = torch.where(is_greedy, scores.argmax(-1), token_ids)
+    of_token = rows.gather(1, token_ids[:, None])[:, 0]
+    if scores is rows:
+        of_allowed = torch.zeros_like(total)
+    else:  # at a temperature of 1, its weights have been summed
+        of_allowed = largest[:, 0] + total.log() if are_plain else _log_sums(scores)
+    columns = [token_ids, of_token, of_allowed, largest[:, 0], total]
+    answers = torch.stack([column.double() for column in columns], 1).tolist()
+    of_all = _sums_to_compare(drawings, rows, [answer[2] for answer in answers])
+    return [_answer(*one) for one in zip(drawings, answers, of_all, strict=True)]
 
 
-def _answer(drawing: Drawing, numbers: Sequence[float]) -> Draw | EvaluationError:
-    token_id, logprob, of_allowed, of_all, largest, total = numbers
+def _sums_to_compare(
+    drawings: Sequence[Drawing], rows: torch.Tensor, of_allowed: Sequence[float]
+) -> list[float]:
+    """Return logarithms of whole rows' sums, where those of what is allowed may be the same."""
+    found = [math.nan] * len(drawings)
+    near = [
+        i
+        for i, (drawing, log_sum_) in enumerate(zip(drawings, of_allowed, strict=True))
+        if _is_restricted(drawing) and abs(log_sum_) < _ROUNDING
+    ]
+    if near:
+        for i, log_sum_ in zip(near, _log_sums(rows[near]).tolist(), strict=True):
+            found[i] = log_sum_
+    return found
+
+
+def _is_restricted(drawing: Drawing) -> bool:
+    return drawing.allowed is not None or _cuts_of(drawing) is not None
+
+
+def _answer(drawing: Drawing, numbers: Sequence[float], of_all: float) -> Draw | EvaluationError:
+    token_id, logprob, of_allowed, largest, total = numbers
     if drawing.may_fail and largest == -math.inf:
         return NO_DRAW
     if largest == -math.inf and drawing.allowed is not None:
@@ -385,9 +411,58 @@ def _answer(drawing: Drawing, numbers: Sequence[float]) -> Draw | EvaluationErro
         check_possible(largest)
     except EvaluationError as error:
         return error
-    is_all = drawing.allowed is None or (abs(of_allowed) < _ROUNDING and of_allowed == of_all)
+    is_all = not _is_restricted(drawing) or abs(of_allowed - of_all) < _REORDERED
     log_allowed = 0.0 if is_all else min(of_allowed, 0.0)
     return _draw_of(int(token_id), logprob, log_allowed, largest, drawing.temperature, total)
+
+
+def _cuts_of(drawing: Drawing) -> Cuts | None:
+    return drawing.cuts if drawing.temperature else None  # the most probable one is within all
+
+
+def _within(
+    cuts: Sequence[Cuts | None], scores: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return which tokens are drawn from: bool ``[n, vocab]``; see ``Cuts.kept``.
+
+    Args:
+        cuts: The bounds of each row; ``None`` for none.
+        scores: The log-probabilities of the tokens, ``-inf`` for those that are none.
+        weights: Their weights, of which the largest is 1.
+    """
+    device, vocab_size = scores.device, scores.shape[1]
+    bounds = [Cuts() if own is None else own for own in cuts]
+    is_left = scores > -torch.inf
+    rows = [i for i, own in enumerate(bounds) if 0 < own.top_k < vocab_size]
+    if rows:
+        sizes = torch.tensor([[bounds[i].top_k - 1] for i in rows], dtype=torch.int64)
+        largest = scores[rows].topk(int(sizes.max()) + 1, -1).values
+        is_left[rows] &= scores[rows] >= largest.gather(1, sizes.to(device))
+    least = torch.tensor([own.min_p for own in bounds], dtype=torch.float32).to(device)
+    rows = [i for i, own in enumerate(bounds) if own.top_p < 1]
+    if rows:
+        shares = torch.tensor([bounds[i].top_p for i in rows], dtype=torch.float64).to(device)
+        of_nucleus = _least_of_nuclei(torch.where(is_left[rows], weights[rows], 0.0), shares)
+        least[rows] = torch.maximum(least[rows], of_nucleus)
+    return is_left & (weights >= least[:, None])
+
+
+def _least_of_nuclei(weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Return the least of the largest weights of each row that come to its share: float32 ``[n]``.
+
+    Args:
+        weights: Float32 ``[n, vocab]``.
+        shares: Float64 ``[n]``.
+    """
+    points, size = shares * weights.sum(-1, dtype=torch.float64), _FEW_OF_NUCLEUS
+    while True:
+        size = min(size, weights.shape[1])
+        largest = weights.topk(size, -1).values
+        before = largest.double().cumsum(1) - largest
+        num_kept = (before < points[:, None]).sum(1)
+        if size == weights.shape[1] or int(num_kept.max()) < size:
+            return largest.gather(1, (num_kept[:, None] - 1).clamp(min=0))[:, 0]
+        size *= 8
 
 
 def _masks(drawings: Sequence[Drawing], rows: torch.Tensor) -> torch.Tensor:
@@ -401,14 +476,18 @@ def _masks(drawings: Sequence[Drawing], rows: torch.Tensor) -> torch.Tensor:
     return bits.flatten(1)[:, :vocab_size].bool()
 
 
-def _inverted(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Return where the cumulative sum of each row passes a share of the whole: int64 ``[n]``.
+def _inverted(weights: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where the cumulative sum of each row passes a share of the whole, and that whole.
 
     Args:
         weights: Weights, each zero or more: float32 ``[n, vocab]``.
         points: Share of the whole sum of each: float64 ``[n]``.
+
+    Returns:
+        Indices, int64 ``[n]``, and sums, float64 ``[n]``.
     """
-    padded = torch.nn.functional.pad(weights, (0, -weights.shape[1] % _NUM_BLOCKS))
+    padding = -weights.shape[1] % _NUM_BLOCKS
+    padded = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
     blocks = padded.unflatten(1, (_NUM_BLOCKS, -1))
     sums = blocks.sum(2, dtype=torch.float64)
     ends = sums.cumsum(1)
@@ -420,7 +499,7 @@ def _inverted(weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
     own_ends = inside.cumsum(1)
     share = (points * ends[:, -1] - begins) / sums.gather(1, block)[:, 0]
     place = _passed(own_ends, inside, share * own_ends[:, -1])
-    return (block * size + place)[:, 0]
+    return (block * size + place)[:, 0], ends[:, -1]
 
 
 def _passed(ends: torch.Tensor, weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:

@@ -215,7 +215,7 @@ def rows_on(rows: Sequence[Row], device: torch.device) -> list[Row]:
     for start, table in _tables(rows):
         stop = start + len(table)
         normalisers = [row.normaliser for row in rows[start:stop]]
-        found[start:stop] = Row.of_table(table.to(device), normalisers)
+        found[start:stop] = Row.of_table(_moved(table, device), normalisers)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
@@ -86,9 +87,9 @@ class Top(Readout):
             own = rows if len(indices) == len(rows) else rows[indices]
             values, ids = _largest(own, k)
             rest = log_sums(own.scatter(1, ids, -torch.inf)).tolist()
-            values, ids = values.cpu(), ids.cpu()
-            for i, index in enumerate(indices):
-                answers[index] = TopTokens(ids[i].clone(), values[i].clone(), rest[i])
+            parts = zip(ids.cpu().unbind(), values.cpu().unbind(), rest, strict=True)
+            for index, (of_row, logprobs, log_rest) in zip(indices, parts, strict=True):
+                answers[index] = TopTokens(of_row.clone(), logprobs.clone(), log_rest)
         return answers
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
@@ -176,16 +177,23 @@ class Masses(Readout):
     @classmethod
     def of_rows(cls, readouts: Sequence[Any], rows: torch.Tensor) -> Sequence[Any]:
         """Return the logarithms of each readout's masses in its row."""
-        size, own = rows.shape[1], [len(readout.groups) for readout in readouts]
-        members = {group for readout in readouts for group in readout.groups}
-        ids = {group: torch.from_numpy(_ids_in(group, size)).to(rows.device) for group in members}
-        sums = [
-            log_sums(row[ids[group]][None])
-            for readout, row in zip(readouts, rows, strict=True)
-            for group in readout.groups
-        ]
-        found = torch.cat([torch.empty(0, dtype=torch.float64, device=rows.device), *sums])
-        return [part.clone() for part in found.clamp_(max=0).cpu().split(own)]
+        asked = [(row, group) for row, own in enumerate(readouts) for group in own.groups]
+        places: defaultdict[bytes, list[int]] = defaultdict(list)
+        for place, (_, group) in enumerate(asked):
+            places[group].append(place)
+        sums = [torch.empty(0, dtype=torch.float64, device=rows.device)]
+        for group, own in places.items():
+            ids = torch.from_numpy(_ids_in(group, rows.shape[1])).to(rows.device)
+            of_group = [asked[place][0] for place in own]
+            if rows.is_cpu:  # where a row at a time stays in the cache
+                sums += [log_sums(rows[row][ids][None]) for row in of_group]
+            else:
+                theirs = rows if of_group == [*range(len(rows))] else rows[of_group]
+                sums.append(log_sums(theirs.index_select(1, ids)))
+        found = torch.empty(len(asked), dtype=torch.float64)
+        found[[place for own in places.values() for place in own]] = torch.cat(sums).cpu()
+        sizes = [len(readout.groups) for readout in readouts]
+        return [part.clone() for part in found.clamp_(max=0).split(sizes)]
 
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
         """Return whether ``answer`` has one number for each group."""
@@ -332,7 +340,10 @@ def log_sums(rows: torch.Tensor) -> torch.Tensor:
     if rows.shape[-1] == 0:
         return _double(rows).sum(-1).log()
     largest = rows.amax(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).min)
-    sums = _double((rows - largest).exp()).sum(-1)
+    shares = (rows - largest).exp_()
+    if rows.device.type == "mps":
+        shares = shares.cpu()
+    sums = shares.sum(-1, dtype=torch.float64)
     return largest[:, 0].to(sums) + sums.log()
 
 

@@ -130,6 +130,16 @@ class OnRay(Replicas):
         return AsyncReplicas(word_tokenizer(), shared_evaluators(max_length), **options)
 
 
+class OnDevice(Backend):
+    """A copy of the model on a CUDA device, against the model itself."""
+
+    tolerance = 2e-4  # by other kernels
+
+    def make(self, **options):
+        model = copy.deepcopy(self.model).to("cuda")
+        return AsyncTransformer(model, word_tokenizer(), **{**self.options, **options})
+
+
 class Mlx(Backend):
     """A model of mlx-lm with the same weights."""
 
@@ -202,6 +212,11 @@ BACKENDS = {
     "hf-process": InProcess("hf-process", {}, _MODELS["llama"]),
     "hf-replicas": Replicas("hf-replicas", {"kv_cache_bytes": 1 << 20}, _MODELS["llama"]),
     "hf-ray": OnRay("hf-ray", {}, _MODELS["llama"]),
+    "cuda": OnDevice("cuda", {"kv_cache_bytes": 1 << 20}, _MODELS["llama"]),
+    "cuda-tight": OnDevice(
+        "cuda-tight", {"kv_cache_bytes": 40 * _SLOT, "row_cache_bytes": 1500}, _MODELS["llama"]
+    ),
+    "cuda-states": OnDevice("cuda-states", {"kv_cache_bytes": 1 << 20}, _MODELS["lfm2"]),
     "mlx": Mlx("mlx", {"kv_cache_bytes": 1 << 20}, _MODELS["llama"]),
     "mlx-tight": Mlx(
         "mlx-tight", {"kv_cache_bytes": 40 * _SLOT, "row_cache_bytes": 1500}, _MODELS["llama"]
@@ -223,7 +238,14 @@ _MLX_MARKS = [
     pytest.mark.skipif(not is_present(), reason="needs MLX"),
     pytest.mark.filterwarnings("ignore"),
 ]
+_CUDA_MARKS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 _MARKS = {
+    "cuda": _CUDA_MARKS,
+    "cuda-tight": _CUDA_MARKS,
+    "cuda-states": _CUDA_MARKS,
     "mlx": _MLX_MARKS,
     "mlx-tight": _MLX_MARKS,
     "mlx-states": _MLX_MARKS,

@@ -526,9 +526,14 @@ def left_by_transformers(row, temperature, cuts, mask):
     return np.isfinite(scores[0].numpy())
 
 
+WAYS = pytest.mark.parametrize("of_rows", [Drawing.of_rows, drawn_at_once], ids=["here", "at once"])
+"""On the processor a row at a time, and as on a device."""
+
+
+@WAYS
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_bounds_leave_what_those_of_generate_do(data):
+def test_bounds_leave_what_those_of_generate_do(of_rows, data):
     vocab_size = data.draw(st.sampled_from([3, 40, 700, 5000]))
     random = np.random.default_rng(data.draw(st.integers(0, 1000)))
     logits = random.normal(0, data.draw(st.sampled_from([0.01, 1, 5])), vocab_size)
@@ -548,25 +553,26 @@ def test_bounds_leave_what_those_of_generate_do(data):
         Drawing(Query([1]), temperature, float(uniform), packed, cuts=cuts) for uniform in uniforms
     ]
     rows = torch.from_numpy(row).expand(len(drawings), -1)
-    for found in Drawing.of_rows(drawings, rows):
+    for found in of_rows(drawings, rows):
         assert left[found.token_id]
         # To a token at the bound, which rounding may leave out or not.
         expected = np.logaddexp.reduce(row[left].astype(np.float64))
         largest = np.exp(row[mask].max() - expected) * 2e-4 + 1e-5
         assert found.log_allowed == pytest.approx(min(expected, 0), abs=max(largest, 2e-3))
-    last = Drawing.of_rows([drawings[-1]], rows[:1])[0].token_id
+    last = of_rows([drawings[-1]], rows[:1])[0].token_id
     if not mask.all():
         assert last == np.flatnonzero(left)[-1]
 
 
+@WAYS
 @pytest.mark.parametrize("cuts", [Cuts(top_k=2), Cuts(top_p=0.7), Cuts(min_p=0.4)])
-def test_tokens_within_bounds_come_as_they_say(cuts):
+def test_tokens_within_bounds_come_as_they_say(cuts, of_rows):
     """The share of each token is its probability over that of those left (chi-square)."""
     probabilities = np.array([0.1, 0.5, 0.05, 0.3, 0.05])
     row = torch.from_numpy(np.log(probabilities)).float()
     random, number = np.random.default_rng(0), 4000
     drawings = [Drawing(Query([1]), 1.0, random.random(), cuts=cuts) for _ in range(number)]
-    found = Drawing.of_rows(drawings, row.expand(number, -1))
+    found = of_rows(drawings, row.expand(number, -1))
     counts = np.bincount([one.token_id for one in found], minlength=5)
     left = np.array([1, 3])
     expected = number * probabilities[left] / 0.8
@@ -575,13 +581,46 @@ def test_tokens_within_bounds_come_as_they_say(cuts):
     assert {round(one.log_allowed, 5) for one in found} == {round(math.log(0.8), 5)}
 
 
-def test_equally_probable_tokens_are_left_together():
+@WAYS
+def test_equally_probable_tokens_are_left_together(of_rows):
     row = torch.full((7,), -math.log(7), dtype=torch.float32)
     for cuts in (Cuts(top_k=2), Cuts(top_p=0.2), Cuts(min_p=1.0)):
         drawings = [Drawing(Query([1]), 1.0, uniform, cuts=cuts) for uniform in (0.0, 0.5, LAST)]
-        found = Drawing.of_rows(drawings, row.expand(3, -1))
+        found = of_rows(drawings, row.expand(3, -1))
         assert [one.token_id for one in found] == [0, 3, 6]
         assert all(one.log_allowed == 0 for one in found)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_bounds_of_many_rows_at_once(data):
+    """Each row by its own bounds, as a row at a time has them; a greedy one by none."""
+    random = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    vocab_size, number = data.draw(st.sampled_from([3, 40, 5000])), data.draw(st.integers(1, 9))
+    logits = random.normal(0, data.draw(st.sampled_from([0.01, 1, 5])), (number, vocab_size))
+    rows = torch.from_numpy(logits).log_softmax(-1).float()
+    drawings = []
+    for _ in range(number):
+        cuts = Cuts(
+            int(random.choice([0, 1, 2, 30, 10_000])),
+            float(random.choice([1.0, 0.999, 0.9, 0.5, 0.01])),
+            float(random.choice([0.0, 0.05, 0.5, 1.0])),
+        )
+        mask = random.random(vocab_size) < 0.7
+        mask[random.integers(vocab_size)] = True
+        drawings.append(
+            Drawing(
+                Query([1]),
+                float(random.choice([0, 0.7, 1, 2])),
+                random.random(),
+                [None, np.packbits(mask).tobytes()][random.integers(2)],
+                cuts=[None, cuts][random.integers(2)],
+            )
+        )
+    at_once, one_by_one = drawn_at_once(drawings, rows), Drawing.of_rows(drawings, rows)
+    for found, expected in zip(at_once, one_by_one, strict=True):
+        assert found.token_id == expected.token_id
+        assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_bounds_are_checked_and_reach_the_row(lm):

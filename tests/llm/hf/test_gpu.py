@@ -75,6 +75,8 @@ async def test_many_rows_behind_what_they_share(monkeypatch):
 
 
 RECORDED = ["llama", "qwen3", "mixtral", "gpt2", "gemma3", "gpt-oss"]
+WITH_EXPERTS = ["mixtral", "gpt-oss"]
+"""Whose products of groups of tokens wait for the processor, but in bfloat16."""
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -104,7 +106,7 @@ async def test_recorded_steps(name, dtype, monkeypatch):
             assert (found - rows).pow(2).mean(-1).median().sqrt() < 3 * noise
         graphs = lm._hf._runner.graphs
         recorded = [own for own in graphs._twins.values() if own is not None and own.by_shape]
-        assert recorded
+        assert bool(recorded) == (dtype is torch.bfloat16 or name not in WITH_EXPERTS)
         assert not any(own.failed for own in recorded)
 
 

@@ -1,0 +1,259 @@
+"""What is read off, scored, drawn, moved and adapted on a CUDA device, against the processor."""
+
+import asyncio
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from genlm_backend import AsyncTransformer
+from genlm_backend.backends.hf import step_graphs
+from genlm_backend.generation import generate
+from genlm_backend.model.drawing import Cuts, Drawing
+from genlm_backend.model.query import Query
+from genlm_backend.model.token_readouts import Chosen, Entropy, Masses, Top
+from tests.llm import families, state_families
+from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
+from tests.llm.hf.pictured import MANY, family, plain_row, prompt_of
+from tests.llm.vllm.adapters import make_adapter
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+SIZE = 5000
+
+
+@pytest.fixture(autouse=True)
+def exact_convolutions(monkeypatch):
+    """Convolutions in float32, and not in the 19 bits that torch takes of it there."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def random_rows(count=200, seed=0):
+    random_numbers = np.random.default_rng(seed).normal(0, 3, (count, SIZE))
+    return torch.from_numpy(random_numbers).log_softmax(-1).float()
+
+
+@pytest.mark.parametrize("kind", ["top", "chosen", "entropy", "masses"])
+def test_what_is_read_off_rows_on_the_device(kind):
+    rows, query = random_rows(), Query([1])
+    rows[3, 10:20] = rows[3].max()  # of equal ones the first
+    rows[4, 5:] = -torch.inf
+    generator = np.random.default_rng(0)
+    groups = tuple(np.packbits(generator.random(SIZE) < p).tobytes() for p in (0, 0.01, 0.9))
+    readouts = {
+        "top": [Top(query, 1 + i % 30) for i in range(len(rows))],
+        "chosen": [Chosen(query, tuple(range(i))) for i in range(len(rows))],
+        "entropy": [Entropy(query)] * len(rows),
+        "masses": [Masses(query, groups[: 1 + i % 3]) for i in range(len(rows))],
+    }[kind]
+    of_kind = type(readouts[0]).of_rows
+    on_device, expected = of_kind(readouts, rows.cuda()), of_kind(readouts, rows)
+    for found, own in zip(on_device, expected, strict=True):
+        if kind == "top":
+            assert found.token_ids.tolist() == own.token_ids.tolist()
+            assert torch.equal(found.logprobs, own.logprobs)
+            assert found.log_rest == pytest.approx(own.log_rest, abs=1e-5)
+        elif kind == "entropy":
+            assert found == pytest.approx(own, abs=1e-6)
+        else:
+            torch.testing.assert_close(found, own, rtol=0, atol=1e-6 * (kind == "masses"))
+
+
+def test_draws_within_bounds_on_the_device():
+    rows, generator = random_rows(), np.random.default_rng(1)
+    drawings = []
+    for _ in rows:
+        mask = np.packbits(generator.random(SIZE) < 0.5).tobytes()
+        cuts = Cuts(
+            int(generator.integers(1, 50)) if generator.random() < 0.5 else 0,
+            float(generator.random()) if generator.random() < 0.5 else 1.0,
+            float(generator.random() / 10) if generator.random() < 0.5 else 0.0,
+        )
+        own = mask if generator.random() < 0.5 else None
+        drawings.append(Drawing(Query([1]), 0.8, generator.random(), own, cuts=cuts))
+    found, expected = Drawing.of_rows(drawings, rows.cuda()), Drawing.of_rows(drawings, rows)
+    same = [one.token_id == other.token_id for one, other in zip(found, expected, strict=True)]
+    assert sum(same) >= 197  # of which rounding may move some
+    for one, other, is_same in zip(found, expected, same, strict=True):
+        if is_same:
+            assert one == pytest.approx(other, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+def test_scores_and_what_is_told_beside_them(name):
+    model = families.make(name)
+    texts = random_contexts(20, seed=2, max_length=40)
+    options = {"entropy": True, "rank": True, "top": 5}
+    with (
+        AsyncTransformer(copy.deepcopy(model).cuda(), word_tokenizer()) as lm,
+        AsyncTransformer(model, word_tokenizer()) as plain,
+    ):
+        found = lm.batch_score_with_sync([[1, 2]] * 20, texts, **options)
+        expected = plain.batch_score_with_sync([[1, 2]] * 20, texts, **options)
+    for own, other in zip(found, expected, strict=True):
+        assert own.logprobs.device.type == "cpu"
+        torch.testing.assert_close(own.logprobs, other.logprobs, rtol=0, atol=2e-4)
+        torch.testing.assert_close(own.entropies, other.entropies, rtol=0, atol=2e-3)
+        assert own.ranks.tolist() == other.ranks.tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_texts_are_those_of_the_model(dtype):
+    model = families.make("llama").to("cuda", dtype)
+    prompts = random_contexts(8, seed=3, max_length=30)
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        found = asyncio.run(
+            lm.batch_sample(prompts, max_tokens=20, eos_token_ids=[], temperature=0)
+        )
+        text = asyncio.run(
+            generate(lm, prompts[0], max_new_tokens=20, min_new_tokens=20, temperature=0)
+        )
+        drawn = [
+            asyncio.run(lm.batch_sample(prompts, 20, [], seed=5, temperature=1)) for _ in range(2)
+        ]
+    assert drawn[0] == drawn[1]
+    assert len(text[0].token_ids) == 20
+    if dtype is torch.float32:
+        for prompt, own in zip(prompts, found, strict=True):
+            ids = torch.tensor([prompt], device="cuda")
+            whole = model.generate(
+                ids, max_new_tokens=20, do_sample=False, pad_token_id=0, eos_token_id=-1
+            )
+            assert list(own) == whole[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", state_families.NAMES)
+def test_running_states(name):
+    """Trees of contexts, with ample room, with few states, and with some on the host."""
+    try:
+        model, generator = state_families.make(name), random.Random(0)
+    except ValueError as error:
+        pytest.skip(f"of this version of transformers: {error}")
+    prompt = [generator.randrange(1, families.VOCAB) for _ in range(20)]
+    contexts = [[*prompt, generator.randrange(1, families.VOCAB)] for _ in range(6)]
+    steps = []
+    for _ in range(4):
+        contexts = [
+            [*generator.choice(contexts), generator.randrange(families.VOCAB)] for _ in range(6)
+        ]
+        steps.append(contexts)
+    expected = [torch.stack([fresh_row(model, context) for context in one]) for one in steps]
+    on_device = copy.deepcopy(model).cuda()
+    with AsyncTransformer(on_device, word_tokenizer(), row_cache_bytes=0) as lm:
+        per_state = lm._evaluator.passes.cache.state_store.layout.bytes_per_state
+    few = {"kv_cache_bytes": 1 << 20, "state_cache_bytes": 6 * per_state}
+    for options in ({}, few, {**few, "host_cache_bytes": 1 << 22}) if per_state else ({},):
+        with AsyncTransformer(on_device, word_tokenizer(), row_cache_bytes=0, **options) as lm:
+            for one, rows in zip(steps, expected, strict=True):
+                found = lm.batch_next_token_logprobs_sync(one)
+                torch.testing.assert_close(found, rows, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_go_to_the_host_and_come_back(dtype):
+    model, generator = families.make("llama"), random.Random(0)
+    prompts = [[generator.randrange(families.VOCAB) for _ in range(30)] for _ in range(6)]
+    expected = torch.stack([fresh_row(model, prompt) for prompt in prompts])
+    own = model.to(dtype)
+    rounded = torch.stack([fresh_row(own, prompt) for prompt in prompts])
+    atol = 2e-4 + 2 * float((rounded - expected).abs().max())
+    own = own.cuda()
+    per_slot = 2 * 2 * 2 * 8 * torch.finfo(dtype).bits // 8
+    options = {"kv_cache_bytes": 71 * per_slot, "host_cache_bytes": 400 * per_slot}
+    with AsyncTransformer(own, word_tokenizer(), row_cache_bytes=0, **options) as lm:
+        for _ in range(4):
+            rows = torch.stack([lm.next_token_logprobs_sync(prompt) for prompt in prompts])
+            torch.testing.assert_close(rows, expected, rtol=0, atol=atol)
+        assert lm.statistics().num_tokens_from_host > 200
+
+
+@pytest.mark.parametrize("kept", ["float16", "bfloat16", "int8"])
+async def test_other_number_formats_of_keys_and_values(kept):
+    model = families.make("llama")
+    contexts = random_contexts(12, max_length=30)
+    options = {"kv_cache_dtype": kept, "kv_cache_bytes": 1 << 20, "row_cache_bytes": 0}
+    with (
+        AsyncTransformer(copy.deepcopy(model).cuda(), word_tokenizer(), **options) as lm,
+        AsyncTransformer(model, word_tokenizer(), **options) as plain,
+    ):
+        for _ in range(2):
+            found = await lm.batch_next_token_logprobs(contexts)
+            expected = await plain.batch_next_token_logprobs(contexts)
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("most", [1, 64])
+def test_adapters_beside_recorded_steps(tmp_path, monkeypatch, most):
+    """Adapters whose recorded passes make way for each other's."""
+    pytest.importorskip("peft")
+    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", most)
+    base, generator = families.make("llama"), random.Random(0)
+    models = {None: base}
+    for seed, name in enumerate(["poet", "clerk"]):
+        models[name] = make_adapter(tmp_path / name, seed, base)
+    own = copy.deepcopy(base).to("cuda", torch.bfloat16)
+    rounded = {name: copy.deepcopy(each).to(torch.bfloat16) for name, each in models.items()}
+    with AsyncTransformer(own, word_tokenizer(), row_cache_bytes=0) as lm:
+        for name in ("poet", "clerk"):
+            lm.add_new_lora(str(tmp_path / name), name)
+        contexts = [[generator.randrange(families.VOCAB) for _ in range(9)] for _ in range(4)]
+        for _ in range(6):
+            contexts = [[*context, generator.randrange(families.VOCAB)] for context in contexts]
+            for name, model in models.items():
+                found = lm.batch_next_token_logprobs_sync(contexts, name)
+                expected = torch.stack([fresh_row(model, context) for context in contexts])
+                noise = torch.stack([fresh_row(rounded[name], context) for context in contexts])
+                noise = (noise.float() - expected).square().mean().sqrt()
+                assert (found - expected).square().mean().sqrt() < 3 * noise
+
+
+def test_a_prefix_goes_to_a_file_and_comes_back(tmp_path):
+    model, prompt = families.make("llama"), [5] * 40
+    expected = fresh_row(model, [*prompt, 7])
+    own = model.cuda()
+    with AsyncTransformer(own, word_tokenizer()) as lm:
+        lm.next_token_logprobs_sync(prompt)
+        lm.save_prefix(prompt, tmp_path / "prefix")
+    with AsyncTransformer(own, word_tokenizer()) as lm:
+        lm.load_prefix(tmp_path / "prefix")
+        before = lm.statistics().tokens_computed
+        row = lm.next_token_logprobs_sync([*prompt, 7])
+        assert lm.statistics().tokens_computed - before <= 2
+        torch.testing.assert_close(row, expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_contexts_that_begin_with_pictures(name):
+    model, processor = family(name)
+    text, images = prompt_of(name, [1])
+    own = copy.deepcopy(model).cuda()
+    with AsyncTransformer(
+        own, processor.tokenizer, processor=processor, row_cache_bytes=0, self_check=False
+    ) as lm:
+        context = lm.context(text, images=images)
+        for more in ([], [7], [7, 8], [7, 8, 9]):
+            row = lm.next_token_logprobs_sync(context + more)
+            expected = plain_row(name, text, images, more)
+            torch.testing.assert_close(row, expected, rtol=0, atol=2e-3)
+
+
+def test_a_long_pass_that_nobody_wants_any_more():
+    """A pass ends between layers, and what others ask comes next."""
+    model = families.make("llama").cuda()
+
+    async def ask(lm):
+        waiting = asyncio.create_task(lm.next_token_logprobs([n % 90 for n in range(200)]))
+        await asyncio.sleep(0.001)
+        waiting.cancel()
+        return await lm.next_token_logprobs([1, 2, 3])
+
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        expected = lm.next_token_logprobs_sync([1, 2, 3])
+        for _ in range(20):
+            torch.testing.assert_close(asyncio.run(ask(lm)), expected, rtol=0, atol=1e-4)
