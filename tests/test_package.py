@@ -423,6 +423,19 @@ def test_modules_import_few_others():
     assert not {name: count for name, count in num_imports.items() if count > 15}
 
 
+def test_nobody_who_answers_asks_what_kind_a_question_is():
+    """They know what every question has: targets, weight, what it is computed with."""
+    kinds = r"\b(Query|Scoring|Readout|OwnReadout|Drawing)\b"
+    asks = re.compile(rf"(isinstance|issubclass)\([^()]*{kinds}|\bis {kinds}|== {{{kinds}")
+    rooms = ["batching", "passes", "backends", "remote"]
+    paths = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    found = {
+        str(path.relative_to(ROOT)): asks.findall(path.read_text())
+        for path in [*paths, ROOT / "model" / "answering.py", ROOT / "model" / "row.py"]
+    }
+    assert not {path: own for path, own in found.items() if own}
+
+
 def test_functions_fit_a_screen():
     """Sixty lines, beside their docstrings."""
     long = []

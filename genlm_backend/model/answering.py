@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from operator import attrgetter
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 
@@ -12,8 +12,7 @@ from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.adapters import AdapterNames
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
-from genlm_backend.model.query import Query
-from genlm_backend.model.readout import OwnReadout, Readout, answers_by_rows
+from genlm_backend.model.readout import answers_by_rows
 from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_without
 from genlm_backend.model.scoring import Answer, Question
 
@@ -60,8 +59,7 @@ class Answering:
 
     def computed_with(self, question: Question) -> Hashable:
         """Return the question whose answer one is made of: all that is read off one row has one."""
-        asked: Any = question
-        return asked.query if isinstance(asked, Readout) and not self._is_bounded else asked
+        return question if self._is_bounded else question.computed_with
 
     def answers(self, questions: Sequence[Question]) -> list[Answer | Exception]:
         """Return one answer, or the error of those who asked, for each question of a batch."""
@@ -99,13 +97,13 @@ class Answering:
         if not isinstance(found, Sequence) or len(found) != len(questions):
             what = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
             raise EvaluationError(f"{self._verb} returned {what} for {len(questions)} queries")
-        are_rows = set(map(type, questions)) == {Query} and set(map(type, found)) == {Row}
+        are_rows = all(map(_KEEPS_ROW, questions)) and set(map(type, found)) == {Row}
         if are_rows and are_rows_of(found, self._vocab_size):
             return self._kept(questions, found, num_clears)
         pairs = zip(questions, found, strict=True)
         answers = [self._checked(question, answer) for question, answer in pairs]
         pairs = enumerate(zip(questions, answers, strict=True))
-        indices = [i for i, (q, a) in pairs if isinstance(q, Query) and isinstance(a, Row)]
+        indices = [i for i, (q, a) in pairs if q.keeps_row and isinstance(a, Row)]
         rows = self._kept(
             [questions[i] for i in indices], [answers[i] for i in indices], num_clears
         )
@@ -135,9 +133,7 @@ class Answering:
             wanted, got = question.wanted.format(vocab_size=size), shown(answer)
         except Exception as error:  # of a readout of a program's own
             return error
-        asked: Any = question
-        is_own = type(asked) is OwnReadout
-        verb = f"{type(asked.readout).__name__}.of_rows" if is_own else self._verb
+        verb = question.answered_by or self._verb
         return EvaluationError(f"{verb} must return {wanted}, or an exception, got {got}")
 
     @property
@@ -145,4 +141,4 @@ class Answering:
         return f"{type(self._evaluator).__name__}.evaluate"
 
 
-_ADAPTER: Final = attrgetter("adapter")
+_ADAPTER, _KEEPS_ROW = attrgetter("adapter"), attrgetter("keeps_row")

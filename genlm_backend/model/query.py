@@ -42,6 +42,11 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
         adapter: The adapter, or ``None`` for the base model; contexts of different adapters share
             no keys and values.
         targets: No tokens: a row is wanted, and no score.
+        num_targets: Their number.
+        beside: What is told of them beside their scores; ``None`` where there are none.
+        is_read_off: Whether its answer is made of rows, where these are: the row itself is none.
+        keeps_row: Whether its answer is a row that may be kept.
+        answered_by: Who answers it in the evaluator's place, as errors say it; empty for nobody.
         weight: How much it counts for in a batch.
         wanted: The answer, as errors say it.
     """
@@ -49,6 +54,11 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
     context: Context
     adapter: Adapter | None
     targets: ClassVar[tuple[int, ...]] = ()
+    num_targets: ClassVar[int] = 0
+    beside: ClassVar[None] = None
+    is_read_off: ClassVar[bool] = False
+    keeps_row: ClassVar[bool] = True
+    answered_by: ClassVar[str] = ""
     weight: ClassVar[float] = 1.0
     wanted: ClassVar[str] = "a Row of float32 [{vocab_size}] for each query"
 
@@ -69,6 +79,11 @@ class Query(tuple[Adapter | None, tuple[bytes, ...], bytes]):
     def is_answered_by(self, answer: Any, vocab_size: int) -> bool:
         """Return whether ``answer`` is a row of a vocabulary of that size."""
         return isinstance(answer, Row) and answer.is_of(vocab_size)
+
+    @property
+    def computed_with(self) -> Query:
+        """The question whose answer is computed for this one: itself."""
+        return self
 
     @cached_property
     def token_ids(self) -> tuple[int, ...]:

@@ -32,6 +32,11 @@ class Readout(abc.ABC):
         query: The context, and the adapter to read it with.
         wanted: The answer, as errors say it.
         targets: No tokens: no text is scored.
+        num_targets: Their number.
+        beside: What is told of them beside their scores; ``None`` where there are none.
+        is_read_off: Whether its answer is made of rows, where these are.
+        keeps_row: Whether its answer is a row that may be kept.
+        answered_by: Who answers it in the evaluator's place, as errors say it; empty for nobody.
         weight: How much it counts for in a batch.
         modifies_rows: Whether ``of_rows`` may modify its rows: they are a copy then.
     """
@@ -41,6 +46,11 @@ class Readout(abc.ABC):
     query: Query
     wanted: ClassVar[str]
     targets: ClassVar[tuple[int, ...]] = ()
+    num_targets: ClassVar[int] = 0
+    beside: ClassVar[None] = None
+    is_read_off: ClassVar[bool] = True
+    keeps_row: ClassVar[bool] = False
+    answered_by: str = ""
     weight: ClassVar[float] = 1.0
     modifies_rows: ClassVar[bool] = True
 
@@ -53,6 +63,11 @@ class Readout(abc.ABC):
     def context(self) -> Context:
         """The tokens that the model has to read."""
         return self.query.context
+
+    @property
+    def computed_with(self) -> Query:
+        """The question whose answer is computed for this one: that of the row."""
+        return self.query
 
     @classmethod
     @abc.abstractmethod
@@ -139,6 +154,11 @@ class OwnReadout(Readout):
     def wanted(self) -> str:
         """The answer, as errors say it."""
         return self.readout.wanted
+
+    @property
+    def answered_by(self) -> str:
+        """The function of the class that answers it."""
+        return f"{type(self.readout).__name__}.of_rows"
 
     @classmethod
     def of_rows(cls, readouts: Sequence[OwnReadout], rows: torch.Tensor) -> Sequence[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias, final
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
 import torch
@@ -192,11 +192,15 @@ class Scoring:
         text: All tokens, prompt and continuation, and the adapter to read them with.
         start: Number of tokens of the prompt; at least 1.
         beside: What is told of each token beside its log-probability.
+        keeps_row: Whether its answer is a row that may be kept.
+        answered_by: Who answers it in the evaluator's place, as errors say it; empty for nobody.
     """
 
     text: Query
     start: int
     beside: Beside = NOTHING
+    keeps_row: ClassVar[bool] = False
+    answered_by: ClassVar[str] = ""
 
     @property
     def adapter(self) -> Adapter | None:
@@ -212,6 +216,21 @@ class Scoring:
     def num_targets(self) -> int:
         """Number of log-probabilities that are wanted."""
         return len(self.text.context) - self.start
+
+    def within(self, size: int) -> Scoring:
+        """Return the scoring of those of its tokens that have no more than ``size`` before them."""
+        end = min(max(size, self.start - 1) + 1, len(self.text.context))
+        return Scoring(self.text.prefix(end), self.start, self.beside)
+
+    @property
+    def is_read_off(self) -> bool:
+        """Whether more than logarithms of single probabilities is read off rows."""
+        return self.beside != NOTHING
+
+    @property
+    def computed_with(self) -> Scoring:
+        """Itself, since a text is computed for itself."""
+        return self
 
     @property
     def context(self) -> Context:

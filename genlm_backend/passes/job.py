@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from genlm_backend.model.context import Context
 from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import NOTHING, Beside, Question, Scoring
+from genlm_backend.model.scoring import NOTHING, Beside, Question
 
 PICTURES: Final = attrgetter("context.pictures")
 
 
 def first_output(question: Question) -> int:
     """Return the first position of a question's context behind which logits are wanted."""
-    return len(question.context) - (len(question.targets) or 1)
+    return len(question.context) - (question.num_targets or 1)
 
 
 @final
@@ -72,9 +72,10 @@ class Job:
 
     @classmethod
     def of(cls, question: Question, node: int = 0, start: int = 0) -> Self:
-        """Return the job of a query or of a scoring."""
-        beside = question.beside if isinstance(question, Scoring) else NOTHING
-        return cls(question.context, node, start, question.targets, beside=beside)
+        """Return the job of a question that is computed for itself."""
+        return cls(
+            question.context, node, start, question.targets, beside=question.beside or NOTHING
+        )
 
     @property
     def outputs(self) -> range:

@@ -17,9 +17,9 @@ from genlm_backend.attention.attend import Attend
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.readout import Readout, answers_by_rows
+from genlm_backend.model.readout import answers_by_rows
 from genlm_backend.model.row import Row, rows_of_logits, rows_on, scores_of_logits
-from genlm_backend.model.scoring import NOTHING, Answer, Question, Scoring
+from genlm_backend.model.scoring import Answer, Question
 from genlm_backend.passes.forwards import Forwards, Runner
 from genlm_backend.passes.passes import Passes
 from genlm_backend.passes.prefill_plan import CostModel
@@ -71,12 +71,7 @@ class PassEvaluator(Evaluator):
     def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer | Exception]:
         """Return one answer to each question; readouts are read off where the model computes."""
         with frequent_switches():
-            kinds = set(map(type, questions))
-            are_read_off = any(issubclass(kind, Readout) for kind in kinds)
-            if Scoring in kinds:
-                own = (q.beside for q in questions if isinstance(q, Scoring))
-                are_read_off = are_read_off or any(beside != NOTHING for beside in own)
-            if not are_read_off:
+            if not any(map(_IS_READ_OFF, questions)):
                 return self._by_adapter(questions)
             self._row_device = None  # where they are computed, to be read off there
             try:
@@ -214,7 +209,7 @@ class PassEvaluator(Evaluator):
         release_cached_memory()
 
 
-_ADAPTER: Final = attrgetter("adapter")
+_ADAPTER, _IS_READ_OFF = attrgetter("adapter"), attrgetter("is_read_off")
 
 _FEWEST_AGAIN: Final = 256
 """Tokens that were computed again before a warning says that room is short."""

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final, cast, final
 
 import numpy as np
@@ -17,7 +18,7 @@ from genlm_backend.attention.attend import Attend
 from genlm_backend.errors import QueryDroppedError
 from genlm_backend.model.query import Query
 from genlm_backend.model.row import Row
-from genlm_backend.model.scoring import Answer, Question, Scoring, numbers_of_rows
+from genlm_backend.model.scoring import Answer, Question, numbers_of_rows
 from genlm_backend.passes.decode_steps import DecodeSteps
 from genlm_backend.passes.forwards import Forwards
 from genlm_backend.passes.job import PICTURES, Job, first_output
@@ -39,6 +40,8 @@ from genlm_backend.passes.prefix_cache import OutOfStates, PrefixCache
 from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import PrefixTree
 from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
+
+_NUM_TARGETS: Final = attrgetter("num_targets")
 
 _NEXT_OVER_LATER: Final = 64
 """How much more a token spared in the next batch counts than one of the batch after it."""
@@ -132,17 +135,18 @@ class Passes:
 
     def _answer_of_long(self, question: Question) -> Answer:
         """Return the answer to a question about more tokens than contexts may share."""
-        if not isinstance(question, Scoring):
+        if not question.num_targets:
             return self.row_alone(Query(question.context, question.adapter))
-        text, limit = question.text, int(self.most_shared)
-        scores: list[torch.Tensor] = []
-        if question.start <= limit:
-            up_to_limit = Scoring(text.prefix(limit + 1), question.start, question.beside)
-            scores.extend(cast(list[torch.Tensor], self.evaluate([up_to_limit])))
-        for end in range(max(question.start, limit + 1), len(text.token_ids)):
-            row = self.row_alone(text.prefix(end)).logprobs  # a model of its own for each length
-            targets = [text.token_ids[end]]
-            scores.append(numbers_of_rows(row[None], targets, question.beside).cpu())
+        within, scores = cast(Any, question).within(int(self.most_shared)), list[torch.Tensor]()
+        num_within = within.num_targets
+        if num_within:
+            scores.extend(cast(list[torch.Tensor], self.evaluate([within])))
+        first = first_output(question) + 1
+        for i, target in enumerate(question.targets[num_within:], num_within):
+            # A model of its own for each length.
+            query = Query(question.context[: first + i], question.adapter)
+            row = self.row_alone(query).logprobs
+            scores.append(numbers_of_rows(row[None], [target], within.beside).cpu())
         return torch.cat(scores)
 
     def whole(self, questions: list[Question], *, pads: bool = True) -> list[Answer]:
@@ -258,9 +262,9 @@ class Passes:
         contexts = [question.context for question in questions]
         lengths = np.array([*map(len, contexts)], np.int32)
         # What has an output always goes through the model: logits are not kept.
-        are_queries = set(map(type, questions)) == {Query}
+        are_scored = any(map(_NUM_TARGETS, questions))
         sizes = lengths - 1
-        if not are_queries:
+        if are_scored:
             sizes = np.array([*map(first_output, questions)], np.int32)
         nodes = self.tree.match_all(
             [context.place for context in contexts],
@@ -274,7 +278,9 @@ class Passes:
         self.tree.use(nodes)
         answers: list[Answer] | None = None
         if not self.cache.host_state_store.num_states or self.tree.states.fetch(nodes):
-            if are_queries and self._steps.takes(questions, nodes, sizes, self.cost, self.aligns):
+            if not are_scored and self._steps.takes(
+                questions, nodes, sizes, self.cost, self.aligns
+            ):
                 found = self._steps.rows(contexts, nodes)
                 if found is not None:
                     rows, kept = found

@@ -15,7 +15,7 @@ from genlm_backend.errors import (
     QueryDroppedError,
 )
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
-from genlm_backend.model.readout import OwnReadout, answers_by_rows, packed_apart
+from genlm_backend.model.readout import answers_by_rows, packed_apart
 from genlm_backend.model.row import Row
 from genlm_backend.model.scoring import Question
 from genlm_backend.remote.arguments import Receiver
@@ -168,7 +168,7 @@ def is_row(answer: Any) -> bool:
 
 def sendable(question: Question, answer: Any) -> Any:
     """Return an answer that is not in the table, as it is to be pickled."""
-    if type(question) is OwnReadout and not isinstance(answer, BaseException):
+    if question.answered_by and not isinstance(answer, BaseException):
         return PackedAnswer(packed_apart(answer))
     if isinstance(answer, torch.Tensor):  # scores: a view would take what it is of along
         return answer.detach().cpu().clone()

@@ -9,14 +9,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 
 from genlm_backend.errors import AdapterError, EngineDiedError
 from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo, RestartableEvaluator
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.readout import OwnReadout, answers_by_rows, is_only_here
+from genlm_backend.model.readout import answers_by_rows, is_only_here
 from genlm_backend.model.row import Row
 from genlm_backend.model.scoring import Answer, Question
 from genlm_backend.prefix import TierName
@@ -143,7 +143,7 @@ class RemoteEvaluator(RestartableEvaluator):
 
     def _answers(self, questions: Sequence[Question]) -> Sequence[Answer | Exception]:
         with frequent_switches():
-            asked = [Alone(own) if type(own) is OwnReadout else own for own in questions]
+            asked = [Alone(cast(Any, own)) if own.answered_by else own for own in questions]
             found = self.ask("evaluate", asked)
             if not isinstance(found, Answers):
                 return found  # for the caller to refuse

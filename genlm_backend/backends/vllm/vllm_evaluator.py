@@ -13,7 +13,7 @@ from genlm_backend.backends.vllm.session_planner import SessionPlanner
 from genlm_backend.errors import BatcherClosedError, CacheError, UnknownAdapterError
 from genlm_backend.model.evaluator import Evaluator, EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter, Query
-from genlm_backend.model.readout import Readout, RowQuestions
+from genlm_backend.model.readout import RowQuestions
 from genlm_backend.model.row import Row, rows_without, stacked
 from genlm_backend.model.scoring import (
     NOTHING,
@@ -79,10 +79,10 @@ class VLLMEvaluator(Evaluator):
 
     def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer]:
         """Return one answer to each question; readouts are read off where vLLM computes."""
-        scorings = [question for question in questions if isinstance(question, Scoring)]
+        scorings: list[Any] = [question for question in questions if question.num_targets]
         if len(scorings) == len(questions):
             return self._scores(scorings)
-        others = [question for question in questions if not isinstance(question, Scoring)]
+        others = [question for question in questions if not question.num_targets]
         answers = self._read(others)
         places = [i for i, answer in enumerate(answers) if isinstance(answer, Row)]
         for i, row in zip(places, self._moved([answers[i] for i in places]), strict=True):
@@ -96,8 +96,8 @@ class VLLMEvaluator(Evaluator):
         """Return a row for each query, and what readouts are answered by."""
         asked: defaultdict[Query, list[Any]] = defaultdict(list)
         for question in questions:
-            asked[question.query if isinstance(question, Readout) else question].append(question)
-        if len(asked) == len(questions) and not any(isinstance(q, Readout) for q in questions):
+            asked[question.computed_with].append(question)
+        if not any(question.is_read_off for question in questions):
             return self._rows(questions)
         wanted = RowQuestions([*asked.values()], self.undefined_ids)
         found = self.planner.evaluate([*asked], self.check_wanted, wanted)
