@@ -129,7 +129,7 @@ def steps(name: str, device: str, deadline: float) -> Iterator[Line]:
     The limit is the time in which the memory hands over the weights, and each distinct key and
     value. ``host_ms`` is what a step takes beside the passes of the model, and ``eager_ms`` what
     one takes whose passes are not recorded. ``smc_ms`` is a step before which particles have been
-    drawn anew.
+    drawn anew, and ``draws_ms`` one that draws each particle's next token where the model is.
 
     Args:
         name: Name of the model.
@@ -149,7 +149,7 @@ def steps(name: str, device: str, deadline: float) -> Iterator[Line]:
         for length, count in itertools.product(PROMPTS, PARTICLES):
             capacity = lm.statistics().kv_bytes_budget // per_token
             line: Line = {"model": name, "shared_tokens": length, "particles": count}
-            num_own = count * 4 * NUM_STEPS
+            num_own = count * 5 * NUM_STEPS
             if length + num_own > min(capacity, model.config.max_position_embeddings + num_own):
                 yield {**line, "skipped": f"there is room for {capacity} tokens"}
                 continue
@@ -164,6 +164,7 @@ def steps(name: str, device: str, deadline: float) -> Iterator[Line]:
             with _timed(passes.runner, device) as in_passes:
                 outside = sum(walk.steps(NUM_STEPS // 2)) - sum(in_passes)
             resampled = float(np.median(walk.steps(NUM_STEPS // 2, resamples=True)))
+            drawn = float(np.median(walk.draws(NUM_STEPS // 2)))
             graphs, passes.runner.graphs = passes.runner.graphs, None
             eager = float(np.median(walk.steps(3)))
             passes.runner.graphs = graphs
@@ -171,6 +172,7 @@ def steps(name: str, device: str, deadline: float) -> Iterator[Line]:
                 **line,
                 "step_ms": 1e3 * step_seconds,
                 "smc_ms": 1e3 * resampled,
+                "draws_ms": 1e3 * drawn,
                 "limit_ms": 1e3 * limit,
                 "over_limit": step_seconds / limit,
                 "host_ms": 1e3 * outside / (NUM_STEPS // 2),
@@ -197,6 +199,7 @@ class _Walk:
 
     def __init__(self, lm: Any, vocab_size: int, length: int, count: int, device: str) -> None:
         self._ask, self._device = lm.batch_next_token_logprobs_sync, device
+        self._draw = lm.batch_draw_next_token_sync
         self._random, self._vocab_size = np.random.default_rng(length), vocab_size
         prompt = lm.context(self._random.integers(1, vocab_size, length).tolist())
         self.prefill = seconds(lambda: self._ask([prompt]), device)
@@ -205,6 +208,18 @@ class _Walk:
     def steps(self, number: int, resamples: bool = False) -> list[float]:
         """Take steps, each of particles drawn anew or not; return the seconds that each took."""
         return [self._step(resamples) for _ in range(number)]
+
+    def draws(self, number: int) -> list[float]:
+        """Take steps by drawing the next token of each particle; return the seconds of each."""
+        return [self._drawn() for _ in range(number)]
+
+    def _drawn(self) -> float:
+        start = time.perf_counter()
+        found = self._draw(self._contexts, generator=self._random)
+        taken = time.perf_counter() - start
+        pairs = zip(self._contexts, found, strict=True)
+        self._contexts = [context.extend(drawn.token_id) for context, drawn in pairs]
+        return taken
 
     def _step(self, resamples: bool) -> float:
         if resamples:

@@ -16,15 +16,22 @@ def device_tables(lines: list[Line]) -> dict[str, str]:
     """
     seen = _about(lines)
     steps = [
-        "| model | shared tokens | particles | a step | operator by operator | the limit "
-        "| over it | host |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | shared tokens | particles | a step | by draws | operator by operator "
+        "| vLLM | the limit | over it | host |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
+    of_vllm = {
+        _case(line): f"{line['step_ms']:.1f} ms"
+        for line in lines
+        if line["from"].startswith("vllm") and "step_ms" in line
+    }
     for line in _steps(lines):
         eager, host = f"{line['eager_ms']:.0f} ms", f"{line['host_ms']:.1f} ms"
+        drawn = f"{line['draws_ms']:.1f} ms" if "draws_ms" in line else ""
+        vllm = of_vllm.get(_case(line), "")
         steps.append(
             f"| {line['model']} | {line['shared_tokens']:,} | {line['particles']:,} "
-            f"| {line['step_ms']:.1f} ms | {eager} | {line['limit_ms']:.2f} ms "
+            f"| {line['step_ms']:.1f} ms | {drawn} | {eager} | {vllm} | {line['limit_ms']:.2f} ms "
             f"| {line['over_limit']:.1f} | {host} |"
         )
     tries = [
@@ -71,6 +78,10 @@ def device_chart(lines: list[Line], folder: Path) -> None:
     plt.close(figure)
 
 
+def _case(line: Line) -> tuple[str, int, int]:
+    return line["model"], line["shared_tokens"], line["particles"]
+
+
 def _steps(lines: list[Line]) -> list[Line]:
     return [line for line in lines if "over_limit" in line and "particles" in line]
 
@@ -83,7 +94,7 @@ def _name(lines: list[Line]) -> str:
 def _about(lines: list[Line]) -> str:
     machine = next(line for line in lines if line.get("driver"))
     versions = ", ".join(
-        f"{name} {machine[name]}" for name in ("torch", "transformers") if machine.get(name)
+        f"{name} {machine[name]}" for name in ("torch", "transformers", "vllm") if machine.get(name)
     )
     return (
         f"Measured by `make gpu OUT=folder` on one {machine['name']} with driver "
