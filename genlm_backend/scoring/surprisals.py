@@ -151,6 +151,7 @@ class SurprisalOptions(TypedDict, total=False):
     words: Words
     word_ends: bool | None
     context: str | TokenIds | None
+    contexts: Sequence[str | TokenIds] | None
     entropy: bool
     rank: bool
     stride: int | None
@@ -192,7 +193,8 @@ async def surprisal(
             or a function from a text to the spans of its words, ``r"\\S+"`` by default;
             ``word_ends``, whether words are charged for their ends, by default where blanks
             separate them; ``context``, a text or token ids to read each text behind, in place of
-            the token that texts begin with; ``entropy`` and ``rank``, whether to tell these;
+            the token that texts begin with; ``contexts``, such a context for each of several texts,
+            in a list; ``entropy`` and ``rank``, whether to tell these;
             ``stride``, for texts that are longer than the model takes: the number of tokens that
             are scored behind one window of the others, half a window by default; ``lora_name``, the
             adapter to read with; ``progress``, whether to show a bar of the texts that are done, on
@@ -273,6 +275,7 @@ _DEFAULTS: Final = {
     "words": NOT_BLANK,
     "word_ends": None,
     "context": None,
+    "contexts": None,
     "entropy": False,
     "rank": False,
     "stride": None,
@@ -309,9 +312,11 @@ class _Asked:
                 "word_ends=True is for words that blanks separate: leave out by and words"
             )
         self._ends = self._by == "word" and has_blanks if ends is None else ends
-        self._context = context_ids(lm, given["context"])
-        # Whether no word has to end where texts begin: none has begun before, or it has ended.
-        self._is_begin = given["context"] is None or is_between_words(lm, self._context)
+        self._contexts: Any = given["contexts"]
+        if self._contexts is None:
+            self._begin = self._begin_of(given["context"], "context")
+        elif given["context"] is not None:
+            raise OptionError("context is for all texts, and contexts has one for each: give one")
         groups = [word_begins(lm)] if self._ends else []
         self._begins: NDArray[np.bool_] | None = groups[0].unpacked().numpy() if groups else None
         self.beside = {"entropy": fields["entropy"], "rank": fields["rank"], "groups": groups}
@@ -321,24 +326,46 @@ class _Asked:
     def read(self, texts: Any) -> tuple[bool, list[_Text]]:
         """Return whether there are several texts, and how each is read."""
         if isinstance(texts, str):
-            return False, [self._text(texts, "texts")]
+            if self._contexts is not None:
+                raise OptionError("contexts is for texts in a list: give a single text its context")
+            return False, [self._text(texts, "texts", self._begin)]
         many = listed("texts", texts)
         for i, text in enumerate(many):
             if not isinstance(text, str):
                 raise OptionTypeError(f"texts[{i}] must be a string, got {shown(text)}")
-        return True, [self._text(text, f"texts[{i}]") for i, text in enumerate(many)]
+        begins = self._begins_of(len(many))
+        pairs = enumerate(zip(many, begins, strict=True))
+        return True, [self._text(text, f"texts[{i}]", begin) for i, (text, begin) in pairs]
 
-    def _text(self, text: str, name: str) -> _Text:
+    def _begins_of(self, num_texts: int) -> list[tuple[list[int], bool]]:
+        if self._contexts is None:
+            return [self._begin] * num_texts
+        contexts = listed("contexts", self._contexts)
+        if len(contexts) != num_texts:
+            raise OptionError(
+                "contexts belong to texts one by one, "
+                f"got {len(contexts)} contexts for {num_texts} texts"
+            )
+        return [self._begin_of(own, f"contexts[{i}]") for i, own in enumerate(contexts)]
+
+    def _begin_of(self, context: Any, name: str) -> tuple[list[int], bool]:
+        """Return what a text is read behind, and whether no word has to end where it begins."""
+        ids = context_ids(self._lm, context, name)
+        # None has begun before, or it has ended.
+        return ids, context is None or is_between_words(self._lm, ids)
+
+    def _text(self, text: str, name: str, begin: tuple[list[int], bool]) -> _Text:
         spelling = Spelling(self._lm, text, name)
         if self._by == "word":
             regions = spelling.words(self._words)
         else:
             regions = spelling.tokens if self._by == "token" else spelling.characters
-        behind = "".join(self._lm.str_vocab[i] for i in self._context)
+        context, is_begin = begin
+        behind = "".join(self._lm.str_vocab[i] for i in context)
         ends = None if self._begins is None else self._begins[spelling.token_ids].tolist()
-        own = _Text(spelling, regions, self._context, behind, self._unit, ends)
+        own = _Text(spelling, regions, context, behind, self._unit, ends)
         if ends is not None:
-            own.is_begin = self._is_begin
+            own.is_begin = is_begin
         own.divide(self._lm.max_length, self._stride)
         return own
 

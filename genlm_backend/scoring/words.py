@@ -282,7 +282,7 @@ def word_begins(lm: AsyncLM) -> PackedMask:
     return mask
 
 
-def context_ids(lm: AsyncLM, context: str | TokenIds | None) -> list[int]:
+def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "context") -> list[int]:
     """Return the token ids that texts are read behind, one at least."""
     begin = getattr(lm.tokenizer, "bos_token_id", None)
     if context is None:
@@ -293,12 +293,12 @@ def context_ids(lm: AsyncLM, context: str | TokenIds | None) -> list[int]:
             )
         return [int(begin)]
     if isinstance(context, str):
-        ids = Spelling(lm, context, "context").token_ids
+        ids = Spelling(lm, context, name).token_ids
         return ids if begin is None else [int(begin), *ids]
     try:
-        return [*lm.contexts.check(cast(TokenIds, context), name="context")]
+        return [*lm.contexts.check(cast(TokenIds, context), name=name)]
     except ContextTypeError as error:
-        raise ContextTypeError(f"context must be a text or token ids: {error}") from error
+        raise ContextTypeError(f"{name} must be a text or token ids: {error}") from error
 
 
 def is_between_words(lm: AsyncLM, context: Sequence[int]) -> bool:

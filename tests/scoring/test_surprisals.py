@@ -172,6 +172,28 @@ def test_a_text_behind_another_one(tiny):
     assert further[0].surprisal == pytest.approx(-own, abs=1e-5)
 
 
+async def test_each_text_behind_a_context_of_its_own(tiny):
+    texts, contexts = [" ba bb", "ab", " a"], ["ab", [0, 2, 3], "b "]
+    options = {"by": "word", "entropy": True}
+    found = await surprisal(tiny, texts, contexts=contexts, **options)
+    assert found == surprisal_sync(tiny, texts, contexts=contexts, **options)
+    for text, context, own in zip(texts, contexts, found, strict=True):
+        alone = surprisal_sync(tiny, text, context=context, **options)
+        assert list(own) == list(alone)
+        assert own.context == alone.context
+    assert surprisal_sync(tiny, [], contexts=[]) == []
+    with pytest.raises(OptionError, match="got 2 contexts for 3 texts"):
+        surprisal_sync(tiny, texts, contexts=contexts[:2])
+    with pytest.raises(OptionError, match="give one"):
+        surprisal_sync(tiny, texts, contexts=contexts, context="a")
+    with pytest.raises(OptionError, match="give a single text its context"):
+        surprisal_sync(tiny, "ab", contexts=["ab"])
+    with pytest.raises(OptionTypeError, match="contexts"):
+        surprisal_sync(tiny, ["ab"], contexts="a")
+    with pytest.raises(TypeError, match=r"contexts\[1\] must be a text or token ids"):
+        surprisal_sync(tiny, texts, contexts=["a", 1.5, "b"])
+
+
 @pytest.mark.parametrize("end", [" ", "\n", "\n\n", "  "])
 def test_blanks_behind_the_last_word_are_no_part_of_it(smollm2, tiny, end):
     for lm, text in ((smollm2, "The boats sank"), (tiny, "ab ba")):
