@@ -231,4 +231,20 @@ def _mask(former: str, **given: Any) -> torch.Tensor | None:
     # Where it may not be left out, something has been added to the pattern.
     is_bare = given.get("allow_is_causal_skip", True)
     is_causal = allows is causal_mask_function
+    allows = functools.partial(_allowed, allows, given.get("device"))
     return attention.mask(allows, is_causal, window if is_bare else None)
+
+
+def _allowed(
+    allows: Callable[..., torch.Tensor], device: Any, *positions: torch.Tensor
+) -> torch.Tensor:
+    """Return what a model's function allows, of positions on the processor.
+
+    Masks are made there. A function that has tensors of the model's own is asked on its device.
+    """
+    try:
+        return allows(*positions)
+    except RuntimeError:
+        if device is None or torch.device(device).type == "cpu":
+            raise
+        return allows(*(position.to(device) for position in positions)).cpu()

@@ -62,12 +62,14 @@ def of_model(name, output=DEVICE, dtype=torch.float32, **options):
         assert abs(entropy + float((inner.exp() * inner).sum())) < 1e-4
         assert top.token_ids.tolist() == inner.topk(3).indices.tolist()
         num_moved = evaluator.counts().num_tokens_from_host
+        attends = type(evaluator.passes.cache.attend).__name__
         evaluator.close()
     return {
         "num_slots": num_slots,
         "difference": max(differences),
         "num_waits": max(num_waits),
         "num_from_host": num_moved,
+        "attends": attends,
         "operators": list(asked.values()),
     }
 

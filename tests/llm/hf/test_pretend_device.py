@@ -9,7 +9,7 @@ import pytest
 from torch.utils import backend_registration
 
 from tests.llm import families
-from tests.llm.hf.test_families import ALIGNED
+from tests.llm.hf.test_families import ALIGNED, GATHERED
 
 HAS_DEVICE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 
@@ -46,11 +46,14 @@ def test_everything_is_where_it_belongs(name):
         assert line["num_waits"] == 0
         return
     assert line["num_slots"], "nothing is kept"
+    is_gathered = name in GATHERED
+    assert line["attends"] == ("GatherAttend" if is_gathered else "SharedAttend")
     assert bool(line["num_from_host"]) == (name == "host tier")
     # For the normalisers; beside these, for rows that are wanted on the processor, where keys and
-    # values are moved, in the code of two models, and where two lengths take a pass each.
+    # values are moved, in the code of two models, where two lengths take a pass each, and for masks
+    # of which a model has a part there.
     most = {"rows on the processor": 2, "host tier": 9, "deepseek-v3": 2, "gpt2": 2}
-    most |= dict.fromkeys(ALIGNED, 2)
+    most |= {**dict.fromkeys(ALIGNED, 2), "llama4-tuned": 3}
     assert line["num_waits"] <= most.get(name, 1)
 
 
