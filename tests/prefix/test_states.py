@@ -402,6 +402,29 @@ TestStatesAndTokensOnHost = StatesAndTokensOnHost.TestCase
 TestOneStateOnHost = OneStateOnHost.TestCase
 
 
+@given(st.data())
+@settings(deadline=None, max_examples=100)
+def test_the_oldest_states_are_those_that_nothing_has_used_for_longest(data):
+    """Of those of one batch, the ones that spare the fewest tokens."""
+    num_states = data.draw(st.integers(2, 12))
+    tree = PrefixTree(Slots(200), states=partial(States, num_states=num_states))
+    states, asked = tree.states, []
+    for number in range(num_states):
+        if data.draw(st.booleans()) or not number:
+            tree.begin()
+        size = data.draw(st.integers(1, 6))
+        slots, tokens = tree.allocate(size), np.full(size, number, np.int32)
+        nodes = tree.link(tree.grow_chain(tree.root(None), tokens, slots))
+        (state,) = states.give(nodes[-1:], np.zeros(1, np.int64))
+        asked.append((int(states._stamp[state]), size, int(state)))
+    for _ in range(40):
+        tree.begin()
+    count = data.draw(st.integers(1, num_states))
+    found = states._oldest(count).tolist()
+    ages = {state: (stamp, size) for stamp, size, state in asked}
+    assert sorted(ages[state] for state in found) == sorted(ages.values())[:count]
+
+
 # ---------------------------------------------------------------- which of them stay
 
 

@@ -22,6 +22,14 @@ from genlm_backend.passes.state_bounds import StateBounds
 from genlm_backend.prefix import PrefixTree, Slots
 
 FREE_PASSES = CostModel(per_forward=0.0)  # sharing always pays
+
+
+def test_a_pass_costs_itself_its_tokens_and_a_share_of_what_is_cached():
+    cost = CostModel(per_forward=8, per_past_token=1 / 4)
+    assert cost.of(0, 5, 7) == 8
+    assert cost.of(3, 5, 7) == 8 + 3 * 5 + 3 * (5 + 7) / 4
+
+
 contexts = st.lists(st.integers(0, 1), min_size=1, max_size=9).map(tuple)
 
 

@@ -524,6 +524,18 @@ async def test_a_pinned_prompt_is_never_computed_again(name):
         await check(lm, name, [[*prompt, 5], [9, 9, 9]])
 
 
+@pytest.mark.parametrize("name", FEW)
+async def test_a_prompt_that_is_kept_without_a_state_is_pinned_with_one(name):
+    """Its tokens are those of a longer context, which has gone past it."""
+    prompt = tokens(random.Random(0), 20)
+    with opened(name) as lm:
+        await check(lm, name, [[*prompt, 5, 6, 7]])
+        lm.cache_kv(prompt)
+        before = lm.statistics().tokens_computed
+        await check(lm, name, [[*prompt, 8]])
+        assert lm.statistics().tokens_computed - before <= (3 if name in BY_TWO else 2)
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "nemotron_h"])
 @pytest.mark.parametrize("is_scored", [False, True])
 async def test_contexts_one_after_another_share_a_prompt_that_nobody_asked(name, is_scored):
