@@ -27,7 +27,7 @@ def measure(job: dict[str, Any], python: str = sys.executable) -> Numbers:
     command = [python, "-m", "benchmarks", "worker", json.dumps(job)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise SystemExit(f"the workload {job['name']} {job['variant']} failed")
+        raise RuntimeError(f"the workload {job['name']} {job['variant']} failed")
     return json.loads(done.stdout.strip().split("\n")[-1])
 
 
@@ -95,7 +95,8 @@ def variants_of(workload: Workload, options: argparse.Namespace) -> list[str]:
 
 def peer_for(workload: Workload, variant: str, options: argparse.Namespace) -> str | None:
     """Return the peer's folder; where the peer is a variant, the others do not have it."""
-    return options.peer if not workload.peers or variant in workload.peers else None
+    is_there = not workload.peers or variant in workload.peers
+    return options.peer if is_there and workload.takes_peer else None
 
 
 def run(options: argparse.Namespace) -> None:
@@ -127,7 +128,7 @@ def run(options: argparse.Namespace) -> None:
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-    lines = []
+    lines, failed = [], dict[str, str]()
     for name in names:
         workload = WORKLOADS[name]
         rounds = options.rounds if workload.is_repeated else 1
@@ -141,15 +142,17 @@ def run(options: argparse.Namespace) -> None:
                     "name": name,
                     "variant": variant,
                     "repeats": 1 if workload.is_repeated else options.rounds,
-                    # Where the peer is a variant, the others do not have it on their path.
-                    "peer": None
-                    if workload.peers and variant not in workload.peers
-                    else options.peer,
+                    "peer": peer_for(workload, variant, options),
                     "device": options.device,
                     "threads": options.threads,
                 }
                 python = pythons(options).get(workload.needs or "")
-                numbers = measure(job, python or sys.executable)
+                try:
+                    numbers = measure(job, python or sys.executable)
+                except RuntimeError as error:  # what else there is to measure is not lost
+                    failed[name] = str(error)
+                    print(error, file=sys.stderr)
+                    break
                 lines.append(
                     {
                         "workload": name,
@@ -161,10 +164,15 @@ def run(options: argparse.Namespace) -> None:
                     }
                 )
     options.output.mkdir(parents=True, exist_ok=True)
+    before = read(path) if path.exists() else []
+    kept += [line for line in before if line["workload"] in failed and line not in kept]
+    lines = [line for line in lines if line["workload"] not in failed]
     order = list(WORKLOADS)
     whole = sorted([*kept, *lines], key=lambda line: order.index(line["workload"]))
     path.write_text("".join(json.dumps(line) + "\n" for line in whole))
     report(options)
+    if failed:
+        raise SystemExit("; ".join(failed.values()))
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -61,8 +61,10 @@ def theirs() -> dict[str, Any]:
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     from genlm_backend.backends.bundled import bundled_directory
+    from genlm_backend.backends.vllm.scanning import let_modules_be_scanned
 
     options = {**ENGINE_OPTIONS, "max_model_len": SIZES[-1] + 2 * NUM_TOKENS}
+    let_modules_be_scanned()
     llm = LLM(str(bundled_directory("smollm2")), disable_log_stats=True, **options)
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
 

@@ -107,12 +107,14 @@ def vllm_plain(repeats: int) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from genlm_backend.backends.bundled import bundled_directory
+    from genlm_backend.backends.vllm.scanning import let_modules_be_scanned
 
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     from vllm import LLM  # pyright: ignore[reportMissingImports]
 
     path = str(bundled_directory("smollm2"))
     prompt = AutoTokenizer.from_pretrained(path).encode(TEXT)[:PROMPT_TOKENS]
+    let_modules_be_scanned()
     llm = LLM(path, disable_log_stats=True, **ENGINE_OPTIONS)
 
     def run(seed: int) -> None:

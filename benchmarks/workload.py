@@ -24,6 +24,7 @@ class Workload(ABC):
         table: The file of the docs that it is shown in.
         variants: Systems or sizes, measured one after the other in every round.
         peers: Variants that need ``--peer``.
+        takes_peer: Whether the peer may be on its path; not where versions are compared.
         is_repeated: Whether rounds are processes; otherwise one process repeats by itself.
         needs: ``"vllm"``, ``"clients"``, ``"lm-eval"``, ``"mlx"`` or ``"device"`` where it is
             measured only if that is given.
@@ -33,6 +34,7 @@ class Workload(ABC):
     table: ClassVar[str] = "benchmarks"
     variants: ClassVar[tuple[str, ...]] = ("",)
     peers: ClassVar[tuple[str, ...]] = ()
+    takes_peer: ClassVar[bool] = True
     is_repeated: ClassVar[bool] = False
     needs: ClassVar[str | None] = None
 

@@ -37,6 +37,7 @@ class Ray(Workload):
 
     name = "ray"
     table = "scaling"
+    takes_peer = False
 
     def measure(self, variant: str, repeats: int, device: str | None) -> Numbers:
         return elsewhere.measure_ray()

@@ -133,6 +133,8 @@ class Answering:
             wanted, got = question.wanted.format(vocab_size=size), shown(answer)
         except Exception as error:  # of a readout of a program's own
             return error
+        except SystemExit as error:
+            return EvaluationError(f"{shown(question)} ended with {error!r}")
         verb = question.answered_by or self._verb
         return EvaluationError(f"{verb} must return {wanted}, or an exception, got {got}")
 

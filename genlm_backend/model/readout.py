@@ -255,11 +255,11 @@ class RowQuestions(NamedTuple):
             [each.to(here) if isinstance(each, Row) else each for each in of_row]
             for of_row in self.answers(rows)
         ]
-        try:
-            return packed(answers)
-        except Exception:  # of a readout of a program's own
-            pass
-        return packed([[*map(_sendable, own)] for own in answers])
+        for of_row, asked in zip(answers, self.questions, strict=True):
+            for k, (question, answer) in enumerate(zip(asked, of_row, strict=True)):
+                if question.answered_by or isinstance(answer, BaseException):
+                    of_row[k] = _sendable(answer)  # one that is none is its caller's alone
+        return packed(answers)
 
     def answers(self, rows: Sequence[Row]) -> list[list[Any]]:
         """Return the answers to what is asked of each row, or the exception for whoever asked."""
@@ -359,7 +359,7 @@ def packed_apart(answer: Any) -> bytes:
 def _sendable(answer: Any) -> Any:
     """Return an answer, or an error if it cannot be packed."""
     try:
-        packed(answer)
+        pickle.loads(packed(answer))
     except Exception as error:  # whatever its own way of pickling raises
         return EvaluationError(f"the answer of a readout cannot be sent: {error}")
     return answer

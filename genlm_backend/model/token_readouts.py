@@ -181,7 +181,7 @@ class Masses(Readout):
         places: defaultdict[bytes, list[int]] = defaultdict(list)
         for place, (_, group) in enumerate(asked):
             places[group].append(place)
-        sums = [torch.empty(0, dtype=torch.float64, device=rows.device)]
+        sums = list[torch.Tensor]()
         for group, own in places.items():
             ids = torch.from_numpy(_ids_in(group, rows.shape[1])).to(rows.device)
             of_group = [asked[place][0] for place in own]
@@ -191,7 +191,8 @@ class Masses(Readout):
                 theirs = rows if of_group == [*range(len(rows))] else rows[of_group]
                 sums.append(log_sums(theirs.index_select(1, ids)))
         found = torch.empty(len(asked), dtype=torch.float64)
-        found[[place for own in places.values() for place in own]] = torch.cat(sums).cpu()
+        if sums:
+            found[[place for own in places.values() for place in own]] = torch.cat(sums).cpu()
         sizes = [len(readout.groups) for readout in readouts]
         return [part.clone() for part in found.clamp_(max=0).split(sizes)]
 

@@ -187,19 +187,19 @@ class PrefixTree:
             tokens: Token ids, int32 ``[n]``.
             slots: Slots that were allocated for their keys and values, ``[n]``.
         """
-        return self._counted(self.nodes.grow(parents, tokens, slots, self._now))
+        return self.nodes.grow(parents, tokens, slots, self._now)
 
     def grow_chain(self, parent: int, tokens: Ints, slots: Ints) -> Ints:
         """Return nodes as ``grow`` does, each but the first behind the one before it."""
-        return self._counted(self.nodes.grow_chain(parent, tokens, slots, self._now))
+        return self.nodes.grow_chain(parent, tokens, slots, self._now)
 
-    def _counted(self, nodes: Ints) -> Ints:
-        """Count those of new nodes whose tokens had been dropped before."""
-        if self.nodes.has_digests:
-            digests = self.nodes.digest[nodes]
-            known = self._dropped[_indices_of(digests)] == digests
-            self.num_recomputed += int(np.count_nonzero(known))
-        return nodes
+    def _count_again(self, nodes: Ints) -> None:
+        """Count those of new nodes whose tokens had been dropped before, each time once."""
+        digests = self.nodes.digest[nodes]
+        places = _indices_of(digests)
+        known = self._dropped[places] == digests
+        self.num_recomputed += int(np.count_nonzero(known))
+        self._dropped[places[known]] = 0
 
     def link(self, nodes: Ints) -> Ints:
         """Have nodes found whose slots are filled, each after the node before it.
@@ -212,6 +212,8 @@ class PrefixTree:
         """
         states = self.nodes.state[nodes] if self.states.num_states else None
         real, spare = self.nodes.link(nodes)
+        if self.nodes.has_digests:
+            self._count_again(nodes[real == nodes])
         if states is not None:
             self.states.move(np.where(real == nodes, NO_STATE, states), real)
             self.states.use(real)

@@ -411,8 +411,13 @@ class _Text:
             raise ContextError(
                 f"context has {len(begin)} tokens, of the {max_length} that the model takes"
             )
+        if self._begins is not None and max_length is not None and max_length <= len(begin):
+            raise ContextError(
+                f"context has {len(begin)} tokens, of the {max_length} that the model takes, and "
+                "the end of a word comes behind the word: leave room, or ask word_ends=False"
+            )
         step = stride or max(1, most // 2)
-        if step > most and max_length is not None:
+        if step > most and len(ids) > most:
             raise OptionError(
                 f"stride must be at most {most}, the tokens that a window has room for"
             )

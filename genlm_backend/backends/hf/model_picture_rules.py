@@ -15,7 +15,7 @@ from genlm_backend.attention.packing import Span, pack
 from genlm_backend.attention.torch.opening_attend import OpeningAttend, positions_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.state_trial import paths_of
-from genlm_backend.errors import PictureError
+from genlm_backend.errors import PictureError, QueryDroppedError
 from genlm_backend.prefix import KVLayout, KVStore
 from genlm_backend.vision.pictures import PictureRules, Pictures, image_token_id_of
 
@@ -89,6 +89,8 @@ def examine_pictures(
                 rows = _in_steps(runner, layout, attend, pictures, ids)
             else:
                 rows = _as_the_model_goes_on(runner, pictures, ids)
+        except QueryDroppedError:
+            raise
         except Exception as error:  # third-party model code may raise anything
             logger.debug("%s: %s", type(runner.model).__name__, rules, exc_info=error)
             cause = error

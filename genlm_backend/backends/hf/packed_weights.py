@@ -186,7 +186,8 @@ def _checksum(weight: torch.Tensor) -> tuple[int, int]:
     They are weighted by the row and by the column, so that a permuted one has others. Words of 64
     bits are added up in a thirtieth of the time of numbers that are to become such.
     """
-    is_whole = weight.shape[1] * weight.element_size() % 8 == 0
+    size, start = weight.element_size(), weight.storage_offset()
+    is_whole = weight.shape[1] * size % 8 == 0 and start * size % 8 == 0
     narrow = torch.int32 if weight.dtype is torch.float32 else torch.int16
     bits = weight.detach().view(torch.int64 if is_whole else narrow)
     of_rows, of_columns = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)

@@ -86,6 +86,7 @@ async def test_answers_that_cannot_be_sent(lm, kind):
     ("kind", "error", "said"),
     [
         (unruly.Leaving, EvaluationError, r"Leaving.of_rows raised SystemExit\(3\)"),
+        (unruly.LeavingLate, EvaluationError, r"SystemExit\(3\)"),
         (unruly.Unsayable, ZeroDivisionError, "no repr"),
     ],
 )

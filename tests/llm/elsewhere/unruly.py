@@ -63,6 +63,13 @@ class Leaving(Last):
         raise SystemExit(3)
 
 
+class LeavingLate(Last):
+    """A kind that wants to end the program when its answers are looked at."""
+
+    def is_answered_by(self, answer, vocab_size):
+        raise SystemExit(3)
+
+
 class Unsayable(Last):
     """A kind with answers that nobody can print."""
 

@@ -57,6 +57,18 @@ def test_tokens_that_are_computed_again_are_counted(num_slots, contexts):
         assert lm.statistics().num_recomputed_tokens == counted
 
 
+def test_tokens_that_are_there_are_not_counted_again():
+    """As those of a text that is scored, which go through the model whatever is kept."""
+    with make(9) as lm:
+        for text in ([1, 2, 3], [4, 5, 6], [11, 12, 13], [21, 22, 23], [1, 2, 3]):
+            lm.next_token_logprobs_sync(text)
+        counted = lm.statistics().num_recomputed_tokens
+        assert counted in (2, 3)
+        for _ in range(5):
+            lm.score_sync([1], [2, 3, 4])
+        assert lm.statistics().num_recomputed_tokens == counted
+
+
 def ask_growing(lm, num_rounds=2):
     for _ in range(num_rounds):
         for first in range(10):

@@ -211,7 +211,12 @@ def _fused(model):
     optimizer.step()
 
 
-@pytest.mark.parametrize("change", [_through_data, _permuted, _fused])
+def _at_an_odd_place(model):
+    memory = torch.arange(40 * 24 + 1, dtype=torch.float32)
+    model[0].weight.data = memory[1:].view(40, 24)
+
+
+@pytest.mark.parametrize("change", [_through_data, _permuted, _fused, _at_an_odd_place])
 @pytest.mark.usefixtures("faster")
 def test_a_weight_that_torch_says_nothing_of_is_found_by_another_look(change):
     model, rows = layer_and_rows()
