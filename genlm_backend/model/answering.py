@@ -12,7 +12,7 @@ from genlm_backend.checks import shown
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.adapters import AdapterNames
 from genlm_backend.model.evaluator import Evaluator, EvaluatorInfo
-from genlm_backend.model.readout import answers_by_rows
+from genlm_backend.model.readout import LEAVING, answers_by_rows
 from genlm_backend.model.row import Row, RowCache, alone, are_rows_of, rows_without
 from genlm_backend.model.scoring import Answer, Question
 
@@ -133,8 +133,8 @@ class Answering:
             wanted, got = question.wanted.format(vocab_size=size), shown(answer)
         except Exception as error:  # of a readout of a program's own
             return error
-        except SystemExit as error:
-            return EvaluationError(f"{shown(question)} ended with {error!r}")
+        except LEAVING as error:
+            return EvaluationError(f"{question.answered_by} ended with {error!r}")
         verb = question.answered_by or self._verb
         return EvaluationError(f"{verb} must return {wanted}, or an exception, got {got}")
 

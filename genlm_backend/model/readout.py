@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import io
 import pickle
+from asyncio import CancelledError
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, cast, final
@@ -102,9 +103,12 @@ class Readout(abc.ABC):
         """
         (answer,) = read_off([self], [row])
         vocab_size = row.logprobs.shape[-1]
-        if not isinstance(answer, Exception) and not self.is_answered_by(answer, vocab_size):
-            wanted = self.wanted.format(vocab_size=vocab_size)
-            answer = EvaluationError(f"the answer must be {wanted}, got {shown(answer)}")
+        try:
+            if not isinstance(answer, Exception) and not self.is_answered_by(answer, vocab_size):
+                wanted = self.wanted.format(vocab_size=vocab_size)
+                answer = EvaluationError(f"the answer must be {wanted}, got {shown(answer)}")
+        except LEAVING as error:
+            answer = ended(self, error)
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -331,15 +335,26 @@ def read_off(readouts: Sequence[Any], rows: Sequence[Row]) -> list[Any]:
 def _of_kind(kind: type[Readout], readouts: list[Any], table: torch.Tensor) -> Sequence[Any]:
     try:
         found = kind.of_rows(readouts, table.clone() if kind.modifies_rows else table)
-        if isinstance(found, Sequence) and len(found) == len(readouts):
-            return found
+        if isinstance(found, Sequence):
+            found = [*found]  # which a sequence of a program's own may fail at
+            if len(found) == len(readouts):
+                return found
     except Exception as error:
         return [error] * len(readouts)
-    except SystemExit as error:
+    except LEAVING as error:
         return [EvaluationError(f"{kind.__name__}.of_rows raised {error!r}")] * len(readouts)
     many = f"{len(found)} answers" if isinstance(found, Sequence) else shown(found)
     said = f"{kind.__name__}.of_rows returned {many} for {len(readouts)} readouts"
     return [EvaluationError(said)] * len(readouts)
+
+
+LEAVING: Final = (SystemExit, GeneratorExit, CancelledError)
+"""Errors beside an ``Exception`` that a readout of a program's own raises for its asker alone."""
+
+
+def ended(readout: Readout, error: BaseException) -> EvaluationError:
+    """Return the error of whoever asked a readout that wants to end the program."""
+    return EvaluationError(f"{readout.answered_by or type(readout).__name__} ended with {error!r}")
 
 
 def is_only_here(question: Any) -> bool:
@@ -360,8 +375,8 @@ def _sendable(answer: Any) -> Any:
     """Return an answer, or an error if it cannot be packed."""
     try:
         pickle.loads(packed(answer))
-    except Exception as error:  # whatever its own way of pickling raises
-        return EvaluationError(f"the answer of a readout cannot be sent: {error}")
+    except (Exception, *LEAVING) as error:  # whatever its own way of pickling raises
+        return EvaluationError(f"the answer of a readout cannot be sent: {error!r}")
     return answer
 
 

@@ -21,8 +21,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, Final, NamedTuple, Protocol, TypeVar, final
 
+from genlm_backend.errors import EvaluationError
 from genlm_backend.model.context import Context, unpickled
-from genlm_backend.model.readout import OwnReadout
+from genlm_backend.model.readout import LEAVING, OwnReadout, ended
 from genlm_backend.remote.messages import NotKnown, PackedError
 from genlm_backend.vision.pictures import Pictures
 
@@ -213,6 +214,8 @@ class Sender:
             _Pickler(buffer, self).dump(own)
         except Exception as error:  # whatever its own way of pickling raises
             return PackedError.of(error)
+        except LEAVING as error:
+            return PackedError.of(ended(own, error))
         return buffer.getvalue()
 
     def pictures(self, pictures: Pictures) -> int:
@@ -307,6 +310,8 @@ class _Unpickler(pickle.Unpickler):
                 raise
             except Exception as error:  # whatever its module and its own way of pickling raise
                 return PackedError.of(error)
+            except LEAVING as error:
+                return PackedError.of(EvaluationError(f"a readout ended with {error!r}"))
         number, pictures = (pid, None) if type(pid) is int else pid
         found = self._known.get(number)
         if found is None:

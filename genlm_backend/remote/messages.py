@@ -11,6 +11,7 @@ import numpy as np
 
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.evaluator import EvaluatorCounts
+from genlm_backend.model.readout import LEAVING
 
 DROP: Final = "drop"
 """The verb that says that nobody waits for the request of that number any more."""
@@ -127,8 +128,8 @@ class PackedAnswer(NamedTuple):
         """Return the answer, or an error if it cannot be had here."""
         try:
             return pickle.loads(self.packed)
-        except Exception as error:  # whatever its own way of pickling raises
-            return EvaluationError(f"the answer of a readout cannot be read here: {error}")
+        except (Exception, *LEAVING) as error:  # whatever its own way of pickling raises
+            return EvaluationError(f"the answer of a readout cannot be read here: {error!r}")
 
 
 class Answers(NamedTuple):

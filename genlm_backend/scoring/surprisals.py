@@ -349,7 +349,7 @@ class _Asked:
         return [self._begin_of(own, f"contexts[{i}]") for i, own in enumerate(contexts)]
 
     def _begin_of(self, context: Any, name: str) -> tuple[list[int], bool]:
-        """Return what a text is read behind, and whether no word has to end where it begins."""
+        """Return the context of a text, and whether no word has to end where the text begins."""
         ids = context_ids(self._lm, context, name)
         # None has begun before, or it has ended.
         return ids, context is None or is_between_words(self._lm, ids)

@@ -298,7 +298,8 @@ def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "contex
     try:
         return [*lm.contexts.check(cast(TokenIds, context), name=name)]
     except ContextTypeError as error:
-        raise ContextTypeError(f"{name} must be a text or token ids: {error}") from error
+        many = "" if name != "context" else "; contexts= has one for each of several texts"
+        raise ContextTypeError(f"{name} must be a text or token ids: {error}{many}") from error
 
 
 def is_between_words(lm: AsyncLM, context: Sequence[int]) -> bool:

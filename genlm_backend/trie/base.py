@@ -184,8 +184,15 @@ class VocabularyTrie(abc.ABC):
 
         Args:
             prefix: Its letters, such as ``b" Pa"``.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If it is a text, and the tokens are of bytes.
         """
         node = self.root
+        if isinstance(prefix, str) and not any(
+            isinstance(each, str) for each in self.children[node]
+        ):
+            raise OptionTypeError("prefix must be bytes, as the tokens are: prefix.encode()")
         for letter in prefix:
             if letter not in (children := self.children[node]):
                 return None

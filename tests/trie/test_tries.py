@@ -401,6 +401,9 @@ def test_tokens_with_a_prefix_are_those_below_its_node():
         assert trie.tokens_with(prefix).tolist() == list(tokens)
         assert list(trie.node2prefix[trie.node(prefix)]) == list(prefix)
     assert trie.node(b"abcd") is trie.node(b"c") is None
+    for ask in (trie.node, trie.tokens_with):
+        with pytest.raises(TypeError, match="prefix must be bytes"):
+            ask("ab")
     for prefix in (b"abcd", b"c", b"bb"):
         found = trie.tokens_with(prefix)
         assert (found.dtype, found.shape) == (np.int32, (0,))

@@ -238,7 +238,7 @@ def _mask(former: str, **given: Any) -> torch.Tensor | None:
 def _allowed(
     allows: Callable[..., torch.Tensor], device: Any, *positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return what a model's function allows, of positions on the processor.
+    """Return the answer of a model's mask function for positions on the processor.
 
     Masks are made there. A function that has tensors of the model's own is asked on its device.
     """

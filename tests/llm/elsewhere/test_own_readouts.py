@@ -72,7 +72,34 @@ async def test_a_class_of_a_module_that_is_only_here(lm, monkeypatch):
         assert "not the same object" in str(found)
 
 
-@pytest.mark.parametrize("kind", [unruly.Lambda, unruly.Bombs])
+@pytest.mark.parametrize("kind", [unruly.Stays, unruly.Arrives])
+async def test_kinds_that_want_to_end_the_program_on_their_way(lm, kind):
+    found, _ = await beside_others(lm, kind)
+    if is_here(lm):
+        assert isinstance(found, float)
+    else:
+        assert type(found) is EvaluationError
+        assert "SystemExit" in str(found)
+
+
+@pytest.mark.parametrize("kind", [unruly.LeavingLate, unruly.Cancelling, unruly.Leaving])
+async def test_they_end_nothing_where_the_row_is_cached(kind):
+    with BatchedLM(word_tokenizer(), MockEvaluator(VOCAB)) as lm:
+        await lm.next_token_logprobs([5, 6])
+        with pytest.raises(EvaluationError, match=kind.__name__):
+            await lm.read([5, 6], kind)
+        assert lm.statistics().num_batches == 1
+
+
+async def test_a_sequence_that_cannot_be_looked_at_is_its_own_kinds(lm):
+    first, second = await asyncio.gather(
+        lm.read([5, 6], unruly.Lazy), lm.read([7], unruly.Last), return_exceptions=True
+    )
+    assert isinstance(first, ZeroDivisionError)
+    assert isinstance(second, float)
+
+
+@pytest.mark.parametrize("kind", [unruly.Lambda, unruly.Bombs, unruly.Exits])
 async def test_answers_that_cannot_be_sent(lm, kind):
     found, _ = await beside_others(lm, kind)
     if is_here(lm):
@@ -86,7 +113,8 @@ async def test_answers_that_cannot_be_sent(lm, kind):
     ("kind", "error", "said"),
     [
         (unruly.Leaving, EvaluationError, r"Leaving.of_rows raised SystemExit\(3\)"),
-        (unruly.LeavingLate, EvaluationError, r"SystemExit\(3\)"),
+        (unruly.LeavingLate, EvaluationError, r"LeavingLate.of_rows ended with SystemExit\(3\)"),
+        (unruly.Cancelling, EvaluationError, r"raised CancelledError\('its own'\)"),
         (unruly.Unsayable, ZeroDivisionError, "no repr"),
     ],
 )
