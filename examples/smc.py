@@ -51,7 +51,7 @@ async def smc(
     """
     random, sizes = np.random.default_rng(seed), []
     swarm = [Particle(constraint and constraint.fork()) for _ in range(particles)]
-    for _ in tqdm(range(max_tokens), "sampling", disable=None if progress else True):
+    for step in tqdm(range(max_tokens), "sampling", disable=None if progress else True):
         active = [p for p in swarm if not p.is_done and p.log_weight > -np.inf]
         if not active:
             break
@@ -68,7 +68,7 @@ async def smc(
         total = np.logaddexp.reduce(log_weights)
         weights = np.exp(log_weights - total) if total > -np.inf else np.zeros(particles)
         sizes.append(weights.sum() and 1 / np.square(weights).sum())
-        goes_on = any(not p.is_done for p in swarm)  # or copies would replace texts for nothing
+        goes_on = step + 1 < max_tokens and any(not p.is_done for p in swarm)  # or copies are waste
         if goes_on and 0 < sizes[-1] < ess_threshold * particles:  # systematic: one number for all
             points = (random.random() + np.arange(particles)) / particles
             chosen = np.searchsorted(weights.cumsum() / weights.sum(), points, "right")
