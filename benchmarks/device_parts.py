@@ -292,8 +292,11 @@ def plain(name: str, device: str, deadline: float) -> Iterator[Line]:
 
 def by_vllm(name: str, device: str, deadline: float) -> Iterator[Line]:
     """Yield what a step of vLLM's ``LLM.generate`` costs, behind one prompt that all rows share."""
+    import os
     import tempfile
 
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -305,6 +308,8 @@ def by_vllm(name: str, device: str, deadline: float) -> Iterator[Line]:
             skip_tokenizer_init=True,
             max_model_len=max(PROMPTS[:2]) + 64,
             max_num_seqs=256,
+            kv_cache_memory_bytes=16 << 30,
+            compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32, 64, 128, 256]},
         )
     for length in PROMPTS[:2]:
         prompt = np.random.default_rng(length).integers(1, MODELS[name]["vocab_size"], length)

@@ -140,25 +140,3 @@ def test_rows_of_logits(dtype, undefined):
                 found[i].logprobs[target].item() for i, target in zip(places, targets, strict=True)
             ]
             assert scores.tolist() == read
-
-
-def test_draws_stay_on_the_device():
-    """Draws with masks and temperatures from rows on the device are the processor's."""
-    from genlm_backend.model.drawing import Drawing
-    from genlm_backend.model.query import Query
-
-    random = np.random.default_rng(0)
-    rows = torch.from_numpy(random.normal(0, 3, (200, 5000))).log_softmax(-1).float()
-    masks = [np.packbits(random.random(5000) < 0.5).tobytes() for _ in range(100)]
-    drawings = [
-        Drawing(Query([1]), float(temperature), random.random(), mask)
-        for temperature, mask in zip(
-            random.choice([0, 0.7, 1], 200), [*masks, *[None] * 100], strict=True
-        )
-    ]
-    found, expected = Drawing.of_rows(drawings, rows.cuda()), Drawing.of_rows(drawings, rows)
-    same = [one.token_id == other.token_id for one, other in zip(found, expected, strict=True)]
-    assert sum(same) >= 198  # of which rounding may move some
-    for one, other, is_same in zip(found, expected, same, strict=True):
-        if is_same:
-            assert one == pytest.approx(other, abs=1e-5)
