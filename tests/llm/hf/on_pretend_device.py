@@ -5,15 +5,17 @@ import json
 import traceback
 import warnings
 
+import numpy as np
 import torch
 
 from genlm_backend import ParallelTokenCharacterTrie, TokenCharacterTrie
 from genlm_backend.attention import reading as sharing
 from genlm_backend.attention.torch import fused, torch_operators
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
+from genlm_backend.model.drawing import Cuts, Drawing
 from genlm_backend.model.query import Query
 from genlm_backend.model.scoring import Scoring
-from genlm_backend.model.token_readouts import Entropy, Top
+from genlm_backend.model.token_readouts import Entropy, Masses, Top
 from tests.llm import families
 from tests.llm.conftest import fresh_row
 from tests.pretend_device import DEVICE, OnDevice, moved, pretending
@@ -55,12 +57,17 @@ def of_model(name, output=DEVICE, dtype=torch.float32, **options):
             raise scores
         assert scores.shape == (4,)
         context = BATCHES[-1][0]
-        read = [Query(context), Entropy(Query(context)), Top(Query(context), 3)]
-        row, entropy, top = evaluator.evaluate(read)
+        query, few = Query(context), np.packbits(np.arange(families.VOCAB) % 5 == 0).tobytes()
+        read = [query, Entropy(query), Top(query, 3), Masses(query, (few,))]
+        read += [Masses(Query([1, 2]), (few, few)), Drawing(query, 1.0, 0.5, few, cuts=Cuts(2))]
+        row, entropy, top, masses, _, drawn = evaluator.evaluate(read)
         assert row.logprobs.device == output, "a row beside readouts is elsewhere"
         inner = on_processor(row.logprobs)
         assert abs(entropy + float((inner.exp() * inner).sum())) < 1e-4
         assert top.token_ids.tolist() == inner.topk(3).indices.tolist()
+        assert abs(float(masses[0] - inner[::5].double().logsumexp(0))) < 1e-5
+        assert drawn.token_id in (5 * inner[::5].topk(2).indices).tolist()
+        assert abs(drawn.log_allowed - float(inner[::5].topk(2).values.logsumexp(0))) < 1e-5
         num_moved = evaluator.counts().num_tokens_from_host
         attends = type(evaluator.passes.cache.attend).__name__
         evaluator.close()
