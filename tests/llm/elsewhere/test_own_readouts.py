@@ -91,6 +91,14 @@ async def test_they_end_nothing_where_the_row_is_cached(kind):
         assert lm.statistics().num_batches == 1
 
 
+async def test_a_row_that_a_kind_answers_with_is_not_kept():
+    with BatchedLM(word_tokenizer(), MockEvaluator(VOCAB)) as lm:
+        assert isinstance(await lm.read([5, 6], unruly.WholeRow), Row)
+        row = await lm.next_token_logprobs([5, 6])
+        assert float(row.exp().sum()) == pytest.approx(1, abs=1e-4)
+        assert lm.statistics().row_cache_hits == 0
+
+
 async def test_a_sequence_that_cannot_be_looked_at_is_its_own_kinds(lm):
     first, second = await asyncio.gather(
         lm.read([5, 6], unruly.Lazy), lm.read([7], unruly.Last), return_exceptions=True

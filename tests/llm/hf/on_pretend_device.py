@@ -60,7 +60,10 @@ def of_model(name, output=DEVICE, dtype=torch.float32, **options):
         query, few = Query(context), np.packbits(np.arange(families.VOCAB) % 5 == 0).tobytes()
         read = [query, Entropy(query), Top(query, 3), Masses(query, (few,))]
         read += [Masses(Query([1, 2]), (few, few)), Drawing(query, 1.0, 0.5, few, cuts=Cuts(2))]
-        row, entropy, top, masses, _, drawn = evaluator.evaluate(read)
+        read.append(Query([1, 2]))
+        row, entropy, top, masses, others, drawn, other = evaluator.evaluate(read)
+        expected_mass = on_processor(other.logprobs)[::5].double().logsumexp(0)
+        assert float((others - expected_mass).abs().max()) < 1e-5
         assert row.logprobs.device == output, "a row beside readouts is elsewhere"
         inner = on_processor(row.logprobs)
         assert abs(entropy + float((inner.exp() * inner).sum())) < 1e-4
