@@ -13,6 +13,7 @@ from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
     from genlm_backend.backends.hf.async_transformer import AsyncTransformer
+    from genlm_backend.backends.llama_cpp.async_llama_cpp_lm import AsyncLlamaCppLM
     from genlm_backend.backends.mlx.async_mlx_lm import AsyncMlxLM
     from genlm_backend.backends.mock import MockAsyncLM
     from genlm_backend.backends.registry import load_model_by_name
@@ -52,6 +53,7 @@ logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent unless s
 __all__ = [
     "AsyncGLM",
     "AsyncLM",
+    "AsyncLlamaCppLM",
     "AsyncMlxLM",
     "AsyncReplicas",
     "AsyncTokenCharacterTrie",
@@ -92,6 +94,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "AsyncGLM": "genlm_backend.generation.async_glm",
         "AsyncLM": "genlm_backend.model.async_lm",
+        "AsyncLlamaCppLM": "genlm_backend.backends.llama_cpp.async_llama_cpp_lm",
         "AsyncMlxLM": "genlm_backend.backends.mlx.async_mlx_lm",
         "AsyncTokenCharacterTrie": "genlm_backend.trie.async_trie",
         "AsyncReplicas": "genlm_backend.remote.replicas.async_replicas",

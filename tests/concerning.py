@@ -52,6 +52,7 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "attention/mlx": ("tests/llm/hf/test_shared_pass.py", "tests/llm/mlx"),
     "backends": ("tests/llm/test_loading.py", "tests/llm/test_mock.py", "tests/test_package.py"),
     "backends/hf": ("tests/llm/hf",),
+    "backends/llama_cpp": ("tests/llm/llama_cpp",),
     "backends/mlx": ("tests/llm/mlx",),
     "backends/vllm": ("tests/llm/vllm",),
     "checks.py": ("tests/arguments", "tests/test_arguments.py"),

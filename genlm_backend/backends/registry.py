@@ -13,6 +13,7 @@ from genlm_backend.errors import OptionError, OptionTypeError, UnknownBackendErr
 
 if TYPE_CHECKING:
     from genlm_backend.backends.hf.async_transformer import AsyncTransformer
+    from genlm_backend.backends.llama_cpp.async_llama_cpp_lm import AsyncLlamaCppLM
     from genlm_backend.backends.mlx.async_mlx_lm import AsyncMlxLM
     from genlm_backend.backends.mock import MockAsyncLM
     from genlm_backend.backends.vllm.async_virtual_lm import AsyncVirtualLM
@@ -22,6 +23,10 @@ BACKENDS: Final = {
     "hf": ("genlm_backend.backends.hf.async_transformer", "AsyncTransformer"),
     "vllm": ("genlm_backend.backends.vllm.async_virtual_lm", "AsyncVirtualLM"),
     "mlx": ("genlm_backend.backends.mlx.async_mlx_lm", "AsyncMlxLM"),
+    "llama-cpp": (
+        "genlm_backend.backends.llama_cpp.async_llama_cpp_lm",
+        "AsyncLlamaCppLM",
+    ),
     "mock": ("genlm_backend.backends.mock", "MockAsyncLM"),
 }
 """Backend name → (module, class); imported when a model is loaded."""
@@ -55,6 +60,12 @@ def load_model_by_name(
 
 @overload
 def load_model_by_name(
+    name: str, backend: Literal["llama-cpp"], llm_opts: dict[str, Any] | None = None
+) -> AsyncLlamaCppLM: ...
+
+
+@overload
+def load_model_by_name(
     name: str, backend: Literal["mock"], llm_opts: dict[str, Any] | None = None
 ) -> MockAsyncLM: ...
 
@@ -71,19 +82,20 @@ def load_model_by_name(
     """Load a language model.
 
     Args:
-        name: A model on the Hugging Face hub, a local directory, or ``"smollm2"``, the small
-            model that ships with the extra ``demo``.
-        backend: ``"hf"`` (transformers), ``"vllm"`` (vLLM), ``"mlx"`` (mlx-lm), or ``"mock"`` (the
-            tokenizer and pseudo-random rows); ``None`` means ``"vllm"`` where a CUDA device and a
-            release of vLLM that is supported are there, ``"mlx"`` on macOS where MLX is installed,
-            else ``"hf"``.
+        name: A model on the Hugging Face hub, a local directory or GGUF file, or ``"smollm2"``, the
+            small model that ships with the extra ``demo``.
+        backend: ``"hf"`` (transformers), ``"vllm"`` (vLLM), ``"mlx"`` (mlx-lm), ``"llama-cpp"``
+            (llama.cpp, of GGUF files), or ``"mock"`` (the tokenizer and pseudo-random rows);
+            ``None`` means ``"llama-cpp"`` for a name that ends in ``.gguf``, ``"vllm"`` where a
+            CUDA device and a release of vLLM that is supported are there, ``"mlx"`` on macOS where
+            MLX is installed, else ``"hf"``.
         llm_opts: Keyword arguments for the backend's ``from_name``. With ``"replicas"``, a number,
             the model is an ``AsyncReplicas``, which type checkers are not told.
         **others: No arguments: an option that was meant for ``llm_opts`` is told so.
 
     Returns:
-        The backend's model: an ``AsyncTransformer``, ``AsyncVirtualLM``, ``AsyncMlxLM`` or
-        ``MockAsyncLM``.
+        The backend's model: an ``AsyncTransformer``, ``AsyncVirtualLM``, ``AsyncMlxLM``,
+        ``AsyncLlamaCppLM`` or ``MockAsyncLM``.
 
     Raises:
         OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; options are
@@ -114,9 +126,11 @@ def check_loading(
         OptionError: (``ValueError``) If one is out of its bounds.
         UnknownBackendError: (``ValueError``) If there is no such backend.
     """
-    check_name(name)
+    file = check_name(name)
     options = optional(mapping)("llm_opts", llm_opts) or {}
     optional(text)("backend", backend)
+    if backend is None and file.endswith(".gguf"):
+        backend = "llama-cpp"
     chosen = default_backend() if backend is None else backend
     found = BACKENDS.get(chosen) or ABSENT.get(chosen)
     if found is None:
@@ -162,6 +176,11 @@ _SHARED: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "kv_cache_dtype": ("kv_cache_dtype",),
     },
     "mlx": {"kv_cache_bytes": ("kv_cache_bytes",)},
+    "llama-cpp": {
+        "threads": ("num_threads",),
+        "kv_cache_bytes": ("kv_cache_bytes",),
+        "kv_cache_dtype": ("kv_cache_dtype",),
+    },
     "vllm": {
         "kv_cache_bytes": ("engine_opts", "kv_cache_memory_bytes"),
         "kv_cache_dtype": ("engine_opts", "kv_cache_dtype"),

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from genlm_backend.backends.absent import AsyncSGLTransformer
     from genlm_backend.backends.bundled import bundled_directory
     from genlm_backend.backends.hf.async_transformer import AsyncTransformer
+    from genlm_backend.backends.llama_cpp.async_llama_cpp_lm import AsyncLlamaCppLM
     from genlm_backend.backends.mlx.async_mlx_lm import AsyncMlxLM
     from genlm_backend.backends.mock import MockAsyncLM, MockEvaluator
     from genlm_backend.backends.registry import load_model_by_name
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Adapter",
     "AsyncLM",
+    "AsyncLlamaCppLM",
     "AsyncMlxLM",
     "AsyncReplicas",
     "AsyncSGLTransformer",
@@ -79,6 +81,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "Adapter": "genlm_backend.model.query",
         "AsyncLM": "genlm_backend.model.async_lm",
+        "AsyncLlamaCppLM": "genlm_backend.backends.llama_cpp.async_llama_cpp_lm",
         "AsyncMlxLM": "genlm_backend.backends.mlx.async_mlx_lm",
         "AsyncReplicas": "genlm_backend.remote.replicas.async_replicas",
         "AsyncSGLTransformer": "genlm_backend.backends.absent",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -51,6 +51,7 @@ class PrefixCache:
         states: Where running states are kept, of a model that has such.
         host_states: Another one, for what is evicted from the first; ``None`` for none.
         budgets: The bytes of all of these.
+        may_pin: Whether a node may be pinned, given it.
 
     Attributes:
         tree: The contexts.
@@ -74,13 +75,14 @@ class PrefixCache:
         states: StateStore | None = None,
         host_states: StateStore | None = None,
         budgets: Budgets = NO_BUDGETS,
+        may_pin: Callable[[int], bool] = lambda node: True,
     ) -> None:
         none = StateStore(StateLayout(), 0)
         self._runner, self.attend, self.keeps = runner, attend, store is not None
         self.store = KVStore(KVLayout(), 0) if store is None else store
         self.state_store = none if states is None else states
         self.host_state_store = none if host_states is None else host_states
-        self.layout, self.budgets = self.store.layout, budgets
+        self.layout, self.budgets, self._may_pin = self.store.layout, budgets, may_pin
         moves = None if host_store is None else Mover(self.store, host_store)
         self.tree = PrefixTree(Slots(num_slots), Slots(num_host_slots), moves, self._states_of)
 
@@ -114,6 +116,8 @@ class PrefixCache:
             Whether there is such a state, and others have room; nothing is kept otherwise.
         """
         tree = self.tree
+        if not self._may_pin(node):
+            return False
         if tree.states.num_states and not tree.states.pin(self.resumed(node, fewest)):
             return False
         tree.pin(node)

@@ -235,6 +235,12 @@ class PrefixTree:
         self.nodes.stamp[node] = PINNED
         self._pins.append(node)
 
+    def pinned_with(self, node: int) -> tuple[int, int]:
+        """Return how many nodes and how many tokens would be pinned if one more node was."""
+        pins = {*self._pins, node}
+        paths = [self.nodes.path(pin) for pin in pins]
+        return len(pins), len(np.unique(np.concatenate(paths)))
+
     def evict(self, count: int) -> int:
         """Free up to ``count`` slots, least recently used first; return how many.
 
@@ -252,6 +258,29 @@ class PrefixTree:
         finally:
             self.slots.free(slots)
         return len(taken)
+
+    def evict_slots(self, slots: Ints) -> bool:
+        """Free slots of a path that ends at a leaf; return whether none of them has to stay.
+
+        It is for stores that cannot keep what is in them, wherever that was used last. Nothing goes
+        where something is pinned or used since ``begin``. There is no host tier.
+        """
+        nodes = self.nodes
+        is_gone = np.zeros(self.slots.num_touched + 1, np.bool_)
+        is_gone[slots] = True
+        taken = np.flatnonzero(is_gone[nodes.slot[: nodes.num_made]]).astype(np.int32)
+        if (nodes.stamp[taken] >= self._now).any():
+            return False
+        taken = taken[np.argsort(-nodes.depth[taken], kind="stable")]
+        if len(taken):
+            own, above = nodes.slot[taken], nodes.parent[taken[-1]]
+            nodes.num_on_device[above] -= 1
+            nodes.num_on_device[taken] = 0
+            nodes.stamp[above] = max(nodes.stamp[above], nodes.stamp[taken].max())
+            self._num_linked -= len(taken)
+            self._evict_for_good(taken)
+            self.slots.free(own)
+        return True
 
     def num_cached(
         self, token_ids: Any, namespace: Hashable = None, tier: TierName | None = None
@@ -318,6 +347,11 @@ class PrefixTree:
             leaves.clear()
 
     # ---------------------------------------------------------------- counting
+
+    @property
+    def now(self) -> int:
+        """Number of the batch under way, which ``begin`` counts."""
+        return self._now
 
     @property
     def num_slots(self) -> int:

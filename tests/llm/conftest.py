@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
-from genlm_backend import AsyncMlxLM, AsyncTransformer, AsyncVirtualLM, MockAsyncLM
+from genlm_backend import AsyncLlamaCppLM, AsyncMlxLM, AsyncTransformer, AsyncVirtualLM, MockAsyncLM
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.backends.mlx.present import is_present
 from genlm_backend.llm import AsyncReplicas, BatchedLM
@@ -151,6 +151,18 @@ class Mlx(Backend):
         return AsyncMlxLM(converted(self.model), word_tokenizer(), **{**self.options, **options})
 
 
+class LlamaCpp(Backend):
+    """A GGUF file with the same weights, in llama.cpp."""
+
+    tolerance = 1e-4  # by other kernels
+
+    def make(self, **options):
+        from tests.llm.llama_cpp.gguf_files import of
+
+        exact = {"kv_cache_dtype": "float32", "num_threads": 1}
+        return AsyncLlamaCppLM(of(self.model), **{**exact, **self.options, **options})
+
+
 class FakeVLLM(Backend):
     """vLLM's sessions over an engine that only counts."""
 
@@ -225,6 +237,11 @@ BACKENDS = {
         "mlx-tight", {"kv_cache_bytes": 40 * _SLOT, "row_cache_bytes": 1500}, _MODELS["llama"]
     ),
     "mlx-states": Mlx("mlx-states", {"kv_cache_bytes": 1 << 20}, _MODELS["mamba"]),
+    "llama-cpp": LlamaCpp("llama-cpp", {}, _MODELS["llama"]),
+    "llama-cpp-tight": LlamaCpp(
+        "llama-cpp-tight", {"kv_cache_bytes": 40 * _SLOT, "row_cache_bytes": 1500}, _MODELS["llama"]
+    ),
+    "llama-cpp-whole": LlamaCpp("llama-cpp-whole", {}, _MODELS["mamba"], False),
     "toy": Toy("toy", {}),
     "toy-replicas": ToyReplicas("toy-replicas", {}),
     "vllm-fake": FakeVLLM("vllm-fake", {}),
@@ -241,6 +258,10 @@ _MLX_MARKS = [
     pytest.mark.skipif(not is_present(), reason="needs MLX"),
     pytest.mark.filterwarnings("ignore"),
 ]
+_LLAMA_MARKS = [
+    pytest.mark.llama_cpp,
+    pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python"),
+]
 _CUDA_MARKS = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -252,6 +273,9 @@ _MARKS = {
     "mlx": _MLX_MARKS,
     "mlx-tight": _MLX_MARKS,
     "mlx-states": _MLX_MARKS,
+    "llama-cpp": _LLAMA_MARKS,
+    "llama-cpp-tight": _LLAMA_MARKS,
+    "llama-cpp-whole": _LLAMA_MARKS,
     "hf-ray": [
         pytest.mark.ray,
         pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray"),

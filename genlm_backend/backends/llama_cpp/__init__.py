@@ -1,0 +1,1 @@
+"""GGUF models evaluated by llama.cpp, through its binding llama-cpp-python."""

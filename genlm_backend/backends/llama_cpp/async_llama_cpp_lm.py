@@ -1,0 +1,156 @@
+"""AsyncLlamaCppLM: awaited log-probabilities of a GGUF model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self, final
+
+import torch
+
+from genlm_backend.backends.llama_cpp.binding import library
+from genlm_backend.backends.llama_cpp.gguf_file import resolve_file
+from genlm_backend.checks import (
+    Check,
+    byte_count,
+    checked,
+    integer,
+    one_of,
+    optional,
+    sequence,
+    text,
+)
+from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
+from genlm_backend.model.query import TokenIds
+
+if TYPE_CHECKING:
+    from genlm_backend.backends.llama_cpp.llama_evaluator import LlamaEvaluator
+
+
+@final
+class AsyncLlamaCppLM(BatchedLM):
+    """A language model in a GGUF file, evaluated by llama.cpp, batched and cached.
+
+    All concurrent awaits become batches of llama.cpp on one worker thread, which alone uses the
+    model. The keys and values of every prefix seen are kept in llama.cpp's unified cache, within a
+    budget, and are reused token by token: a fork of a context copies nothing. At most 256 contexts
+    that differ are kept at a time, the number of llama.cpp's sequences, the least recently used
+    ones going first. Models with running states (Mamba and hybrids) or sliding windows run every
+    context whole; ``kv_reuse`` tells. ``add_new_lora`` takes adapters in GGUF files. It needs the
+    extra ``llama-cpp``.
+
+    Args:
+        model_path: The GGUF file, or the first one of a model in several files.
+        batch_size: Number of distinct contexts evaluated at once, at most 128.
+        timeout: Seconds that the first query of a batch may wait for others.
+        kv_cache_bytes: Bytes of keys and values to keep, which llama.cpp takes at once; 0 keeps
+            none. Default: those of 16,384 tokens, or as many as a quarter of the machine's free
+            memory and 4 GiB hold.
+        kv_cache_dtype: Number format of keys and values: "float32" or "float16" (the default).
+        row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
+        output_device: Where rows are returned: "cpu", "cuda:0", …
+        max_length: The longest context to accept. Default: what the model was trained on, as far as
+            there is room for its keys and values.
+        num_threads: Number of threads of a pass. Default: as many as torch has.
+        num_gpu_layers: Number of layers on a GPU, of a build of llama-cpp-python that has one; -1
+            for all.
+        self_check: Compare a few probe texts with the bytes of their tokens.
+        eos_token_ids: The ids that end a text where a caller names none. Default: those that the
+            file says.
+
+    Raises:
+        MissingExtraError: (``ImportError``) Without llama-cpp-python, or with a release that lacks
+            something.
+        OptionTypeError: (``TypeError``) If an option is of a wrong type.
+        OptionError: (``ValueError``) If one is out of its bounds, or there is no memory for it.
+        ModelNotFoundError: (``OSError``) If there is no such file, or it is no GGUF file.
+        UnsupportedModelError: (``ValueError``) If llama.cpp does not load it, or it holds no
+            language model.
+        TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be known.
+    """
+
+    option_checks: ClassVar[Mapping[str, Check[Any]]] = {
+        **BatchedLM.option_checks,
+        "kv_cache_bytes": optional(byte_count),
+        "kv_cache_dtype": optional(one_of("float32", "float16")),
+        "num_threads": optional(integer(1)),
+        "num_gpu_layers": integer(-1),
+        "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
+    }
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        batch_size: int = 20,
+        timeout: float = 0.02,
+        *,
+        kv_cache_bytes: int | None = None,
+        kv_cache_dtype: str | None = None,
+        row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
+        output_device: str | torch.device = "cpu",
+        max_length: int | None = None,
+        num_threads: int | None = None,
+        num_gpu_layers: int = 0,
+        self_check: bool = True,
+        eos_token_ids: Collection[int] | None = None,
+    ) -> None:
+        options: dict[str, Any] = {
+            "kv_cache_bytes": kv_cache_bytes,
+            "kv_cache_dtype": kv_cache_dtype,
+            "max_length": max_length,
+            "num_threads": num_threads,
+            "eos_token_ids": eos_token_ids,
+        }
+        given = checked(self.option_checks, {**options, "num_gpu_layers": num_gpu_layers})
+        num_layers = given.pop("num_gpu_layers")
+        path = text("model_path", str(model_path) if isinstance(model_path, Path) else model_path)
+        library()
+        from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
+        from genlm_backend.backends.llama_cpp.gguf_tokenizer import GGUFTokenizer
+        from genlm_backend.backends.llama_cpp.llama_evaluator import LlamaEvaluator
+
+        model = GGUFModel(path, num_layers)
+        try:
+            tokenizer = GGUFTokenizer(model)
+            self._llama: LlamaEvaluator = LlamaEvaluator(model, **given)
+        except BaseException:
+            model.close()
+            raise
+        super().__init__(
+            tokenizer,
+            self._llama,
+            batch_size=batch_size,
+            timeout=timeout,
+            row_cache_bytes=row_cache_bytes,
+            output_device=output_device,
+            self_check=self_check,
+        )
+
+    @classmethod
+    def from_name(cls, model_name: str, **kwargs: Any) -> Self:
+        """Load a model.
+
+        Args:
+            model_name: A GGUF file, a directory that holds one, or ``"smollm2"``, whose file is
+                taken as it came.
+            **kwargs: For the constructor.
+
+        Raises:
+            OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type.
+            OptionError: (``ValueError``) If one is out of its bounds.
+            ModelNotFoundError: (``OSError``) If there is no such file.
+            UnsupportedModelError: (``ValueError``) If llama.cpp does not load it.
+            MissingExtraError: (``ImportError``) If an extra is needed and absent.
+        """
+        cls.check_options(kwargs)
+        library()
+        return cls(resolve_file(model_name), **kwargs)
+
+    def next_token_logprobs_uncached(
+        self, token_ids: TokenIds, lora_name: str | None = None
+    ) -> torch.Tensor:
+        """Return the row of a context run whole and alone, past every cache: float32 ``[vocab]``.
+
+        For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
+        """
+        return self._uncached(token_ids, lora_name, self._llama.evaluate_whole)

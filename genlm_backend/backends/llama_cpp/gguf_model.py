@@ -1,0 +1,197 @@
+"""GGUFModel: a GGUF file that llama.cpp has loaded, its vocabulary and its adapters."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+from typing import Any, Final, final
+
+from genlm_backend.backends.llama_cpp.binding import library, log_caught
+from genlm_backend.errors import (
+    AdapterError,
+    ModelNotFoundError,
+    ModelStateError,
+    UnsupportedModelError,
+)
+
+_MAGIC: Final = b"GGUF"
+_WHOLE_PIECE: Final = 256
+
+
+@final
+class GGUFModel:
+    """A model of llama.cpp, loaded from a GGUF file; closed by ``close()``.
+
+    Args:
+        path: The file; the first one of a model that is split into several.
+        num_gpu_layers: Number of layers to put on a GPU, of a build that has one; -1 for all.
+
+    Attributes:
+        path: As given.
+        pointer: What llama.cpp's functions take; ``None`` once it is closed.
+        vocab_size: Number of its token ids.
+        num_trained: Length of the contexts that it was trained on, in tokens.
+        eos_token_ids: The ids that end a text.
+        bos_token_id: The id that begins a text, or ``None``.
+        eos_token_id: The id that ends a text, or ``None``.
+        has_states: Whether it has running states, behind the last token of each sequence alone.
+        window: Number of tokens that some layers attend to; 0 where all attend to all.
+
+    Raises:
+        ModelNotFoundError: (``OSError``) If there is no such file, or it is no GGUF file.
+        UnsupportedModelError: (``ValueError``) If llama.cpp does not load it, or it is no language
+            model.
+    """
+
+    def __init__(self, path: str | Path, num_gpu_layers: int = 0) -> None:
+        self.pointer: Any = None
+        self._reading = threading.Lock()
+        self.path = str(path)
+        _check_file(Path(self.path))
+        lib = self._lib = library()
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = num_gpu_layers
+        with log_caught() as errors:
+            self.pointer = lib.llama_model_load_from_file(self.path.encode(), params)
+        if not self.pointer:
+            raise UnsupportedModelError(f"llama.cpp does not load {self.path!r}: {_said(errors)}")
+        try:
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self) -> None:
+        lib = self._lib
+        if not lib.llama_model_has_decoder(self.pointer):
+            raise UnsupportedModelError(f"{self.path!r} holds no language model")
+        if lib.llama_model_has_encoder(self.pointer):
+            raise UnsupportedModelError(
+                f"{self.path!r} holds an encoder too: a row does not depend on its context alone"
+            )
+        self._vocab = vocab = lib.llama_model_get_vocab(self.pointer)
+        self.vocab_size = int(lib.llama_vocab_n_tokens(vocab))
+        if self.vocab_size < 1 or lib.llama_vocab_type(vocab) == lib.LLAMA_VOCAB_TYPE_NONE:
+            raise UnsupportedModelError(f"{self.path!r} holds no vocabulary")
+        self.num_trained = max(1, int(lib.llama_model_n_ctx_train(self.pointer)))
+        self.eos_token_ids = tuple(
+            i for i in range(self.vocab_size) if lib.llama_vocab_is_eog(vocab, i)
+        )
+        self.bos_token_id = self._id(lib.llama_vocab_bos(vocab))
+        self.eos_token_id = self._id(lib.llama_vocab_eos(vocab))
+        self.window = int(lib.llama_model_n_swa(self.pointer))
+        self.has_states = bool(
+            lib.llama_model_is_recurrent(self.pointer) or lib.llama_model_is_hybrid(self.pointer)
+        )
+
+    def _id(self, token_id: int) -> int | None:
+        return token_id if 0 <= token_id < self.vocab_size else None
+
+    # ---------------------------------------------------------------- vocabulary
+
+    def piece(self, token_id: int) -> bytes:
+        """Return the bytes of a token in the middle of a text; a special one spells its name."""
+        size = _WHOLE_PIECE
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            found = self._lib.llama_token_to_piece(self._vocab, token_id, buffer, size, 0, True)
+            if found >= 0:
+                return buffer.raw[:found]
+            size = -found
+
+    def attributes(self, token_id: int) -> int:
+        """Return the attributes of a token, as bits of ``LLAMA_TOKEN_ATTR_…``."""
+        return int(self._lib.llama_vocab_get_attr(self._vocab, token_id))
+
+    def is_special(self, token_id: int) -> bool:
+        """Return whether a token is special: one that controls, or that stands for the unknown."""
+        lib = self._lib
+        special = lib.LLAMA_TOKEN_ATTR_CONTROL | lib.LLAMA_TOKEN_ATTR_UNKNOWN
+        return bool(self.attributes(token_id) & special)
+
+    def is_defined(self, token_id: int) -> bool:
+        """Return whether an id has a token."""
+        return not self.attributes(token_id) & self._lib.LLAMA_TOKEN_ATTR_UNUSED
+
+    def token_ids(self, text: str, *, adds_special: bool) -> list[int]:
+        """Return the token ids of a text, in which names of special tokens are such.
+
+        Args:
+            text: The text.
+            adds_special: Whether the ids that the model begins and ends texts with are added.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) If the model is closed.
+        """
+        data = text.encode()
+        size = len(data) + 8
+        with self._reading:
+            if not self.pointer:
+                raise ModelStateError("the model is closed, and its texts are divided by it")
+            while True:
+                ids = (ctypes.c_int32 * size)()
+                found = self._lib.llama_tokenize(
+                    self._vocab, data, len(data), ids, size, adds_special, True
+                )
+                if found >= 0:
+                    return list(ids[:found])
+                size = -found
+
+    def metadata(self, key: str) -> str | None:
+        """Return a value of the file's metadata as text; ``None`` where there is none."""
+        size = 256
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            found = self._lib.llama_model_meta_val_str(self.pointer, key.encode(), buffer, size)
+            if found < 0:
+                return None
+            if found < size:
+                return buffer.value.decode("utf-8", "replace")
+            size = found + 1
+
+    # ---------------------------------------------------------------- adapters, closing
+
+    def adapter(self, name: str, path: str) -> Any:
+        """Return an adapter that llama.cpp has loaded from a GGUF file.
+
+        Raises:
+            AdapterError: If it cannot be loaded.
+        """
+        try:
+            _check_file(Path(path))
+        except OSError as error:
+            raise AdapterError(f"the LoRA adapter {name!r} cannot be loaded: {error}") from error
+        with log_caught() as errors:
+            found = self._lib.llama_adapter_lora_init(self.pointer, path.encode())
+        if not found:
+            raise AdapterError(
+                f"llama.cpp does not load the LoRA adapter {name!r} from {path!r}: {_said(errors)}"
+            )
+        return found
+
+    def free_adapter(self, adapter: Any) -> None:
+        """Free an adapter that no context computes with."""
+        self._lib.llama_adapter_lora_free(adapter)
+
+    def close(self) -> None:
+        """Free the model and its adapters; again has no effect. No context may be left."""
+        with self._reading:
+            if self.pointer:
+                with log_caught():
+                    self._lib.llama_model_free(self.pointer)
+                self.pointer = None
+
+
+def _check_file(path: Path) -> None:
+    """Raise an error unless a file begins as GGUF files do."""
+    if not path.is_file():
+        raise ModelNotFoundError(f"there is no file {str(path)!r}")
+    with path.open("rb") as file:
+        begin = file.read(len(_MAGIC))
+    if begin != _MAGIC:
+        raise ModelNotFoundError(f"{str(path)!r} is no GGUF file: it begins with {begin!r}")
+
+
+def _said(errors: list[str]) -> str:
+    return "; ".join(errors) or "it does not say why"

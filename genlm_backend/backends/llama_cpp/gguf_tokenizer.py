@@ -1,0 +1,66 @@
+"""GGUFTokenizer: the tokenizer of a GGUF file, by llama.cpp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import final
+
+from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
+
+
+@final
+class GGUFTokenizer:
+    """The vocabulary that a GGUF file has, and llama.cpp's way to divide texts into its tokens.
+
+    It has the methods of tokenizers of transformers that programs need most. Chat templates are
+    with ``transformers.AutoTokenizer.from_pretrained(folder, gguf_file=…)``.
+
+    Args:
+        model: The model, which is asked for as long as the tokenizer is used.
+
+    Attributes:
+        decoder: The bytes of each token by its id; of ids that no token has there are none.
+        all_special_ids: The ids of special tokens.
+        bos_token_id: The id that begins a text, or ``None``.
+        eos_token_id: The id that ends a text, or ``None``.
+        name_or_path: Path of the file.
+    """
+
+    def __init__(self, model: GGUFModel) -> None:
+        self._model = model
+        ids = [i for i in range(model.vocab_size) if model.is_defined(i)]
+        self.decoder = {i: model.piece(i) for i in ids}
+        self.all_special_ids = [i for i in ids if model.is_special(i)]
+        self._special_ids = frozenset(self.all_special_ids)
+        self.bos_token_id, self.eos_token_id = model.bos_token_id, model.eos_token_id
+        self.name_or_path = model.path
+
+    def __len__(self) -> int:
+        return self._model.vocab_size
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text.
+
+        Args:
+            text: The text. Names of special tokens are such tokens.
+            add_special_tokens: Whether the ids that the model begins and ends texts with are added.
+        """
+        return self._model.token_ids(text, adds_special=add_special_tokens)
+
+    def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of tokens, with U+FFFD for bytes that are no UTF-8."""
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        skipped = self._special_ids if skip_special_tokens else frozenset[int]()
+        return b"".join(self.decoder.get(i, b"") for i in ids if i not in skipped).decode(
+            "utf-8", "replace"
+        )
+
+    @property
+    def eos_token(self) -> str | None:
+        """The name of the token that ends a text."""
+        return None if self.eos_token_id is None else self.decode(self.eos_token_id)
+
+    @property
+    def bos_token(self) -> str | None:
+        """The name of the token that begins a text."""
+        return None if self.bos_token_id is None else self.decode(self.bos_token_id)

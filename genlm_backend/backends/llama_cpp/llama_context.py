@@ -1,0 +1,242 @@
+"""LlamaContext: the memory of llama.cpp's sequences, and the passes that fill it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genlm_backend.backends.llama_cpp.binding import library, log_caught
+from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
+from genlm_backend.backends.llama_cpp.sequences import Compact, Copy, Discard, Park, Step, Unpark
+from genlm_backend.errors import EvaluationError, OptionError, UnsupportedModelError
+
+
+class ContextSize(NamedTuple):
+    """Bounds of what llama.cpp keeps, and of a pass.
+
+    Attributes:
+        num_cells: Number of tokens that it keeps.
+        num_sequences: Number of its sequences.
+        most_tokens: Number of tokens of one call of ``llama_decode``, at most.
+        num_threads: Number of threads that it computes on.
+        cell_type: Number format of keys and values, as ``GGML_TYPE_…``.
+    """
+
+    num_cells: int
+    num_sequences: int
+    most_tokens: int
+    num_threads: int
+    cell_type: int
+
+
+Saved: TypeAlias = "ctypes.Array[ctypes.c_uint8]"
+"""Keys and values in llama.cpp's own format."""
+
+
+@final
+class LlamaContext:
+    """A context of llama.cpp: cells that its sequences share, in one unified cache.
+
+    One of its sequences is for what is saved and restored.
+
+    Args:
+        model: The model, which stays open longer.
+        size: Its bounds.
+
+    Attributes:
+        model: As given.
+        size: As given.
+        num_sequences: Number of sequences, but for that one.
+
+    Raises:
+        OptionError: (``ValueError``) If there is no memory for so many cells.
+        UnsupportedModelError: (``ValueError``) If the model keeps nothing, as one that embeds.
+    """
+
+    def __init__(self, model: GGUFModel, size: ContextSize) -> None:
+        self.model, self.size, self.num_sequences = model, size, size.num_sequences - 1
+        self._parked: dict[int, Saved] = {}
+        lib = self._lib = library()
+        params = lib.llama_context_default_params()
+        num_cells = max(size.num_cells, size.num_sequences)  # it aborts where these are more
+        params.n_ctx = -(-num_cells // _PADDED) * _PADDED
+        params.n_seq_max = size.num_sequences
+        params.n_batch, params.n_ubatch = size.most_tokens, min(size.most_tokens, _AT_ONCE)
+        params.n_threads = params.n_threads_batch = size.num_threads
+        params.type_k = params.type_v = size.cell_type
+        params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it rounds, by up to 0.6 nats
+        params.kv_unified = True
+        params.swa_full = True
+        params.no_perf = True
+        with log_caught() as errors:
+            self._pointer = lib.llama_init_from_model(model.pointer, params)
+        if not self._pointer:
+            raise OptionError(
+                f"llama.cpp makes no room for {size.num_cells} tokens: "
+                f"{'; '.join(errors) or 'it does not say why'}; give less by kv_cache_bytes or "
+                "max_length"
+            )
+        self._most_tokens = int(lib.llama_n_batch(self._pointer))  # it aborts beyond these
+        self._memory = lib.llama_get_memory(self._pointer)
+        if not self._memory:
+            self.close()
+            raise UnsupportedModelError(f"{model.path!r} holds no language model that goes on")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed."""
+        return self._pointer is not None
+
+    def do(self, steps: Sequence[Step]) -> None:
+        """Have sequences hold what has been decided, in order.
+
+        Raises:
+            EvaluationError: If llama.cpp cannot do it.
+        """
+        lib, memory = self._lib, self._memory
+        for step in steps:
+            if isinstance(step, Park):
+                start, stop, own = step.chain
+                self._parked[step.number] = self._saved(own[0], start, stop)
+                for sequence in own:
+                    lib.llama_memory_seq_rm(memory, sequence, start or -1, -1)
+            elif isinstance(step, Unpark):
+                self._restore(self._parked.pop(step.number), step.start, step.stops)
+            elif isinstance(step, Discard):
+                del self._parked[step.number]
+            elif isinstance(step, Compact):
+                saved = [self._saved(own[0], start, stop) for start, stop, own in step.chains]
+                lib.llama_memory_clear(memory, False)
+                for data, (start, stop, own) in zip(saved, step.chains, strict=True):
+                    self._restore(data, start, dict.fromkeys(own, stop))
+            elif isinstance(step, Copy):
+                lib.llama_memory_seq_cp(memory, step.source, step.sequence, step.start, step.stop)
+            elif not lib.llama_memory_seq_rm(memory, step.sequence, step.start or -1, step.stop):
+                raise EvaluationError(f"llama.cpp cannot cut a sequence at token {step.start}")
+
+    def _saved(self, sequence: int, start: int, stop: int) -> Saved:
+        """Return the keys and values of a sequence at positions, in llama.cpp's own format."""
+        lib, spare = self._lib, self.num_sequences
+        lib.llama_memory_seq_cp(self._memory, sequence, spare, start, stop)
+        size = int(lib.llama_state_seq_get_size(self._pointer, spare))
+        data = (ctypes.c_uint8 * size)()
+        written = lib.llama_state_seq_get_data(self._pointer, data, size, spare)
+        lib.llama_memory_seq_rm(self._memory, spare, -1, -1)
+        if written != size:
+            raise EvaluationError("llama.cpp does not save what it keeps")
+        return data
+
+    def _restore(self, saved: Saved, start: int, stops: Mapping[int, int]) -> None:
+        """Put keys and values into cells, which sequences hold then, each up to a position."""
+        lib, spare, size = self._lib, self.num_sequences, len(saved)
+        with log_caught():
+            found = lib.llama_state_seq_set_data(self._pointer, saved, size, spare)
+        if found != size:
+            raise EvaluationError("llama.cpp does not read what it has saved")
+        for sequence, stop in stops.items():
+            lib.llama_memory_seq_cp(self._memory, spare, sequence, start, stop)
+        lib.llama_memory_seq_rm(self._memory, spare, -1, -1)
+
+    def compute(
+        self,
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        sequences: NDArray[np.int32],
+        has_output: NDArray[np.int8],
+    ) -> torch.Tensor:
+        """Compute tokens and keep them; return the logits: float32 ``[num_outputs, vocab]``.
+
+        Args:
+            tokens: The token ids: ``[n]``.
+            positions: Position of each in its context: ``[n]``.
+            sequences: Sequence of each: ``[n]``.
+            has_output: Whether the logits behind each are wanted: ``[n]``.
+
+        Raises:
+            EvaluationError: If llama.cpp does not compute them.
+        """
+        vocab_size, start = self.model.vocab_size, 0
+        logits = torch.empty(int(has_output.sum()), vocab_size, dtype=torch.float32)
+        for first in range(0, len(tokens), self._most_tokens):
+            part = slice(first, first + self._most_tokens)
+            num_outputs = int(has_output[part].sum())
+            self._decode(tokens[part], positions[part], sequences[part], has_output[part])
+            if num_outputs:
+                found = self._lib.llama_get_logits(self._pointer)
+                table = np.ctypeslib.as_array(found, (num_outputs, vocab_size))
+                logits[start : start + num_outputs] = torch.from_numpy(table)
+                start += num_outputs
+        return logits
+
+    def _decode(
+        self,
+        tokens: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        sequences: NDArray[np.int32],
+        has_output: NDArray[np.int8],
+    ) -> None:
+        lib, size = self._lib, len(tokens)
+        ones = np.ones(size, np.int32)
+        own = np.ascontiguousarray(sequences)
+        addresses = own.ctypes.data + np.arange(size, dtype=np.uintp) * own.itemsize
+        batch = lib.llama_batch()
+        batch.n_tokens = size
+        for name, values, kind in (
+            ("token", tokens, ctypes.c_int32),
+            ("pos", positions, ctypes.c_int32),
+            ("n_seq_id", ones, ctypes.c_int32),
+            ("seq_id", addresses, ctypes.POINTER(ctypes.c_int32)),
+            ("logits", has_output, ctypes.c_int8),
+        ):
+            setattr(batch, name, ctypes.cast(_address(values), ctypes.POINTER(kind)))
+        code = lib.llama_decode(self._pointer, batch)
+        if code:
+            raise EvaluationError(f"llama.cpp computed no rows of {size} tokens: {_reason(code)}")
+
+    def num_bytes(self, sequence: int) -> int:
+        """Return how many bytes the state of a sequence takes when it is saved."""
+        return int(self._lib.llama_state_seq_get_size(self._pointer, sequence))
+
+    def clear(self) -> None:
+        """Have all sequences hold nothing."""
+        self._lib.llama_memory_clear(self._memory, False)
+        self._parked.clear()
+
+    def use_adapter(self, adapter: Any | None) -> None:
+        """Compute with an adapter of the model from now on, or with none."""
+        kind = self._lib.llama_adapter_lora_p_ctypes
+        given = [] if adapter is None else [adapter]
+        adapters, scales = (kind * 1)(*given), (ctypes.c_float * 1)(1.0)
+        code = self._lib.llama_set_adapters_lora(self._pointer, adapters, len(given), scales)
+        if code:
+            raise EvaluationError("llama.cpp does not compute with the adapter")
+
+    def close(self) -> None:
+        """Free the memory; again has no effect."""
+        if self._pointer is not None:
+            with log_caught():
+                self._lib.llama_free(self._pointer)
+            self._pointer = None
+
+
+_AT_ONCE: Final = 512
+"""Tokens of one graph, at most."""
+
+_PADDED: Final = 256
+"""Number of cells that llama.cpp makes others of multiples of."""
+
+
+def _address(values: NDArray[Any]) -> int:
+    assert values.flags.c_contiguous
+    return values.ctypes.data
+
+
+def _reason(code: int) -> str:
+    if code == 1:
+        return "there is no room for them"
+    return f"llama_decode returned {code}"

@@ -1,0 +1,189 @@
+"""LlamaEvaluator: answers of a GGUF model, by llama.cpp."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any, Final, final
+
+import torch
+
+from genlm_backend.backends.llama_cpp.binding import library
+from genlm_backend.backends.llama_cpp.cell_store import CellAttend, CellStore
+from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
+from genlm_backend.backends.llama_cpp.llama_context import ContextSize, LlamaContext
+from genlm_backend.backends.llama_cpp.llama_runner import LlamaRunner
+from genlm_backend.backends.llama_cpp.llama_support import LlamaSupport, examine
+from genlm_backend.errors import OptionError
+from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
+from genlm_backend.model.query import Adapter
+from genlm_backend.passes.pass_evaluator import PassEvaluator
+from genlm_backend.passes.prefix_cache import PrefixCache
+from genlm_backend.prefix.budgets import Budgets
+from genlm_backend.runtime.memory import cpu_budget
+
+logger = logging.getLogger(__name__)
+
+CELL_TYPES: Final = {"float32": 0, "float16": 1}
+"""Number format of keys and values → ``GGML_TYPE_F32``, ``GGML_TYPE_F16``."""
+
+_CPU: Final = torch.device("cpu")
+_DEFAULT_TOKENS: Final = 16384
+_MOST_TOKENS: Final = 2048
+_MOST_SEQUENCES: Final = 256
+_SEQUENCES_OF_STATES: Final = 32
+_NEVER_SPLIT: Final = 1e6
+
+
+@final
+class LlamaEvaluator(PassEvaluator):
+    """Answers queries by a GGUF model, in llama.cpp's unified cache.
+
+    Args:
+        model: The model, which is closed with it.
+        max_length: Longest context to accept; ``None`` for what it was trained on, as far as there
+            is room.
+        kv_cache_bytes: Bytes of keys and values to keep; ``None`` for those of 16,384 tokens, or of
+            a part of what is free.
+        kv_cache_dtype: Number format that they are kept in; ``None`` for "float16".
+        num_threads: Number of threads to compute on; ``None`` for as many as torch has.
+        eos_token_ids: The ids that end a text; ``None`` for those of the file.
+    """
+
+    def __init__(
+        self,
+        model: GGUFModel,
+        *,
+        max_length: int | None = None,
+        kv_cache_bytes: int | None = None,
+        kv_cache_dtype: str | None = None,
+        num_threads: int | None = None,
+        eos_token_ids: Collection[int] | None = None,
+    ) -> None:
+        self._model, self._wanted_length, self._wanted_bytes = model, max_length, kv_cache_bytes
+        self._ends = model.eos_token_ids if eos_token_ids is None else eos_token_ids
+        self._dtype = "float16" if kv_cache_dtype is None else kv_cache_dtype
+        threads = torch.get_num_threads() if num_threads is None else num_threads
+        self._support = examine(model, threads, CELL_TYPES[self._dtype])
+        if self._support.reason:
+            logger.info("%s runs contexts whole: %s", model.path, self._support.reason)
+        size, self._length, self._num_slots = self._sizes(self._support, threads)
+        self._context = LlamaContext(model, size)
+        self._adapters: dict[Adapter, Any] = {}
+        self._adapter: Adapter | None = None
+        runner = self._runner = LlamaRunner(self._context, self._length, self._num_slots)
+        super().__init__(runner, "cpu", CellAttend(), _CPU)
+        self.passes.cost = replace(
+            self.passes.cost,  # rows are not padded
+            per_forward=_NEVER_SPLIT,
+            max_segment=_MOST_TOKENS // 4,
+            max_tokens=min(_MOST_TOKENS, size.num_cells),
+            max_rows=self._most_rows,
+        )
+
+    @property
+    def _most_rows(self) -> int:
+        """Most contexts of a batch, so that each has a sequence beside those that are pinned."""
+        count = self._context.num_sequences
+        return count // 2 if self._num_slots else count
+
+    def _sizes(self, support: LlamaSupport, num_threads: int) -> tuple[ContextSize, int, int]:
+        """Return the bounds of what is kept, the longest context, and the number of slots."""
+        keeps = not support.reason and self._wanted_bytes != 0
+        trained, wanted = self._model.num_trained, self._wanted_length
+        of_token = max(1, support.bytes_per_token)
+        if self._wanted_bytes and keeps:
+            num_tokens = self._wanted_bytes // of_token
+            if num_tokens < 1:
+                raise OptionError(
+                    f"kv_cache_bytes={self._wanted_bytes} has no room for the {of_token} bytes of "
+                    "one token; 0 keeps nothing"
+                )
+        else:
+            most = max(1, cpu_budget() // of_token)
+            num_tokens = min(most, max(_DEFAULT_TOKENS, wanted or 0))
+        length = min(trained if wanted is None else wanted, num_tokens)
+        count = min(_MOST_SEQUENCES, int(library().llama_max_parallel_sequences()))
+        if self._model.has_states:
+            count = _SEQUENCES_OF_STATES
+        num_cells = num_tokens if keeps else max(length, min(num_tokens, _MOST_TOKENS))
+        size = ContextSize(
+            num_cells=num_cells,
+            num_sequences=count,
+            most_tokens=_MOST_TOKENS,
+            num_threads=num_threads,
+            cell_type=CELL_TYPES[self._dtype],
+        )
+        return size, length, num_tokens if keeps else 0
+
+    # ---------------------------------------------------------------- getting ready
+
+    def open(self) -> EvaluatorInfo:
+        """Make room for what is kept, and return what the model can do."""
+        num_slots, runner, passes = self._num_slots, self._runner, self.passes
+        if num_slots:
+            of_token = self._support.bytes_per_token
+            store: Any = CellStore(of_token)
+            budgets = Budgets(num_slots * of_token)
+            cache = PrefixCache(
+                runner, CellAttend(), store, num_slots, budgets=budgets, may_pin=self._may_pin
+            )
+            passes.keep(cache)
+        runner.tree = passes.tree
+        return EvaluatorInfo(
+            vocab_size=self._model.vocab_size,
+            max_length=self._length,
+            max_batch_size=self._most_rows,
+            num_slots=num_slots or None,
+            kv_cache_dtype=self._dtype if num_slots else None,
+            device="cpu",
+            can_forget=True,
+            takes_adapters=True,
+            scores=True,
+            omits_undefined=True,
+            reads_out=True,
+            eos_token_ids=self._ends,
+        )
+
+    def _may_pin(self, node: int) -> bool:
+        """Return whether there is room for the longest context, and a batch, beside pinned ones."""
+        tree = self.passes.tree
+        num_pins, num_tokens = tree.pinned_with(node)
+        return num_pins <= self._most_rows and num_tokens + self._length <= tree.num_slots
+
+    @contextlib.contextmanager
+    def _in_place(self, adapter: Adapter | None) -> Iterator[None]:
+        """Let llama.cpp compute with an adapter, or as the model came."""
+        if adapter != self._adapter:
+            self._context.use_adapter(None if adapter is None else self._adapters[adapter])
+            self._adapter = adapter
+        yield
+
+    # ---------------------------------------------------------------- keeping house
+
+    def clear(self) -> None:
+        """Free all slots, pinned ones too."""
+        self.passes.tree.clear()
+        self._runner.clear()
+
+    def add_adapter(self, adapter: Adapter, path: str) -> None:
+        """Load an adapter from a GGUF file."""
+        self._adapters[adapter] = self._model.adapter(adapter.name, path)
+
+    def remove_adapter(self, adapter: Adapter) -> None:
+        """Let go of an adapter, and free all slots."""
+        with self._in_place(None):
+            self._model.free_adapter(self._adapters.pop(adapter))
+        self.clear()
+
+    def counts(self) -> EvaluatorCounts:
+        """Return the counts of the runner and the tree."""
+        return self._counted()
+
+    def close(self) -> None:
+        """Free the memory of llama.cpp and the model."""
+        self._let_go()
+        self._context.close()
+        self._model.close()

@@ -1,0 +1,151 @@
+"""LlamaRunner: forward passes of llama.cpp over rows that go on in its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from genlm_backend.attention.packing import PackedBatch, Span, pack
+from genlm_backend.backends.llama_cpp.llama_context import LlamaContext
+from genlm_backend.backends.llama_cpp.sequences import Cut, Sequences
+from genlm_backend.errors import EvaluationError
+from genlm_backend.passes.forwards import Runner
+from genlm_backend.prefix import PrefixTree
+
+
+@final
+class LlamaRunner(Runner):
+    """Forward passes of one model: spans in, logits at the wanted positions out.
+
+    Args:
+        context: Where they are made, used by nobody else.
+        length: Number of tokens of a context, at most.
+        num_slots: Number of slots of what is kept.
+
+    Attributes:
+        model: The context; ``None`` once it is let go of.
+        tree: What is kept; it is to be set once it is made.
+        num_forwards: Number of passes so far.
+        tokens_computed: Number of tokens in them.
+    """
+
+    tree: PrefixTree
+
+    def __init__(self, context: LlamaContext, length: int, num_slots: int) -> None:
+        self.model = self._context = context
+        self.num_forwards = self.tokens_computed = self._settled = 0
+        count = context.num_sequences
+        self._sequences = Sequences(count, length, num_slots, self._evict)
+
+    def _evict(self, slots: NDArray[np.int32]) -> bool:
+        return self.tree.evict_slots(slots)
+
+    def forward(self, spans: Sequence[Span] | PackedBatch, attend: Any) -> torch.Tensor:
+        """Return the logits at each span's outputs, span by span: float32 ``[num_outputs, vocab]``.
+
+        Args:
+            spans: The spans, or what they have been packed to. What has no slots is not kept.
+            attend: No matter.
+        """
+        batch = spans if isinstance(spans, PackedBatch) else pack(spans)
+        is_kept = len(batch.new_slots) > 0
+        rows = self._kept(batch) if is_kept else self._apart(batch)
+        is_new = np.arange(batch.input_ids.shape[1]) < batch.num_new[:, None]
+        has_output = np.zeros(is_new.shape, np.int8)
+        has_output[batch.output_rows.numpy(), batch.output_columns.numpy()] = 1
+        sequences, before = self._sequences, self._sequences.sizes[rows].tolist()
+        try:
+            logits = self._context.compute(
+                batch.input_ids.numpy()[is_new].astype(np.int32),
+                batch.position_ids.numpy()[is_new].astype(np.int32),
+                np.repeat(rows, batch.num_new).astype(np.int32),
+                has_output[is_new],
+            )
+        except BaseException:
+            self._undo(rows, before)
+            raise
+        if is_kept:
+            stops = np.cumsum(batch.num_new)[:-1]
+            slots = np.split(batch.new_slots.numpy(), stops)
+            for sequence, own in zip(rows.tolist(), slots, strict=True):
+                sequences.hold(sequence, own)
+        else:
+            self._undo(rows, before)
+        self.num_forwards += 1
+        self.tokens_computed += batch.num_new_tokens
+        return logits
+
+    def _kept(self, batch: PackedBatch) -> NDArray[np.int64]:
+        """Return the sequences in which rows go on, and have them hold what the rows have."""
+        self._settle()
+        self._context.do(self._sequences.release(batch.new_slots.numpy()))
+        past = batch.past
+        rows, steps = self._sequences.place(past.slot[past.nodes], batch.num_past)
+        self._context.do(steps)
+        return rows
+
+    def _settle(self) -> None:
+        """Have sequences hold what the tree has found once the last batch was linked."""
+        tree = self.tree
+        if tree.now == self._settled:
+            return
+        self._settled, nodes = tree.now, tree.nodes
+        linked = nodes.table[nodes.table > 0]  # and none that this pass is to compute
+        slots = nodes.slot[linked]
+        is_known = np.zeros(tree.num_slots + 1, np.bool_)
+        is_known[slots] = True
+
+        def path_to(slot: int) -> NDArray[np.int32]:
+            (node,) = linked[slots == slot]
+            return nodes.slot[nodes.path(int(node))]
+
+        self._context.do(self._sequences.settle(is_known, path_to))
+        self._context.do(self._sequences.tidy())
+
+    def _apart(self, batch: PackedBatch) -> NDArray[np.int64]:
+        """Return sequences that hold nothing, for contexts that are run whole."""
+        self._settle()
+        sequences, missing = self._sequences, batch.num_new_tokens
+        missing -= self._context.size.num_cells - sequences.num_cells
+        if missing > 0:
+            self._make_room(missing)
+        nothing = np.zeros(batch.num_rows, np.int64)
+        rows, steps = sequences.place(nothing, nothing)
+        self._context.do(steps)
+        return rows
+
+    def _make_room(self, num_cells: int) -> None:
+        """Have fewer cells be held.
+
+        Raises:
+            EvaluationError: If all others hold tokens that have to stay.
+        """
+        tree, sequences = self.tree, self._sequences
+        most = sequences.num_cells - num_cells
+        tree.begin()  # answers are made one by one here, and none goes on from another one
+        while sequences.num_cells > most:
+            slots = tree.nodes.slot[: tree.nodes.num_made]
+            gone = np.setdiff1d(sequences.held(), slots)
+            if len(gone):
+                self._context.do(sequences.release(gone))
+            elif not tree.evict(sequences.num_cells - most):
+                raise EvaluationError(
+                    f"llama.cpp has no room for {num_cells} tokens beside those that are pinned"
+                )
+
+    def _undo(self, rows: NDArray[np.int64], sizes: Sequence[int]) -> None:
+        """Have sequences lose the tokens that have not become theirs."""
+        self._context.do([Cut(*one) for one in zip(rows.tolist(), sizes, strict=True)])
+
+    def clear(self) -> None:
+        """Have all sequences hold nothing."""
+        self._sequences.clear()
+        self._context.clear()
+
+    def running_states(self, layout: Any, before: Sequence[Any] | None) -> Any:
+        """Raise an error: llama.cpp's running states are not kept one by one."""
+        raise NotImplementedError

@@ -1,0 +1,146 @@
+"""GGUF files of tiny models of transformers, for llama.cpp."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+
+def write(model, path):
+    """Write a tiny Llama or Mamba of transformers into a GGUF file, in float32."""
+    import gguf
+
+    kind = model.config.model_type
+    writer = gguf.GGUFWriter(str(path), kind)
+    _hyperparameters(writer, model.config)
+    _vocabulary(writer, model.config.vocab_size)
+    for name, tensor in (_llama if kind == "llama" else _mamba)(model):
+        writer.add_tensor(name, np.ascontiguousarray(tensor.detach().float().numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return Path(path)
+
+
+def write_adapter(model, path, seed=0, alpha=4.0, rank=2):
+    """Write a random LoRA of a tiny Llama; return the model with it merged."""
+    import copy
+
+    import gguf
+
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_string("general.type", "adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", alpha)
+    merged, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    for i, layer in enumerate(merged.model.layers):
+        weight = layer.self_attn.v_proj.weight
+        a = torch.randn(rank, weight.shape[1], generator=generator)
+        b = torch.randn(weight.shape[0], rank, generator=generator) / 4
+        with torch.no_grad():
+            weight += alpha / rank * (b @ a)
+        writer.add_tensor(f"blk.{i}.attn_v.weight.lora_a", a.numpy())
+        writer.add_tensor(f"blk.{i}.attn_v.weight.lora_b", b.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return merged
+
+
+def _hyperparameters(writer, config):
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    if config.model_type == "llama":
+        writer.add_context_length(config.max_position_embeddings)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_head_count(config.num_attention_heads)
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        return
+    writer.add_context_length(256)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_inner_size(config.intermediate_size)
+    writer.add_ssm_state_size(config.state_size)
+    writer.add_ssm_time_step_rank(int(config.time_step_rank))
+
+
+def _vocabulary(writer, size):
+    import gguf
+
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([f"<{i}>" for i in range(size)])
+    writer.add_token_types([gguf.TokenType.NORMAL] * size)
+    writer.add_token_merges(["< 0"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+
+
+def _halves_apart(weight, num_heads):
+    """As llama.cpp rotates pairs of neighbours, and transformers halves."""
+    apart = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+    return apart.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _llama(model):
+    config, body = model.config, model.model
+    yield "token_embd.weight", body.embed_tokens.weight
+    yield "output_norm.weight", body.norm.weight
+    yield "output.weight", model.lm_head.weight
+    for i, layer in enumerate(body.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        yield f"blk.{i}.attn_norm.weight", layer.input_layernorm.weight
+        yield (
+            f"blk.{i}.attn_q.weight",
+            _halves_apart(attention.q_proj.weight, config.num_attention_heads),
+        )
+        yield (
+            f"blk.{i}.attn_k.weight",
+            _halves_apart(attention.k_proj.weight, config.num_key_value_heads),
+        )
+        yield f"blk.{i}.attn_v.weight", attention.v_proj.weight
+        yield f"blk.{i}.attn_output.weight", attention.o_proj.weight
+        yield f"blk.{i}.ffn_norm.weight", layer.post_attention_layernorm.weight
+        yield f"blk.{i}.ffn_gate.weight", mlp.gate_proj.weight
+        yield f"blk.{i}.ffn_up.weight", mlp.up_proj.weight
+        yield f"blk.{i}.ffn_down.weight", mlp.down_proj.weight
+
+
+def _mamba(model):
+    body = model.backbone
+    yield "token_embd.weight", body.embeddings.weight
+    yield "output_norm.weight", body.norm_f.weight
+    yield "output.weight", model.lm_head.weight
+    for i, layer in enumerate(body.layers):
+        mixer = layer.mixer
+        yield f"blk.{i}.attn_norm.weight", layer.norm.weight
+        yield f"blk.{i}.ssm_in.weight", mixer.in_proj.weight
+        yield f"blk.{i}.ssm_conv1d.weight", mixer.conv1d.weight.squeeze(1)
+        yield f"blk.{i}.ssm_conv1d.bias", mixer.conv1d.bias
+        yield f"blk.{i}.ssm_x.weight", mixer.x_proj.weight
+        yield f"blk.{i}.ssm_dt.weight", mixer.dt_proj.weight
+        yield f"blk.{i}.ssm_dt.bias", mixer.dt_proj.bias
+        yield f"blk.{i}.ssm_a", -mixer.A_log.exp()
+        yield f"blk.{i}.ssm_d", mixer.D
+        yield f"blk.{i}.ssm_out.weight", mixer.out_proj.weight
+
+
+_FOLDER = tempfile.TemporaryDirectory(prefix="gguf-")
+_FILES = {}
+
+
+def of(model):
+    """The file of a tiny model, written once."""
+    if id(model) not in _FILES:
+        path = write(model, Path(_FOLDER.name) / f"{len(_FILES)}.gguf")
+        _FILES[id(model)] = model, path
+    return _FILES[id(model)][1]

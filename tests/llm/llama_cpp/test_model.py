@@ -1,0 +1,333 @@
+"""GGUF models in llama.cpp against the same weights in transformers."""
+
+import asyncio
+import gc
+import importlib
+import random
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+
+from genlm_backend import AsyncLlamaCppLM, decode_vocab, load_model_by_name
+from genlm_backend.errors import (
+    AdapterError,
+    CacheError,
+    ContextError,
+    ModelNotFoundError,
+    ModelStateError,
+    OptionError,
+    OptionTypeError,
+    UnknownAdapterError,
+    UnsupportedModelError,
+)
+from tests.llm import families
+from tests.llm.conftest import fresh_row, random_contexts
+
+pytestmark = [
+    pytest.mark.llama_cpp,
+    pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs llama-cpp-python"),
+]
+
+LLAMA = families.make("llama")
+BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4
+
+
+def over(model=LLAMA, **options):
+    from tests.llm.llama_cpp.gguf_files import of
+
+    given = {"kv_cache_dtype": "float32", "num_threads": 1, "row_cache_bytes": 0, **options}
+    return AsyncLlamaCppLM(of(model), **given)
+
+
+def close(row, expected):
+    torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
+
+
+def test_a_budget_is_counted_in_tokens():
+    with over(kv_cache_bytes=100 * BYTES_PER_TOKEN) as lm:
+        assert lm.kv_capacity == 100
+        assert lm.statistics().kv_bytes_budget == 100 * BYTES_PER_TOKEN
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_rows_are_those_of_transformers(name):
+    model = families.make(name)
+    with over(model) as lm:
+        assert lm.kv_reuse is (name == "llama")
+        contexts = random_contexts(30, max_length=40)
+        rows = lm.batch_next_token_logprobs_sync(contexts)
+        for row, context in zip(rows, contexts, strict=True):
+            close(row, fresh_row(model, context))
+            close(lm.next_token_logprobs_uncached(context), row)
+
+
+@pytest.mark.parametrize("num_sequences", [8, 20, 256])
+@pytest.mark.parametrize("num_tokens", [60, 16384])
+@pytest.mark.parametrize("rows_of_move", [3, 1500])
+def test_forks_have_the_rows_of_fresh_contexts(
+    monkeypatch, num_sequences, num_tokens, rows_of_move
+):
+    monkeypatch.setattr(
+        "genlm_backend.backends.llama_cpp.llama_evaluator._MOST_SEQUENCES", num_sequences
+    )
+    monkeypatch.setattr("genlm_backend.backends.llama_cpp.sequences._ROWS_OF_MOVE", rows_of_move)
+    generator = random.Random(num_sequences + num_tokens)
+    with over(kv_cache_bytes=num_tokens * BYTES_PER_TOKEN) as lm:
+        evaluator = lm._llama
+        contexts = [[5, 6, 7]]
+        for step in range(40):
+            starts = [generator.choice(contexts[-30:]) for _ in range(6)]
+            batch = [
+                [
+                    *start[: generator.randint(1, len(start))],
+                    *generator.choices(range(96), k=1 + step % 2),
+                ][:50]
+                for start in starts
+            ]
+            rows = lm.batch_next_token_logprobs_sync(batch)
+            for row, context in zip(rows, batch, strict=True):
+                close(row, fresh_row(LLAMA, context))
+            contexts += batch
+            evaluator.passes.tree.check_integrity()
+            sequences = evaluator._runner._sequences
+            assert sequences.num_cells <= sequences.num_held <= num_tokens
+        assert lm.statistics().tokens_reused > 0
+
+
+def test_particles_that_are_resampled_compute_each_token_once():
+    generator, draws, prompt = random.Random(0), np.random.default_rng(0), [*range(20, 60)]
+    with over(batch_size=20) as lm:
+        particles, distinct = [prompt] * 20, {tuple(prompt[:n]) for n in range(1, 41)}
+        for step in range(12):
+            rows = lm.batch_next_token_logprobs_sync(particles)
+            distinct |= {tuple(one) for one in particles}
+            particles = [
+                [*one, int(lm.draw(row, generator=draws))]
+                for one, row in zip(particles, rows, strict=True)
+            ]
+            if step % 3 == 2:
+                particles = [generator.choice(particles) for _ in particles]
+        assert lm.statistics().tokens_computed == len(distinct)
+
+
+def test_what_is_idle_is_parked_and_put_back(monkeypatch):
+    monkeypatch.setattr("genlm_backend.backends.llama_cpp.sequences._ROWS_OF_MOVE", 40)
+    with over() as lm:
+        sequences, idle = lm._llama._runner._sequences, [*range(50, 80)]
+        lm.cache_kv([90, 91, 92])
+        row = lm.next_token_logprobs_sync(idle)
+        particles = [[*range(20, 40)]] * 4
+        for step in range(20):
+            particles = [[*one, i + step] for i, one in enumerate(particles)]
+            lm.batch_next_token_logprobs_sync(particles)
+        assert sequences.num_held == 3 + 30 + 20 + 4 * 20
+        assert sequences.num_cells == 20 + 4 * 20
+        computed = lm.statistics().tokens_computed
+        close(lm.next_token_logprobs_sync(idle), row)
+        close(lm.next_token_logprobs_sync([*idle[:20], 1]), fresh_row(LLAMA, [*idle[:20], 1]))
+        assert lm.statistics().tokens_computed == computed + 2
+        close(lm.next_token_logprobs_sync(particles[0]), fresh_row(LLAMA, particles[0]))
+
+
+async def test_a_text_that_is_scored_beside_one_that_goes_on_keeps_both():
+    # What is scored is computed again, although others have it.
+    with over() as lm:
+        generator = random.Random(3)
+        for _ in range(30):
+            text = [generator.randrange(96) for _ in range(8)]
+            longer = [*text, *[generator.randrange(96) for _ in range(3)]]
+            _, scores, row = await asyncio.gather(
+                lm.next_token_logprobs(text),
+                lm.score(longer[:4], longer[4:]),
+                lm.next_token_logprobs([*longer, 7]),
+            )
+            close(row, fresh_row(LLAMA, [*longer, 7]))
+            expected = [fresh_row(LLAMA, longer[:i])[longer[i]] for i in range(4, 11)]
+            close(scores, torch.stack(expected))
+            close(await lm.next_token_logprobs([*longer, 9]), fresh_row(LLAMA, [*longer, 9]))
+
+
+def test_pinned_prompts_stay_and_leave_room_for_the_longest_context():
+    with over(kv_cache_bytes=300 * BYTES_PER_TOKEN) as lm:
+        assert lm.max_length == 256
+        prompt = [*range(40)]
+        lm.cache_kv(prompt)
+        with pytest.raises(CacheError, match="does not fit"):
+            lm.cache_kv([*range(90, 20, -1)])
+        for context in random_contexts(60, max_length=256):
+            close(lm.next_token_logprobs_sync(context), fresh_row(LLAMA, context))
+        assert asyncio.run(lm.num_cached_tokens([*prompt, 3])) == 40
+
+
+def test_adapters_have_the_rows_of_the_merged_model(tmp_path):
+    from tests.llm.llama_cpp.gguf_files import write_adapter
+
+    merged = write_adapter(LLAMA, tmp_path / "a.gguf")
+    other = write_adapter(LLAMA, tmp_path / "b.gguf", seed=1)
+    with over() as lm:
+        lm.add_new_lora(tmp_path / "a.gguf", "a")
+        lm.add_new_lora(tmp_path / "b.gguf", "b")
+
+        async def rows(context):
+            asked = (lm.next_token_logprobs(context, name) for name in (None, "a", "b"))
+            return await asyncio.gather(*asked)
+
+        for context in random_contexts(10):
+            of_base, of_a, of_b = asyncio.run(rows(context))
+            close(of_base, fresh_row(LLAMA, context))
+            close(of_a, fresh_row(merged, context))
+            close(of_b, fresh_row(other, context))
+        lm.remove_lora("a")
+        with pytest.raises(UnknownAdapterError):
+            lm.next_token_logprobs_sync([1], "a")
+        close(lm.next_token_logprobs_sync([1, 2], "b"), fresh_row(other, [1, 2]))
+
+
+def test_adapters_that_cannot_be_loaded_leave_the_model_as_it_was(tmp_path):
+    (tmp_path / "text.gguf").write_text("GGUF, but no more")
+    from tests.llm.llama_cpp.gguf_files import of
+
+    with over() as lm:
+        for path in ("absent.gguf", tmp_path / "text.gguf", of(LLAMA)):
+            with pytest.raises(AdapterError):
+                lm.add_new_lora(path)
+        close(lm.next_token_logprobs_sync([1, 2]), fresh_row(LLAMA, [1, 2]))
+
+
+@pytest.mark.parametrize("cut", [0, 3, 4, 40, 2000, 9000])
+def test_files_that_are_cut_short_are_refused(tmp_path, cut):
+    from tests.llm.llama_cpp.gguf_files import of
+
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(of(LLAMA).read_bytes()[:cut])
+    with pytest.raises((ModelNotFoundError, UnsupportedModelError), match=r"cut\.gguf"):
+        load_model_by_name(str(path))
+
+
+def test_names_that_lead_nowhere(tmp_path):
+    from tests.llm.llama_cpp.gguf_files import of
+
+    (tmp_path / "no.gguf").write_text("no model")
+    with pytest.raises(ModelNotFoundError, match="no GGUF file"):
+        load_model_by_name(str(tmp_path / "no.gguf"))
+    with pytest.raises(ModelNotFoundError, match=r"did you mean .*no\.gguf"):
+        load_model_by_name(str(tmp_path / "noo.gguf"))
+    with pytest.raises(ModelNotFoundError, match="hf_hub_download"):
+        load_model_by_name("someone/model", "llama-cpp")
+    (tmp_path / "b.gguf").write_bytes(of(LLAMA).read_bytes())
+    with pytest.raises(ModelNotFoundError, match="2 GGUF files"):
+        load_model_by_name(str(tmp_path), "llama-cpp")
+    (tmp_path / "no.gguf").unlink()
+    with load_model_by_name(str(tmp_path), "llama-cpp") as lm:
+        assert len(lm.byte_vocab) == 96
+
+
+def test_options_are_checked_before_anything_is_loaded():
+    for options, error in (
+        ({"kv_cache_dtype": "int3"}, OptionError),
+        ({"num_threads": 0}, OptionError),
+        ({"num_gpu_layers": "all"}, OptionTypeError),
+        ({"n_ctx": 512}, OptionTypeError),
+        ({"max_length": 0}, OptionError),
+    ):
+        with pytest.raises(error):
+            load_model_by_name("absent.gguf", llm_opts=options)
+    with pytest.raises(OptionError, match="no room for the"):
+        over(kv_cache_bytes=100)
+
+
+def test_a_context_beyond_its_room_is_refused_before_it_is_queued():
+    with over(kv_cache_bytes=50 * BYTES_PER_TOKEN) as lm:
+        assert lm.max_length == 50
+        with pytest.raises(ContextError, match="50"):
+            lm.next_token_logprobs_sync([1] * 51)
+        with pytest.raises(ContextError):
+            lm.next_token_logprobs_sync([96])
+        close(lm.next_token_logprobs_sync([1] * 50), fresh_row(LLAMA, [1] * 50))
+
+
+def test_a_closed_model_divides_no_texts():
+    lm = over()
+    tokenizer = lm.tokenizer
+    assert tokenizer.decode([4, 5]) == "<4><5>"
+    lm.close()
+    assert tokenizer.decode([4, 5]) == "<4><5>"
+    with pytest.raises(ModelStateError, match="closed"):
+        tokenizer.encode("<4>")
+    lm.close()
+    del lm, tokenizer
+    gc.collect()
+
+
+async def test_cancelled_and_failing_askers_disturb_no_others():
+    with over() as lm:
+        contexts = random_contexts(40, max_length=100)
+        tasks = [asyncio.ensure_future(lm.next_token_logprobs(one)) for one in contexts]
+        await asyncio.sleep(0.001)
+        for task in tasks[::3]:
+            task.cancel()
+        for i, (task, context) in enumerate(zip(tasks, contexts, strict=True)):
+            if i % 3:
+                close(await task, fresh_row(LLAMA, context))
+        lm.clear_cache()
+        assert await lm.num_cached_tokens(contexts[1]) == 0
+        close(await lm.next_token_logprobs(contexts[1]), fresh_row(LLAMA, contexts[1]))
+
+
+async def test_what_llama_cpp_fails_at_is_its_batchs_error_and_nothing_is_lost(monkeypatch):
+    with over() as lm:
+        context = lm._llama._context
+        right = context._lib.llama_decode
+        close(await lm.next_token_logprobs([1, 2, 3]), fresh_row(LLAMA, [1, 2, 3]))
+        monkeypatch.setattr(context._lib, "llama_decode", lambda *_: 1)
+        with pytest.raises(RuntimeError, match="no room"):
+            await lm.next_token_logprobs([1, 2, 3, 4])
+        monkeypatch.setattr(context._lib, "llama_decode", right)
+        close(await lm.next_token_logprobs([1, 2, 3, 4]), fresh_row(LLAMA, [1, 2, 3, 4]))
+        assert np.isfinite((await lm.next_token_logprobs([1, 2, 3, 5])).numpy()).all()
+
+
+# ---------------------------------------------------------------- the bundled model
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    with load_model_by_name("smollm2", "llama-cpp", {"row_cache_bytes": 0}) as lm:
+        yield lm
+
+
+@pytest.mark.real
+def test_bytes_are_those_of_the_tokenizer_of_transformers(smollm2):
+    from transformers import AutoTokenizer
+
+    from genlm_backend.backends.bundled import bundled_directory
+
+    tokenizer = AutoTokenizer.from_pretrained(bundled_directory("smollm2"))
+    vocabulary = decode_vocab(tokenizer)
+    assert [bytes(token) for token in smollm2.byte_vocab] == [*map(bytes, vocabulary.byte_vocab)]
+    assert smollm2.undefined_ids == vocabulary.undefined_ids
+    for text in ("Sequential Monte Carlo, 12 particles.", " naïve café ✓ 你好\n\n\tdef f(x):", ""):
+        assert smollm2.tokenizer.encode(text) == tokenizer.encode(text)
+        assert smollm2.tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.real
+def test_rows_are_those_of_one_sequence_alone(smollm2):
+    llama_cpp = importlib.import_module("llama_cpp")
+
+    from genlm_backend.backends.llama_cpp.gguf_file import resolve_file
+
+    alone = llama_cpp.Llama(
+        resolve_file("smollm2"), n_ctx=512, n_batch=512, logits_all=True, verbose=False, n_threads=2
+    )
+    prompt = smollm2.tokenizer.encode("The most important thing about probability is that")
+    contexts = [[*prompt, *more] for more in ([], [260], [260, 1165], [338, 314, 253], [2029])]
+    rows = smollm2.batch_next_token_logprobs_sync(contexts)
+    for row, context in zip(rows, contexts, strict=True):
+        alone.reset()
+        alone.eval(context)
+        expected = torch.from_numpy(alone.scores[len(context) - 1].copy()).log_softmax(-1)
+        torch.testing.assert_close(row, expected, rtol=0, atol=1e-3)
+    alone.close()
