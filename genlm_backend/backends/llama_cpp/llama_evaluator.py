@@ -141,6 +141,7 @@ class LlamaEvaluator(PassEvaluator):
             device="cpu",
             can_forget=True,
             takes_adapters=True,
+            uses_openmp=True,  # threads of its own, which others that idle slow down as well
             scores=True,
             omits_undefined=True,
             reads_out=True,
