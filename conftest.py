@@ -70,6 +70,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.suffix == ".md":
             item.add_marker(pytest.mark.real)
+            if item.path.name == "llama-cpp.md":
+                item.add_marker(pytest.mark.llama_cpp)
             if item.path.name == "vllm.md":
                 item.add_marker(pytest.mark.vllm)
                 item.add_marker(pytest.mark.timeout(300))

@@ -42,6 +42,7 @@ PURE: dict[str, tuple[str, ...]] = {
         "tests/generation/test_roster.py",
         "tests/generation",
     ),
+    "backends/llama_cpp/sequences.py": ("tests/llm/llama_cpp/test_sequences.py",),
     "backends/vllm/sessions.py": ("tests/llm/vllm/test_sessions.py", "tests/llm/vllm"),
 }
 """Files without a model, or folders of such → the tests that are to notice a change."""

@@ -7,14 +7,14 @@ import numpy as np
 import torch
 
 
-def write(model, path):
+def write(model, path, words=None):
     """Write a tiny Llama or Mamba of transformers into a GGUF file, in float32."""
     import gguf
 
     kind = model.config.model_type
     writer = gguf.GGUFWriter(str(path), kind)
     _hyperparameters(writer, model.config)
-    _vocabulary(writer, model.config.vocab_size)
+    _vocabulary(writer, words or [f"<{i}>" for i in range(model.config.vocab_size)])
     for name, tensor in (_llama if kind == "llama" else _mamba)(model):
         writer.add_tensor(name, np.ascontiguousarray(tensor.detach().float().numpy()))
     writer.write_header_to_file()
@@ -72,13 +72,13 @@ def _hyperparameters(writer, config):
     writer.add_ssm_time_step_rank(int(config.time_step_rank))
 
 
-def _vocabulary(writer, size):
+def _vocabulary(writer, words):
     import gguf
 
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list([f"<{i}>" for i in range(size)])
-    writer.add_token_types([gguf.TokenType.NORMAL] * size)
+    writer.add_token_list(words)
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(words))
     writer.add_token_merges(["< 0"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

@@ -206,6 +206,14 @@ def test_files_that_are_cut_short_are_refused(tmp_path, cut):
         load_model_by_name(str(path))
 
 
+def test_a_file_at_which_llama_cpp_ends_its_process_is_refused(tmp_path):
+    from tests.llm.llama_cpp.gguf_files import write
+
+    path = write(LLAMA, tmp_path / "twice.gguf", ["<1>", *[f"<{i}>" for i in range(1, 96)]])
+    with pytest.raises(UnsupportedModelError, match=r"would end this process: .*ASSERT"):
+        load_model_by_name(str(path))
+
+
 def test_names_that_lead_nowhere(tmp_path):
     from tests.llm.llama_cpp.gguf_files import of
 
