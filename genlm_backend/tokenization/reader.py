@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from genlm_backend.errors import TokenizerDecodeError
@@ -190,8 +192,16 @@ def _read_table(tokenizer: Any, table: Mapping[int, bytes], name: str) -> ByteVo
         [_spelling(table[i]) if i in table else None for i in range(size)],
         frozenset(getattr(tokenizer, "all_special_ids", ())),
         frozenset(range(size)) - frozenset(table),
-        encode=getattr(tokenizer, "encode", None),
+        encode=_plain_encode(tokenizer),
     )
+
+
+def _plain_encode(tokenizer: Any) -> Callable[[str], list[int]] | None:
+    """Return a tokenizer's function from texts to ids, without those that begin and end texts."""
+    encode = getattr(tokenizer, "encode", None)
+    if encode is not None and "add_special_tokens" in inspect.signature(encode).parameters:
+        return partial(encode, add_special_tokens=False)
+    return encode
 
 
 def _alphabet_bytes(table: Mapping[str, int]) -> Callable[[str], bytes]:

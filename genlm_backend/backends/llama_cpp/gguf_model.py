@@ -99,6 +99,8 @@ class GGUFModel:
 
     def piece(self, token_id: int) -> bytes:
         """Return the bytes of a token in the middle of a text; a special one spells its name."""
+        if not self._is_used(token_id):  # which llama.cpp prints as nothing
+            return self._spelling(token_id)
         size = _WHOLE_PIECE
         while True:
             buffer = ctypes.create_string_buffer(size)
@@ -118,8 +120,14 @@ class GGUFModel:
         return bool(self.attributes(token_id) & special)
 
     def is_defined(self, token_id: int) -> bool:
-        """Return whether an id has a token."""
+        """Return whether an id has a token, and is none that converters have filled a hole with."""
+        return self._is_used(token_id) or self._spelling(token_id) != f"[PAD{token_id}]".encode()
+
+    def _is_used(self, token_id: int) -> bool:
         return not self.attributes(token_id) & self._lib.LLAMA_TOKEN_ATTR_UNUSED
+
+    def _spelling(self, token_id: int) -> bytes:
+        return self._lib.llama_vocab_get_text(self._vocab, token_id)
 
     def token_ids(self, text: str, *, adds_special: bool) -> list[int]:
         """Return the token ids of a text, in which names of special tokens are such.

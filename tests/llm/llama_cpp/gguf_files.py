@@ -7,15 +7,19 @@ import numpy as np
 import torch
 
 
-def write(model, path, words=None):
-    """Write a tiny Llama or Mamba of transformers into a GGUF file, in float32."""
+def write(model, path, words=None, kind="gpt2", **more):
+    """Write a tiny Llama or Mamba of transformers into a GGUF file, in float32.
+
+    Its tokens are ``words``, and what else there is of them, for one kind of tokenizer.
+    """
     import gguf
 
-    kind = model.config.model_type
-    writer = gguf.GGUFWriter(str(path), kind)
+    architecture = model.config.model_type
+    writer = gguf.GGUFWriter(str(path), architecture)
     _hyperparameters(writer, model.config)
-    _vocabulary(writer, words or [f"<{i}>" for i in range(model.config.vocab_size)])
-    for name, tensor in (_llama if kind == "llama" else _mamba)(model):
+    words = words or [f"<{i}>" for i in range(model.config.vocab_size)]
+    _vocabulary(writer, words, kind, **more)
+    for name, tensor in (_llama if architecture == "llama" else _mamba)(model):
         writer.add_tensor(name, np.ascontiguousarray(tensor.detach().float().numpy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -72,17 +76,21 @@ def _hyperparameters(writer, config):
     writer.add_ssm_time_step_rank(int(config.time_step_rank))
 
 
-def _vocabulary(writer, words):
-    import gguf
-
-    writer.add_tokenizer_model("gpt2")
+def _vocabulary(
+    writer, words, kind, types=None, scores=None, merges=("< 0",), adds_bos=False, adds_space=None
+):
+    writer.add_tokenizer_model(kind)
     writer.add_tokenizer_pre("default")
     writer.add_token_list(words)
-    writer.add_token_types([gguf.TokenType.NORMAL] * len(words))
-    writer.add_token_merges(["< 0"])
+    writer.add_token_types(types or [1] * len(words))
+    if scores is not None:
+        writer.add_token_scores(scores)
+    writer.add_token_merges(merges)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(adds_bos)
+    if adds_space is not None:
+        writer.add_add_space_prefix(adds_space)
 
 
 def _halves_apart(weight, num_heads):
