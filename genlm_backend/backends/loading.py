@@ -40,6 +40,14 @@ def check_name(name: Any) -> str:
     return text("name", str(name) if isinstance(name, Path) else name)
 
 
+def is_gguf(name: str) -> bool:
+    """Return whether a name is that of a GGUF file, or of a directory with such and no others."""
+    path = Path(name)
+    if path.is_dir():
+        return not (path / "config.json").exists() and any(path.glob("*.gguf"))
+    return name.lower().endswith(".gguf")
+
+
 def hub_options(path: str) -> dict[str, Any]:
     """Return options for a loader: ``local_files_only`` where the hub does not answer.
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
-from genlm_backend.backends.loading import check_name
+from genlm_backend.backends.loading import check_name, is_gguf
 from genlm_backend.checks import mapping, near_names, optional, shown, text
 from genlm_backend.errors import OptionError, OptionTypeError, UnknownBackendError
 
@@ -86,7 +86,7 @@ def load_model_by_name(
             small model that ships with the extra ``demo``.
         backend: ``"hf"`` (transformers), ``"vllm"`` (vLLM), ``"mlx"`` (mlx-lm), ``"llama-cpp"``
             (llama.cpp, of GGUF files), or ``"mock"`` (the tokenizer and pseudo-random rows);
-            ``None`` means ``"llama-cpp"`` for a name that ends in ``.gguf``, ``"vllm"`` where a
+            ``None`` means ``"llama-cpp"`` for GGUF files, ``"vllm"`` where a
             CUDA device and a release of vLLM that is supported are there, ``"mlx"`` on macOS where
             MLX is installed, else ``"hf"``.
         llm_opts: Keyword arguments for the backend's ``from_name``. With ``"replicas"``, a number,
@@ -129,7 +129,7 @@ def check_loading(
     file = check_name(name)
     options = optional(mapping)("llm_opts", llm_opts) or {}
     optional(text)("backend", backend)
-    if backend is None and file.endswith(".gguf"):
+    if backend is None and is_gguf(file):
         backend = "llama-cpp"
     chosen = default_backend() if backend is None else backend
     found = BACKENDS.get(chosen) or ABSENT.get(chosen)

@@ -33,15 +33,15 @@ class AsyncLlamaCppLM(BatchedLM):
 
     All concurrent awaits become batches of llama.cpp on one worker thread, which alone uses the
     model. The keys and values of every prefix seen are kept in llama.cpp's unified cache, within a
-    budget, and are reused token by token: a fork of a context copies nothing. At most 256 contexts
-    that differ are kept at a time, the number of llama.cpp's sequences, the least recently used
+    budget, and are reused token by token: a fork of a context copies nothing. At most 255 contexts
+    that differ are kept at a time, by the number of llama.cpp's sequences, the least recently used
     ones going first. Models with running states (Mamba and hybrids) or sliding windows run every
     context whole; ``kv_reuse`` tells. ``add_new_lora`` takes adapters in GGUF files. It needs the
     extra ``llama-cpp``.
 
     Args:
         model_path: The GGUF file, or the first one of a model in several files.
-        batch_size: Number of distinct contexts evaluated at once, at most 128.
+        batch_size: Number of distinct contexts evaluated at once, at most 127.
         timeout: Seconds that the first query of a batch may wait for others.
         kv_cache_bytes: Bytes of keys and values to keep, which llama.cpp takes at once; 0 keeps
             none. Default: those of 16,384 tokens, or as many as a quarter of the machine's free
@@ -49,14 +49,15 @@ class AsyncLlamaCppLM(BatchedLM):
         kv_cache_dtype: Number format of keys and values: "float32" or "float16" (the default).
         row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
         output_device: Where rows are returned: "cpu", "cuda:0", …
-        max_length: The longest context to accept. Default: what the model was trained on, as far as
-            there is room for its keys and values.
-        num_threads: Number of threads of a pass. Default: as many as torch has.
+        max_length: The longest context to accept. Default: what the model was trained on, or three
+            quarters of what there is room for, so that prompts can be kept beside it.
+        num_threads: Number of threads of a pass, which wait for one another; fewer are faster where
+            other programs take the cores. Default: as many as torch has.
         num_gpu_layers: Number of layers on a GPU, of a build of llama-cpp-python that has one; -1
             for all.
         self_check: Compare a few probe texts with the bytes of their tokens.
         eos_token_ids: The ids that end a text where a caller names none. Default: those that the
-            file says.
+            file says, for texts and for turns of a chat.
 
     Raises:
         MissingExtraError: (``ImportError``) Without llama-cpp-python, or with a release that lacks

@@ -15,6 +15,7 @@ from genlm_backend.errors import (
     AdapterError,
     ModelNotFoundError,
     ModelStateError,
+    OptionError,
     UnsupportedModelError,
 )
 
@@ -38,7 +39,7 @@ class GGUFModel:
         pointer: What llama.cpp's functions take; ``None`` once it is closed.
         vocab_size: Number of its token ids.
         num_trained: Length of the contexts that it was trained on, in tokens.
-        eos_token_ids: The ids that end a text.
+        eos_token_ids: The ids that end a text, or a turn of a chat.
         bos_token_id: The id that begins a text, or ``None``.
         eos_token_id: The id that ends a text, or ``None``.
         has_states: Whether it has running states, behind the last token of each sequence alone.
@@ -57,6 +58,11 @@ class GGUFModel:
         _check_file(Path(self.path))
         _check_survived(self.path, num_gpu_layers)
         lib = self._lib = library()
+        if num_gpu_layers and not lib.llama_supports_gpu_offload():
+            raise OptionError(
+                f"num_gpu_layers={num_gpu_layers} needs a build of llama-cpp-python for a GPU, and "
+                "this one is for the CPU"
+            )
         params = lib.llama_model_default_params()
         params.n_gpu_layers = num_gpu_layers
         with log_caught() as errors:
@@ -82,11 +88,14 @@ class GGUFModel:
         if self.vocab_size < 1 or lib.llama_vocab_type(vocab) == lib.LLAMA_VOCAB_TYPE_NONE:
             raise UnsupportedModelError(f"{self.path!r} holds no vocabulary")
         self.num_trained = max(1, int(lib.llama_model_n_ctx_train(self.pointer)))
-        self.eos_token_ids = tuple(
-            i for i in range(self.vocab_size) if lib.llama_vocab_is_eog(vocab, i)
-        )
         self.bos_token_id = self._id(lib.llama_vocab_bos(vocab))
         self.eos_token_id = self._id(lib.llama_vocab_eos(vocab))
+        # Of all that llama.cpp ends texts at, some have only names that look like an end.
+        said = [self.metadata(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+        ends = {int(value) for value in said if value is not None and value.isdigit()}
+        if self.eos_token_id is not None:
+            ends.add(self.eos_token_id)
+        self.eos_token_ids = tuple(sorted(i for i in ends if i < self.vocab_size))
         self.window = int(lib.llama_model_n_swa(self.pointer))
         self.has_states = bool(
             lib.llama_model_is_recurrent(self.pointer) or lib.llama_model_is_hybrid(self.pointer)
@@ -143,7 +152,7 @@ class GGUFModel:
         size = len(data) + 8
         with self._reading:
             if not self.pointer:
-                raise ModelStateError("the model is closed, and its texts are divided by it")
+                raise ModelStateError("the model is closed, which divides texts into tokens")
             while True:
                 ids = (ctypes.c_int32 * size)()
                 found = self._lib.llama_tokenize(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, final
 
 from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
+from genlm_backend.errors import ContextError
 
 
 @final
 class GGUFTokenizer:
     """The vocabulary that a GGUF file has, and llama.cpp's way to divide texts into its tokens.
 
-    It has the methods of tokenizers of transformers that programs need most. Chat templates are
-    with ``transformers.AutoTokenizer.from_pretrained(folder, gguf_file=…)``.
+    It has the methods of tokenizers of transformers that programs need most.
 
     Args:
         model: The model, which is asked for as long as the tokenizer is used.
@@ -23,6 +23,7 @@ class GGUFTokenizer:
         all_special_ids: The ids of special tokens.
         bos_token_id: The id that begins a text, or ``None``.
         eos_token_id: The id that ends a text, or ``None``.
+        chat_template: The template of chats that the file has, or ``None``.
         name_or_path: Path of the file.
     """
 
@@ -33,6 +34,7 @@ class GGUFTokenizer:
         self.all_special_ids = [i for i in ids if model.is_special(i)]
         self._special_ids = frozenset(self.all_special_ids)
         self.bos_token_id, self.eos_token_id = model.bos_token_id, model.eos_token_id
+        self.chat_template = model.metadata("tokenizer.chat_template")
         self.name_or_path = model.path
 
     def __len__(self) -> int:
@@ -54,6 +56,38 @@ class GGUFTokenizer:
         return b"".join(self.decoder.get(i, b"") for i in ids if i not in skipped).decode(
             "utf-8", "replace"
         )
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **others: Any,
+    ) -> list[int] | str:
+        """Return a chat as the file's template writes it.
+
+        Args:
+            conversation: Messages, each with a ``"role"`` and a ``"content"``.
+            add_generation_prompt: Whether the beginning of an answer follows.
+            tokenize: Whether to return token ids, and not the text.
+            **others: For ``render_jinja_template`` of transformers, but for ``return_dict``.
+
+        Raises:
+            ContextError: (``ValueError``) If the file has no template.
+        """
+        if self.chat_template is None:
+            raise ContextError(f"{self.name_or_path!r} has no chat template")
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        others.pop("return_dict", None)
+        names = {"bos_token": self.bos_token, "eos_token": self.eos_token}
+        ((text, *_), *_) = render_jinja_template(
+            [[dict(message) for message in conversation]],
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            **{**names, **others},
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     @property
     def eos_token(self) -> str | None:

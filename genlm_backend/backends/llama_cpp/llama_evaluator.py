@@ -16,7 +16,7 @@ from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
 from genlm_backend.backends.llama_cpp.llama_context import ContextSize, LlamaContext
 from genlm_backend.backends.llama_cpp.llama_runner import LlamaRunner
 from genlm_backend.backends.llama_cpp.llama_support import LlamaSupport, examine
-from genlm_backend.errors import OptionError
+from genlm_backend.errors import CacheError, OptionError
 from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter
 from genlm_backend.passes.pass_evaluator import PassEvaluator
@@ -43,8 +43,8 @@ class LlamaEvaluator(PassEvaluator):
 
     Args:
         model: The model, which is closed with it.
-        max_length: Longest context to accept; ``None`` for what it was trained on, as far as there
-            is room.
+        max_length: Longest context to accept; ``None`` for what it was trained on, or three
+            quarters of what there is room for.
         kv_cache_bytes: Bytes of keys and values to keep; ``None`` for those of 16,384 tokens, or of
             a part of what is free.
         kv_cache_dtype: Number format that they are kept in; ``None`` for "float16".
@@ -104,7 +104,14 @@ class LlamaEvaluator(PassEvaluator):
         else:
             most = max(1, cpu_budget() // of_token)
             num_tokens = min(most, max(_DEFAULT_TOKENS, wanted or 0))
-        length = min(trained if wanted is None else wanted, num_tokens)
+        if wanted is not None and wanted > num_tokens:
+            raise OptionError(
+                f"max_length={wanted} needs {wanted * of_token} bytes for keys and values, and "
+                f"there are {num_tokens * of_token}: "
+                f"{'raise kv_cache_bytes, or ' if self._wanted_bytes else ''}lower max_length"
+            )
+        # The rest is for prompts that are pinned beside the longest context.
+        length = min(trained, -(-3 * num_tokens // 4)) if wanted is None else wanted
         count = min(_MOST_SEQUENCES, int(library().llama_max_parallel_sequences()))
         if self._model.has_states:
             count = _SEQUENCES_OF_STATES
@@ -149,10 +156,20 @@ class LlamaEvaluator(PassEvaluator):
         )
 
     def _may_pin(self, node: int) -> bool:
-        """Return whether there is room for the longest context, and a batch, beside pinned ones."""
+        """Return whether there are sequences for a batch beside pinned prompts.
+
+        Raises:
+            CacheError: If there is no room for the longest context beside them.
+        """
         tree = self.passes.tree
         num_pins, num_tokens = tree.pinned_with(node)
-        return num_pins <= self._most_rows and num_tokens + self._length <= tree.num_slots
+        if num_tokens + self._length > tree.num_slots:
+            raise CacheError(
+                f"{num_tokens} pinned tokens leave no room for the longest context, of "
+                f"{self._length}, among {tree.num_slots}: raise kv_cache_bytes, or load the model "
+                "with a lower max_length"
+            )
+        return num_pins <= self._most_rows
 
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None) -> Iterator[None]:

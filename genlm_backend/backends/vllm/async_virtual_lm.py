@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Final, Self, final
 
 import torch
 
-from genlm_backend.backends.loading import check_holds, check_reachable, explained, resolve_name
 from genlm_backend.backends.vllm.completion import Completion
-from genlm_backend.backends.vllm.release import check_release
+from genlm_backend.backends.vllm.row_check import compare_rows
 from genlm_backend.backends.vllm.sampler import VLLMSampler
 from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
+from genlm_backend.backends.vllm.vllm_loader import load_engine
 from genlm_backend.backends.vllm.vllm_picture_reader import VLLMPictureReader
 from genlm_backend.backends.vllm.vllm_row_cache import cache_opts as check_cache_opts
 from genlm_backend.backends.vllm.vllm_row_cache import row_cache
@@ -22,6 +22,7 @@ from genlm_backend.checks import (
     integer,
     mapping,
     optional,
+    switch,
 )
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.model.context import listed_contexts
@@ -121,7 +122,12 @@ class AsyncVirtualLM(BatchedLM):
 
     @classmethod
     def from_name(
-        cls, model_name: str, engine_opts: dict[str, Any] | None = None, **kwargs: Any
+        cls,
+        model_name: str,
+        engine_opts: dict[str, Any] | None = None,
+        *,
+        check_rows: bool = True,
+        **kwargs: Any,
     ) -> Self:
         """Load a model with vLLM.
 
@@ -134,32 +140,36 @@ class AsyncVirtualLM(BatchedLM):
             engine_opts: For ``vllm.LLM``, such as ``dtype``, ``max_model_len``,
                 ``tensor_parallel_size``, ``enable_lora``, ``gpu_memory_utilization`` (0.9),
                 ``max_num_seqs``.
+            check_rows: Whether rows of some contexts that are extended and forked are compared with
+                those of the same ones asked whole, which takes a few short passes.
             **kwargs: For the constructor.
 
         Raises:
             OptionTypeError: (``TypeError``) If an option is unknown or of a wrong type; as with
                 the next, nothing is loaded then.
             OptionError: (``ValueError``) If one is out of its bounds.
-            MissingExtraError: (``ImportError``) If vLLM is absent, or a release not supported.
+            MissingExtraError: (``ImportError``) If vLLM is absent, or a release that lacks
+                something.
             UnsupportedModelError: (``ValueError``) If an option or the model does not go with
-                sessions.
+                sessions, or rows of forks are not those of whole contexts.
             ModelNotFoundError: (``OSError``) If there is no such model.
         """
-        check_release()
         cls.check_options(kwargs)
         optional(mapping)("engine_opts", engine_opts)
-        from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
-
-        path = resolve_name(model_name)
-        with explained(model_name):
-            check_holds(path, "config.json", "params.json")
-            check_reachable(path)
-            engine = VLLMEngine.load(path, dict(engine_opts or {}))
+        is_checked = switch("check_rows", check_rows)
+        engine = load_engine(model_name, engine_opts or {})
         try:
-            return cls(engine, **kwargs)
+            lm = cls(engine, **kwargs)
         except BaseException:
             engine.close()
             raise
+        if is_checked:
+            try:
+                lm._call(lambda: compare_rows(lm._vllm))
+            except BaseException:
+                lm.close()
+                raise
+        return lm
 
     # ---------------------------------------------------------------- samples
 

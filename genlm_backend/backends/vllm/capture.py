@@ -31,7 +31,6 @@ from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.ends import listed_ids
@@ -43,6 +42,11 @@ if TYPE_CHECKING:
 
 TAG = "genlm_row"
 """Key of a request's tag among its extra arguments."""
+
+try:  # of the second model runner, which takes such since release 0.31
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
+except ImportError:
+    LogitsProcessorV2: Any = object
 
 KV_CACHE_DTYPES_ON_CPU: Final = tuple(CPUAttentionBackend.supported_kv_cache_dtypes)
 """Number formats of keys and values that vLLM's attention on the CPU knows."""

@@ -1,13 +1,20 @@
-"""The releases of vLLM that are known to work, read without importing vLLM."""
+"""The installed release of vLLM, read without importing vLLM, and whether it can be used."""
 
 from __future__ import annotations
 
+import importlib
+import re
+import warnings
 from importlib.metadata import PackageNotFoundError, version
+from typing import Final
 
 from genlm_backend.errors import MissingExtraError
 
-SUPPORTED = ((0, 32), (0, 33))
-"""Releases of vLLM, major and minor, whose private names were compared with those used here."""
+OLDEST: Final = (0, 30)
+"""The first release, major and minor, that has all private names which are used here."""
+
+SEEN: Final = ((0, 30), (0, 31), (0, 32), (0, 33))
+"""Releases whose private names were compared with those that are used here."""
 
 
 def installed_release() -> str | None:
@@ -21,21 +28,44 @@ def installed_release() -> str | None:
 
 
 def is_supported(release: str | None) -> bool:
-    """Return whether ``release`` is one of those known to work."""
-    return release is not None and tuple(release.split(".")[:2]) in {
-        (str(major), str(minor)) for major, minor in SUPPORTED
-    }
+    """Return whether ``release`` is none that is known to lack something."""
+    return release is not None and _minor(release) >= OLDEST
 
 
 def check_release() -> None:
-    """Raise a ``MissingExtraError`` where no release of vLLM known to work is installed."""
+    """Find out whether the installed vLLM can be used; warn of a release that nobody has seen.
+
+    Raises:
+        MissingExtraError: (``ImportError``) If there is no vLLM, or a release that is too old or
+            lacks a name that is used here.
+    """
     found = installed_release()
-    if is_supported(found):
-        return
-    known = " or ".join(f"{major}.{minor}" for major, minor in SUPPORTED)
-    what = "vLLM is not installed" if found is None else f"vLLM {found} is installed"
-    raise MissingExtraError(
-        f"AsyncVirtualLM needs vLLM {known}, and {what}: pip install 'genlm-backend[vllm]' where "
-        "there is a CUDA device; the guide to vLLM tells what a CPU needs. AsyncTransformer "
-        "(backend 'hf') runs the same programs."
-    )
+    if found is None or not is_supported(found):
+        what = "vLLM is not installed" if found is None else f"vLLM {found} is installed"
+        raise MissingExtraError(
+            f"AsyncVirtualLM needs vLLM {OLDEST[0]}.{OLDEST[1]} or later, and {what}: pip install "
+            "'genlm-backend[vllm]' where there is a CUDA device; the guide to vLLM tells what a "
+            "CPU needs. AsyncTransformer (backend 'hf') runs the same programs."
+        )
+    try:
+        importlib.import_module("genlm_backend.backends.vllm.vllm_engine")
+    except (ImportError, AttributeError) as error:
+        raise MissingExtraError(
+            f"AsyncVirtualLM cannot use vLLM {found}, which lacks something: {error}. Releases "
+            f"{_shown(SEEN[0])} to {_shown(SEEN[-1])} have all. AsyncTransformer (backend 'hf') "
+            "runs the same programs."
+        ) from error
+    if _minor(found) not in SEEN:
+        warnings.warn(
+            f"nobody has run AsyncVirtualLM with vLLM {found} yet, but releases {_shown(SEEN[0])} "
+            f"to {_shown(SEEN[-1])}: rows of each model are compared when it is loaded",
+            stacklevel=3,
+        )
+
+
+def _minor(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+
+
+def _shown(minor: tuple[int, ...]) -> str:
+    return ".".join(map(str, minor))

@@ -9,6 +9,7 @@ import torch
 
 from genlm_backend.backends.loading import check_holds, check_reachable, explained, resolve_name
 from genlm_backend.backends.vllm.release import check_release
+from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
 from genlm_backend.checks import mapping, optional, text
 
@@ -38,13 +39,23 @@ class VLLMLoader:
         Raises:
             Exception: What ``AsyncVirtualLM.from_name`` raises.
         """
-        check_release()
-        from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
+        # The tokenizer is needed where the replicas are asked, and not here.
+        options = {"skip_tokenizer_init": True, **self.engine_opts}
+        return VLLMEvaluator(load_engine(self.model_name, options), torch.device("cpu"))
 
-        path = resolve_name(self.model_name)
-        with explained(self.model_name):
-            check_holds(path, "config.json", "params.json")
-            check_reachable(path)
-            # The tokenizer is needed where the replicas are asked, and not here.
-            engine = VLLMEngine.load(path, {"skip_tokenizer_init": True, **self.engine_opts})
-        return VLLMEvaluator(engine, torch.device("cpu"))
+
+def load_engine(model_name: str, engine_opts: Mapping[str, Any]) -> SessionEngine:
+    """Load a model with vLLM, if its release can be used.
+
+    Args:
+        model_name: A repository on the hub, a local directory, or ``"smollm2"``.
+        engine_opts: For ``vllm.LLM``.
+    """
+    check_release()
+    from genlm_backend.backends.vllm.vllm_engine import VLLMEngine
+
+    path = resolve_name(model_name)
+    with explained(model_name):
+        check_holds(path, "config.json", "params.json")
+        check_reachable(path)
+        return VLLMEngine.load(path, dict(engine_opts))

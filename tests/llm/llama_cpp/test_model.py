@@ -150,13 +150,13 @@ async def test_a_text_that_is_scored_beside_one_that_goes_on_keeps_both():
 
 
 def test_pinned_prompts_stay_and_leave_room_for_the_longest_context():
-    with over(kv_cache_bytes=300 * BYTES_PER_TOKEN) as lm:
-        assert lm.max_length == 256
+    with over(kv_cache_bytes=200 * BYTES_PER_TOKEN) as lm:
+        assert lm.max_length == 150
         prompt = [*range(40)]
         lm.cache_kv(prompt)
-        with pytest.raises(CacheError, match="does not fit"):
-            lm.cache_kv([*range(90, 20, -1)])
-        for context in random_contexts(60, max_length=256):
+        with pytest.raises(CacheError, match=r"60 pinned tokens leave no room for .* of 150"):
+            lm.cache_kv([*range(90, 70, -1)])
+        for context in random_contexts(60, max_length=150):
             close(lm.next_token_logprobs_sync(context), fresh_row(LLAMA, context))
         assert asyncio.run(lm.num_cached_tokens([*prompt, 3])) == 40
 
@@ -228,7 +228,7 @@ def test_names_that_lead_nowhere(tmp_path):
     with pytest.raises(ModelNotFoundError, match="2 GGUF files"):
         load_model_by_name(str(tmp_path), "llama-cpp")
     (tmp_path / "no.gguf").unlink()
-    with load_model_by_name(str(tmp_path), "llama-cpp") as lm:
+    with load_model_by_name(str(tmp_path)) as lm:
         assert len(lm.byte_vocab) == 96
 
 
@@ -239,15 +239,22 @@ def test_options_are_checked_before_anything_is_loaded():
         ({"num_gpu_layers": "all"}, OptionTypeError),
         ({"n_ctx": 512}, OptionTypeError),
         ({"max_length": 0}, OptionError),
+        ({"num_gpu_layers": -2}, OptionError),
     ):
         with pytest.raises(error):
             load_model_by_name("absent.gguf", llm_opts=options)
+    with pytest.raises(OptionError, match="build of llama-cpp-python for a GPU"):
+        over(num_gpu_layers=-1)
     with pytest.raises(OptionError, match="no room for the"):
         over(kv_cache_bytes=100)
 
 
 def test_a_context_beyond_its_room_is_refused_before_it_is_queued():
     with over(kv_cache_bytes=50 * BYTES_PER_TOKEN) as lm:
+        assert lm.max_length == 38
+    with pytest.raises(OptionError, match="max_length=51 needs 13056 bytes"):
+        over(kv_cache_bytes=50 * BYTES_PER_TOKEN, max_length=51)
+    with over(kv_cache_bytes=50 * BYTES_PER_TOKEN, max_length=50) as lm:
         assert lm.max_length == 50
         with pytest.raises(ContextError, match="50"):
             lm.next_token_logprobs_sync([1] * 51)
@@ -319,6 +326,26 @@ def test_bytes_are_those_of_the_tokenizer_of_transformers(smollm2):
     for text in ("Sequential Monte Carlo, 12 particles.", " naïve café ✓ 你好\n\n\tdef f(x):", ""):
         assert smollm2.tokenizer.encode(text) == tokenizer.encode(text)
         assert smollm2.tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.real
+def test_ends_and_chats_are_those_of_the_tokenizer_of_transformers(smollm2):
+    from transformers import AutoTokenizer
+
+    from genlm_backend.backends.bundled import bundled_directory
+
+    tokenizer = AutoTokenizer.from_pretrained(bundled_directory("smollm2"))
+    assert [*smollm2._llama._ends] == [tokenizer.eos_token_id]
+    chat = [{"role": "user", "content": "Say three words."}, {"role": "assistant", "content": "A"}]
+    for add in (False, True):
+        options = {"add_generation_prompt": add, "return_dict": False}
+        own = smollm2.tokenizer.apply_chat_template(chat, **options)
+        assert own == tokenizer.apply_chat_template(chat, **options)
+        texts = [
+            one.apply_chat_template(chat, tokenize=False, **options)
+            for one in (smollm2.tokenizer, tokenizer)
+        ]
+        assert texts[0] == texts[1]
 
 
 @pytest.mark.real

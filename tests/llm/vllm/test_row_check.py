@@ -1,0 +1,39 @@
+"""A model of vLLM whose forks have other rows than whole contexts is refused when it is loaded."""
+
+import importlib
+
+import pytest
+import torch
+
+from genlm_backend.backends.vllm.row_check import compare_rows
+from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
+from genlm_backend.errors import UnsupportedModelError
+from tests.llm.vllm import real
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+@pytest.fixture
+def evaluator():
+    found = VLLMEvaluator(real.tiny_engine(), torch.device("cpu"))
+    yield found
+    found.clear()
+
+
+def test_rows_that_agree_leave_nothing_behind(evaluator):
+    compare_rows(evaluator)
+    assert len(evaluator.planner.table) == 0
+    assert evaluator.counts().tokens_computed == evaluator.counts().num_forwards == 0
+
+
+def test_forks_that_begin_with_other_keys_and_values_are_refused(evaluator, monkeypatch):
+    fork = importlib.import_module("genlm_backend.backends.vllm.fork")
+    monkeypatch.setattr(fork.ForkConnector, "update_state_after_alloc", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match=r"vLLM [\d.]+, rows .* check_rows=False"):
+        compare_rows(evaluator)
+    monkeypatch.undo()
+    compare_rows(evaluator)
