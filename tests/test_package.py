@@ -295,7 +295,7 @@ ARROWS = {
             "runtime",
             "errors",
         },
-        BACKENDS,
+        {"vllm", "mlx"},  # chats by transformers
     ),
     "remote.replicas": (
         {
