@@ -97,6 +97,11 @@ def test_weights_of_a_device_trie():
     assert "0.125" in trie.visualize([0.125] * 8).source
 
 
+def test_letters_that_are_bytes_of_any_number():
+    assert visualize.spell([0, 65, 255]) == repr("\x00A\\xff").replace("\\\\x", "\\x")
+    assert visualize.spell([256, 65]) == "256 65"
+
+
 def test_letters_that_are_no_bytes():
     source = TokenCharacterTrie(["ab", "é"]).visualize().source
     assert "'ab'" in source

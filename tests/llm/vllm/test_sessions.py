@@ -169,3 +169,15 @@ async def test_a_batch_that_nobody_waits_for_ends_between_two_rounds(monkeypatch
 def test_a_table_has_room_for_a_session():
     with pytest.raises(ValueError, match="at least 1"):
         SessionTable(0)
+
+
+def test_of_sessions_that_share_as_much_the_one_that_ends_there_goes_on():
+    table = SessionTable(8)
+    for ids in ((1, 2, 5), (1, 2)):
+        table.place(Query(ids))
+        table.commit()
+    found = table.place(Query((1, 2, 7, 8)))
+    assert (found.is_new, found.num_shared, found.num_extended) == (False, 2, 2)
+    sibling = table.place(Query((1, 2, 7, 9)))  # the other one is taken in this part
+    assert (sibling.is_new, sibling.num_shared) == (True, 2)
+    assert sibling.source != found.session
