@@ -56,36 +56,46 @@ def library() -> ModuleType:
             "with 0.3.36: pip install 'genlm-backend[llama-cpp]'"
         )
     llama_cpp.llama_backend_init()
+    callback = llama_cpp.llama_log_callback(_heard)
+    llama_cpp.llama_log_set(callback, ctypes.c_void_p(0))
+    _kept.append(callback)
     return llama_cpp
 
 
-_turn = threading.Lock()
+_kept: Final = list[Any]()
+"""What llama.cpp calls, which is to stay."""
+
+
+_ours = threading.local()
+"""The errors that are collected on each thread, as ``errors``."""
+
+
+def _heard(level: int, text: bytes, user_data: Any) -> None:
+    """Take a line of llama.cpp's log, which is one for the whole process."""
+    errors: list[str] | None = getattr(_ours, "errors", None)
+    if errors is None:  # of another program's model
+        from llama_cpp import _logger
+
+        _logger.llama_log_callback(level, text, user_data)
+        return
+    line = text.decode("utf-8", "replace").strip()
+    logger.debug("%s", line)
+    if level == _ERROR and line:
+        errors.append(line)
 
 
 @contextlib.contextmanager
 def log_caught() -> Iterator[list[str]]:
-    """Collect what llama.cpp logs as errors, and keep its log off the standard error.
+    """Collect what llama.cpp logs as errors on this thread, and keep it off the standard error.
 
-    Its log is one for the whole process: what is printed of other models meanwhile is collected
-    too. The lines go to this module's logger, at level ``DEBUG``.
+    The lines go to this module's logger, at level ``DEBUG``.
     """
-    lib, errors = library(), list[str]()
-
-    def heard(level: int, text: bytes, _: Any) -> None:
-        line = text.decode("utf-8", "replace").strip()
-        logger.debug("%s", line)
-        if level == _ERROR and line:
-            errors.append(line)
-
-    from llama_cpp import _logger
-
-    callback = lib.llama_log_callback(heard)
-    with _turn:
-        lib.llama_log_set(callback, ctypes.c_void_p(0))
-        try:
-            yield errors
-        finally:
-            lib.llama_log_set(_logger.llama_log_callback, ctypes.c_void_p(0))
+    before = getattr(_ours, "errors", None)
+    errors = _ours.errors = list[str]()
+    try:
+        yield errors
+    finally:
+        _ours.errors = before
 
 
 _ERROR: Final = 4

@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 
 from genlm_backend.backends.llama_cpp.binding import library, log_caught
 from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
-from genlm_backend.backends.llama_cpp.sequences import Compact, Copy, Discard, Park, Step, Unpark
+from genlm_backend.backends.llama_cpp.sequences import (
+    MOST_PARKED,
+    Compact,
+    Copy,
+    Discard,
+    Park,
+    Step,
+    Unpark,
+)
 from genlm_backend.errors import EvaluationError, OptionError, UnsupportedModelError
 
 
@@ -63,7 +71,7 @@ class LlamaContext:
         self._parked: dict[int, Saved] = {}
         lib = self._lib = library()
         params = lib.llama_context_default_params()
-        num_cells = max(size.num_cells, size.num_sequences)  # it aborts where these are more
+        num_cells = max(size.num_cells + MOST_PARKED, size.num_sequences)  # or it aborts
         params.n_ctx = -(-num_cells // _PADDED) * _PADDED
         params.n_seq_max = size.num_sequences
         params.n_batch, params.n_ubatch = size.most_tokens, min(size.most_tokens, _AT_ONCE)
@@ -194,17 +202,19 @@ class LlamaContext:
             ("logits", has_output, ctypes.c_int8),
         ):
             setattr(batch, name, ctypes.cast(_address(values), ctypes.POINTER(kind)))
-        code = lib.llama_decode(self._pointer, batch)
+        with log_caught() as errors:
+            code = lib.llama_decode(self._pointer, batch)
         if code:
-            raise EvaluationError(f"llama.cpp computed no rows of {size} tokens: {_reason(code)}")
+            said = "; ".join([_reason(code), *errors])
+            raise EvaluationError(f"llama.cpp computed no rows of {size} tokens: {said}")
 
     def num_bytes(self, sequence: int) -> int:
         """Return how many bytes the state of a sequence takes when it is saved."""
         return int(self._lib.llama_state_seq_get_size(self._pointer, sequence))
 
     def clear(self) -> None:
-        """Have all sequences hold nothing."""
-        self._lib.llama_memory_clear(self._memory, False)
+        """Have all sequences hold nothing, and all cells be zero."""
+        self._lib.llama_memory_clear(self._memory, True)
         self._parked.clear()
 
     def use_adapter(self, adapter: Any | None) -> None:

@@ -174,6 +174,8 @@ class LlamaEvaluator(PassEvaluator):
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None) -> Iterator[None]:
         """Let llama.cpp compute with an adapter, or as the model came."""
+        if self._runner.is_spoilt:
+            self._runner.clear()
         if adapter != self._adapter:
             self._context.use_adapter(None if adapter is None else self._adapters[adapter])
             self._adapter = adapter
@@ -183,7 +185,6 @@ class LlamaEvaluator(PassEvaluator):
 
     def clear(self) -> None:
         """Free all slots, pinned ones too."""
-        self.passes.tree.clear()
         self._runner.clear()
 
     def add_adapter(self, adapter: Adapter, path: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
@@ -15,6 +15,35 @@ from genlm_backend.backends.llama_cpp.sequences import Cut, Sequences
 from genlm_backend.errors import EvaluationError
 from genlm_backend.passes.forwards import Runner
 from genlm_backend.prefix import PrefixTree
+
+
+class _Tokens(NamedTuple):
+    """Tokens of the rows of a pass, one row after another.
+
+    Attributes:
+        num_new: Number of tokens of each row: ``[B]``.
+        values: The token ids: int32 ``[n]``.
+        positions: Position of each in its context: int32 ``[n]``.
+        has_output: Whether the logits behind each are wanted: int8 ``[n]``.
+    """
+
+    num_new: NDArray[np.int64]
+    values: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    has_output: NDArray[np.int8]
+
+    def of(self, sequences: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
+        """Return what ``LlamaContext.compute`` takes, given the sequences of the rows."""
+        own = np.repeat(sequences, self.num_new).astype(np.int32)
+        return self.values, self.positions, own, self.has_output
+
+    def rows(self) -> Iterator[_Tokens]:
+        """Yield those of each row."""
+        stops = np.cumsum(self.num_new)
+        for start, stop in zip((stops - self.num_new).tolist(), stops.tolist(), strict=True):
+            part = slice(start, stop)
+            own = self.values[part], self.positions[part], self.has_output[part]
+            yield _Tokens(np.array([stop - start]), *own)
 
 
 @final
@@ -31,9 +60,12 @@ class LlamaRunner(Runner):
         tree: What is kept; it is to be set once it is made.
         num_forwards: Number of passes so far.
         tokens_computed: Number of tokens in them.
+        is_spoilt: Whether there may be a NaN in a cell, or something else than what is believed, so
+            that all has to be cleared before the next batch.
     """
 
     tree: PrefixTree
+    is_spoilt = False
 
     def __init__(self, context: LlamaContext, length: int, num_slots: int) -> None:
         self.model = self._context = context
@@ -52,48 +84,83 @@ class LlamaRunner(Runner):
             attend: No matter.
         """
         batch = spans if isinstance(spans, PackedBatch) else pack(spans)
-        is_kept = len(batch.new_slots) > 0
-        rows = self._kept(batch) if is_kept else self._apart(batch)
         is_new = np.arange(batch.input_ids.shape[1]) < batch.num_new[:, None]
         has_output = np.zeros(is_new.shape, np.int8)
         has_output[batch.output_rows.numpy(), batch.output_columns.numpy()] = 1
-        sequences, before = self._sequences, self._sequences.sizes[rows].tolist()
-        try:
-            logits = self._context.compute(
-                batch.input_ids.numpy()[is_new].astype(np.int32),
-                batch.position_ids.numpy()[is_new].astype(np.int32),
-                np.repeat(rows, batch.num_new).astype(np.int32),
-                has_output[is_new],
-            )
-        except BaseException:
-            self._undo(rows, before)
-            raise
-        if is_kept:
-            stops = np.cumsum(batch.num_new)[:-1]
-            slots = np.split(batch.new_slots.numpy(), stops)
-            for sequence, own in zip(rows.tolist(), slots, strict=True):
-                sequences.hold(sequence, own)
+        tokens = _Tokens(
+            batch.num_new,
+            batch.input_ids.numpy()[is_new].astype(np.int32),
+            batch.position_ids.numpy()[is_new].astype(np.int32),
+            has_output[is_new],
+        )
+        if len(batch.new_slots):
+            logits = self._computed_to_stay(batch, tokens)
         else:
-            self._undo(rows, before)
+            logits = self._computed_apart(tokens)
         self.num_forwards += 1
         self.tokens_computed += batch.num_new_tokens
         return logits
 
+    def _computed_to_stay(self, batch: PackedBatch, tokens: _Tokens) -> torch.Tensor:
+        """Return the logits of rows whose tokens have slots, and keep these tokens."""
+        self.is_spoilt = True  # unless all of this goes well
+        rows = self._kept(batch)
+        before = self._sequences.sizes[rows].tolist()
+        try:
+            logits = self._context.compute(*tokens.of(rows))
+        except BaseException:
+            self._undo(rows, before)
+            self.is_spoilt = False
+            raise
+        slots = np.split(batch.new_slots.numpy(), np.cumsum(batch.num_new)[:-1])
+        for sequence, own in zip(rows.tolist(), slots, strict=True):
+            self._sequences.hold(sequence, own)
+        # A NaN in a cell comes to every row, since what is masked has a weight of zero.
+        self.is_spoilt = bool(logits.isnan().any())
+        return logits
+
+    def _computed_apart(self, tokens: _Tokens) -> torch.Tensor:
+        """Return the logits of rows of which nothing is kept; one by one where there is a NaN."""
+        if self.is_spoilt:
+            self.clear()
+        self.is_spoilt = True
+        rows = self._apart(len(tokens.num_new), len(tokens.values))
+        try:
+            logits = self._context.compute(*tokens.of(rows))
+        finally:
+            self._undo(rows, [0] * len(rows))
+            self.is_spoilt = False
+        if logits.isnan().any():
+            self.is_spoilt = True
+            if len(rows) > 1:
+                return torch.cat([self._computed_apart(one) for one in tokens.rows()])
+        return logits
+
+    def clear(self) -> None:
+        """Keep nothing any more, pinned contexts neither."""
+        self.tree.clear()
+        self._sequences.clear()
+        self._context.clear()
+        self.is_spoilt = False
+
     def _kept(self, batch: PackedBatch) -> NDArray[np.int64]:
         """Return the sequences in which rows go on, and have them hold what the rows have."""
-        self._settle()
-        self._context.do(self._sequences.release(batch.new_slots.numpy()))
+        tree, sequences = self.tree, self._sequences
+        if tree.now != self._settled:  # with the first pass of a batch, whose slots others had
+            self._settled = tree.now
+            self._settle()
+            slots = tree.nodes.slot[: tree.nodes.num_made]
+            linked = tree.nodes.slot[tree.nodes.table[tree.nodes.table > 0]]
+            self._context.do(sequences.release(np.setdiff1d(slots[slots > 0], linked)))
+        self._context.do(sequences.release(batch.new_slots.numpy()))
         past = batch.past
-        rows, steps = self._sequences.place(past.slot[past.nodes], batch.num_past)
+        rows, steps = sequences.place(past.slot[past.nodes], batch.num_past)
         self._context.do(steps)
         return rows
 
     def _settle(self) -> None:
         """Have sequences hold what the tree has found once the last batch was linked."""
-        tree = self.tree
-        if tree.now == self._settled:
-            return
-        self._settled, nodes = tree.now, tree.nodes
+        tree, nodes = self.tree, self.tree.nodes
         linked = nodes.table[nodes.table > 0]  # and none that this pass is to compute
         slots = nodes.slot[linked]
         is_known = np.zeros(tree.num_slots + 1, np.bool_)
@@ -106,14 +173,14 @@ class LlamaRunner(Runner):
         self._context.do(self._sequences.settle(is_known, path_to))
         self._context.do(self._sequences.tidy())
 
-    def _apart(self, batch: PackedBatch) -> NDArray[np.int64]:
+    def _apart(self, num_rows: int, num_tokens: int) -> NDArray[np.int64]:
         """Return sequences that hold nothing, for contexts that are run whole."""
-        self._settle()
-        sequences, missing = self._sequences, batch.num_new_tokens
-        missing -= self._context.size.num_cells - sequences.num_cells
+        self._settle()  # nothing of a batch is being filled here
+        sequences = self._sequences
+        missing = num_tokens - (self._context.size.num_cells - sequences.num_cells)
         if missing > 0:
             self._make_room(missing)
-        nothing = np.zeros(batch.num_rows, np.int64)
+        nothing = np.zeros(num_rows, np.int64)
         rows, steps = sequences.place(nothing, nothing)
         self._context.do(steps)
         return rows
@@ -140,11 +207,6 @@ class LlamaRunner(Runner):
     def _undo(self, rows: NDArray[np.int64], sizes: Sequence[int]) -> None:
         """Have sequences lose the tokens that have not become theirs."""
         self._context.do([Cut(*one) for one in zip(rows.tolist(), sizes, strict=True)])
-
-    def clear(self) -> None:
-        """Have all sequences hold nothing."""
-        self._sequences.clear()
-        self._context.clear()
 
     def running_states(self, layout: Any, before: Sequence[Any] | None) -> Any:
         """Raise an error: llama.cpp's running states are not kept one by one."""

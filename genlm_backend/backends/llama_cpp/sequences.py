@@ -205,7 +205,7 @@ class Sequences:
                 self._slots[sequence, :size] = self._slots[source, :size]
                 self.sizes[sequence] = self.present[sequence] = size
                 steps.append(Copy(source, sequence, 0, size))
-                if source in self._unsettled:
+                if self._unsettled.get(source, size) < size:
                     self._unsettled[sequence] = self._unsettled[source]
             elif size:
                 steps += self._unparked(sequence, size)
@@ -281,7 +281,7 @@ class Sequences:
         """Note that a sequence holds tokens behind those that it has, in these slots."""
         start, stop = int(self.sizes[sequence]), int(self.sizes[sequence]) + len(slots)
         self._slots[sequence, start:stop] = slots
-        self._unsettled.setdefault(sequence, start)
+        self._unsettled[sequence] = min(start, self._unsettled.get(sequence, start))
         self.sizes[sequence] = self.present[sequence] = stop
         self._position[slots] = np.arange(start, stop)
         self.num_held += len(slots)
@@ -431,9 +431,9 @@ class Sequences:
             for own, others in below:
                 steps += self._idle_parked(own, others)
             return steps
-        for one in reversed(chains):  # those behind others first
+        for one in reversed([part for whole in chains for part in _parts(whole)]):
             parked = _Parked(next(self._numbers), one.start, one.stop, [*one.sequences])
-            for sequence in one.sequences:
+            for sequence in one.sequences:  # what is behind other tokens has gone first
                 self._parked.setdefault(sequence, []).append(parked)
                 self.present[sequence] = one.start
             steps.append(Park(parked.number, one))
@@ -465,6 +465,12 @@ def _flat(trees: list[_Tree]) -> Iterator[Chain]:
         yield from _flat(below)
 
 
+def _parts(chain: Chain) -> Iterator[Chain]:
+    """Yield tokens in stretches that are short enough to be parked."""
+    for start in range(chain.start, chain.stop, MOST_PARKED):
+        yield chain._replace(start=start, stop=min(start + MOST_PARKED, chain.stop))
+
+
 @final
 @dataclass(slots=True, eq=False)
 class _Parked:
@@ -475,6 +481,10 @@ class _Parked:
     stop: int
     sequences: list[int]
 
+
+MOST_PARKED: Final = 256
+"""Tokens that are parked together, at most. All come back together, for which there have to be
+cells, although some of them may not be held any more."""
 
 _FEWEST_IDLE: Final = 8
 """Rows whose reading of a token takes as long as to park it and put it back (measured: 4 and 0.67

@@ -291,6 +291,84 @@ async def test_cancelled_and_failing_askers_disturb_no_others():
         close(await lm.next_token_logprobs(contexts[1]), fresh_row(LLAMA, contexts[1]))
 
 
+def test_what_is_parked_comes_back_where_cells_are_few(monkeypatch):
+    monkeypatch.setattr("genlm_backend.backends.llama_cpp.sequences._ROWS_OF_MOVE", 40)
+    with over(kv_cache_bytes=256 * BYTES_PER_TOKEN, max_length=250) as lm:
+        idle, draws = ([*range(95)] * 2)[:180], random.Random(0)
+        lm.next_token_logprobs_sync(idle)
+        particles = [[i] for i in range(4)]
+        for _ in range(30):  # which evict the end of what is parked
+            particles = [[*one, draws.randrange(96)] for one in particles]
+            rows = lm.batch_next_token_logprobs_sync(particles)
+        for size in (60, 100, 120, 60, 20):
+            close(lm.next_token_logprobs_sync(idle[:size]), fresh_row(LLAMA, idle[:size]))
+        for row, context in zip(rows, particles, strict=True):
+            close(row, fresh_row(LLAMA, context))
+        lm._llama.passes.tree.check_integrity()
+
+
+def test_an_uncached_row_behind_tokens_that_were_there_twice_leaves_them():
+    with over(kv_cache_bytes=30 * BYTES_PER_TOKEN, max_length=20) as lm:
+        text, other = [1, 2, 3, 4, 5, 6, 7, 8], [*range(40, 58)]
+        lm.next_token_logprobs_sync(text)
+        lm.score_sync(text[:4], [*text[4:], 9, 10])
+        close(lm.next_token_logprobs_uncached(other), fresh_row(LLAMA, other))
+        for more in ([9, 11], [9, 10, 12], [], [13]):
+            close(lm.next_token_logprobs_sync([*text, *more]), fresh_row(LLAMA, [*text, *more]))
+
+
+async def test_forks_of_one_batch_beside_a_text_that_is_scored_in_several_passes():
+    with over() as lm:
+        start, draws = [1, 2, 3, 4], random.Random(0)
+        await lm.next_token_logprobs([*start, 30])
+        text = [*start, *(draws.randrange(96) for _ in range(150))]
+        asked = [lm.next_token_logprobs([*start, 30, 40 + i]) for i in range(15)]
+        await asyncio.gather(*asked, lm.score(text[:3], text[3:]))
+        await lm.next_token_logprobs([90])
+        for context in ([*text, 7], [*text[:50], 8], [*start, 30, 41, 2]):
+            close(await lm.next_token_logprobs(context), fresh_row(LLAMA, context))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 100, 16384])
+async def test_a_nan_stays_with_the_contexts_that_it_comes_of(num_tokens):
+    model = families.make("llama", seed=1)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[77] = float("nan")
+    with over(model, kv_cache_bytes=num_tokens * BYTES_PER_TOKEN, max_length=60) as lm:
+        spoilt = [[4, 77], [77, 5, 6], [*range(60, 80), 3]]
+        for round_ in range(3):
+            sound = [[1, 2, 3], [5, 6], [1, 2, 3, 9 + round_], [*range(20, 50)]]
+            rows = await asyncio.gather(*map(lm.next_token_logprobs, [*sound, *spoilt]))
+            for row, context in zip(rows, [*sound, *spoilt], strict=True):
+                if context in spoilt:
+                    assert row.isnan().all()
+                else:
+                    close(row, fresh_row(model, context))
+            for context in sound:
+                close(await lm.next_token_logprobs(context), fresh_row(model, context))
+
+
+@pytest.mark.parametrize("num_tokens", [20, 40])
+def test_sequences_suffice_where_others_have_the_slots_of_a_later_pass(monkeypatch, num_tokens):
+    monkeypatch.setattr("genlm_backend.backends.llama_cpp.llama_evaluator._MOST_SEQUENCES", 6)
+    for seed in range(12):
+        draws = random.Random(seed)
+        options = {"kv_cache_bytes": num_tokens * BYTES_PER_TOKEN, "max_length": 20}
+        with over(batch_size=2, self_check=False, **options) as lm:
+            pool = [[0]]
+            for _ in range(40):
+                batch = []
+                for _ in range(2):
+                    start = draws.choice(pool[-20:])
+                    more = draws.choices(range(3), k=draws.choice([1, 1, 2, 6]))
+                    batch.append([*start[: draws.randint(1, len(start))], *more][:20])
+                pool += batch
+                for row, context in zip(
+                    lm.batch_next_token_logprobs_sync(batch), batch, strict=True
+                ):
+                    close(row, fresh_row(LLAMA, context))
+
+
 async def test_what_llama_cpp_fails_at_is_its_batchs_error_and_nothing_is_lost(monkeypatch):
     with over() as lm:
         context = lm._llama._context
