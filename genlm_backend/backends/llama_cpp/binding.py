@@ -63,7 +63,7 @@ def library() -> ModuleType:
 
 
 _kept: Final = list[Any]()
-"""What llama.cpp calls, which is to stay."""
+"""The functions that llama.cpp calls, which have to stay."""
 
 
 _ours = threading.local()

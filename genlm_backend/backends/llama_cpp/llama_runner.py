@@ -33,12 +33,12 @@ class _Tokens(NamedTuple):
     has_output: NDArray[np.int8]
 
     def of(self, sequences: NDArray[np.int64]) -> tuple[NDArray[Any], ...]:
-        """Return what ``LlamaContext.compute`` takes, given the sequences of the rows."""
+        """Return the arguments of ``LlamaContext.compute``, given the sequences of the rows."""
         own = np.repeat(sequences, self.num_new).astype(np.int32)
         return self.values, self.positions, own, self.has_output
 
     def rows(self) -> Iterator[_Tokens]:
-        """Yield those of each row."""
+        """Yield the tokens of each row."""
         stops = np.cumsum(self.num_new)
         for start, stop in zip((stops - self.num_new).tolist(), stops.tolist(), strict=True):
             part = slice(start, stop)

@@ -79,7 +79,9 @@ def test_the_mock_needs_only_the_tokenizer(folder):
 
 
 def test_an_unknown_backend_lists_the_known_ones(folder):
-    with pytest.raises(UnknownBackendError, match=r"'tensorrt'.*'hf', 'vllm', 'mlx', 'mock'"):
+    with pytest.raises(
+        UnknownBackendError, match=r"'tensorrt'.*'hf', 'vllm', 'mlx', 'llama-cpp', 'mock'"
+    ):
         load_model_by_name(folder, backend="tensorrt")
 
 
