@@ -117,15 +117,19 @@ class AsyncLlamaCppLM(BatchedLM):
         except BaseException:
             model.close()
             raise
-        super().__init__(
-            tokenizer,
-            self._llama,
-            batch_size=batch_size,
-            timeout=timeout,
-            row_cache_bytes=row_cache_bytes,
-            output_device=output_device,
-            self_check=self_check,
-        )
+        try:
+            super().__init__(
+                tokenizer,
+                self._llama,
+                batch_size=batch_size,
+                timeout=timeout,
+                row_cache_bytes=row_cache_bytes,
+                output_device=output_device,
+                self_check=self_check,
+            )
+        except BaseException:
+            self._llama.close()
+            raise
 
     @classmethod
     def from_name(cls, model_name: str, **kwargs: Any) -> Self:

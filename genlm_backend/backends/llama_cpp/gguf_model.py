@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -69,6 +70,8 @@ class GGUFModel:
             self.pointer = lib.llama_model_load_from_file(self.path.encode(), params)
         if not self.pointer:
             raise UnsupportedModelError(f"llama.cpp does not load {self.path!r}: {_said(errors)}")
+        self._freeing = weakref.finalize(self, _free, self.pointer)
+        self._freeing.atexit = False
         try:
             self._read()
         except BaseException:
@@ -201,10 +204,8 @@ class GGUFModel:
     def close(self) -> None:
         """Free the model and its adapters; again has no effect. No context may be left."""
         with self._reading:
-            if self.pointer:
-                with log_caught():
-                    self._lib.llama_model_free(self.pointer)
-                self.pointer = None
+            self._freeing()
+            self.pointer = None
 
 
 def _check_file(path: Path) -> None:
@@ -230,6 +231,11 @@ def _check_survived(path: str, num_gpu_layers: int) -> None:
             f"{path!r} would end this process: llama.cpp ended one that loaded it by signal "
             f"{-done.returncode}: {' '.join(said)}"
         )
+
+
+def _free(pointer: Any) -> None:
+    with log_caught():
+        library().llama_model_free(pointer)
 
 
 def _said(errors: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
@@ -89,16 +90,14 @@ class LlamaContext:
                 f"{'; '.join(errors) or 'it does not say why'}; give less by kv_cache_bytes or "
                 "max_length"
             )
+        # It holds the model, which must not be freed before it; at exit a thread may still compute.
+        self._freeing = weakref.finalize(self, _free, self._pointer, model)
+        self._freeing.atexit = False
         self._most_tokens = int(lib.llama_n_batch(self._pointer))  # it aborts beyond these
         self._memory = lib.llama_get_memory(self._pointer)
         if not self._memory:
             self.close()
             raise UnsupportedModelError(f"{model.path!r} holds no language model that goes on")
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has not been closed."""
-        return self._pointer is not None
 
     def do(self, steps: Sequence[Step]) -> None:
         """Have sequences hold what has been decided, in order.
@@ -228,10 +227,8 @@ class LlamaContext:
 
     def close(self) -> None:
         """Free the memory; again has no effect."""
-        if self._pointer is not None:
-            with log_caught():
-                self._lib.llama_free(self._pointer)
-            self._pointer = None
+        self._freeing()
+        self._pointer = None
 
 
 _AT_ONCE: Final = 512
@@ -239,6 +236,11 @@ _AT_ONCE: Final = 512
 
 _PADDED: Final = 256
 """Number of cells that llama.cpp makes others of multiples of."""
+
+
+def _free(pointer: Any, model: GGUFModel) -> None:
+    with log_caught():
+        library().llama_free(pointer)
 
 
 def _address(values: NDArray[Any]) -> int:

@@ -276,6 +276,31 @@ def test_a_closed_model_divides_no_texts():
     gc.collect()
 
 
+@pytest.mark.parametrize("end", ["closed", "forgotten", "refused"])
+def test_memory_is_freed_however_a_model_ends(monkeypatch, end):
+    freed = []
+    for name in ("gguf_model", "llama_context"):
+        module = importlib.import_module(f"genlm_backend.backends.llama_cpp.{name}")
+        own = module._free
+
+        def free(*given, own=own, name=name):
+            freed.append(name)
+            own(*given)
+
+        monkeypatch.setattr(module, "_free", free)
+    if end == "refused":
+        with pytest.raises(OptionError):
+            over(batch_size=0)
+    else:
+        lm = over()
+        lm.next_token_logprobs_sync([1, 2])
+        if end == "closed":
+            lm.close()
+        del lm
+    gc.collect()
+    assert freed == ["llama_context", "llama_context", "gguf_model"]  # one was for the trial
+
+
 async def test_cancelled_and_failing_askers_disturb_no_others():
     with over() as lm:
         contexts = random_contexts(40, max_length=100)
