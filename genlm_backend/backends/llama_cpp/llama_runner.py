@@ -115,12 +115,15 @@ class LlamaRunner(Runner):
         slots = np.split(batch.new_slots.numpy(), np.cumsum(batch.num_new)[:-1])
         for sequence, own in zip(rows.tolist(), slots, strict=True):
             self._sequences.hold(sequence, own)
-        # A NaN in a cell comes to every row, since what is masked has a weight of zero.
-        self.is_spoilt = bool(logits.isnan().any())
+        self.is_spoilt = False
         return logits
 
     def _computed_apart(self, tokens: _Tokens) -> torch.Tensor:
-        """Return the logits of rows of which nothing is kept; one by one where there is a NaN."""
+        """Return the logits of rows of which nothing is kept; one by one where there is a NaN.
+
+        A NaN in a cell comes to every row, since what is masked has a weight of zero. Rows of a
+        pass that keeps its tokens are computed here too where they are NaN.
+        """
         if self.is_spoilt:
             self.clear()
         self.is_spoilt = True
