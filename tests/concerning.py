@@ -27,7 +27,11 @@ PURE: dict[str, tuple[str, ...]] = {
         "tests/llm/hf/test_steps.py",
         "tests/llm/hf/test_evaluator.py",
     ),
-    "attention/block.py": ("tests/llm/hf/test_shared_pass.py", "tests/llm/hf/test_sharing.py"),
+    "attention/block.py": (
+        "tests/llm/hf/test_fused.py",
+        "tests/llm/hf/test_shared_pass.py",
+        "tests/llm/hf/test_sharing.py",
+    ),
     "attention/operators.py": ("tests/llm/hf/test_shared_pass.py",),
     "attention/shared_pass.py": ("tests/llm/hf/test_shared_pass.py", "tests/llm/hf/test_steps.py"),
     "attention/paths.py": ("tests/llm/hf/test_paths.py",),

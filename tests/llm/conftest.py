@@ -163,6 +163,12 @@ class LlamaCpp(Backend):
         return AsyncLlamaCppLM(of(self.model), **{**exact, **self.options, **options})
 
 
+class LlamaCppGemma(LlamaCpp):
+    """A Gemma, whose activation llama.cpp looks up in a table of half precision."""
+
+    tolerance = 5e-3
+
+
 class FakeVLLM(Backend):
     """vLLM's sessions over an engine that only counts."""
 
@@ -241,7 +247,9 @@ BACKENDS = {
     "llama-cpp-tight": LlamaCpp(
         "llama-cpp-tight", {"kv_cache_bytes": 40 * _SLOT, "row_cache_bytes": 1500}, _MODELS["llama"]
     ),
-    "llama-cpp-whole": LlamaCpp("llama-cpp-whole", {}, _MODELS["mamba"], False),
+    "llama-cpp-window": LlamaCppGemma("llama-cpp-window", {}, _MODELS["gemma3"]),
+    "llama-cpp-states": LlamaCpp("llama-cpp-states", {}, _MODELS["lfm2"]),
+    "llama-cpp-whole": LlamaCpp("llama-cpp-whole", {"kv_cache_bytes": 0}, _MODELS["mamba"], False),
     "toy": Toy("toy", {}),
     "toy-replicas": ToyReplicas("toy-replicas", {}),
     "vllm-fake": FakeVLLM("vllm-fake", {}),
@@ -275,6 +283,8 @@ _MARKS = {
     "mlx-states": _MLX_MARKS,
     "llama-cpp": _LLAMA_MARKS,
     "llama-cpp-tight": _LLAMA_MARKS,
+    "llama-cpp-window": _LLAMA_MARKS,
+    "llama-cpp-states": _LLAMA_MARKS,
     "llama-cpp-whole": _LLAMA_MARKS,
     "hf-ray": [
         pytest.mark.ray,

@@ -34,18 +34,21 @@ class AsyncLlamaCppLM(BatchedLM):
     All concurrent awaits become batches of llama.cpp on one worker thread, which alone uses the
     model. The keys and values of every prefix seen are kept in llama.cpp's unified cache, within a
     budget, and are reused token by token: a fork of a context copies nothing. At most 255 contexts
-    that differ are kept at a time, by the number of llama.cpp's sequences, the least recently used
-    ones going first. Models with running states (Mamba and hybrids) or sliding windows run every
-    context whole; ``kv_reuse`` tells. ``add_new_lora`` takes adapters in GGUF files. It needs the
+    that differ are kept at a time (127 of models with sliding windows), by the number of
+    llama.cpp's sequences, the least recently used ones going first. Of models with running states
+    (Mamba and hybrids) a context goes on from the last token behind which there is one, as it is
+    behind each context that was asked. ``add_new_lora`` takes adapters in GGUF files. It needs the
     extra ``llama-cpp``.
 
     Args:
         model_path: The GGUF file, or the first one of a model in several files.
-        batch_size: Number of distinct contexts evaluated at once, at most 127.
+        batch_size: Number of distinct contexts evaluated at once: at most 127, 63 with sliding
+            windows, and half as many as there are running states.
         timeout: Seconds that the first query of a batch may wait for others.
         kv_cache_bytes: Bytes of keys and values to keep, which llama.cpp takes at once; 0 keeps
-            none. Default: those of 16,384 tokens, or as many as a quarter of the machine's free
-            memory and 4 GiB hold.
+            none. Running states have half of them, or all where no layer has keys. Default: those
+            of 16,384 tokens, or as many as a quarter of the machine's free memory and 4 GiB hold;
+            and 1 GiB of states, at most.
         kv_cache_dtype: Number format of keys and values: "float32" or "float16" (the default).
         row_cache_bytes: Bytes of log-probability rows to keep; 0 keeps none.
         output_device: Where rows are returned: "cpu", "cuda:0", …

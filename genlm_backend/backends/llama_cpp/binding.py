@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 _CALLS: Final = (
     "llama_adapter_lora_init", "llama_decode", "llama_get_logits", "llama_get_memory",
     "llama_init_from_model", "llama_log_set", "llama_max_parallel_sequences", "llama_memory_clear",
-    "llama_memory_seq_cp", "llama_memory_seq_rm", "llama_model_get_vocab", "llama_model_is_hybrid",
+    "llama_memory_seq_cp", "llama_memory_seq_pos_min", "llama_memory_seq_rm",
+    "llama_model_get_vocab", "llama_model_is_hybrid",
     "llama_model_is_recurrent", "llama_model_load_from_file", "llama_model_meta_val_str",
     "llama_model_n_swa", "llama_set_adapters_lora", "llama_state_seq_get_data",
     "llama_state_seq_get_size", "llama_state_seq_set_data",

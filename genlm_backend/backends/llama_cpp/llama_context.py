@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -13,6 +15,7 @@ from numpy.typing import NDArray
 
 from genlm_backend.backends.llama_cpp.binding import library, log_caught
 from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
+from genlm_backend.backends.llama_cpp.sequence_states import SequenceCounts
 from genlm_backend.backends.llama_cpp.sequences import (
     MOST_PARKED,
     Compact,
@@ -30,14 +33,14 @@ class ContextSize(NamedTuple):
 
     Attributes:
         num_cells: Number of tokens that it keeps.
-        num_sequences: Number of its sequences.
+        sequences: Numbers of its sequences.
         most_tokens: Number of tokens of one call of ``llama_decode``, at most.
         num_threads: Number of threads that it computes on.
         cell_type: Number format of keys and values, as ``GGML_TYPE_…``.
     """
 
     num_cells: int
-    num_sequences: int
+    sequences: SequenceCounts
     most_tokens: int
     num_threads: int
     cell_type: int
@@ -51,7 +54,13 @@ Saved: TypeAlias = "ctypes.Array[ctypes.c_uint8]"
 class LlamaContext:
     """A context of llama.cpp: cells that its sequences share, in one unified cache.
 
-    One of its sequences is for what is saved and restored.
+    The first sequences are for contexts. Where a model has layers with a window, each of them has a
+    *twin* that holds the same cells: a cell beyond the window is given to another token as soon as
+    one sequence alone holds it.
+
+    The running state of a sequence is a cell of its own, which copies share as well. It is behind
+    the last token, and llama.cpp cuts no sequence that has one. So sequences of contexts have none
+    but in a pass, and states are in others, which hold nothing else.
 
     Args:
         model: The model, which stays open longer.
@@ -60,7 +69,8 @@ class LlamaContext:
     Attributes:
         model: As given.
         size: As given.
-        num_sequences: Number of sequences, but for that one.
+        first_state: The first sequence that is for a running state.
+        first_passed: The first sequence that is for what the rows of a pass have come to.
 
     Raises:
         OptionError: (``ValueError``) If there is no memory for so many cells.
@@ -68,13 +78,18 @@ class LlamaContext:
     """
 
     def __init__(self, model: GGUFModel, size: ContextSize) -> None:
-        self.model, self.size, self.num_sequences = model, size, size.num_sequences - 1
+        self.model, self.size = model, size
+        counts = size.sequences
+        self._twin = counts.num_contexts if model.window else 0
+        self.first_state = counts.num_contexts + self._twin
+        self.first_passed = self.first_state + counts.num_states
+        self._spare = self.first_passed + counts.most_rows
         self._parked: dict[int, Saved] = {}
         lib = self._lib = library()
         params = lib.llama_context_default_params()
-        num_cells = max(size.num_cells + MOST_PARKED, size.num_sequences)  # or it aborts
+        num_cells = max(size.num_cells + MOST_PARKED, self._spare + 1)  # or it aborts
         params.n_ctx = -(-num_cells // _PADDED) * _PADDED
-        params.n_seq_max = size.num_sequences
+        params.n_seq_max = self._spare + 1
         params.n_batch, params.n_ubatch = size.most_tokens, min(size.most_tokens, _AT_ONCE)
         params.n_threads = params.n_threads_batch = size.num_threads
         params.type_k = params.type_v = size.cell_type
@@ -105,30 +120,44 @@ class LlamaContext:
         Raises:
             EvaluationError: If llama.cpp cannot do it.
         """
-        lib, memory = self._lib, self._memory
         for step in steps:
             if isinstance(step, Park):
                 start, stop, own = step.chain
                 self._parked[step.number] = self._saved(own[0], start, stop)
                 for sequence in own:
-                    lib.llama_memory_seq_rm(memory, sequence, start or -1, -1)
+                    self._remove(sequence, start)
             elif isinstance(step, Unpark):
                 self._restore(self._parked.pop(step.number), step.start, step.stops)
             elif isinstance(step, Discard):
                 del self._parked[step.number]
             elif isinstance(step, Compact):
                 saved = [self._saved(own[0], start, stop) for start, stop, own in step.chains]
-                lib.llama_memory_clear(memory, False)
+                for sequence in {i for chain in step.chains for i in chain.sequences}:
+                    self._remove(sequence)
                 for data, (start, stop, own) in zip(saved, step.chains, strict=True):
                     self._restore(data, start, dict.fromkeys(own, stop))
             elif isinstance(step, Copy):
-                lib.llama_memory_seq_cp(memory, step.source, step.sequence, step.start, step.stop)
-            elif not lib.llama_memory_seq_rm(memory, step.sequence, step.start or -1, step.stop):
-                raise EvaluationError(f"llama.cpp cannot cut a sequence at token {step.start}")
+                self._copy(step.source, step.sequence, step.start, step.stop)
+            else:
+                self._remove(*step)
+
+    def _copy(self, source: int, sequence: int, start: int, stop: int) -> None:
+        """Have a sequence of a context, and its twin, hold tokens that another one holds."""
+        for own in self._with_twin(sequence):
+            self._lib.llama_memory_seq_cp(self._memory, source, own, start, stop)
+
+    def _remove(self, sequence: int, start: int = 0, stop: int = -1) -> None:
+        """Have a sequence of a context, and its twin, hold no tokens at these positions."""
+        for own in self._with_twin(sequence):
+            if not self._lib.llama_memory_seq_rm(self._memory, own, start or -1, stop):
+                raise EvaluationError(f"llama.cpp cannot cut a sequence at token {start}")
+
+    def _with_twin(self, sequence: int) -> tuple[int, ...]:
+        return (sequence, sequence + self._twin) if self._twin else (sequence,)
 
     def _saved(self, sequence: int, start: int, stop: int) -> Saved:
         """Return the keys and values of a sequence at positions, in llama.cpp's own format."""
-        lib, spare = self._lib, self.num_sequences
+        lib, spare = self._lib, self._spare
         lib.llama_memory_seq_cp(self._memory, sequence, spare, start, stop)
         size = int(lib.llama_state_seq_get_size(self._pointer, spare))
         data = (ctypes.c_uint8 * size)()
@@ -140,14 +169,47 @@ class LlamaContext:
 
     def _restore(self, saved: Saved, start: int, stops: Mapping[int, int]) -> None:
         """Put keys and values into cells, which sequences hold then, each up to a position."""
-        lib, spare, size = self._lib, self.num_sequences, len(saved)
+        lib, spare, size = self._lib, self._spare, len(saved)
         with log_caught():
             found = lib.llama_state_seq_set_data(self._pointer, saved, size, spare)
         if found != size:
             raise EvaluationError("llama.cpp does not read what it has saved")
         for sequence, stop in stops.items():
-            lib.llama_memory_seq_cp(self._memory, spare, sequence, start, stop)
+            self._copy(spare, sequence, start, stop)
         lib.llama_memory_seq_rm(self._memory, spare, -1, -1)
+
+    # ---------------------------------------------------------------- running states
+
+    def copy_state(self, source: int, sequence: int) -> None:
+        """Give a sequence the running state of another one, and nothing else of it."""
+        self._lib.llama_memory_seq_cp(self._memory, source, sequence, 0, 0)
+
+    @contextlib.contextmanager
+    def in_states(self, rows: NDArray[np.int64], before: NDArray[np.int64] | None) -> Iterator[Any]:
+        """Have sequences go on from running states for one pass.
+
+        Args:
+            rows: Sequences of contexts: ``[B]``.
+            before: Sequences of the states behind what they hold; ``None`` where that is nothing.
+
+        Yields:
+            The sequences of the states that they come to, which stay until the next pass: ``[B]``.
+        """
+        after = self.first_passed + np.arange(len(rows))
+        own = [self._with_twin(row) for row in rows.tolist()]
+        try:
+            if before is not None:
+                for state, sequences in zip(before.tolist(), own, strict=True):
+                    for sequence in sequences:
+                        self.copy_state(state, sequence)
+            yield after
+            for row, sequence in zip(rows.tolist(), after.tolist(), strict=True):
+                self.copy_state(row, sequence)
+        finally:
+            for sequence in itertools.chain(*own):
+                self.copy_state(self._spare, sequence)  # which has none
+
+    # ---------------------------------------------------------------- passes
 
     def compute(
         self,
@@ -188,15 +250,15 @@ class LlamaContext:
         has_output: NDArray[np.int8],
     ) -> None:
         lib, size = self._lib, len(tokens)
-        ones = np.ones(size, np.int32)
-        own = np.ascontiguousarray(sequences)
-        addresses = own.ctypes.data + np.arange(size, dtype=np.uintp) * own.itemsize
+        own = np.stack([sequences, sequences + self._twin], axis=1, dtype=np.int32)
+        addresses = own.ctypes.data + np.arange(size, dtype=np.uintp) * own.strides[0]
+        num_own = np.full(size, 2 if self._twin else 1, np.int32)
         batch = lib.llama_batch()
         batch.n_tokens = size
         for name, values, kind in (
             ("token", tokens, ctypes.c_int32),
             ("pos", positions, ctypes.c_int32),
-            ("n_seq_id", ones, ctypes.c_int32),
+            ("n_seq_id", num_own, ctypes.c_int32),
             ("seq_id", addresses, ctypes.POINTER(ctypes.c_int32)),
             ("logits", has_output, ctypes.c_int8),
         ):
@@ -206,6 +268,10 @@ class LlamaContext:
         if code:
             said = "; ".join([_reason(code), *errors])
             raise EvaluationError(f"llama.cpp computed no rows of {size} tokens: {said}")
+        if self._twin and not self.model.has_states:  # of which only the last position is told
+            for sequence in set(sequences.tolist()):
+                if lib.llama_memory_seq_pos_min(self._memory, sequence):
+                    raise EvaluationError("llama.cpp has dropped tokens behind a window")
 
     def num_bytes(self, sequence: int) -> int:
         """Return how many bytes the state of a sequence takes when it is saved."""

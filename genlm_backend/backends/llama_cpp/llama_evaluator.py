@@ -16,12 +16,18 @@ from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
 from genlm_backend.backends.llama_cpp.llama_context import ContextSize, LlamaContext
 from genlm_backend.backends.llama_cpp.llama_runner import LlamaRunner
 from genlm_backend.backends.llama_cpp.llama_support import LlamaSupport, examine
+from genlm_backend.backends.llama_cpp.sequence_states import (
+    SequenceCounts,
+    SequenceStateLayout,
+    SequenceStateStore,
+)
 from genlm_backend.errors import CacheError, OptionError
 from genlm_backend.model.evaluator import EvaluatorCounts, EvaluatorInfo
 from genlm_backend.model.query import Adapter
 from genlm_backend.passes.pass_evaluator import PassEvaluator
 from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix.budgets import Budgets
+from genlm_backend.prefix.kv_store import FREE_SLOTS
 from genlm_backend.runtime.memory import cpu_budget
 
 logger = logging.getLogger(__name__)
@@ -33,7 +39,8 @@ _CPU: Final = torch.device("cpu")
 _DEFAULT_TOKENS: Final = 16384
 _MOST_TOKENS: Final = 2048
 _MOST_SEQUENCES: Final = 256
-_SEQUENCES_OF_STATES: Final = 32
+_DEFAULT_STATE_BYTES: Final = 1 << 30
+_CONTEXTS_RUN_WHOLE: Final = 31
 _NEVER_SPLIT: Final = 1e6
 
 
@@ -75,6 +82,10 @@ class LlamaEvaluator(PassEvaluator):
         self._adapter: Adapter | None = None
         runner = self._runner = LlamaRunner(self._context, self._length, self._num_slots)
         super().__init__(runner, "cpu", CellAttend(), _CPU)
+        counts = size.sequences
+        most = counts.most_rows or counts.num_contexts // (2 if self._num_slots else 1)
+        # The most contexts of a batch, so that each has a sequence beside those that are pinned.
+        self._most_rows = most
         self.passes.cost = replace(
             self.passes.cost,  # rows are not padded
             per_forward=_NEVER_SPLIT,
@@ -83,27 +94,23 @@ class LlamaEvaluator(PassEvaluator):
             max_rows=self._most_rows,
         )
 
-    @property
-    def _most_rows(self) -> int:
-        """Most contexts of a batch, so that each has a sequence beside those that are pinned."""
-        count = self._context.num_sequences
-        return count // 2 if self._num_slots else count
-
     def _sizes(self, support: LlamaSupport, num_threads: int) -> tuple[ContextSize, int, int]:
         """Return the bounds of what is kept, the longest context, and the number of slots."""
         keeps = not support.reason and self._wanted_bytes != 0
+        sequences = self._sequences(support, keeps=keeps)
         trained, wanted = self._model.num_trained, self._wanted_length
-        of_token = max(1, support.bytes_per_token)
-        if self._wanted_bytes and keeps:
-            num_tokens = self._wanted_bytes // of_token
+        of_token = support.bytes_per_token
+        if not of_token:
+            num_tokens = FREE_SLOTS
+        elif self._wanted_bytes and keeps:
+            num_tokens = (self._wanted_bytes - self._state_bytes(sequences)) // of_token
             if num_tokens < 1:
                 raise OptionError(
                     f"kv_cache_bytes={self._wanted_bytes} has no room for the {of_token} bytes of "
                     "one token; 0 keeps nothing"
                 )
         else:
-            most = max(1, cpu_budget() // of_token)
-            num_tokens = min(most, max(_DEFAULT_TOKENS, wanted or 0))
+            num_tokens = min(max(1, cpu_budget() // of_token), max(_DEFAULT_TOKENS, wanted or 0))
         if wanted is not None and wanted > num_tokens:
             raise OptionError(
                 f"max_length={wanted} needs {wanted * of_token} bytes for keys and values, and "
@@ -112,18 +119,42 @@ class LlamaEvaluator(PassEvaluator):
             )
         # The rest is for prompts that are pinned beside the longest context.
         length = min(trained, -(-3 * num_tokens // 4)) if wanted is None else wanted
-        count = min(_MOST_SEQUENCES, int(library().llama_max_parallel_sequences()))
-        if self._model.has_states:
-            count = _SEQUENCES_OF_STATES
         num_cells = num_tokens if keeps else max(length, min(num_tokens, _MOST_TOKENS))
         size = ContextSize(
             num_cells=num_cells,
-            num_sequences=count,
+            sequences=sequences,
             most_tokens=_MOST_TOKENS,
             num_threads=num_threads,
             cell_type=CELL_TYPES[self._dtype],
         )
         return size, length, num_tokens if keeps else 0
+
+    def _sequences(self, support: LlamaSupport, *, keeps: bool) -> SequenceCounts:
+        """Return how many sequences are for what."""
+        most = min(_MOST_SEQUENCES, int(library().llama_max_parallel_sequences()))
+        has_window, of_state = bool(self._model.window), support.bytes_per_state
+        if of_state and not keeps:
+            return SequenceCounts(_CONTEXTS_RUN_WHOLE)
+        if not of_state:
+            return SequenceCounts((most - 1) // (1 + has_window))
+        wanted = self._wanted_bytes
+        num_bytes = cpu_budget() if wanted is None else wanted
+        num_bytes //= 2 if support.bytes_per_token else 1
+        usual = num_bytes if wanted else min(num_bytes, _DEFAULT_STATE_BYTES)
+        found = SequenceCounts.within(min(most, usual // of_state), has_window=has_window)
+        if found is None:  # but a few, whatever they take
+            found = SequenceCounts.of_states(1)
+        if found.total(has_window=has_window) * of_state > num_bytes:
+            raise OptionError(
+                f"the running state behind one token takes {of_state} bytes, of which llama.cpp "
+                f"makes {found.total(has_window=has_window)} at least, and there are {num_bytes}: "
+                "raise kv_cache_bytes, or give 0 to keep nothing"
+            )
+        return found
+
+    def _state_bytes(self, sequences: SequenceCounts) -> int:
+        """Return how many bytes the running states of all sequences take."""
+        return sequences.total(has_window=bool(self._model.window)) * self._support.bytes_per_state
 
     # ---------------------------------------------------------------- getting ready
 
@@ -133,9 +164,16 @@ class LlamaEvaluator(PassEvaluator):
         if num_slots:
             of_token = self._support.bytes_per_token
             store: Any = CellStore(of_token)
-            budgets = Budgets(num_slots * of_token)
+            states = self._states()
+            of_states = 0 if states is None else states.num_states * states.layout.bytes_per_state
             cache = PrefixCache(
-                runner, CellAttend(), store, num_slots, budgets=budgets, may_pin=self._may_pin
+                runner,
+                CellAttend(),
+                store,
+                num_slots,
+                states=states,
+                budgets=Budgets(num_slots * of_token + of_states, 0, of_states),
+                may_pin=self._may_pin,
             )
             passes.keep(cache)
         runner.tree = passes.tree
@@ -153,6 +191,18 @@ class LlamaEvaluator(PassEvaluator):
             omits_undefined=True,
             reads_out=True,
             eos_token_ids=self._ends,
+        )
+
+    def _states(self) -> Any:
+        """Return where running states are kept; ``None`` where there are none."""
+        context, of_state = self._context, self._support.bytes_per_state
+        if not of_state:
+            return None
+        return SequenceStateStore(
+            SequenceStateLayout(of_state),
+            context.size.sequences.num_states,
+            context.first_state,
+            context.copy_state,
         )
 
     def _may_pin(self, node: int) -> bool:

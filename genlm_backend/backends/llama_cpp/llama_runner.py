@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from genlm_backend.attention.packing import PackedBatch, Span, pack
+from genlm_backend.attention.packing import PackedBatch, RowStates, Span, pack
 from genlm_backend.backends.llama_cpp.llama_context import LlamaContext
+from genlm_backend.backends.llama_cpp.sequence_states import SequenceRowStates
 from genlm_backend.backends.llama_cpp.sequences import Cut, Sequences
 from genlm_backend.errors import EvaluationError
 from genlm_backend.passes.forwards import Runner
@@ -70,8 +71,8 @@ class LlamaRunner(Runner):
     def __init__(self, context: LlamaContext, length: int, num_slots: int) -> None:
         self.model = self._context = context
         self.num_forwards = self.tokens_computed = self._settled = 0
-        count = context.num_sequences
-        self._sequences = Sequences(count, length, num_slots, self._evict)
+        count, window = context.size.sequences.num_contexts, context.model.window
+        self._sequences = Sequences(count, length, num_slots, self._evict, window)
 
     def _evict(self, slots: NDArray[np.int32]) -> bool:
         return self.tree.evict_slots(slots)
@@ -107,7 +108,7 @@ class LlamaRunner(Runner):
         rows = self._kept(batch)
         before = self._sequences.sizes[rows].tolist()
         try:
-            logits = self._context.compute(*tokens.of(rows))
+            logits = self._computed(rows, tokens, batch.states)
         except BaseException:
             self._undo(rows, before)
             self.is_spoilt = False
@@ -117,6 +118,16 @@ class LlamaRunner(Runner):
             self._sequences.hold(sequence, own)
         self.is_spoilt = False
         return logits
+
+    def _computed(
+        self, rows: NDArray[np.int64], tokens: _Tokens, states: RowStates | None
+    ) -> torch.Tensor:
+        """Return the logits of rows in sequences, which come to states if there are any."""
+        if states is None:
+            return self._context.compute(*tokens.of(rows))
+        assert isinstance(states, SequenceRowStates)
+        with self._context.in_states(rows, states.before) as states.after:
+            return self._context.compute(*tokens.of(rows))
 
     def _computed_apart(self, tokens: _Tokens) -> torch.Tensor:
         """Return the logits of rows of which nothing is kept; one by one where there is a NaN.
@@ -211,6 +222,6 @@ class LlamaRunner(Runner):
         """Have sequences lose the tokens that have not become theirs."""
         self._context.do([Cut(*one) for one in zip(rows.tolist(), sizes, strict=True)])
 
-    def running_states(self, layout: Any, before: Sequence[Any] | None) -> Any:
-        """Raise an error: llama.cpp's running states are not kept one by one."""
-        raise NotImplementedError
+    def running_states(self, layout: Any, before: Sequence[Any] | None) -> SequenceRowStates:
+        """Return the running states of the rows of a pass, given the sequences that have them."""
+        return SequenceRowStates(None if before is None else before[0])

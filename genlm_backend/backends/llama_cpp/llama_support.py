@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
 from genlm_backend.backends.llama_cpp.llama_context import ContextSize, LlamaContext
+from genlm_backend.backends.llama_cpp.sequence_states import SequenceCounts
 from genlm_backend.backends.llama_cpp.sequences import Copy, Cut
 
 _PROBE_LENGTH: Final = 12
@@ -25,10 +27,12 @@ class LlamaSupport(NamedTuple):
 
     Attributes:
         bytes_per_token: Bytes of the keys and values of one token across all layers.
+        bytes_per_state: Bytes of the running state behind one token; 0 where there is none.
         reason: Why it runs contexts whole; empty where it does not.
     """
 
     bytes_per_token: int
+    bytes_per_state: int = 0
     reason: str = ""
 
 
@@ -39,43 +43,54 @@ def examine(model: GGUFModel, num_threads: int, cell_type: int) -> LlamaSupport:
     for itself; what is kept is used where the difference is rounding, compared with the difference
     that one wrong token makes.
     """
-    size = ContextSize(8 * _PROBE_LENGTH, 5, 4 * _PROBE_LENGTH, num_threads, cell_type)
+    num_cells, most_tokens = 8 * _PROBE_LENGTH, 4 * _PROBE_LENGTH
+    has_states = int(model.has_states)
+    counts = SequenceCounts(4, has_states, most_rows=has_states)
+    size = ContextSize(num_cells, counts, most_tokens, num_threads, cell_type)
     context = LlamaContext(model, size)
     try:
         generator = random.Random(0)
         ids = [generator.randrange(model.vocab_size) for _ in range(_PROBE_LENGTH)]
-        _row(context, ids[:1], 0, 0)
-        one = context.num_bytes(0)
-        _row(context, ids[1:2], 0, 1)
-        of_token = context.num_bytes(0) - one - _BYTES_OF_CELL
-        if model.has_states:
-            return LlamaSupport(of_token, "it has running states, which llama.cpp forks nowhere")
-        if model.window:
-            reason = f"some layers attend to {model.window} tokens, and llama.cpp drops the others"
-            return LlamaSupport(of_token, reason)
-        middle = _PROBE_LENGTH // 2
+        middle, state = _PROBE_LENGTH // 2, context.first_state
         wrong = [*ids[: middle - 1], (ids[middle - 1] + 1) % model.vocab_size, *ids[middle:]]
+        nothing = context.num_bytes(0)
+        _row(context, ids[:1], 0)
+        one = context.num_bytes(0)
+        of_state = context.num_bytes(context.first_passed) - nothing if has_states else 0
+        _row(context, ids[1:2], 0, 1)
+        of_token = max(0, context.num_bytes(0) - one - _BYTES_OF_CELL)
         _row(context, ids[2:middle], 0, 2)
+        if has_states:
+            context.copy_state(context.first_passed, state)
         _row(context, wrong[:middle][::-1], 0, middle)  # which is to be cut off again
         context.do([Copy(0, 1, 0, middle), Cut(0, middle)])
-        forked = _row(context, ids[middle:], 1, middle)
-        other = _row(context, ids[middle:], 0, middle)
-        whole, of_wrong = _row(context, ids, 2, 0), _row(context, wrong, 3, 0)
+        forked = _row(context, ids[middle:], 1, middle, state)
+        other = _row(context, ids[middle:], 0, middle, state)
+        whole, of_wrong = _row(context, ids, 2), _row(context, wrong, 3)
         tolerance = max(_ROUNDING, _SHARE_OF_SPREAD * _distance(whole, of_wrong))
         difference = max(_distance(forked, whole), _distance(other, whole))
-        if not difference <= tolerance:
-            return LlamaSupport(of_token, f"rows of forks differ by {difference:.2g}")
-        return LlamaSupport(of_token)
+        is_same = difference <= tolerance
+        reason = "" if is_same else f"rows of forks differ by {difference:.2g}"
+        return LlamaSupport(of_token, of_state, reason)
     finally:
         context.close()
 
 
-def _row(context: LlamaContext, ids: list[int], sequence: int, start: int) -> torch.Tensor:
+def _row(
+    context: LlamaContext, ids: list[int], sequence: int, start: int = 0, state: int | None = None
+) -> torch.Tensor:
+    """Return the row behind tokens that go on in a sequence, of a model with states from one."""
     has_output = np.zeros(len(ids), np.int8)
     has_output[-1] = 1
     tokens, positions = np.array(ids, np.int32), np.arange(start, start + len(ids), dtype=np.int32)
     sequences = np.full(len(ids), sequence, np.int32)
-    return context.compute(tokens, positions, sequences, has_output)[0].log_softmax(-1)
+    in_states: AbstractContextManager[object] = nullcontext()
+    if context.model.has_states:
+        before = context.first_passed if state is None else state
+        rows = np.array([sequence])
+        in_states = context.in_states(rows, np.array([before]) if start else None)
+    with in_states:
+        return context.compute(tokens, positions, sequences, has_output)[0].log_softmax(-1)
 
 
 def _distance(row: torch.Tensor, other: torch.Tensor) -> float:

@@ -135,6 +135,8 @@ class Sequences:
         num_slots: Number of slots, which are numbered from 1.
         spare: Has the tree forget tokens that are in no other sequence, given their slots; returns
             whether it could, of tokens that have to stay nothing being forgotten.
+        window: Number of tokens that some layers attend to, of which llama.cpp saves the last ones
+            of a stretch alone; 0 where all layers attend to all.
 
     Attributes:
         sizes: Number of tokens of each: int64 ``[count]``.
@@ -150,11 +152,13 @@ class Sequences:
         length: int,
         num_slots: int,
         spare: Callable[[NDArray[np.int32]], bool],
+        window: int = 0,
     ) -> None:
         self._slots = np.zeros((count, length), np.int32)
         self.sizes, self.present = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self._position = np.full(num_slots + 1, -1, np.int32)  # of each slot that is held
-        self._spare = spare
+        self._spare, self._window = spare, window
+        self._most_parked = min(MOST_PARKED, window) if window else MOST_PARKED
         self._num_rows = self._num_ticked = self._num_read = 0
         self._used = np.zeros(count, np.int64)  # the number of rows by then
         self.clear()
@@ -417,8 +421,10 @@ class Sequences:
         if self._waste > _ROWS_OF_MOVE * num_present + _FEWEST_IDLE * self.num_cells:
             self._waste, self._peak = 0, self.num_cells
             if self.num_cells:
-                chains = self._chains(np.flatnonzero(self.present), 0)
-                steps.append(Compact([*_flat(chains)]))
+                chains = [*_flat(self._chains(np.flatnonzero(self.present), 0))]
+                if self._window:
+                    chains = self._stretches(chains)
+                steps.append(Compact(chains))
         return steps
 
     def _idle_parked(self, chain: Chain, below: list[_Tree]) -> list[Step]:
@@ -431,7 +437,7 @@ class Sequences:
             for own, others in below:
                 steps += self._idle_parked(own, others)
             return steps
-        for one in reversed([part for whole in chains for part in _parts(whole)]):
+        for one in reversed(self._stretches(chains)):
             parked = _Parked(next(self._numbers), one.start, one.stop, [*one.sequences])
             for sequence in one.sequences:  # what is behind other tokens has gone first
                 self._parked.setdefault(sequence, []).append(parked)
@@ -439,6 +445,18 @@ class Sequences:
             steps.append(Park(parked.number, one))
         self._count(-size)
         return steps
+
+    def _stretches(self, chains: Sequence[Chain]) -> list[Chain]:
+        """Return tokens in stretches that are short enough to be saved.
+
+        They end at multiples of a number, as windows do that are stretches of the text themselves.
+        """
+        found, most = list[Chain](), self._most_parked
+        for chain in chains:
+            ends = [*range(chain.start - chain.start % most + most, chain.stop, most), chain.stop]
+            starts = [chain.start, *ends[:-1]]
+            found += [Chain(*bounds, chain.sequences) for bounds in zip(starts, ends, strict=True)]
+        return found
 
     def _chains(self, sequences: NDArray[np.intp], start: int) -> list[_Tree]:
         """Return the tokens in cells of sequences that agree up to a position, behind it."""
@@ -463,12 +481,6 @@ def _flat(trees: list[_Tree]) -> Iterator[Chain]:
     for chain, below in trees:
         yield chain
         yield from _flat(below)
-
-
-def _parts(chain: Chain) -> Iterator[Chain]:
-    """Yield tokens in stretches that are short enough to be parked."""
-    for start in range(chain.start, chain.stop, MOST_PARKED):
-        yield chain._replace(start=start, stop=min(start + MOST_PARKED, chain.stop))
 
 
 @final

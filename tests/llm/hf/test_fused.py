@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from genlm_backend.attention import block
 from genlm_backend.attention.block import Block
 from genlm_backend.attention.torch import fused, torch_operators
 from genlm_backend.attention.torch.fused import OPERATORS, FusedOperator, fused_operator
@@ -139,3 +140,18 @@ def test_a_query_that_attends_to_nothing_in_two_blocks_merges_with_a_third():
     total.logsumexp[0, 0, 0] = torch.nan  # of a model that overflows, which has to be seen
     total.merge(parts[2], None)
     assert total.values[0, 0, 0].isnan().all()
+
+
+@pytest.mark.parametrize("most", [1, 6 * 11 * 3, 10**6])
+def test_queries_that_go_part_by_part_have_the_results_of_all(monkeypatch, most):
+    monkeypatch.setattr(block, "MAX_SCORES", most)
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (
+        torch.randn(2, 3, n, dim, generator=generator) for n, dim in ((7, 8), (11, 8), (11, 5))
+    )
+    seen = torch.rand(2, 1, 7, 11, generator=generator) < 0.5
+    seen[..., 0] = True
+    found = Block(TORCH, 0.3).attend_if_any(query, keys, values, torch.where(seen, 0, -torch.inf))
+    scores = (query @ keys.mT * 0.3).where(seen, -torch.inf)
+    torch.testing.assert_close(found.values, scores.softmax(-1) @ values)
+    torch.testing.assert_close(found.logsumexp, scores.logsumexp(-1))

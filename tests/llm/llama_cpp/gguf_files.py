@@ -1,5 +1,6 @@
 """GGUF files of tiny models of transformers, for llama.cpp."""
 
+import copy
 import tempfile
 from pathlib import Path
 
@@ -7,19 +8,23 @@ import numpy as np
 import torch
 
 
-def write(model, path, words=None, kind="gpt2", **more):
-    """Write a tiny Llama or Mamba of transformers into a GGUF file, in float32.
+def write(model, path, words=None, kind="gpt2", window=0, **more):
+    """Write a tiny Llama, Gemma 3, Mamba or LFM2 of transformers into a GGUF file, in float32.
 
-    Its tokens are ``words``, and what else there is of them, for one kind of tokenizer.
+    Its tokens are ``words``, and what else there is of them, for one kind of tokenizer. An LFM2 may
+    have a window in llama.cpp.
     """
     import gguf
 
-    architecture = model.config.model_type
+    architecture = model.config.model_type.removesuffix("_text")
     writer = gguf.GGUFWriter(str(path), architecture)
-    _hyperparameters(writer, model.config)
+    hyperparameters, tensors = _ARCHITECTURES[architecture]
+    hyperparameters(writer, model.config)
+    if window:
+        writer.add_sliding_window(window)
     words = words or [f"<{i}>" for i in range(model.config.vocab_size)]
     _vocabulary(writer, words, kind, **more)
-    for name, tensor in (_llama if architecture == "llama" else _mamba)(model):
+    for name, tensor in tensors(model):
         writer.add_tensor(name, np.ascontiguousarray(tensor.detach().float().numpy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -30,8 +35,6 @@ def write(model, path, words=None, kind="gpt2", **more):
 
 def write_adapter(model, path, seed=0, alpha=4.0, rank=2):
     """Write a random LoRA of a tiny Llama; return the model with it merged."""
-    import copy
-
     import gguf
 
     writer = gguf.GGUFWriter(str(path), "llama")
@@ -54,26 +57,50 @@ def write_adapter(model, path, seed=0, alpha=4.0, rank=2):
     return merged
 
 
-def _hyperparameters(writer, config):
+def _sizes(writer, config, epsilon):
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
-    if config.model_type == "llama":
-        writer.add_context_length(config.max_position_embeddings)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-        return
+    writer.add_layer_norm_rms_eps(epsilon)
+
+
+def _sizes_of_llama(writer, config, theta=None, num_key_value_heads=None, epsilon=None):
+    _sizes(writer, config, config.rms_norm_eps if epsilon is None else epsilon)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(num_key_value_heads or config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_freq_base(theta or config.rope_parameters["rope_theta"])
+
+
+def _sizes_of_gemma3(writer, config):
+    thetas = config.rope_parameters
+    _sizes_of_llama(writer, config, thetas["full_attention"]["rope_theta"])
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind != "full_attention" for kind in config.layer_types])
+    writer.add_rope_freq_base_swa(thetas["sliding_attention"]["rope_theta"])
+
+
+def _sizes_of_mamba(writer, config):
+    _sizes(writer, config, config.layer_norm_epsilon)
     writer.add_context_length(256)
-    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
     writer.add_feed_forward_length(0)
     writer.add_head_count(0)
     writer.add_ssm_conv_kernel(config.conv_kernel)
     writer.add_ssm_inner_size(config.intermediate_size)
     writer.add_ssm_state_size(config.state_size)
     writer.add_ssm_time_step_rank(int(config.time_step_rank))
+
+
+def _sizes_of_lfm2(writer, config):
+    heads = [0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types]
+    config = copy.copy(config)
+    config.intermediate_size = config.block_multiple_of  # to which it has been rounded
+    _sizes_of_llama(writer, config, num_key_value_heads=heads, epsilon=config.norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
 
 
 def _vocabulary(
@@ -97,6 +124,53 @@ def _halves_apart(weight, num_heads):
     """As llama.cpp rotates pairs of neighbours, and transformers halves."""
     apart = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
     return apart.swapaxes(1, 2).reshape(weight.shape)
+
+
+def _gemma3(model):
+    body, config = model.model, model.config
+    yield "token_embd.weight", body.embed_tokens.weight
+    yield "output_norm.weight", 1 + body.norm.weight
+    # llama.cpp divides by the root of the size of a head.
+    scale = (config.head_dim / config.query_pre_attn_scalar) ** 0.5
+    for i, layer in enumerate(body.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        yield f"blk.{i}.attn_norm.weight", 1 + layer.input_layernorm.weight
+        yield f"blk.{i}.attn_q.weight", attention.q_proj.weight
+        yield f"blk.{i}.attn_k.weight", attention.k_proj.weight
+        yield f"blk.{i}.attn_v.weight", attention.v_proj.weight
+        yield f"blk.{i}.attn_output.weight", attention.o_proj.weight
+        yield f"blk.{i}.attn_q_norm.weight", (1 + attention.q_norm.weight) * scale
+        yield f"blk.{i}.attn_k_norm.weight", 1 + attention.k_norm.weight
+        yield f"blk.{i}.post_attention_norm.weight", 1 + layer.post_attention_layernorm.weight
+        yield f"blk.{i}.ffn_norm.weight", 1 + layer.pre_feedforward_layernorm.weight
+        yield f"blk.{i}.post_ffw_norm.weight", 1 + layer.post_feedforward_layernorm.weight
+        yield f"blk.{i}.ffn_gate.weight", mlp.gate_proj.weight
+        yield f"blk.{i}.ffn_up.weight", mlp.up_proj.weight
+        yield f"blk.{i}.ffn_down.weight", mlp.down_proj.weight
+
+
+def _lfm2(model):
+    body = model.model
+    yield "token_embd.weight", body.embed_tokens.weight
+    yield "token_embd_norm.weight", body.embedding_norm.weight
+    for i, layer in enumerate(body.layers):
+        yield f"blk.{i}.attn_norm.weight", layer.operator_norm.weight
+        yield f"blk.{i}.ffn_norm.weight", layer.ffn_norm.weight
+        yield f"blk.{i}.ffn_gate.weight", layer.feed_forward.w1.weight
+        yield f"blk.{i}.ffn_down.weight", layer.feed_forward.w2.weight
+        yield f"blk.{i}.ffn_up.weight", layer.feed_forward.w3.weight
+        if layer.is_attention_layer:
+            attention = layer.self_attn
+            yield f"blk.{i}.attn_q.weight", attention.q_proj.weight
+            yield f"blk.{i}.attn_k.weight", attention.k_proj.weight
+            yield f"blk.{i}.attn_v.weight", attention.v_proj.weight
+            yield f"blk.{i}.attn_output.weight", attention.out_proj.weight
+            yield f"blk.{i}.attn_q_norm.weight", attention.q_layernorm.weight
+            yield f"blk.{i}.attn_k_norm.weight", attention.k_layernorm.weight
+        else:
+            yield f"blk.{i}.shortconv.conv.weight", layer.conv.conv.weight.squeeze(1)
+            yield f"blk.{i}.shortconv.in_proj.weight", layer.conv.in_proj.weight
+            yield f"blk.{i}.shortconv.out_proj.weight", layer.conv.out_proj.weight
 
 
 def _llama(model):
@@ -142,13 +216,20 @@ def _mamba(model):
         yield f"blk.{i}.ssm_out.weight", mixer.out_proj.weight
 
 
+_ARCHITECTURES = {
+    "llama": (_sizes_of_llama, _llama),
+    "gemma3": (_sizes_of_gemma3, _gemma3),
+    "mamba": (_sizes_of_mamba, _mamba),
+    "lfm2": (_sizes_of_lfm2, _lfm2),
+}
+
 _FOLDER = tempfile.TemporaryDirectory(prefix="gguf-")
 _FILES = {}
 
 
-def of(model):
+def of(model, window=0):
     """The file of a tiny model, written once."""
-    if id(model) not in _FILES:
-        path = write(model, Path(_FOLDER.name) / f"{len(_FILES)}.gguf")
-        _FILES[id(model)] = model, path
-    return _FILES[id(model)][1]
+    if (id(model), window) not in _FILES:
+        path = write(model, Path(_FOLDER.name) / f"{len(_FILES)}.gguf", window=window)
+        _FILES[id(model), window] = model, path
+    return _FILES[id(model), window][1]

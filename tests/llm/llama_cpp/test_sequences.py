@@ -33,9 +33,14 @@ def _impatient():
 
 
 class Cells:
-    """What llama.cpp does: a set of sequences for each cell, one cell for each token computed."""
+    """What llama.cpp does: a set of sequences for each cell, one cell for each token computed.
 
-    def __init__(self):
+    Where there is a window, it saves those tokens alone that are in it behind the last one, be it
+    one that slides or a stretch of the text.
+    """
+
+    def __init__(self, window=0):
+        self.window = window
         self.cells = []  # of (token, position, sequences)
         self.parked = {}  # number -> cells
 
@@ -53,6 +58,7 @@ class Cells:
                         own.discard(step.sequence)
             elif isinstance(step, Park):
                 start, stop, sequences = step.chain
+                assert self.is_saved(start, stop)
                 own = [cell for cell in self.cells if cell[2] & set(sequences) and cell[1] >= start]
                 assert sorted(position for _, position, _ in own) == [*range(start, stop)]
                 assert all(found == set(sequences) for _, _, found in own)
@@ -67,6 +73,7 @@ class Cells:
                 del self.parked[step.number]
             else:
                 assert isinstance(step, Compact)
+                assert all(self.is_saved(start, stop) for start, stop, _ in step.chains)
                 found = [
                     (position, frozenset(sequences))
                     for start, stop, sequences in step.chains
@@ -75,6 +82,9 @@ class Cells:
                 expected = [(position, frozenset(own)) for _, position, own in self.cells]
                 assert Counter(found) == Counter(expected)
         self.cells = [cell for cell in self.cells if cell[2]]
+
+    def is_saved(self, start, stop):
+        return not self.window or start // self.window == (stop - 1) // self.window
 
     def tokens(self, sequence):
         found = sorted((position, token) for token, position, own in self.cells if sequence in own)
@@ -85,9 +95,9 @@ class Cells:
 class Steps:
     """Contexts of a prefix tree that are computed token by token."""
 
-    def __init__(self, count):
-        self.tree, self.cells = PrefixTree(Slots(NUM_SLOTS)), Cells()
-        self.sequences = Sequences(count, LENGTH, NUM_SLOTS, self.tree.evict_slots)
+    def __init__(self, count, window=0):
+        self.tree, self.cells = PrefixTree(Slots(NUM_SLOTS)), Cells(window)
+        self.sequences = Sequences(count, LENGTH, NUM_SLOTS, self.tree.evict_slots, window)
         self.num_computed = 0
 
     def step(self, contexts):
@@ -173,9 +183,9 @@ def histories(draw):
 
 
 @settings(max_examples=300, deadline=None)
-@given(histories(), st.sampled_from([4, 5, 8, 30]))
-def test_each_row_goes_on_in_a_sequence_that_holds_its_context(batches, count):
-    steps = Steps(count)
+@given(histories(), st.sampled_from([4, 5, 8, 30]), st.sampled_from([0, 1, 4]))
+def test_each_row_goes_on_in_a_sequence_that_holds_its_context(batches, count, window):
+    steps = Steps(count, window)
     for batch in batches:
         assert steps.step(batch)
 

@@ -1,0 +1,144 @@
+"""Running states of a GGUF model, each of which is in a sequence of llama.cpp's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from genlm_backend.attention.packing import RowStates
+from genlm_backend.prefix.budgets import most_rows
+from genlm_backend.prefix.nodes import Ints
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SequenceStateLayout:
+    """The running state behind one token.
+
+    Attributes:
+        bytes_per_state: Number of bytes of it across all layers; 0 of a model that has none.
+    """
+
+    bytes_per_state: int
+
+    def __bool__(self) -> bool:
+        return bool(self.bytes_per_state)
+
+
+@final
+class SequenceStateStore:
+    """Running states by number from 1 on, as a ``StateStore`` has them.
+
+    What is read and written are the numbers of sequences; copies of states share their memory.
+
+    Args:
+        layout: Their size.
+        num_states: Number of states.
+        first: Sequence of the first one.
+        copy: Gives a sequence the state of another one, given that one first.
+
+    Attributes:
+        layout: As given.
+        num_states: As given.
+    """
+
+    def __init__(
+        self,
+        layout: SequenceStateLayout,
+        num_states: int,
+        first: int,
+        copy: Callable[[int, int], None],
+    ) -> None:
+        self.layout, self.num_states = layout, num_states
+        self._first, self._copy = first, copy
+
+    def read(self, numbers: Ints) -> list[NDArray[np.int64]]:
+        """Return the sequences of states: one array, ``[n]``."""
+        return [np.asarray(numbers, np.int64) - 1 + self._first]
+
+    def write(self, numbers: Ints, states: Sequence[NDArray[np.int64]]) -> None:
+        """Fill states with those of sequences, as ``read`` returns them."""
+        (sequences,) = self.read(numbers)
+        for source, sequence in zip(states[0].tolist(), sequences.tolist(), strict=True):
+            self._copy(source, sequence)
+
+    def is_finite(self, numbers: Ints) -> bool:
+        """Return ``True``: what has overflown is seen by the rows behind it."""
+        return True
+
+
+@final
+class SequenceRowStates(RowStates):
+    """The running states of the rows of one pass, by sequences.
+
+    Args:
+        before: Sequences of the states that rows go on from, ``[B]``; ``None`` for rows that begin.
+
+    Attributes:
+        before: As given.
+        after: Sequences of the states that they have come to, once the pass is made: ``[B]``.
+    """
+
+    after: NDArray[np.int64]
+
+    def __init__(self, before: NDArray[np.int64] | None) -> None:
+        self.before = before
+
+    def begin(self, layers: list[Any]) -> None:
+        """Do nothing: llama.cpp finds a row's state by its sequence."""
+
+    def behind(self, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Return the sequences of the states behind the last tokens of rows: one array, ``[n]``.
+
+        Args:
+            rows: Indices of the rows, ascending.
+        """
+        return [self.after[rows]]
+
+
+@final
+class SequenceCounts(NamedTuple):
+    """Numbers of llama.cpp's sequences, by what they are for.
+
+    Attributes:
+        num_contexts: Of contexts.
+        num_states: Of running states that are kept.
+        most_rows: Of states that the rows of a pass come to.
+    """
+
+    num_contexts: int
+    num_states: int = 0
+    most_rows: int = 0
+
+    def total(self, *, has_window: bool) -> int:
+        """Return the number of all, with one for what is saved and restored.
+
+        Args:
+            has_window: Whether the model has layers with a window, so that a context takes two.
+        """
+        of_contexts = self.num_contexts * (2 if has_window else 1)
+        return of_contexts + self.num_states + self.most_rows + 1
+
+    @classmethod
+    def of_states(cls, num_states: int) -> Self:
+        """Return as many as go with a number of states."""
+        most = most_rows(num_states)
+        return cls(max(num_states, 2 * most), num_states, most)
+
+    @classmethod
+    def within(cls, most: int, *, has_window: bool) -> Self | None:
+        """Return those with the most states; ``None`` if there is no room for one.
+
+        Args:
+            most: Number of all, at most.
+            has_window: As of ``total``.
+        """
+        for num_states in range(most, 0, -1):
+            found = cls.of_states(num_states)
+            if found.total(has_window=has_window) <= most:
+                return found
+        return None
