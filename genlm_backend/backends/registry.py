@@ -138,6 +138,10 @@ def check_loading(
             f"unknown backend {backend!r}; known are {', '.join(map(repr, BACKENDS))}"
             f"{near_names(chosen, BACKENDS, quoted=True)}"
         )
+    if chosen in ("hf", "mlx") and is_gguf(file):
+        raise OptionError(
+            f"{file!r} is a GGUF file, which backend 'llama-cpp' reads, and {chosen!r} does not"
+        )
     if "replicas" in options:
         if "process" in options:
             raise OptionError("replicas live in processes of their own: leave process out")

@@ -251,7 +251,7 @@ class Evaluator(abc.ABC):
             CacheError: If there is no room for them, or they are not kept.
             OSError: If the file cannot be written; nothing of it stays then.
         """
-        raise CacheError(f"{type(self).__name__} writes no keys and values")
+        raise CacheError(f"this model writes no files: {type(self).__name__} has no save_prefix")
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
         """Keep the keys and values of a file; return the tokens that they are of.
@@ -261,7 +261,7 @@ class Evaluator(abc.ABC):
             CacheError: If there is no room for them, or they are not kept.
             OSError: If the file cannot be read.
         """
-        raise CacheError(f"{type(self).__name__} reads no keys and values")
+        raise CacheError(f"this model reads no files: {type(self).__name__} has no load_prefix")
 
     def picture_rules(
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]

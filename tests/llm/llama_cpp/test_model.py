@@ -267,6 +267,8 @@ def test_names_that_lead_nowhere(tmp_path):
     with pytest.raises(ModelNotFoundError, match="hf_hub_download"):
         load_model_by_name("someone/model", "llama-cpp")
     (tmp_path / "b.gguf").write_bytes(of(LLAMA).read_bytes())
+    with pytest.raises(OptionError, match="which backend 'llama-cpp' reads, and 'hf' does not"):
+        load_model_by_name(str(tmp_path / "b.gguf"), "hf")
     with pytest.raises(ModelNotFoundError, match="2 GGUF files"):
         load_model_by_name(str(tmp_path), "llama-cpp")
     (tmp_path / "no.gguf").unlink()
