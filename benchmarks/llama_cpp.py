@@ -1,6 +1,7 @@
 """AsyncLlamaCppLM beside llama.cpp itself, and beside AsyncTransformer; prints Markdown tables.
 
-It runs where llama-cpp-python is installed: ``python -m benchmarks.llama_cpp``.
+It runs where llama-cpp-python is installed: ``python -m benchmarks.llama_cpp``. With ``--model`` it
+measures another GGUF file, without AsyncTransformer.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def tokens(size: int, seed: int = 0) -> list[int]:
 # ---------------------------------------------------------------- one particle after another
 
 
-def sis_one_by_one(size: int) -> float:
+def sis_one_by_one(file: str, size: int) -> float:
     """Tokens per second of particles that are evaluated one after another, from a saved state."""
     from llama_cpp import Llama  # pyright: ignore
 
-    model = Llama(resolve_file("smollm2"), n_ctx=size + 64, n_batch=512, verbose=False)
+    model = Llama(file, n_ctx=size + 64, n_batch=512, verbose=False)
     model.eval(tokens(size))
     prompt, draws = model.save_state(), np.random.default_rng(0)
     start = time.perf_counter()
@@ -72,17 +73,18 @@ def sis_awaited(lm: Any, size: int, seed: int) -> float:
 class Bare:
     """Steps of llama.cpp alone: one batch of a token for each of some sequences."""
 
-    def __init__(self, size: int, num_threads: int) -> None:
+    def __init__(self, file: str, size: int, num_threads: int) -> None:
         lib = self.lib = library()
         with log_caught():
-            path = resolve_file("smollm2").encode()
-            self.model = lib.llama_model_load_from_file(path, lib.llama_model_default_params())
+            params = lib.llama_model_default_params()
+            self.model = lib.llama_model_load_from_file(file.encode(), params)
+            self.vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
             params = lib.llama_context_default_params()
             params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = (
                 NUM_CELLS,
                 2048,
                 512,
-                256,
+                NUM_PARTICLES + 1,
             )
             params.n_threads = params.n_threads_batch = num_threads
             params.kv_unified, params.flash_attn_type = True, lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
@@ -105,7 +107,7 @@ class Bare:
         num_outputs = sum(item[3] for item in items)
         if num_outputs:
             found = self.lib.llama_get_logits(self.context)
-            np.ctypeslib.as_array(found, (num_outputs, 49152)).copy()
+            np.ctypeslib.as_array(found, (num_outputs, self.vocab_size)).copy()
         self.lib.llama_batch_free(batch)
 
     def step(self) -> None:
@@ -145,18 +147,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--model", default="smollm2")
     given = parser.parse_args()
-    options = {"row_cache_bytes": 0, "num_threads": given.threads}
-    lms = {
-        "AsyncLlamaCppLM": load_model_by_name("smollm2", "llama-cpp", options),
-        "AsyncTransformer, float32": load_model_by_name("smollm2", "hf", options),
-        "AsyncTransformer, int8": load_model_by_name(
-            "smollm2", "hf", {**options, "weights": "int8"}
-        ),
-    }
+    file, options = resolve_file(given.model), {"row_cache_bytes": 0, "num_threads": given.threads}
+    lms: dict[str, Any] = {"AsyncLlamaCppLM": load_model_by_name(file, "llama-cpp", options)}
+    if given.model == "smollm2":
+        for name, more in (("float32", {}), ("int8", {"weights": "int8"})):
+            lm = load_model_by_name("smollm2", "hf", {**options, **more})
+            lms[f"AsyncTransformer, {name}"] = lm
     steps: dict[str, list[float]] = {name: [] for name in ("llama_decode alone", *lms)}
     for size in SIZES:
-        ways: dict[str, Any] = {"llama_decode alone": Bare(size, given.threads)}
+        ways: dict[str, Any] = {"llama_decode alone": Bare(file, size, given.threads)}
         ways |= {name: Awaited(lm, size) for name, lm in lms.items()}
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(given.repeats):  # in turns
@@ -167,7 +168,7 @@ def main() -> None:
         for name, own in times.items():
             steps[name].append(statistics.median(own))
         ways["llama_decode alone"].close()
-    loop = [*map(sis_one_by_one, SIZES)]
+    loop = [sis_one_by_one(file, size) for size in SIZES]
     rates: dict[str, list[float]] = {"Llama.eval, particle by particle": loop}
     for name, lm in lms.items():
         lm.clear_cache()

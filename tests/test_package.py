@@ -292,6 +292,7 @@ ARROWS = {
             "model",
             "passes",
             "prefix",
+            "remote",
             "runtime",
             "errors",
         },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
@@ -18,10 +19,13 @@ from genlm_backend.checks import (
     one_of,
     optional,
     sequence,
+    switch,
     text,
 )
+from genlm_backend.errors import ModelStateError
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.model.query import TokenIds
+from genlm_backend.remote.process_evaluator import ProcessEvaluator
 
 if TYPE_CHECKING:
     from genlm_backend.backends.llama_cpp.llama_evaluator import LlamaEvaluator
@@ -58,6 +62,10 @@ class AsyncLlamaCppLM(BatchedLM):
             other programs take the cores. Default: as many as torch has.
         num_gpu_layers: Number of layers on a GPU, of a build of llama-cpp-python that has one; -1
             for all.
+        process: Whether the model computes in a process of its own, so that it and the Python of
+            callers do not wait for each other, and an assertion of llama.cpp that fails ends that
+            process alone: queries are an ``EngineDiedError`` then, until ``restart()``. Its
+            vocabulary is loaded here too.
         self_check: Compare a few probe texts with the bytes of their tokens.
         eos_token_ids: The ids that end a text where a caller names none. Default: those that the
             file says, for texts and for turns of a chat.
@@ -79,6 +87,7 @@ class AsyncLlamaCppLM(BatchedLM):
         "kv_cache_dtype": optional(one_of("float32", "float16")),
         "num_threads": optional(integer(1)),
         "num_gpu_layers": integer(-1),
+        "process": switch,
         "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
     }
 
@@ -95,6 +104,7 @@ class AsyncLlamaCppLM(BatchedLM):
         max_length: int | None = None,
         num_threads: int | None = None,
         num_gpu_layers: int = 0,
+        process: bool = False,
         self_check: bool = True,
         eos_token_ids: Collection[int] | None = None,
     ) -> None:
@@ -106,17 +116,21 @@ class AsyncLlamaCppLM(BatchedLM):
             "eos_token_ids": eos_token_ids,
         }
         given = checked(self.option_checks, {**options, "num_gpu_layers": num_gpu_layers})
-        num_layers = given.pop("num_gpu_layers")
+        num_layers, is_elsewhere = given.pop("num_gpu_layers"), switch("process", process)
         path = text("model_path", str(model_path) if isinstance(model_path, Path) else model_path)
         library()
         from genlm_backend.backends.llama_cpp.gguf_model import GGUFModel
         from genlm_backend.backends.llama_cpp.gguf_tokenizer import GGUFTokenizer
-        from genlm_backend.backends.llama_cpp.llama_evaluator import LlamaEvaluator
+        from genlm_backend.backends.llama_cpp.llama_evaluator import LlamaEvaluator, load_evaluator
 
-        model = GGUFModel(path, num_layers)
+        model = GGUFModel(path, num_layers, vocab_only=is_elsewhere)
         try:
             tokenizer = GGUFTokenizer(model)
-            self._llama: LlamaEvaluator = LlamaEvaluator(model, **given)
+            self._llama: LlamaEvaluator | ProcessEvaluator
+            if is_elsewhere:
+                self._llama = ProcessEvaluator(partial(load_evaluator, path, num_layers, given))
+            else:
+                self._llama = LlamaEvaluator(model, **given)
         except BaseException:
             model.close()
             raise
@@ -162,3 +176,22 @@ class AsyncLlamaCppLM(BatchedLM):
         For checking the cache's answers, or timing a plain forward pass. Blocks the thread.
         """
         return self._uncached(token_ids, lora_name, self._llama.evaluate_whole)
+
+    @property
+    def process_id(self) -> int | None:
+        """Number of the process that the model lives in; ``None`` where it is this one."""
+        return self._llama.process_id if isinstance(self._llama, ProcessEvaluator) else None
+
+    def restart(self) -> None:
+        """End the process that the model lives in, and load the model and its adapters again.
+
+        Comes after the batch that is being evaluated, and blocks the thread. Rows that are cached
+        stay, keys and values have gone, and counts begin anew.
+
+        Raises:
+            ModelStateError: (``RuntimeError``) If the model lives in this process.
+            Exception: What loading raises; it may be tried again.
+        """
+        if not isinstance(self._llama, ProcessEvaluator):
+            raise ModelStateError("only a model of a process of its own can be restarted")
+        self._info = self._call(self._llama.restart)

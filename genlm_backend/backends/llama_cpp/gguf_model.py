@@ -34,6 +34,7 @@ class GGUFModel:
     Args:
         path: The file; the first one of a model that is split into several.
         num_gpu_layers: Number of layers to put on a GPU, of a build that has one; -1 for all.
+        vocab_only: Whether nothing but the vocabulary is loaded, and what is said of the rest.
 
     Attributes:
         path: As given.
@@ -52,7 +53,9 @@ class GGUFModel:
             model.
     """
 
-    def __init__(self, path: str | Path, num_gpu_layers: int = 0) -> None:
+    def __init__(
+        self, path: str | Path, num_gpu_layers: int = 0, *, vocab_only: bool = False
+    ) -> None:
         self.pointer: Any = None
         self._reading = threading.Lock()
         self.path = str(path)
@@ -65,7 +68,7 @@ class GGUFModel:
                 "this one is for the CPU"
             )
         params = lib.llama_model_default_params()
-        params.n_gpu_layers = num_gpu_layers
+        params.n_gpu_layers, params.vocab_only = num_gpu_layers, vocab_only
         with log_caught() as errors:
             self.pointer = lib.llama_model_load_from_file(self.path.encode(), params)
         if not self.pointer:

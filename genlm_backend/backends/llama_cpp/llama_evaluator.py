@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -42,6 +42,22 @@ _MOST_SEQUENCES: Final = 256
 _DEFAULT_STATE_BYTES: Final = 1 << 30
 _CONTEXTS_RUN_WHOLE: Final = 31
 _NEVER_SPLIT: Final = 1e6
+
+
+def load_evaluator(path: str, num_gpu_layers: int, options: Mapping[str, Any]) -> LlamaEvaluator:
+    """Load a model, and return its evaluator.
+
+    Args:
+        path: The GGUF file.
+        num_gpu_layers: Number of layers on a GPU.
+        options: For the evaluator.
+    """
+    model = GGUFModel(path, num_gpu_layers)
+    try:
+        return LlamaEvaluator(model, **options)
+    except BaseException:
+        model.close()
+        raise
 
 
 @final

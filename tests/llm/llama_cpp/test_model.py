@@ -3,7 +3,9 @@
 import asyncio
 import gc
 import importlib
+import os
 import random
+import signal
 from importlib.util import find_spec
 
 import numpy as np
@@ -15,6 +17,7 @@ from genlm_backend.errors import (
     AdapterError,
     CacheError,
     ContextError,
+    EngineDiedError,
     ModelNotFoundError,
     ModelStateError,
     OptionError,
@@ -513,3 +516,39 @@ def test_rows_are_those_of_one_sequence_alone(smollm2):
         expected = torch.from_numpy(alone.scores[len(context) - 1].copy()).log_softmax(-1)
         torch.testing.assert_close(row, expected, rtol=0, atol=1e-3)
     alone.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_a_process_of_its_own_may_end_and_begin_again(tmp_path, name):
+    from tests.llm.llama_cpp.gguf_files import write_adapter
+
+    model = MODELS[name]
+    with over(model, process=True) as lm:
+        contexts = random_contexts(10)
+        for row, context in zip(lm.batch_next_token_logprobs_sync(contexts), contexts, strict=True):
+            close(row, fresh_row(model, context))
+        if name == "llama":
+            merged = write_adapter(LLAMA, tmp_path / "a.gguf")
+            lm.add_new_lora(tmp_path / "a.gguf", "a")
+        assert lm.process_id != os.getpid()
+        os.kill(lm.process_id, signal.SIGABRT)  # as an assertion of llama.cpp does
+        with pytest.raises(EngineDiedError, match="SIGABRT"):
+            lm.next_token_logprobs_sync([1, 2, 3, 9])
+        lm.restart()
+        close(lm.next_token_logprobs_sync([1, 2, 3, 9]), fresh_row(model, [1, 2, 3, 9]))
+        close(lm.next_token_logprobs_uncached([1, 2, 3]), fresh_row(model, [1, 2, 3]))
+        if name == "llama":
+            close(lm.next_token_logprobs_sync([1, 2], "a"), fresh_row(merged, [1, 2]))
+    with over() as lm:
+        assert lm.process_id is None
+        with pytest.raises(ModelStateError, match="process of its own"):
+            lm.restart()
+
+
+def test_what_cannot_be_loaded_in_a_process_is_told_as_here():
+    with pytest.raises(OptionError, match="no room for the"):
+        over(kv_cache_bytes=100, process=True)
+    with pytest.raises(ModelNotFoundError):
+        AsyncLlamaCppLM("absent.gguf", process=True)
+    with pytest.raises(OptionTypeError):
+        over(process="yes")
