@@ -72,7 +72,8 @@ async def prefix_logprob(
     Args:
         lm: The model.
         context: A text or token ids, which come before; ``None`` for the token that texts begin
-            with. They are taken as these tokens and no others.
+            with (``bos_token_id`` of the tokenizer). A text is read behind that token where there
+            is one; token ids are taken as they are.
         text: The bytes; a string is taken as UTF-8. A word that follows another begins with its
             blank.
         word_ends: Whether the last word of the text has to end: whether a blank or the end of the

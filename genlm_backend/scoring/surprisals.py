@@ -128,7 +128,7 @@ class SurprisalsOfTexts(list[Surprisals]):
     """The surprisals of several texts, in order."""
 
     def to_dataframe(self) -> Any:
-        """Return those of all texts as one ``pandas.DataFrame``.
+        """Return the surprisals of all texts as one ``pandas.DataFrame``.
 
         Its first column, ``text_index``, is the index of the text in the list; the others are those
         of the ``to_dataframe`` of one text.
@@ -213,9 +213,10 @@ async def surprisal(
             ``"bits"`` (the default) or ``"nats"``; ``words``, what a word is: a regular expression
             or a function from a text to the spans of its words, ``r"\\S+"`` by default;
             ``word_ends``, whether words are charged for their ends, by default where blanks
-            separate them; ``context``, a text or token ids to read each text behind, in place of
-            the token that texts begin with; ``contexts``, such a context for each of several texts,
-            in a list; ``entropy`` and ``rank``, whether to tell these;
+            separate them; ``context``, what each text is read behind: a text, itself behind the
+            token that texts begin with where there is one, or token ids as they are;
+            ``contexts``, such a context for each of several texts, in a list;
+            ``entropy`` and ``rank``, whether to tell these;
             ``stride``, for texts that are longer than the model takes: the number of tokens that
             are scored behind one window of the others, half a window by default; ``lora_name``, the
             adapter to read with; ``progress``, whether to show a bar of the texts that are done, on
