@@ -223,7 +223,7 @@ async def surprisal(
             a terminal or in a notebook.
 
     Returns:
-        The surprisals of the text in a list, or a list of such lists, one for each of several texts.
+        The surprisals of the text in a list; of several texts, such a list for each.
 
     Raises:
         OptionTypeError: (``TypeError``) If there is no such option, or one is of a wrong type.
