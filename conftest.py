@@ -1,48 +1,21 @@
 """Every Python block in the README and the docs runs as a test, and prints its output there."""
 
-import contextlib
 import gc
-import io
 import signal
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 from hypothesis import settings
-from sybil import Example, Sybil
-from sybil.evaluators.python import PythonEvaluator
-from sybil.parsers.markdown import CodeBlockParser, SkipParser
+from sybil import Sybil
 
+from tests.doc_blocks import PARSERS
 from tests.processor import has_int8_products
 
 settings.register_profile("busy machines", deadline=None)
 settings.load_profile("busy machines")
 
-
-class Printing(PythonEvaluator):
-    """Runs a block, and keeps what it prints."""
-
-    def __call__(self, example: Example) -> None:
-        """Run the block of an example."""
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            super().__call__(example)
-        example.namespace["_printed"] = printed.getvalue()
-
-
-def check_output(example: Example) -> str | None:
-    """Compare a block of output with what the block of code before it has printed."""
-    shown: Any = example.parsed.strip()
-    printed = example.namespace["_printed"].strip()
-    return None if shown == printed else f"it printed\n{printed}\nand not\n{shown}"
-
-
 pytest_collect_file = Sybil(
-    parsers=[
-        CodeBlockParser("python", Printing()),
-        CodeBlockParser("output", check_output),
-        SkipParser(),
-    ],
+    parsers=PARSERS,
     patterns=["README.md", "docs/*.md"],
     setup=lambda namespace: namespace.update(
         find_spec=find_spec, has_int8_products=has_int8_products, __name__="__main__"

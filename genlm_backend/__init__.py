@@ -38,7 +38,13 @@ if TYPE_CHECKING:
         prefix_logprob,
         prefix_logprob_sync,
     )
-    from genlm_backend.scoring.surprisals import Surprisal, Surprisals, surprisal, surprisal_sync
+    from genlm_backend.scoring.surprisals import (
+        Surprisal,
+        Surprisals,
+        SurprisalsOfTexts,
+        surprisal,
+        surprisal_sync,
+    )
     from genlm_backend.tokenization.token import Token
     from genlm_backend.tokenization.vocab import decode_vocab
     from genlm_backend.trie.async_trie import AsyncTokenCharacterTrie
@@ -72,6 +78,7 @@ __all__ = [
     "PrefixLogprob",
     "Surprisal",
     "Surprisals",
+    "SurprisalsOfTexts",
     "Token",
     "TokenCharacterTrie",
     "__version__",
@@ -113,6 +120,7 @@ __getattr__, __dir__ = lazy_names(
         "PrefixLogprob": "genlm_backend.scoring.prefixes",
         "Surprisal": "genlm_backend.scoring.surprisals",
         "Surprisals": "genlm_backend.scoring.surprisals",
+        "SurprisalsOfTexts": "genlm_backend.scoring.surprisals",
         "Token": "genlm_backend.tokenization.token",
         "TokenCharacterTrie": "genlm_backend.trie.sequential",
         "continuations": "genlm_backend.scoring.next_words",

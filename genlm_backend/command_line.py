@@ -68,7 +68,8 @@ def _add_context(parser: argparse.ArgumentParser) -> None:
     either.add_argument(
         "--context",
         metavar="TEXT",
-        help="what each text is read behind; default: the token that texts begin with",
+        help="what each text is read behind, itself behind the token that texts begin with; "
+        "default: that token alone",
     )
     either.add_argument(
         "--context-ids",

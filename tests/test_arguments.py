@@ -103,6 +103,7 @@ NOT_HERE = {
     "PrefixLogprob": "made by the library",
     "Surprisal": "made by the library",
     "Surprisals": "made by the library",
+    "SurprisalsOfTexts": "made by the library",
 }
 
 

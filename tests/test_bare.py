@@ -12,7 +12,13 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from genlm_backend import AsyncTransformer, Surprisals, TokenCharacterTrie, load_model_by_name
+from genlm_backend import (
+    AsyncTransformer,
+    Surprisals,
+    SurprisalsOfTexts,
+    TokenCharacterTrie,
+    load_model_by_name,
+)
 from genlm_backend.errors import MissingExtraError
 from genlm_backend.generation import Constraint
 
@@ -148,6 +154,7 @@ def _surprisals():
         ("lm-eval", lambda lm: importlib.import_module("genlm_backend.scoring.lm_evaluation")),
         ("lora", lambda lm: lm.add_new_lora("folder", "name")),
         ("pandas", lambda lm: _surprisals().to_dataframe()),
+        ("pandas", lambda lm: SurprisalsOfTexts([_surprisals()]).to_dataframe()),
         ("viz", lambda lm: TokenCharacterTrie([b"a"]).visualize()),
         ("vllm", lambda lm: load_model_by_name("m", backend="vllm")),
     ],

@@ -61,7 +61,8 @@ class GenerationConfig:
             where one of the next four is given.
         temperature: Divides the logits; ``None`` for 1. 0 takes the largest, and infinity draws
             from all possible tokens alike.
-        top_k: Only so many of the most probable tokens; 0 for all.
+        top_k: Only so many of the most probable tokens; 0 for all. More than there are are all,
+            too, as in transformers.
         top_p: Only the most probable tokens that together have this probability, above 0 to 1.
         min_p: Only tokens that have this share of the most probable one's probability, 0 to 1.
         seed: Seed of the random stream; equal seeds give equal texts. ``None`` draws one afresh.

@@ -64,8 +64,9 @@ async def generate(
 
     Args:
         lm: The model; what else it is asked meanwhile shares its batches.
-        prompt: A text; a chat's messages, ``[{"role": …, "content": …}, …]``, which the model's
-            chat template puts together; or token ids. Or a list of any of these.
+        prompt: A text, with the special tokens that the model's tokenizer puts around texts; a
+            chat's messages, ``[{"role": …, "content": …}, …]``, which the model's chat template
+            puts together; or token ids. Or a list of any of these.
         config: How; by default greedily, until a token of ``lm.eos_token_ids`` comes, and 20 tokens
             at most, with a warning where that cuts a text.
         progress: Whether to show a bar of the texts that are done, on a terminal or in a notebook.
@@ -164,6 +165,8 @@ async def _generated(
     is_shown = switch("progress", progress)
     given, config = _with_length(make_config(config, fields))
     many = is_many(prompt)
+    if isinstance(prompt, (list, tuple)) and not prompt:  # of ids, or of prompts
+        raise ContextError("prompt is empty: give at least one token, or a list of some prompts")
     prompts = _checked(lm, list(prompt) if many else [prompt], config, many)
     drafts = [make_drafts(lm, own, config, number * config.n) for number, own in enumerate(prompts)]
     with progress_bar(len(prompts) * config.n, is_shown, "generating") as bar:

@@ -658,8 +658,9 @@ class AsyncLM(Closing):
                 none at temperature 0. By default, a fresh one.
             temperature: Divisor of the log-probabilities; 0 takes the first of the most probable,
                 whatever the three bounds behind this are.
-            top_k: Only so many of the most probable allowed tokens are drawn from; 0 for no bound.
-                Those that are as probable as the last of them count as well.
+            top_k: Only so many of the most probable allowed tokens are drawn from; 0 for no bound,
+                and none where there are no more. Those that are as probable as the last of them
+                count as well.
             top_p: Only tokens than which more probable ones have less than this probability
                 together, of what is left, at the temperature; above 0 to 1.
             min_p: Only tokens that have this share of the most probable one's probability, at the

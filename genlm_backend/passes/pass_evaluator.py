@@ -132,8 +132,10 @@ class PassEvaluator(Evaluator):
             "for fewer contexts at a time"
         )
         logger.warning(said)
+        # Callers are on other threads: a line of this one would say nothing to them.
+        where = {"filename": "<genlm_backend>", "lineno": 0, "module": __name__}
         with suppress(Warning):  # where a filter makes it an error, it is none of this batch
-            warnings.warn(said, RuntimeWarning, stacklevel=2)
+            warnings.warn_explicit(said, RuntimeWarning, **where)
 
     def _in_parts(
         self, questions: Sequence[Question], parts: Iterable[list[int]]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from genlm_backend.scoring.surprisals import (
         Surprisal,
         Surprisals,
+        SurprisalsOfTexts,
         surprisal,
         surprisal_sync,
     )
@@ -29,6 +30,7 @@ __all__ = [
     "PrefixLogprob",
     "Surprisal",
     "Surprisals",
+    "SurprisalsOfTexts",
     "continuations",
     "continuations_sync",
     "prefix_logprob",
@@ -45,6 +47,7 @@ __getattr__, __dir__ = lazy_names(
         "PrefixLogprob": "genlm_backend.scoring.prefixes",
         "Surprisal": "genlm_backend.scoring.surprisals",
         "Surprisals": "genlm_backend.scoring.surprisals",
+        "SurprisalsOfTexts": "genlm_backend.scoring.surprisals",
         "continuations": "genlm_backend.scoring.next_words",
         "continuations_sync": "genlm_backend.scoring.next_words",
         "prefix_logprob": "genlm_backend.scoring.prefixes",

@@ -10,14 +10,20 @@ from typing import Any, Final, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
-from genlm_backend.checks import checked, instance, integer, number, shown
+from genlm_backend.checks import checked, instance, integer, number, shown, switch
 from genlm_backend.errors import ContextError, OptionTypeError
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.context import Context
 from genlm_backend.model.query import TokenIds
 from genlm_backend.model.token_readouts import ReadoutOf, chosen_of, masses_of
 from genlm_backend.scoring.search import Question, Search, searched, searched_sync
-from genlm_backend.scoring.words import context_ids
+from genlm_backend.scoring.words import (
+    BLANKS,
+    context_ids,
+    ends_blank,
+    is_between_words,
+    word_begins,
+)
 
 
 @final
@@ -44,6 +50,7 @@ async def prefix_logprob(
     context: str | TokenIds | None,
     text: str | bytes,
     *,
+    word_ends: bool = False,
     max_rest: float = 0.01,
     max_contexts: int = 200,
     lora_name: str | None = None,
@@ -65,9 +72,15 @@ async def prefix_logprob(
     Args:
         lm: The model.
         context: A text or token ids, which come before; ``None`` for the token that texts begin
-            with. They are taken as these tokens and no others.
+            with (``bos_token_id`` of the tokenizer). A text is read behind that token where there
+            is one; token ids are taken as they are.
         text: The bytes; a string is taken as UTF-8. A word that follows another begins with its
             blank.
+        word_ends: Whether the last word of the text has to end: whether a blank or the end of the
+            text comes behind it, as ``continuations`` counts words. Where a text that begins with a
+            blank comes behind a context that ends within a word, the answer is given that this word
+            ends, as there. So ``" cat"`` has the probability of the word ``"cat"`` behind one
+            blank, and that of ``" category"`` is not within it.
         max_rest: The part of the answer that may be missing, from 0 on; at it the search ends.
         max_contexts: Number of contexts to ask about at most; at it the search ends, too. A text
             takes one for each of its tokens at least, or nothing is found.
@@ -77,10 +90,11 @@ async def prefix_logprob(
         OptionTypeError: (``TypeError``) If an argument is of a wrong type.
         OptionError: (``ValueError``) If one is out of its bounds, or the tokenizer names no token
             that texts begin with and ``context`` is ``None``.
-        ContextError: (``ValueError``) If ``context`` or ``text`` cannot be read.
+        ContextError: (``ValueError``) If ``context`` or ``text`` cannot be read, or ``text`` ends
+            with a blank where its last word has to end.
         Exception: What ``next_token_logprobs`` raises.
     """
-    search = _search(lm, context, text, max_rest, max_contexts)
+    search = _search(lm, context, text, word_ends, max_rest, max_contexts)
     return await searched(lm, search, lora_name)
 
 
@@ -89,50 +103,54 @@ def prefix_logprob_sync(
     context: str | TokenIds | None,
     text: str | bytes,
     *,
+    word_ends: bool = False,
     max_rest: float = 0.01,
     max_contexts: int = 200,
     lora_name: str | None = None,
 ) -> PrefixLogprob:
     """Return the same log-probability as ``prefix_logprob``, blocking the calling thread."""
-    search = _search(lm, context, text, max_rest, max_contexts)
+    search = _search(lm, context, text, word_ends, max_rest, max_contexts)
     return searched_sync(lm, search, lora_name)
 
 
-_CHECKS: Final = {"max_rest": number(0, 1), "max_contexts": integer(1)}
+_CHECKS: Final = {"word_ends": switch, "max_rest": number(0, 1), "max_contexts": integer(1)}
 
 
 class _Path(NamedTuple):
-    """Tokens that spell a beginning of a text.
+    """Tokens that spell a beginning of what is looked for.
 
     Attributes:
         logprob: Their log-probability.
-        offset: Number of bytes that they spell.
+        spelt: Their bytes.
         context: The context, and these tokens.
     """
 
     logprob: float
-    offset: int
+    spelt: bytes
     context: Context
 
 
 def _search(
-    lm: Any, context: Any, text: Any, max_rest: Any, max_contexts: Any
+    lm: Any, context: Any, text: Any, word_ends: Any, max_rest: Any, max_contexts: Any
 ) -> Search[PrefixLogprob]:
     instance(AsyncLM, "an AsyncLM")("lm", lm)
-    given = checked(_CHECKS, {"max_rest": max_rest, "max_contexts": max_contexts})
-    data = _bytes_of(text)
+    bounds = {"word_ends": word_ends, "max_rest": max_rest, "max_contexts": max_contexts}
+    given = checked(_CHECKS, bounds)
+    data = _bytes_of(text, given["word_ends"])
     begin = lm.contexts.check(context_ids(lm, context), lm.max_length, name="context")
     log_share = math.log(given["max_rest"]) if given["max_rest"] else -math.inf
-    ways = _Ways(lm, data)
-    best = np.full(len(data) + 1, -np.inf)  # the most probable path of those that end at a byte
-    found = -math.inf if data else 0.0
-    paths = [_Path(0.0, 0, begin)] if data else []
+    if not data and not given["word_ends"]:
+        return PrefixLogprob(0.0, -math.inf)
+    is_between = context is None or is_between_words(lm, begin)
+    ways = _Ways(lm, data, given["word_ends"], not is_between)
+    best = np.full(ways.longest + 1, -np.inf)  # the most probable path of those that end at a byte
+    found, paths = -math.inf, [_Path(0.0, b"", begin)]
     too_long, left = list[float](), given["max_contexts"]
     while True:
         rest = _log_sum([*too_long, *(path.logprob for path in paths)])
         is_enough = rest <= log_share + np.logaddexp(found, rest)
         if not paths or not left or is_enough:
-            return PrefixLogprob(min(found, 0.0), rest)
+            return PrefixLogprob(min(found, 0.0), min(rest, 0.0))
         wave, paths = _most_promising(paths, best, log_share, min(left, lm.batch_size))
         left -= len(wave)
         answers = iter((yield [question for path in wave for question in ways.questions(path)]))
@@ -144,19 +162,24 @@ def _search(
                     too_long.append(child.logprob)
                 elif child.logprob > -math.inf:
                     paths.append(child)
-                    best[child.offset] = max(best[child.offset], child.logprob)
+                    size = len(child.spelt)
+                    best[size] = max(best[size], child.logprob)
         best[-1] = found
 
 
-def _bytes_of(text: Any) -> bytes:
-    if isinstance(text, str):
-        try:
-            return text.encode()
-        except UnicodeEncodeError as error:
-            raise ContextError(f"text must be of characters: {error}") from error
-    if not isinstance(text, bytes):
+def _bytes_of(text: Any, word_ends: bool) -> bytes:
+    if not isinstance(text, (str, bytes)):
         raise OptionTypeError(f"text must be a string or bytes, got {shown(text)}")
-    return bytes(text)
+    try:
+        data = text.encode() if isinstance(text, str) else bytes(text)
+    except UnicodeEncodeError as error:
+        raise ContextError(f"text must be of characters: {error}") from error
+    if word_ends and ends_blank(data):
+        raise ContextError(
+            f"text must end with its last word where word_ends=True, and not with a blank: "
+            f"got {shown(text)}"
+        )
+    return data
 
 
 def _log_sum(logprobs: Sequence[float]) -> float:
@@ -175,7 +198,7 @@ def _most_promising(
     ahead = np.maximum.accumulate(best[::-1])[::-1].tolist()
 
     def promise(path: _Path) -> tuple[bool, float]:
-        compared = path.logprob - max(ahead[path.offset], path.logprob)
+        compared = path.logprob - max(ahead[len(path.spelt)], path.logprob)
         is_good = compared >= log_share
         return is_good, compared if is_good else path.logprob
 
@@ -185,43 +208,78 @@ def _most_promising(
     return paths[:size], paths[size:]
 
 
+class _Steps(NamedTuple):
+    """The tokens that may come behind some bytes, and the readouts of them.
+
+    Attributes:
+        tokens: Tokens after which something is left to be spelt, and what is spelt then.
+        readouts: The readouts of how probable groups of other tokens are, and of these tokens.
+    """
+
+    tokens: list[tuple[int, bytes]]
+    readouts: list[ReadoutOf]
+
+
 @final
 class _Ways:
-    """The tokens that may come behind each number of bytes of a text."""
+    """The ways of tokens to a text, or to a text whose last word ends.
 
-    def __init__(self, lm: AsyncLM, data: bytes) -> None:
+    Args:
+        lm: The model.
+        data: The bytes of the text.
+        word_ends: Whether its last word has to end.
+        is_within: Whether it comes behind a word that has not ended.
+
+    Attributes:
+        longest: Number of bytes that have to be spelt, at most.
+    """
+
+    def __init__(self, lm: AsyncLM, data: bytes, word_ends: bool, is_within: bool) -> None:
         self._alphabet, self._size, self._data = lm.alphabet, len(lm.byte_vocab), data
-        self._steps: Final = cache(self._steps_at)
+        self._wanted = [data + blank for blank in BLANKS] if word_ends else [data]
+        self.longest = max(map(len, self._wanted))
+        self._word_ends = word_ends
+        self._given: NDArray[np.bool_] | None = None
+        if word_ends and is_within and data.startswith(BLANKS):
+            self._given = word_begins(lm).unpacked().numpy() | lm.alphabet.ends
+        self._steps: Final = cache(self._steps_behind)
 
-    def _steps_at(self, offset: int) -> tuple[list[tuple[int, int]], list[ReadoutOf]]:
-        """Return the tokens that spell some of the rest, with what is spelt then, and readouts.
+    def _steps_behind(self, spelt: bytes) -> _Steps:
+        """Return the tokens that may come behind some bytes.
 
-        The first readout is that of all tokens that begin with the rest, if there are any.
+        The groups are of all tokens behind which nothing is left to be spelt, if there are any; and
+        in the first step, where that is given, of all that end the word before the text.
         """
-        rest, alphabet = self._data[offset:], self._alphabet
-        most = min(alphabet.longest, len(rest) - 1)
-        steps = [
-            (token_id, offset + size)
-            for size in range(1, most + 1)
-            for token_id in alphabet.spelling(rest[:size])
-        ]
-        beyond = [] if len(rest) > alphabet.longest else [alphabet.beginning_with(rest)]
-        readouts: list[ReadoutOf] = [masses_of(beyond, self._size)]
-        if steps:
-            readouts.append(chosen_of([token_id for token_id, _ in steps], self._size))
-        return steps, readouts
+        alphabet, longest = self._alphabet, self._alphabet.longest
+        rests = [own[len(spelt) :] for own in self._wanted if own.startswith(spelt)]
+        parts = {rest[:i] for rest in rests for i in range(1, min(longest + 1, len(rest)))}
+        tokens = [(i, spelt + part) for part in sorted(parts) for i in alphabet.spelling(part)]
+        beyond = [alphabet.beginning_with(rest) for rest in rests if len(rest) <= longest]
+        if self._word_ends and spelt == self._data:
+            beyond.append(alphabet.ends)
+        groups = [np.logical_or.reduce(beyond)] if beyond else []
+        if self._given is not None and not spelt:
+            groups.append(self._given)
+            tokens = [(i, own) for i, own in tokens if self._given[i]]
+        readouts: list[ReadoutOf] = [masses_of(groups, self._size)]
+        if tokens:
+            readouts.append(chosen_of([token_id for token_id, _ in tokens], self._size))
+        return _Steps(tokens, readouts)
 
     def questions(self, path: _Path) -> list[Question]:
         """Return the questions that are asked behind a path."""
-        return [(path.context, readout) for readout in self._steps(path.offset)[1]]
+        return [(path.context, readout) for readout in self._steps(path.spelt).readouts]
 
     def followed(self, path: _Path, answers: Iterator[Any]) -> tuple[float, list[_Path]]:
         """Return the log-probability of all ends of a path, and the paths that go on from it."""
-        masses = next(answers).tolist()
-        mass = path.logprob + masses[0] if masses else -math.inf
-        steps, readouts = self._steps(path.offset)
+        tokens, readouts = self._steps(path.spelt)
+        masses, before = next(answers).tolist(), path.logprob
+        if self._given is not None and not path.spelt:
+            given = masses.pop()
+            before -= given if given > -math.inf else 0.0
+        mass = masses[0] if masses else -math.inf
         logprobs = next(answers).tolist() if len(readouts) > 1 else []
-        return mass, [
-            _Path(path.logprob + logprob, offset, path.context.extend(token_id))
-            for (token_id, offset), logprob in zip(steps, logprobs, strict=True)
+        return before + mass, [
+            _Path(before + logprob, spelt, path.context.extend(token_id))
+            for (token_id, spelt), logprob in zip(tokens, logprobs, strict=True)
         ]

@@ -120,19 +120,40 @@ class Surprisals(list[Surprisal]):
         Raises:
             MissingExtraError: (``ImportError``) If pandas is not installed.
         """
-        try:
-            import pandas  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            raise MissingExtraError(
-                "to_dataframe needs pandas: pip install 'genlm-backend[pandas]'"
-            ) from error
-        names = [name for name in Surprisal.__slots__ if self._has(name)]
-        return pandas.DataFrame({name: [getattr(own, name) for own in self] for name in names})
+        return _table(self)
 
-    def _has(self, name: str) -> bool:
-        return name not in ("entropy", "rank") or any(
-            getattr(own, name) is not None for own in self
-        )
+
+@final
+class SurprisalsOfTexts(list[Surprisals]):
+    """The surprisals of several texts, in order."""
+
+    def to_dataframe(self) -> Any:
+        """Return the surprisals of all texts as one ``pandas.DataFrame``.
+
+        Its first column, ``text_index``, is the index of the text in the list; the others are those
+        of the ``to_dataframe`` of one text.
+
+        Raises:
+            MissingExtraError: (``ImportError``) If pandas is not installed.
+        """
+        table = _table([each for own in self for each in own])
+        table.insert(0, "text_index", [i for i, own in enumerate(self) for _ in own])
+        return table
+
+
+def _table(values: Sequence[Surprisal]) -> Any:
+    """Return a ``pandas.DataFrame`` with a row for each value."""
+    try:
+        import pandas  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingExtraError(
+            "to_dataframe needs pandas: pip install 'genlm-backend[pandas]'"
+        ) from error
+    columns = {name: [getattr(own, name) for own in values] for name in Surprisal.__slots__}
+    for name in ("entropy", "rank"):
+        if all(told is None for told in columns[name]):
+            del columns[name]
+    return pandas.DataFrame(columns)
 
 
 By: TypeAlias = Literal["word", "token", "character"]
@@ -166,12 +187,12 @@ async def surprisal(lm: AsyncLM, texts: str, **options: Unpack[SurprisalOptions]
 @overload
 async def surprisal(
     lm: AsyncLM, texts: Sequence[str], **options: Unpack[SurprisalOptions]
-) -> list[Surprisals]: ...
+) -> SurprisalsOfTexts: ...
 
 
 async def surprisal(
     lm: AsyncLM, texts: str | Sequence[str], **options: Unpack[SurprisalOptions]
-) -> Surprisals | list[Surprisals]:
+) -> Surprisals | SurprisalsOfTexts:
     """Return the surprisal of each word, token or character of texts.
 
     A word is what blanks separate. Its surprisal is that of its tokens, and of its end: the
@@ -192,16 +213,17 @@ async def surprisal(
             ``"bits"`` (the default) or ``"nats"``; ``words``, what a word is: a regular expression
             or a function from a text to the spans of its words, ``r"\\S+"`` by default;
             ``word_ends``, whether words are charged for their ends, by default where blanks
-            separate them; ``context``, a text or token ids to read each text behind, in place of
-            the token that texts begin with; ``contexts``, such a context for each of several texts,
-            in a list; ``entropy`` and ``rank``, whether to tell these;
+            separate them; ``context``, what each text is read behind: a text, itself behind the
+            token that texts begin with where there is one, or token ids as they are;
+            ``contexts``, such a context for each of several texts, in a list;
+            ``entropy`` and ``rank``, whether to tell these;
             ``stride``, for texts that are longer than the model takes: the number of tokens that
             are scored behind one window of the others, half a window by default; ``lora_name``, the
             adapter to read with; ``progress``, whether to show a bar of the texts that are done, on
             a terminal or in a notebook.
 
     Returns:
-        The surprisals of the text in a list, or such a list for each of several texts.
+        The surprisals of the text in a list; of several texts, such a list for each.
 
     Raises:
         OptionTypeError: (``TypeError``) If there is no such option, or one is of a wrong type.
@@ -221,7 +243,7 @@ async def surprisal(
             return text.surprisals(found)
 
         found = await together(map(told, read))
-    return found if many else found[0]
+    return SurprisalsOfTexts(found) if many else found[0]
 
 
 @overload
@@ -231,19 +253,19 @@ def surprisal_sync(lm: AsyncLM, texts: str, **options: Unpack[SurprisalOptions])
 @overload
 def surprisal_sync(
     lm: AsyncLM, texts: Sequence[str], **options: Unpack[SurprisalOptions]
-) -> list[Surprisals]: ...
+) -> SurprisalsOfTexts: ...
 
 
 def surprisal_sync(
     lm: AsyncLM, texts: str | Sequence[str], **options: Unpack[SurprisalOptions]
-) -> Surprisals | list[Surprisals]:
+) -> Surprisals | SurprisalsOfTexts:
     """Return the same surprisals as ``surprisal``, blocking the calling thread.
 
     Works in a notebook too, whose event loop waits for it.
     """
     asked = _Asked(lm, options)
     many, read = asked.read(texts)
-    found = list[Surprisals]()
+    found = SurprisalsOfTexts()
     with progress_bar(len(read), asked.progress, "scoring") as bar:
         for start in range(0, len(read), _AT_ONCE):
             some = read[start : start + _AT_ONCE]

@@ -27,7 +27,8 @@ Words: TypeAlias = str | re.Pattern[str] | Callable[[str], Iterable[Span]]
 NOT_BLANK: Final = re.compile(r"\S+")
 """Words that blanks separate."""
 
-_BLANKS: Final = tuple(char.encode() for char in map(chr, range(0x3001)) if char.isspace())
+BLANKS: Final = tuple(char.encode() for char in map(chr, range(0x3001)) if char.isspace())
+"""The bytes of each blank."""
 
 
 @final
@@ -258,7 +259,7 @@ def spans_of(words: Words, text: str) -> list[Span]:
 
 def ends_blank(data: bytes) -> bool:
     """Return whether the bytes of a token end with a blank."""
-    return data.endswith(_BLANKS)
+    return data.endswith(BLANKS)
 
 
 _masks: Final[weakref.WeakKeyDictionary[Any, PackedMask]] = weakref.WeakKeyDictionary()
@@ -274,7 +275,7 @@ def word_begins(lm: AsyncLM) -> PackedMask:
     alphabet = lm.alphabet
     mask = _masks.get(alphabet)
     if mask is None:
-        begins: list[Any] = [token.byte_string.startswith(_BLANKS) for token in lm.byte_vocab]
+        begins: list[Any] = [token.byte_string.startswith(BLANKS) for token in lm.byte_vocab]
         bools = np.array(begins, np.bool_)
         bools[[*lm.special_ids, *lm.eos_token_ids]] = True
         bools[[*lm.undefined_ids]] = False

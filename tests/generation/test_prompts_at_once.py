@@ -65,7 +65,8 @@ async def test_several_prompts_of_a_tokenizer_and_a_template():
         ([[1], []], ContextError, r"prompt\[1\]: token_ids is empty"),
         ([[1], 3], ContextTypeError, r"prompt\[1\]: a prompt is a text"),
         ([[1], [10_000]], ContextError, r"prompt\[1\]: token id 10000"),
-        ([], ContextError, "is empty"),
+        ([], ContextError, "^prompt is empty: .* a list of some prompts"),
+        ((), ContextError, "^prompt is empty: .* a list of some prompts"),
     ],
     ids=str,
 )

@@ -7,9 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from genlm_backend import PrefixLogprob, load_model_by_name, prefix_logprob, prefix_logprob_sync
+from genlm_backend import (
+    MockAsyncLM,
+    PrefixLogprob,
+    continuations_sync,
+    load_model_by_name,
+    prefix_logprob,
+    prefix_logprob_sync,
+    surprisal_sync,
+)
 from genlm_backend.errors import ContextError, OptionError, OptionTypeError
-from tests.scoring.vocabularies import Rows, mock
+from tests.scoring.vocabularies import LETTERS, Rows, many_ways, mock
 
 BYTES = b"ab \xc3\xa9"
 texts = st.lists(st.sampled_from(BYTES), max_size=6).map(bytes)
@@ -68,6 +76,49 @@ def test_the_right_number_is_within_bounds(rows, data, max_rest, max_contexts, b
         assert share <= max_rest + 1e-9
 
 
+def words_of(rows, context, data, is_given):
+    """The probability that a text is some bytes whose last word ends, by all its tokens."""
+    blanks = (b" ", "\u2003".encode(), "\u2029".encode())  # those that the tokens can spell
+    total = rows.ended(context, data) + sum(rows.prefix(context, data + own) for own in blanks)
+    if not is_given:
+        return total
+    own, end = rows.behind(context)
+    return total / (end + sum(p for i, p in own if rows.spelling(i).startswith(blanks)))
+
+
+@pytest.mark.parametrize("context", [[0], [0, 5], [0, 2], [0, 6, 3], [0, 9, 10], [0, 2, 12]])
+@pytest.mark.parametrize("data", [b"", b"a", b" a", b"  ab", b"ab a", b" b\xc3", b"c", b" c"])
+def test_a_word_that_ends_is_summed_up_to_its_blank(context, data):
+    """Of a vocabulary with a blank of three bytes, as a token, in parts and behind a letter."""
+    tokens = [*LETTERS, "âĢĥ", "âĢ", "â", "aâĢĥ", "ĥ"]
+    with MockAsyncLM(many_ways(tokens)) as lm:
+        rows = Rows(lm)
+        assert rows.spelling(12) == "\u2003".encode()
+        is_given = data.startswith(b" ") and context not in ([0], [0, 5], [0, 2, 12])
+        options = {"word_ends": True, "max_contexts": 10**6}
+        found = prefix_logprob_sync(lm, context, data, max_rest=0, **options)
+        own = words_of(rows, context, data, is_given)
+        assert math.exp(found.logprob) == pytest.approx(own, rel=1e-5, abs=0)
+        assert found.log_rest == -math.inf
+        loose = prefix_logprob_sync(lm, context, data, max_rest=0.3, word_ends=True)
+        assert math.exp(loose.logprob) <= own * (1 + 1e-5)
+        assert own <= math.exp(loose.upper) * (1 + 1e-5)
+        if loose.upper > -math.inf:
+            assert math.exp(loose.log_rest - loose.upper) <= 0.3 + 1e-9
+
+
+def test_words_that_end_are_those_of_continuations(lm):
+    """All but the blanks before a word, of which a single one is asked about."""
+    found = continuations_sync(lm, [0, 2], 50, max_rest=0, max_contexts=3000)
+    for word in [own for own in found if "\ufffd" not in own.text][:5]:
+        blanks = [" " * size + word.text for size in range(1, 8)]
+        options = {"word_ends": True, "max_rest": 0, "max_contexts": 10**6}
+        own = [prefix_logprob_sync(lm, [0, 2], text, **options).logprob for text in blanks]
+        total = math.fsum(map(math.exp, own))
+        assert math.exp(word.logprob) * (1 - 1e-3) <= total
+        assert total <= math.exp(word.logprob) * (1 + 1e-3) + math.exp(found.log_rest)
+
+
 def test_a_search_goes_by_waves(lm):
     lm.clear_cache()
     before = lm.statistics()
@@ -105,6 +156,9 @@ def test_mistakes(lm):
         ((lm, [], "a"), {}, ContextError, "context"),
         ((lm, 5, "a"), {}, TypeError, "context"),
         (("gpt2", None, "a"), {}, OptionTypeError, "lm must be an AsyncLM"),
+        ((lm, None, "a "), {"word_ends": True}, ContextError, "not with a blank"),
+        ((lm, None, "a\u3000"), {"word_ends": True}, ContextError, "not with a blank"),
+        ((lm, None, "a"), {"word_ends": 1}, OptionTypeError, "word_ends"),
         ((lm, None, "a"), {"max_rest": -1}, OptionError, "max_rest"),
         ((lm, None, "a"), {"max_rest": 2}, OptionError, "max_rest"),
         ((lm, None, "a"), {"max_contexts": 0}, OptionError, "max_contexts"),
@@ -134,3 +188,15 @@ def test_a_real_model():
         found = prefix_logprob_sync(lm, context, " Paris", max_contexts=1000)
         assert least - 1e-4 <= found.upper
         assert found.logprob >= least - 1e-4
+
+
+@pytest.mark.real
+def test_a_word_of_a_real_model_is_as_probable_as_its_surprisal_says():
+    with load_model_by_name("smollm2") as lm:
+        between_texts = [lm.str_vocab.index("<|endoftext|>")]
+        context = [*between_texts, *lm.tokenizer.encode("The capital of France is")]
+        for text in (" Paris.", " Oslo."):
+            told = surprisal_sync(lm, text, context=context, unit="nats").total
+            found = prefix_logprob_sync(lm, context, text, word_ends=True)
+            assert found.upper >= -told - 1e-3
+            assert found.logprob <= -told + math.log(2)  # other tokenisations are rarer

@@ -382,6 +382,8 @@ def test_a_table_needs_pandas(tiny, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(MissingExtraError, match=r"genlm-backend\[pandas\]"):
         found.to_dataframe()
+    with pytest.raises(MissingExtraError, match=r"genlm-backend\[pandas\]"):
+        surprisal_sync(tiny, ["ab ba", "b"]).to_dataframe()
     assert repr(found).startswith("Surprisals('ab' ")
     assert repr(found).endswith("; bits, behind '<s>')")
 
@@ -393,6 +395,22 @@ def test_a_table_has_what_was_asked_for(tiny):
     assert table["text"].tolist() == ["ab", "ba"]
     assert "rank" in table
     assert "entropy" not in table
+
+
+async def test_a_table_of_several_texts_tells_which_text_a_row_is_of(tiny):
+    pandas = pytest.importorskip("pandas")
+    texts = ["ab ba", "b", "a ab b"]
+    found = await surprisal(tiny, texts, entropy=True)
+    table = found.to_dataframe()
+    assert table.columns[0] == "text_index"
+    assert table["text_index"].tolist() == [0, 0, 1, 2, 2, 2]
+    assert table["text"].tolist() == [word for text in texts for word in text.split()]
+    for i, text in enumerate(texts):
+        own = table[table["text_index"] == i].drop(columns="text_index").reset_index(drop=True)
+        alone = surprisal_sync(tiny, text, entropy=True).to_dataframe()
+        pandas.testing.assert_frame_equal(own, alone)
+    assert surprisal_sync(tiny, texts, entropy=True).to_dataframe().equals(table)
+    assert surprisal_sync(tiny, []).to_dataframe().empty
 
 
 @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=30))

@@ -281,8 +281,9 @@ class Engine(OfOneProcess, Closing):
 
         Args:
             model_name: Name of a running model.
-            text: A text; a chat's messages, ``[{"role": …, "content": …}, …]``, which the model's
-                chat template puts together; or several of either.
+            text: A text, with the special tokens that the model's tokenizer puts around texts; a
+                chat's messages, ``[{"role": …, "content": …}, …]``, which the model's chat template
+                puts together; or several of either.
             config: How, as for ``start_request_ids``; so are ``timeout``, of each, and ``fields``.
 
         Raises:

@@ -82,6 +82,10 @@ def test_it_is_said_once_that_there_is_too_little(num_slots, caplog):
         with pytest.warns(RuntimeWarning, match=SAID) as told:
             ask_growing(lm, 12 if num_slots == 40 else 2)
         assert len(told) == len(caplog.records) == 1
+        shown = warnings.formatwarning(
+            told[0].message, told[0].category, told[0].filename, told[0].lineno
+        )
+        assert shown == f"<genlm_backend>:0: RuntimeWarning: {told[0].message}\n"
         assert "Raise kv_cache_bytes" in caplog.text
         hits = lm.statistics()
         assert hits.hit_rate == hits.tokens_reused / (hits.tokens_computed + hits.tokens_reused)
@@ -92,6 +96,14 @@ def test_a_filter_that_makes_it_an_error_loses_no_row():
     with make(8) as lm, warnings.catch_warnings():
         warnings.simplefilter("error")
         ask_growing(lm)
+
+
+def test_it_is_left_out_by_the_name_of_its_module():
+    with make(8) as lm, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", module=r"genlm_backend\.")
+        ask_growing(lm)
+    assert not [each for each in told if SAID in str(each.message)]
 
 
 def test_nothing_is_said_where_there_is_room_or_nothing_comes_again():
