@@ -55,7 +55,7 @@ class LlamaContext:
     """A context of llama.cpp: cells that its sequences share, in one unified cache.
 
     The first sequences are for contexts. Where a model has layers with a window, each of them has a
-    *twin* that holds the same cells: a cell beyond the window is given to another token as soon as
+    *guard* that holds the same cells: a cell beyond the window is given to another token as soon as
     one sequence alone holds it.
 
     The running state of a sequence is a cell of its own, which copies share as well. It is behind
@@ -80,8 +80,8 @@ class LlamaContext:
     def __init__(self, model: GGUFModel, size: ContextSize) -> None:
         self.model, self.size = model, size
         counts = size.sequences
-        self._twin = counts.num_contexts if model.window else 0
-        self.first_state = counts.num_contexts + self._twin
+        self._to_guard = counts.num_contexts if model.window else 0
+        self.first_state = counts.num_contexts + self._to_guard
         self.first_passed = self.first_state + counts.num_states
         self._spare = self.first_passed + counts.most_rows
         self._parked: dict[int, Saved] = {}
@@ -142,18 +142,18 @@ class LlamaContext:
                 self._remove(*step)
 
     def _copy(self, source: int, sequence: int, start: int, stop: int) -> None:
-        """Have a sequence of a context, and its twin, hold tokens that another one holds."""
-        for own in self._with_twin(sequence):
+        """Have a sequence of a context, and its guard, hold tokens that another one holds."""
+        for own in self._with_guard(sequence):
             self._lib.llama_memory_seq_cp(self._memory, source, own, start, stop)
 
     def _remove(self, sequence: int, start: int = 0, stop: int = -1) -> None:
-        """Have a sequence of a context, and its twin, hold no tokens at these positions."""
-        for own in self._with_twin(sequence):
+        """Have a sequence of a context, and its guard, hold no tokens at these positions."""
+        for own in self._with_guard(sequence):
             if not self._lib.llama_memory_seq_rm(self._memory, own, start or -1, stop):
                 raise EvaluationError(f"llama.cpp cannot cut a sequence at token {start}")
 
-    def _with_twin(self, sequence: int) -> tuple[int, ...]:
-        return (sequence, sequence + self._twin) if self._twin else (sequence,)
+    def _with_guard(self, sequence: int) -> tuple[int, ...]:
+        return (sequence, sequence + self._to_guard) if self._to_guard else (sequence,)
 
     def _saved(self, sequence: int, start: int, stop: int) -> Saved:
         """Return the keys and values of a sequence at positions, in llama.cpp's own format."""
@@ -196,7 +196,7 @@ class LlamaContext:
             The sequences of the states that they come to, which stay until the next pass: ``[B]``.
         """
         after = self.first_passed + np.arange(len(rows))
-        own = [self._with_twin(row) for row in rows.tolist()]
+        own = [self._with_guard(row) for row in rows.tolist()]
         try:
             if before is not None:
                 for state, sequences in zip(before.tolist(), own, strict=True):
@@ -250,9 +250,9 @@ class LlamaContext:
         has_output: NDArray[np.int8],
     ) -> None:
         lib, size = self._lib, len(tokens)
-        own = np.stack([sequences, sequences + self._twin], axis=1, dtype=np.int32)
+        own = np.stack([sequences, sequences + self._to_guard], axis=1, dtype=np.int32)
         addresses = own.ctypes.data + np.arange(size, dtype=np.uintp) * own.strides[0]
-        num_own = np.full(size, 2 if self._twin else 1, np.int32)
+        num_own = np.full(size, 2 if self._to_guard else 1, np.int32)
         batch = lib.llama_batch()
         batch.n_tokens = size
         for name, values, kind in (
@@ -268,7 +268,7 @@ class LlamaContext:
         if code:
             said = "; ".join([_reason(code), *errors])
             raise EvaluationError(f"llama.cpp computed no rows of {size} tokens: {said}")
-        if self._twin and not self.model.has_states:  # of which only the last position is told
+        if self._to_guard and not self.model.has_states:  # of which only the last position is told
             for sequence in set(sequences.tolist()):
                 if lib.llama_memory_seq_pos_min(self._memory, sequence):
                     raise EvaluationError("llama.cpp has dropped tokens behind a window")
