@@ -228,6 +228,34 @@ async def test_flush_sends_a_batch_without_waiting(recorder):
     batcher.close()
 
 
+@pytest.mark.parametrize("others", [0, 1])
+async def test_what_was_hurried_and_left_hurries_nobody_else(recorder, others):
+    batcher = Batcher(
+        recorder, BatchPolicy(100, timeout=1000.0, quiet_passes=10**9, max_passes=10**9)
+    )
+    recorder.hold()
+    first = asyncio.ensure_future(batcher.submit(0))
+    await passes(2)
+    batcher.flush()
+    while not recorder.is_held.is_set():
+        await passes(1)
+    left = asyncio.ensure_future(batcher.submit(1))
+    patient = [asyncio.ensure_future(batcher.submit(2)) for _ in range(others)]
+    await passes(2)
+    if not others:
+        batcher.flush()  # of the one that leaves
+    left.cancel()
+    await passes(2)
+    recorder.let_go()
+    assert await first == 0
+    patient = patient or [asyncio.ensure_future(batcher.submit(2))]
+    await passes(200)
+    assert recorder.batches == [[0]]
+    batcher.flush()
+    assert await asyncio.gather(*patient) == [4]
+    batcher.close()
+
+
 async def test_close_settles_waiters_waits_for_the_batch_and_refuses_more(recorder):
     batcher = Batcher(recorder, PATIENT)
     recorder.hold()
