@@ -18,7 +18,12 @@ def cpu_budget() -> int:
 
     A quarter of what is free, 4 GiB at most.
     """
-    return min(CPU_LIMIT, int(psutil.virtual_memory().available * CPU_FRACTION))
+    return min(CPU_LIMIT, int(free_memory() * CPU_FRACTION))
+
+
+def free_memory() -> int:
+    """Return the bytes of a machine's memory that are free, or can be made so."""
+    return psutil.virtual_memory().available
 
 
 def is_out_of_memory(error: BaseException) -> bool:

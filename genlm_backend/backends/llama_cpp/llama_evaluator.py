@@ -28,7 +28,7 @@ from genlm_backend.passes.pass_evaluator import PassEvaluator
 from genlm_backend.passes.prefix_cache import PrefixCache
 from genlm_backend.prefix.budgets import Budgets
 from genlm_backend.prefix.kv_store import FREE_SLOTS
-from genlm_backend.runtime.memory import cpu_budget
+from genlm_backend.runtime.memory import cpu_budget, free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ CELL_TYPES: Final = {"float32": 0, "float16": 1}
 _CPU: Final = torch.device("cpu")
 _DEFAULT_TOKENS: Final = 16384
 _MOST_TOKENS: Final = 2048
+_MOST_CELLS: Final = 1 << 30
 _MOST_SEQUENCES: Final = 256
 _DEFAULT_STATE_BYTES: Final = 1 << 30
 _CONTEXTS_RUN_WHOLE: Final = 31
@@ -119,7 +120,9 @@ class LlamaEvaluator(PassEvaluator):
         if not of_token:
             num_tokens = FREE_SLOTS
         elif self._wanted_bytes and keeps:
-            num_tokens = (self._wanted_bytes - self._state_bytes(sequences)) // of_token
+            self._check_room(self._wanted_bytes)
+            num_bytes = self._wanted_bytes - self._state_bytes(sequences)
+            num_tokens = min(num_bytes // of_token, _MOST_CELLS)
             if num_tokens < 1:
                 raise OptionError(
                     f"kv_cache_bytes={self._wanted_bytes} has no room for the {of_token} bytes of "
@@ -144,6 +147,14 @@ class LlamaEvaluator(PassEvaluator):
             cell_type=CELL_TYPES[self._dtype],
         )
         return size, length, num_tokens if keeps else 0
+
+    def _check_room(self, num_bytes: int) -> None:
+        """Raise an error for more bytes than there are: llama.cpp takes and clears them at once."""
+        free = free_memory()
+        if num_bytes > free and not library().llama_supports_gpu_offload():
+            raise OptionError(
+                f"kv_cache_bytes={num_bytes} is more than the {free} bytes of memory that are free"
+            )
 
     def _sequences(self, support: LlamaSupport, *, keeps: bool) -> SequenceCounts:
         """Return how many sequences are for what."""

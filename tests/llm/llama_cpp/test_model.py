@@ -294,6 +294,8 @@ def test_options_are_checked_before_anything_is_loaded():
         over(num_gpu_layers=-1)
     with pytest.raises(OptionError, match="no room for the"):
         over(kv_cache_bytes=100)
+    with pytest.raises(OptionError, match="bytes of memory that are free"):
+        over(kv_cache_bytes=1 << 50)
 
 
 def test_a_context_beyond_its_room_is_refused_before_it_is_queued():
