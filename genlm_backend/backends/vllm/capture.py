@@ -211,6 +211,7 @@ class Core:
         eos_token_ids: The ids that end a text by the generation config; ``None`` where there are
             none.
         kv_cache_dtype: Number format of these; ``None`` for the type that the model computes in.
+        takes_adapters: Whether it has places for LoRA adapters.
         num_free_blocks: Number of blocks that were free after the latest step.
         num_requests: Number of requests after the latest step, idle ones included.
         num_running: Number of requests that the latest step computed.
@@ -231,6 +232,7 @@ class Core:
         self.num_blocks: int = config.cache_config.num_gpu_blocks
         kept = config.cache_config.cache_dtype
         self.kv_cache_dtype: str | None = None if kept == "auto" else kept
+        self.takes_adapters = config.lora_config is not None
         self.num_free_blocks = self.num_blocks - 1
         self.num_requests = self.num_running = 0
         self.is_fresh = False

@@ -70,6 +70,9 @@ class VLLMEngine:
         self.block_size: int = self._core.block_size
         self.num_blocks: int = self._core.num_blocks - 1  # one is vLLM's own
         self.kv_cache_dtype: str | None = self._core.kv_cache_dtype
+        # Where there are adapters, vLLM's head adds what it knows of the sampled tokens' adapters
+        # to all tokens of a prompt: on the CPU that ends the engine.
+        self.scores_texts = not self._core.takes_adapters
         self.num_steps = 0
         self.completions: dict[str, Completion] = {}
         self._sessions: set[str] = set()

@@ -183,6 +183,22 @@ class Least(Readout):
     assert top.token_ids.tolist() == [int(row.argmax())]
 
 
+async def test_texts_are_scored_in_a_pass_beside_rows(lm):
+    randomness = random.Random(3)
+    text = [randomness.randrange(VOCAB) for _ in range(120)]
+    with torch.no_grad():
+        expected = real.tiny_model()(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
+    for start in (30, 1, 119, 30):  # the last time its prompt's keys and values are there
+        before = lm.statistics().num_forwards
+        scores, row = await asyncio.gather(
+            lm.score(text[:start], text[start:]), lm.next_token_logprobs(text[:start])
+        )
+        chosen = expected[range(start - 1, 119), text[start:]]
+        torch.testing.assert_close(scores, chosen, rtol=0, atol=1e-4)
+        check(row, text[:start])
+        assert lm.statistics().num_forwards - before <= 3
+
+
 def test_clearing_and_asking_again(lm):
     lm.next_token_logprobs_sync([1, 2, 3])
     lm.clear_cache()
