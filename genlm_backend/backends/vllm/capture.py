@@ -32,6 +32,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
+from genlm_backend.backends.vllm.scanning import let_modules_be_scanned
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.ends import listed_ids
 from genlm_backend.model.row import Row, rows_of_logits
@@ -39,6 +40,10 @@ from genlm_backend.vision.pictures import image_token_id_of
 
 if TYPE_CHECKING:
     from genlm_backend.model.readout import RowQuestions
+
+# A process of vLLM's imports the program that loads the model first, and what that imports, such as
+# Numba; then its arguments, and so this file; then it scans.
+let_modules_be_scanned()
 
 TAG = "genlm_row"
 """Key of a request's tag among its extra arguments."""
