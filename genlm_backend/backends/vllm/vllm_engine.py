@@ -37,6 +37,9 @@ from genlm_backend.vision.pictures import Pictures
 _WAIT = 0.1
 """Seconds to wait for the outputs of a core in another process at each step."""
 
+_MOST_EMPTY_STEPS = 3
+"""Number of steps that compute nothing, behind each other, before something has to make room."""
+
 _PATIENCE = 30.0
 """Seconds that a core may take to notice that requests have ended."""
 
@@ -77,6 +80,7 @@ class VLLMEngine:
         self.completions: dict[str, Completion] = {}
         self._sessions: set[str] = set()
         self._untaken: set[str] = set()
+        self._texts: dict[str, Scoring] = {}
         self._requests: list[Any] = []
         self._num_empty_steps = 0
         self._adapters: dict[Adapter, LoRARequest] = {}
@@ -192,7 +196,7 @@ class VLLMEngine:
                     raise EvaluationError(f"vLLM ended a session: {output.finish_reason}")
                 if output.new_token_ids:
                     waiting.discard(output.request_id)
-            if waiting and self._is_stuck and not relieve():
+            if waiting and not self._is_relieved(relieve):
                 raise EvaluationError(f"vLLM has no room for {len(waiting)} of its requests")
         found = self._call(self._core.take, session_ids, wanted)
         self._untaken.difference_update(session_ids)
@@ -227,7 +231,7 @@ class VLLMEngine:
             prompt_logprobs=0,
             skip_reading_prefix_cache=is_fresh,
         )
-        waiting = {uuid.uuid4().hex: text for text in texts}
+        waiting = self._texts = {uuid.uuid4().hex: text for text in texts}
         found, names = dict[str, Scored](), list(waiting)
         requests = [
             self._request(name, text.text, 0, params, resumable=False)
@@ -245,9 +249,10 @@ class VLLMEngine:
                     if output.finish_reason is not None:
                         text = waiting.pop(output.request_id)
                         found[output.request_id] = self._scored_text(output, text)
-                if waiting and self._is_stuck and not relieve():
+                if waiting and not self._is_relieved(relieve):
                     raise EvaluationError(f"vLLM has no room for {len(waiting)} of its texts")
         finally:
+            self._texts = {}
             if waiting:
                 self._call(self._core.abort, list(waiting))
         return [found[name] for name in names]
@@ -304,7 +309,7 @@ class VLLMEngine:
     def step(self, relieve: Callable[[], bool]) -> None:
         """Make a step for the completions; ``relieve`` as for ``run``."""
         self._step()
-        if self.completions and self._is_stuck and not relieve():
+        if self.completions and not self._is_relieved(relieve):
             raise EvaluationError(f"vLLM has no room for any of {len(self.completions)} samples")
 
     def stop(self, completions: list[Completion]) -> None:
@@ -362,12 +367,17 @@ class VLLMEngine:
 
     @property
     def _num_requests(self) -> int:
-        return len(self._sessions) + len(self.completions)
+        return len(self._sessions) + len(self.completions) + len(self._texts)
 
-    @property
-    def _is_stuck(self) -> bool:
-        """Whether the latest steps computed nothing, so that the next ones will not either."""
-        return self._num_empty_steps >= 3
+    def _is_relieved(self, relieve: Callable[[], bool]) -> bool:
+        """Return whether the next steps may compute something: they can, or room has been made.
+
+        They cannot where several have computed nothing since all requests were there.
+        """
+        if self._num_empty_steps < _MOST_EMPTY_STEPS:
+            return True
+        self._num_empty_steps = 0
+        return relieve()
 
     def _step(self) -> list[Any]:
         """Make a step, or wait a little for one; pass on what it has sampled."""
@@ -376,7 +386,11 @@ class VLLMEngine:
             return []
         is_empty = not outputs and self._core.is_fresh and self._core.num_running == 0
         self.num_steps += not is_empty
-        self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
+        if not is_empty:
+            self._num_empty_steps = 0
+        elif self._core.num_requests >= self._num_requests:
+            # Fewer are there where another process has told of a step before it got the last ones.
+            self._num_empty_steps += 1
         for output in outputs:
             completion = self.completions.get(output.request_id)
             if completion is not None:

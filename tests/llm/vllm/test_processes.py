@@ -199,6 +199,30 @@ async def test_texts_are_scored_in_a_pass_beside_rows(lm):
         assert lm.statistics().num_forwards - before <= 3
 
 
+@pytest.mark.parametrize("verb", ["row", "score"])
+async def test_a_slow_engine_ends_no_session_for_steps_that_it_told_of_late(lm, monkeypatch, verb):
+    text = [5, 9, 7, 3, 8]
+    await asyncio.gather(*(lm.next_token_logprobs([i, 4]) for i in range(8)))
+    core, before = lm._vllm.engine._core, lm.statistics().num_evicted_tokens
+    own, late = core.step, [[]] * 6 + [None] * 60
+
+    def step(timeout):
+        if not late:
+            return own(timeout)
+        core.num_running, core.is_fresh = 0, True  # as many requests as there were
+        return late.pop(0)
+
+    monkeypatch.setattr(core, "step", step)
+    if verb == "row":
+        check(await lm.next_token_logprobs(text), text)
+    else:
+        (score,) = await lm.score(text[:4], text[4:])
+        expected = fresh_row(real.tiny_model(), text[:4])[text[4]]
+        torch.testing.assert_close(score, expected, rtol=0, atol=1e-4)
+    assert late == []
+    assert lm.statistics().num_evicted_tokens == before
+
+
 def test_clearing_and_asking_again(lm):
     lm.next_token_logprobs_sync([1, 2, 3])
     lm.clear_cache()
