@@ -8,11 +8,12 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, EngineArgs, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
@@ -121,7 +122,8 @@ class VLLMEngine:
             tokenizer: Tokenizer to use in place of the model's own.
 
         Raises:
-            UnsupportedModelError: If an option is one that forks or rows do not go with.
+            UnsupportedModelError: If an option or the model is one that forks or rows do not go
+                with.
         """
         _check_options(options)
         made, max_adapters = _arguments(options), None
@@ -142,6 +144,7 @@ class VLLMEngine:
         with environment(variables), random_state_kept():
             capture.forget_environment()
             scanning.let_modules_be_scanned()
+            _check_model(path, made)
             llm = LLM(path, **made)
             if is_taken:
                 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -451,6 +454,19 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(
             f"kv_cache_dtype={kept!r}: on the CPU vLLM takes it and gives wrong rows; its "
             f"attention there knows {known}"
+        )
+
+
+def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse a model with running states, by its configuration; no weights are loaded."""
+    own = {field.name for field in fields(EngineArgs)}  # all of vllm.LLM's, but a chat template
+    given = {name: value for name, value in arguments.items() if name in own}
+    config = EngineArgs(model=path, **given).create_model_config()
+    if config.is_hybrid or config.is_attention_free:
+        raise UnsupportedModelError(
+            f"{config.architecture} keeps running states, of which vLLM has none behind each token: "
+            "its contexts cannot be forked at any token. load_model_by_name(…, backend='hf') runs "
+            "such a model, and keeps its states"
         )
 
 
