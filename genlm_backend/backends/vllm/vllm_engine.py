@@ -74,8 +74,8 @@ class VLLMEngine:
         self.block_size: int = self._core.block_size
         self.num_blocks: int = self._core.num_blocks - 1  # one is vLLM's own
         self.kv_cache_dtype: str | None = self._core.kv_cache_dtype
-        # Where there are adapters, vLLM's head adds what it knows of the sampled tokens' adapters
-        # to all tokens of a prompt: on the CPU that ends the engine.
+        # Where adapters are taken, vLLM's head gives the tokens of a prompt the adapters that it
+        # has looked up for the sampled tokens, which are fewer: on the CPU its engine ends.
         self.scores_texts = not self._core.takes_adapters
         self.num_steps = 0
         self.completions: dict[str, Completion] = {}
@@ -458,15 +458,14 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
-    """Refuse a model with running states, by its configuration; no weights are loaded."""
+    """Refuse a model with running states by its configuration, before its weights are loaded."""
     own = {field.name for field in fields(EngineArgs)}  # all of vllm.LLM's, but a chat template
     given = {name: value for name, value in arguments.items() if name in own}
     config = EngineArgs(model=path, **given).create_model_config()
     if config.is_hybrid or config.is_attention_free:
         raise UnsupportedModelError(
-            f"{config.architecture} keeps running states, of which vLLM has none behind each token: "
-            "its contexts cannot be forked at any token. load_model_by_name(…, backend='hf') runs "
-            "such a model, and keeps its states"
+            f"{config.architecture} has running states, which vLLM does not keep behind each "
+            "token: its contexts cannot be forked. load_model_by_name(…, backend='hf') runs it"
         )
 
 

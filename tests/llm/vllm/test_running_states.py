@@ -1,7 +1,5 @@
 """A model with running states is refused before its weights are loaded, and disturbs nobody."""
 
-import tempfile
-
 import psutil
 import pytest
 import torch
@@ -39,11 +37,11 @@ def test_a_model_with_running_states_is_refused(monkeypatch, tmp_path, family, i
     assert set(psutil.Process().children(recursive=True)) == before
 
 
-def test_a_model_that_is_loaded_behind_a_refused_one_has_its_rows():
+def test_a_model_that_is_loaded_behind_a_refused_one_has_its_rows(tmp_path):
     real.close_tiny_engine()
-    with tempfile.TemporaryDirectory() as folder, pytest.raises(UnsupportedModelError):
-        state_families.make("qwen3_next").save_pretrained(folder)
-        AsyncVirtualLM.from_name(folder, real.TINY_OPTIONS)
+    state_families.make("qwen3_next").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError):
+        AsyncVirtualLM.from_name(str(tmp_path), real.TINY_OPTIONS)
     with AsyncVirtualLM(real.load_tiny(), row_cache_bytes=0) as lm:
         assert lm._vllm.engine._core.is_local
         row = lm.next_token_logprobs_sync([1, 2, 3])

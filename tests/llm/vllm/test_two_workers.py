@@ -1,4 +1,4 @@
-"""Two workers that share a model, with adapters: all that is asked of one, and the death of either."""
+"""Two workers that share a model: adapters, scores, all that is read off, and a worker's death."""
 
 import asyncio
 import os
