@@ -408,7 +408,7 @@ class VLLMEngine:
 
     def _wait_for_ends(self) -> None:
         """Wait until a core in another process has noticed which requests have ended."""
-        if self._core.is_local:
+        if self._core.is_local or self._core.num_requests <= self._num_requests:
             return
         deadline = time.monotonic() + _PATIENCE
         while self._core.num_requests > self._num_requests:

@@ -199,9 +199,24 @@ async def test_texts_are_scored_in_a_pass_beside_rows(lm):
         assert lm.statistics().num_forwards - before <= 3
 
 
+async def test_a_sample_that_outgrows_the_blocks_that_are_left_ends_sessions(lm):
+    lm.clear_cache()
+    context = [1]
+    for _ in range(3):
+        context.append(int(fresh_row(real.tiny_model(), context).argmax()))
+    await asyncio.gather(*(lm.next_token_logprobs([i, 2] * 100) for i in range(5)))  # 35 of 39
+    before = lm.statistics().num_evicted_tokens
+    sampled = await asyncio.wait_for(lm.sample([1], 220, [], temperature=0), 60)
+    assert len(sampled) == 220
+    assert sampled[:3] == context[1:]
+    assert lm.statistics().num_evicted_tokens - before >= 200
+    check(lm.next_token_logprobs_sync([0, 2] * 100), [0, 2] * 100)
+
+
 @pytest.mark.parametrize("verb", ["row", "score"])
 async def test_a_slow_engine_ends_no_session_for_steps_that_it_told_of_late(lm, monkeypatch, verb):
     text = [5, 9, 7, 3, 8]
+    lm.clear_cache()
     await asyncio.gather(*(lm.next_token_logprobs([i, 4]) for i in range(8)))
     core, before = lm._vllm.engine._core, lm.statistics().num_evicted_tokens
     own, late = core.step, [[]] * 6 + [None] * 60
