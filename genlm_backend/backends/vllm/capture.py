@@ -32,6 +32,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
+from genlm_backend.backends.vllm.scanning import let_modules_be_scanned
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.ends import listed_ids
 from genlm_backend.model.row import Row, rows_of_logits
@@ -39,6 +40,10 @@ from genlm_backend.vision.pictures import image_token_id_of
 
 if TYPE_CHECKING:
     from genlm_backend.model.readout import RowQuestions
+
+# A process of vLLM's imports the program that loads the model first, and what that imports, such as
+# Numba; then its arguments, and so this file; then it scans.
+let_modules_be_scanned()
 
 TAG = "genlm_row"
 """Key of a request's tag among its extra arguments."""
@@ -211,6 +216,7 @@ class Core:
         eos_token_ids: The ids that end a text by the generation config; ``None`` where there are
             none.
         kv_cache_dtype: Number format of these; ``None`` for the type that the model computes in.
+        takes_adapters: Whether it has places for LoRA adapters.
         num_free_blocks: Number of blocks that were free after the latest step.
         num_requests: Number of requests after the latest step, idle ones included.
         num_running: Number of requests that the latest step computed.
@@ -231,6 +237,7 @@ class Core:
         self.num_blocks: int = config.cache_config.num_gpu_blocks
         kept = config.cache_config.cache_dtype
         self.kv_cache_dtype: str | None = None if kept == "auto" else kept
+        self.takes_adapters = config.lora_config is not None
         self.num_free_blocks = self.num_blocks - 1
         self.num_requests = self.num_running = 0
         self.is_fresh = False

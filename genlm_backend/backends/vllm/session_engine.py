@@ -45,6 +45,7 @@ class SessionEngine(Protocol):
         image_token_id: The id that stands for a part of a picture; ``None`` where none are read.
         eos_token_ids: The ids that end a text by the model's generation config; ``None`` where it
             names none.
+        scores_texts: Whether a pass over a text gives its scores.
         processor: The processor of transformers that reads pictures, where they are.
         num_steps: Number of steps that have computed something.
         completions: The completions that have not ended, by their ids.
@@ -59,6 +60,7 @@ class SessionEngine(Protocol):
     kv_cache_dtype: str | None
     image_token_id: int | None
     eos_token_ids: tuple[int, ...] | None
+    scores_texts: bool
     num_steps: int
     completions: dict[str, Completion]
 

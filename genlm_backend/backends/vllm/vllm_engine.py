@@ -8,11 +8,12 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
 import torch
-from vllm import LLM, SamplingParams
+from vllm import LLM, EngineArgs, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
@@ -36,6 +37,9 @@ from genlm_backend.vision.pictures import Pictures
 
 _WAIT = 0.1
 """Seconds to wait for the outputs of a core in another process at each step."""
+
+_MOST_EMPTY_STEPS = 3
+"""Number of steps that compute nothing, behind each other, before something has to make room."""
 
 _PATIENCE = 30.0
 """Seconds that a core may take to notice that requests have ended."""
@@ -70,10 +74,14 @@ class VLLMEngine:
         self.block_size: int = self._core.block_size
         self.num_blocks: int = self._core.num_blocks - 1  # one is vLLM's own
         self.kv_cache_dtype: str | None = self._core.kv_cache_dtype
+        # Where adapters are taken, vLLM's head gives the tokens of a prompt the adapters that it
+        # has looked up for the sampled tokens, which are fewer: on the CPU its engine ends.
+        self.scores_texts = not self._core.takes_adapters
         self.num_steps = 0
         self.completions: dict[str, Completion] = {}
         self._sessions: set[str] = set()
         self._untaken: set[str] = set()
+        self._texts: dict[str, Scoring] = {}
         self._requests: list[Any] = []
         self._num_empty_steps = 0
         self._adapters: dict[Adapter, LoRARequest] = {}
@@ -114,7 +122,8 @@ class VLLMEngine:
             tokenizer: Tokenizer to use in place of the model's own.
 
         Raises:
-            UnsupportedModelError: If an option is one that forks or rows do not go with.
+            UnsupportedModelError: If an option or the model is one that forks or rows do not go
+                with.
         """
         _check_options(options)
         made, max_adapters = _arguments(options), None
@@ -135,6 +144,7 @@ class VLLMEngine:
         with environment(variables), random_state_kept():
             capture.forget_environment()
             scanning.let_modules_be_scanned()
+            _check_model(path, made)
             llm = LLM(path, **made)
             if is_taken:
                 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -189,7 +199,7 @@ class VLLMEngine:
                     raise EvaluationError(f"vLLM ended a session: {output.finish_reason}")
                 if output.new_token_ids:
                     waiting.discard(output.request_id)
-            if waiting and self._is_stuck and not relieve():
+            if waiting and not self._is_relieved(relieve):
                 raise EvaluationError(f"vLLM has no room for {len(waiting)} of its requests")
         found = self._call(self._core.take, session_ids, wanted)
         self._untaken.difference_update(session_ids)
@@ -224,7 +234,7 @@ class VLLMEngine:
             prompt_logprobs=0,
             skip_reading_prefix_cache=is_fresh,
         )
-        waiting = {uuid.uuid4().hex: text for text in texts}
+        waiting = self._texts = {uuid.uuid4().hex: text for text in texts}
         found, names = dict[str, Scored](), list(waiting)
         requests = [
             self._request(name, text.text, 0, params, resumable=False)
@@ -242,9 +252,10 @@ class VLLMEngine:
                     if output.finish_reason is not None:
                         text = waiting.pop(output.request_id)
                         found[output.request_id] = self._scored_text(output, text)
-                if waiting and self._is_stuck and not relieve():
+                if waiting and not self._is_relieved(relieve):
                     raise EvaluationError(f"vLLM has no room for {len(waiting)} of its texts")
         finally:
+            self._texts = {}
             if waiting:
                 self._call(self._core.abort, list(waiting))
         return [found[name] for name in names]
@@ -301,7 +312,7 @@ class VLLMEngine:
     def step(self, relieve: Callable[[], bool]) -> None:
         """Make a step for the completions; ``relieve`` as for ``run``."""
         self._step()
-        if self.completions and self._is_stuck and not relieve():
+        if self.completions and not self._is_relieved(relieve):
             raise EvaluationError(f"vLLM has no room for any of {len(self.completions)} samples")
 
     def stop(self, completions: list[Completion]) -> None:
@@ -359,12 +370,17 @@ class VLLMEngine:
 
     @property
     def _num_requests(self) -> int:
-        return len(self._sessions) + len(self.completions)
+        return len(self._sessions) + len(self.completions) + len(self._texts)
 
-    @property
-    def _is_stuck(self) -> bool:
-        """Whether the latest steps computed nothing, so that the next ones will not either."""
-        return self._num_empty_steps >= 3
+    def _is_relieved(self, relieve: Callable[[], bool]) -> bool:
+        """Return whether the next steps may compute something: they can, or room has been made.
+
+        They cannot where several have computed nothing since all requests were there.
+        """
+        if self._num_empty_steps < _MOST_EMPTY_STEPS:
+            return True
+        self._num_empty_steps = 0
+        return relieve()
 
     def _step(self) -> list[Any]:
         """Make a step, or wait a little for one; pass on what it has sampled."""
@@ -373,7 +389,11 @@ class VLLMEngine:
             return []
         is_empty = not outputs and self._core.is_fresh and self._core.num_running == 0
         self.num_steps += not is_empty
-        self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
+        if not is_empty:
+            self._num_empty_steps = 0
+        elif self._core.num_requests >= self._num_requests:
+            # Fewer are there where another process has told of a step before it got the last ones.
+            self._num_empty_steps += 1
         for output in outputs:
             completion = self.completions.get(output.request_id)
             if completion is not None:
@@ -388,7 +408,7 @@ class VLLMEngine:
 
     def _wait_for_ends(self) -> None:
         """Wait until a core in another process has noticed which requests have ended."""
-        if self._core.is_local:
+        if self._core.is_local or self._core.num_requests <= self._num_requests:
             return
         deadline = time.monotonic() + _PATIENCE
         while self._core.num_requests > self._num_requests:
@@ -434,6 +454,18 @@ def _check_options(options: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(
             f"kv_cache_dtype={kept!r}: on the CPU vLLM takes it and gives wrong rows; its "
             f"attention there knows {known}"
+        )
+
+
+def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse a model with running states by its configuration, before its weights are loaded."""
+    own = {field.name for field in fields(EngineArgs)}  # all of vllm.LLM's, but a chat template
+    given = {name: value for name, value in arguments.items() if name in own}
+    config = EngineArgs(model=path, **given).create_model_config()
+    if config.is_hybrid or config.is_attention_free:
+        raise UnsupportedModelError(
+            f"{config.architecture} has running states, which vLLM does not keep behind each "
+            "token: its contexts cannot be forked. load_model_by_name(…, backend='hf') runs it"
         )
 
 

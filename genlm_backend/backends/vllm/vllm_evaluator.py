@@ -135,7 +135,8 @@ class VLLMEvaluator(Evaluator):
         """
         size = len(scoring.text.context)
         return (
-            scoring.beside == NOTHING
+            self.engine.scores_texts
+            and scoring.beside == NOTHING
             and not self.undefined_ids
             and scoring.text.context.pictures is None
             and size <= min(_LONGEST_PASS, self.engine.max_length)

@@ -24,6 +24,7 @@ class FakeEngine:
         self.max_sessions, self.num_blocks, self.block_size = max_sessions, num_blocks, block_size
         self.kv_cache_dtype = self.image_token_id = None
         self.max_length, self.eos_token_ids = max_length, eos_token_ids
+        self.scores_texts = True
         self.num_steps = 0
         self.num_sampled = []  # of each step: how many completions, and of how many
         self.sessions, self.added = {}, {}

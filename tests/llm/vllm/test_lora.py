@@ -66,6 +66,19 @@ async def test_samples_with_adapters(lm, models):
 @pytest.mark.vllm
 @pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
 @pytest.mark.filterwarnings("ignore")
+async def test_scores_with_adapters_and_without(lm, models):
+    text = [random.Random(0).randrange(VOCAB) for _ in range(40)]
+    asked = [lm.score(text[:10], text[10:], lora_name=name) for name in models[1]]
+    for found, model in zip(await asyncio.gather(*asked), models[1].values(), strict=True):
+        with torch.no_grad():
+            rows = model(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
+        expected = rows[range(9, 39), text[10:]]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
+@pytest.mark.filterwarnings("ignore")
 def test_an_adapter_that_is_not_there_disturbs_nobody(lm, models, tmp_path):
     with pytest.raises(AdapterError, match="does not load the adapter 'c'"):
         lm.add_new_lora(str(tmp_path / "nowhere"), "c")

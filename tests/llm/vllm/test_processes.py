@@ -183,6 +183,61 @@ class Least(Readout):
     assert top.token_ids.tolist() == [int(row.argmax())]
 
 
+async def test_texts_are_scored_in_a_pass_beside_rows(lm):
+    randomness = random.Random(3)
+    text = [randomness.randrange(VOCAB) for _ in range(120)]
+    with torch.no_grad():
+        expected = real.tiny_model()(input_ids=torch.tensor([text])).logits[0].log_softmax(-1)
+    for start in (30, 1, 119, 30):  # the last time its prompt's keys and values are there
+        before = lm.statistics().num_forwards
+        scores, row = await asyncio.gather(
+            lm.score(text[:start], text[start:]), lm.next_token_logprobs(text[:start])
+        )
+        chosen = expected[range(start - 1, 119), text[start:]]
+        torch.testing.assert_close(scores, chosen, rtol=0, atol=1e-4)
+        check(row, text[:start])
+        assert lm.statistics().num_forwards - before <= 3
+
+
+async def test_a_sample_that_outgrows_the_blocks_that_are_left_ends_sessions(lm):
+    lm.clear_cache()
+    context = [1]
+    for _ in range(3):
+        context.append(int(fresh_row(real.tiny_model(), context).argmax()))
+    await asyncio.gather(*(lm.next_token_logprobs([i, 2] * 100) for i in range(5)))  # 35 of 39
+    before = lm.statistics().num_evicted_tokens
+    sampled = await asyncio.wait_for(lm.sample([1], 220, [], temperature=0), 60)
+    assert len(sampled) == 220
+    assert sampled[:3] == context[1:]
+    assert lm.statistics().num_evicted_tokens - before >= 200
+    check(lm.next_token_logprobs_sync([0, 2] * 100), [0, 2] * 100)
+
+
+@pytest.mark.parametrize("verb", ["row", "score"])
+async def test_a_slow_engine_ends_no_session_for_steps_that_it_told_of_late(lm, monkeypatch, verb):
+    text = [5, 9, 7, 3, 8]
+    lm.clear_cache()
+    await asyncio.gather(*(lm.next_token_logprobs([i, 4]) for i in range(8)))
+    core, before = lm._vllm.engine._core, lm.statistics().num_evicted_tokens
+    own, late = core.step, [[]] * 6 + [None] * 60
+
+    def step(timeout):
+        if not late:
+            return own(timeout)
+        core.num_running, core.is_fresh = 0, True  # as many requests as there were
+        return late.pop(0)
+
+    monkeypatch.setattr(core, "step", step)
+    if verb == "row":
+        check(await lm.next_token_logprobs(text), text)
+    else:
+        (score,) = await lm.score(text[:4], text[4:])
+        expected = fresh_row(real.tiny_model(), text[:4])[text[4]]
+        torch.testing.assert_close(score, expected, rtol=0, atol=1e-4)
+    assert late == []
+    assert lm.statistics().num_evicted_tokens == before
+
+
 def test_clearing_and_asking_again(lm):
     lm.next_token_logprobs_sync([1, 2, 3])
     lm.clear_cache()
