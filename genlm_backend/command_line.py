@@ -58,7 +58,7 @@ def _command(
     )
     parser.add_argument("--whole", action="store_true", help="each file is one text")
     parser.add_argument("--model", default="smollm2", metavar="NAME", help="default: smollm2")
-    parser.add_argument("--backend", metavar="NAME", help="hf, vllm, mlx or mock")
+    parser.add_argument("--backend", metavar="NAME", help="hf, vllm, mlx, llama-cpp or mock")
     parser.set_defaults(answers=answers)
     return parser
 

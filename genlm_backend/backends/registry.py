@@ -138,7 +138,7 @@ def check_loading(
             f"unknown backend {backend!r}; known are {', '.join(map(repr, BACKENDS))}"
             f"{near_names(chosen, BACKENDS, quoted=True)}"
         )
-    if chosen in ("hf", "mlx") and is_gguf(file):
+    if chosen in ("hf", "mlx", "mock") and is_gguf(file):
         raise OptionError(
             f"{file!r} is a GGUF file, which backend 'llama-cpp' reads, and {chosen!r} does not"
         )

@@ -163,9 +163,10 @@ class BatchedLM(OfOneProcess, AsyncLM):
         if not size:  # a constructor that has failed
             return f"<{name}>"
         device = "" if self.device is None else f" on {self.device}"
-        capacity = self.kv_capacity
+        capacity, num_states = self.kv_capacity, self._info.num_states
         kept = f"keeps {capacity} tokens" if capacity else "keeps no tokens"
-        return f"<{name} of {size} token ids{device}, {kept}>"
+        states = f" and {num_states} running states" if num_states else ""
+        return f"<{name} of {size} token ids{device}, {kept}{states}>"
 
     def _asking(self, policy: BatchPolicy) -> BatcherBase[Question, Any]:
         """Make the batcher of questions, once."""

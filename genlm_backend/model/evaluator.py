@@ -35,6 +35,8 @@ class EvaluatorInfo:
         max_length: Longest context that it takes, in tokens; ``None`` where nothing bounds it.
         max_batch_size: Number of queries that it can be asked at once; ``None`` for any number.
         num_slots: Number of tokens whose keys and values it can keep; ``None`` where it keeps none.
+        num_states: Number of running states that it can keep, from which contexts go on; ``None``
+            where its model has none.
         num_host_slots: Number of tokens whose keys and values it keeps on the host besides, when
             they have to leave its device; ``None`` where it has no such tier.
         kv_cache_dtype: Number format in which it keeps them; ``None`` for the type that it computes
@@ -62,6 +64,7 @@ class EvaluatorInfo:
     max_length: int | None = None
     max_batch_size: int | None = None
     num_slots: int | None = None
+    num_states: int | None = None
     num_host_slots: int | None = None
     kv_cache_dtype: str | None = None
     slots_per_block: int = 1
@@ -111,6 +114,7 @@ _CHECKS: Final = {
     "max_length": optional(integer(1)),
     "max_batch_size": optional(integer(1)),
     "num_slots": optional(integer(0)),
+    "num_states": optional(integer(0)),
     "num_host_slots": optional(integer(0)),
     "slots_per_block": integer(1),
     "device": optional(known_device),
@@ -251,7 +255,9 @@ class Evaluator(abc.ABC):
             CacheError: If there is no room for them, or they are not kept.
             OSError: If the file cannot be written; nothing of it stays then.
         """
-        raise CacheError(f"this model writes no files: {type(self).__name__} has no save_prefix")
+        raise CacheError(
+            f"{type(self).__name__} writes no prefixes into files; cache_kv keeps them"
+        )
 
     def load_prefix(self, path: str, adapter: Adapter | None) -> Sequence[int]:
         """Keep the keys and values of a file; return the tokens that they are of.
@@ -261,7 +267,7 @@ class Evaluator(abc.ABC):
             CacheError: If there is no room for them, or they are not kept.
             OSError: If the file cannot be read.
         """
-        raise CacheError(f"this model reads no files: {type(self).__name__} has no load_prefix")
+        raise CacheError(f"{type(self).__name__} reads no prefixes from files")
 
     def picture_rules(
         self, token_ids: Sequence[int], inputs: Mapping[str, torch.Tensor]

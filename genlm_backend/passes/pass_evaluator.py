@@ -119,17 +119,21 @@ class PassEvaluator(Evaluator):
         """Warn, once, if half of what is computed was dropped or not kept for room."""
         tree, passes = self.passes.tree, self.passes
         num_again = tree.num_recomputed + passes.tokens_without_room
-        if num_again < max(_FEWEST_AGAIN, tree.num_slots):
+        num_slots = tree.num_slots if passes.cache.store.bytes_per_slot else 0
+        if num_again < max(_FEWEST_AGAIN, num_slots):
             return
         num_computed = passes.runner.tokens_computed
         if 2 * num_again < num_computed:
             return
         self._is_room_short = True
+        num_states = passes.cache.state_store.num_states
+        rooms = [f"the keys and values of {num_slots} tokens"] if num_slots else []
+        rooms += [f"{num_states} running states"] if num_states else []
         said = (
-            f"the cache has room for the keys and values of {tree.num_slots} tokens, and the "
-            f"contexts in use need more: {num_again} of {num_computed} tokens were computed again, "
-            f"or could not be kept. Raise kv_cache_bytes (now {passes.cache.budgets.kv}), or ask "
-            "for fewer contexts at a time"
+            f"the cache has room for {' and '.join(rooms)}, and the contexts in use need more: "
+            f"{num_again} of {num_computed} tokens were computed again, or could not be kept. "
+            f"Raise kv_cache_bytes (now {passes.cache.budgets.kv}), or ask for fewer contexts at "
+            "a time"
         )
         logger.warning(said)
         # Callers are on other threads: a line of this one would say nothing to them.

@@ -132,9 +132,9 @@ async def test_an_evaluator_with_nothing_but_rows_is_a_backend(tmp_path):
         lm.cache_kv([5, 6])  # for which there is nothing to do
         lm.clear_kv_cache()
         assert (lm.kv_reuse, lm.processor) == (False, None)
-        with pytest.raises(CacheError, match="Successor has no save_prefix"):
+        with pytest.raises(CacheError, match="Successor writes no prefixes"):
             lm.save_prefix([5, 6], tmp_path / "prefix")
-        with pytest.raises(CacheError, match="Successor has no load_prefix"):
+        with pytest.raises(CacheError, match="Successor reads no prefixes"):
             lm.load_prefix(tmp_path / "prefix")
         with pytest.raises(PictureError, match="takes no pictures"):
             lm.context([5], images=[])

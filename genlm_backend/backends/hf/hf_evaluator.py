@@ -130,6 +130,7 @@ class HFEvaluator(PassEvaluator):
             vocab_size=width,
             max_length=self._max_length,
             num_slots=self.passes.tree.num_slots if self.passes.cache.keeps else None,
+            num_states=self.passes.cache.state_store.num_states or None,
             num_host_slots=self.passes.tree.host_slots.num_slots or None,
             kv_cache_dtype=self._wanted.kept_as,
             device=str(runner.device),

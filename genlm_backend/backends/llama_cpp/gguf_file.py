@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from genlm_backend.backends.bundled import bundled_file, is_bundled
+from genlm_backend.backends.bundled import BUNDLED, bundled_file, is_bundled
 from genlm_backend.backends.loading import check_name
 from genlm_backend.checks import near_names, shown
 from genlm_backend.errors import ModelNotFoundError
@@ -41,6 +41,7 @@ def resolve_file(name: str | Path) -> str:
         return str(bundled_file(named))
     others = [str(file) for file in path.parent.glob("*.gguf")] if path.parent.is_dir() else []
     raise ModelNotFoundError(
-        f"there is no file {named!r}{near_names(named, others, quoted=True)}; what is on the "
-        "Hugging Face hub is fetched by huggingface_hub.hf_hub_download(repository, file)"
+        f"there is no file {named!r} (what is on the Hugging Face hub is fetched by "
+        "huggingface_hub.hf_hub_download(repository, file))"
+        f"{near_names(named, [*others, *BUNDLED], quoted=True)}"
     )

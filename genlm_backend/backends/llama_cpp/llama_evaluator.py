@@ -166,16 +166,19 @@ class LlamaEvaluator(PassEvaluator):
             return SequenceCounts((most - 1) // (1 + has_window))
         wanted = self._wanted_bytes
         num_bytes = cpu_budget() if wanted is None else wanted
-        num_bytes //= 2 if support.bytes_per_token else 1
+        parts = 2 if support.bytes_per_token else 1
+        num_bytes //= parts
         usual = num_bytes if wanted else min(num_bytes, _DEFAULT_STATE_BYTES)
         found = SequenceCounts.within(min(most, usual // of_state), has_window=has_window)
         if found is None:  # but a few, whatever they take
             found = SequenceCounts.of_states(1)
         if found.total(has_window=has_window) * of_state > num_bytes:
+            count = found.total(has_window=has_window)
             raise OptionError(
-                f"the running state behind one token takes {of_state} bytes, of which llama.cpp "
-                f"makes {found.total(has_window=has_window)} at least, and there are {num_bytes}: "
-                "raise kv_cache_bytes, or give 0 to keep nothing"
+                f"the running states of this model take {count * of_state} bytes at least, "
+                f"{of_state} for each of {count} sequences of llama.cpp, and there are {num_bytes}"
+                f"{' (half of kv_cache_bytes)' if parts > 1 else ''}: give "
+                f"kv_cache_bytes={parts * count * of_state} or more, or 0 to keep nothing"
             )
         return found
 
@@ -193,13 +196,14 @@ class LlamaEvaluator(PassEvaluator):
             store: Any = CellStore(of_token)
             states = self._states()
             of_states = 0 if states is None else states.num_states * states.layout.bytes_per_state
+            made = num_slots * of_token + self._state_bytes(self._context.size.sequences)
             cache = PrefixCache(
                 runner,
                 CellAttend(),
                 store,
                 num_slots,
                 states=states,
-                budgets=Budgets(num_slots * of_token + of_states, 0, of_states),
+                budgets=Budgets(self._wanted_bytes or made, 0, of_states),
                 may_pin=self._may_pin,
             )
             passes.keep(cache)
@@ -209,6 +213,7 @@ class LlamaEvaluator(PassEvaluator):
             max_length=self._length,
             max_batch_size=self._most_rows,
             num_slots=num_slots or None,
+            num_states=self._context.size.sequences.num_states or None,
             kv_cache_dtype=self._dtype if num_slots else None,
             device="cpu",
             can_forget=True,

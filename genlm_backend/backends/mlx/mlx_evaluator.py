@@ -104,6 +104,7 @@ class MlxEvaluator(PassEvaluator):
             vocab_size=support.vocab_size,
             max_length=self._max_length,
             num_slots=self.passes.tree.num_slots if self.passes.cache.keeps else None,
+            num_states=self.passes.cache.state_store.num_states or None,
             device="cpu",  # where rows are
             can_forget=True,
             takes_adapters=True,

@@ -86,14 +86,16 @@ class ReplicaSet(Evaluator):
         return self.info_of_all()
 
     def info_of_all(self) -> EvaluatorInfo:
-        """Return the abilities of every replica, and the number of slots in all."""
+        """Return the abilities of every replica, and the number of slots and states in all."""
         slots = [info.num_slots for info in self.infos]
+        states = [info.num_states for info in self.infos]
         host_slots = [info.num_host_slots for info in self.infos]
         return replace(
             self.infos[0],
             max_length=_least(info.max_length for info in self.infos),
             max_batch_size=_least(info.max_batch_size for info in self.infos),
             num_slots=None if None in slots else sum(filter(None, slots)),
+            num_states=None if None in states else sum(filter(None, states)),
             num_host_slots=None if None in host_slots else sum(filter(None, host_slots)),
             can_forget=all(info.can_forget for info in self.infos),
             takes_adapters=all(info.takes_adapters for info in self.infos),
