@@ -287,7 +287,8 @@ class LlamaContext:
         kind = self._lib.llama_adapter_lora_p_ctypes
         given = [] if adapter is None else [adapter]
         adapters, scales = (kind * 1)(*given), (ctypes.c_float * 1)(1.0)
-        code = self._lib.llama_set_adapters_lora(self._pointer, adapters, len(given), scales)
+        with log_caught():
+            code = self._lib.llama_set_adapters_lora(self._pointer, adapters, len(given), scales)
         if code:
             raise EvaluationError("llama.cpp does not compute with the adapter")
 

@@ -238,10 +238,10 @@ class LlamaEvaluator(PassEvaluator):
         )
 
     def _may_pin(self, node: int) -> bool:
-        """Return whether there are sequences for a batch beside pinned prompts.
+        """Return ``True``: there is room for a batch beside pinned prompts.
 
         Raises:
-            CacheError: If there is no room for the longest context beside them.
+            CacheError: If there is none, or too few of llama.cpp's sequences.
         """
         tree = self.passes.tree
         num_pins, num_tokens = tree.pinned_with(node)
@@ -251,7 +251,12 @@ class LlamaEvaluator(PassEvaluator):
                 f"{self._length}, among {tree.num_slots}: raise kv_cache_bytes, or load the model "
                 "with a lower max_length"
             )
-        return num_pins <= self._most_rows
+        if num_pins > self._most_rows:
+            raise CacheError(
+                f"{self._most_rows} prompts are pinned, and others would leave too few of "
+                "llama.cpp's sequences for a batch"
+            )
+        return True
 
     @contextlib.contextmanager
     def _in_place(self, adapter: Adapter | None) -> Iterator[None]:

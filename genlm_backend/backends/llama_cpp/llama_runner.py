@@ -133,8 +133,10 @@ class LlamaRunner(Runner):
         """Return the logits of rows of which nothing is kept; one by one where there is a NaN.
 
         A NaN in a cell comes to every row, since what is masked has a weight of zero. Rows of a
-        pass that keeps its tokens are computed here too where they are NaN.
+        pass that keeps its tokens are computed here too where they are NaN. So a row is NaN itself
+        only where it is alone, and nothing has been in the cells before.
         """
+        is_alone = self.is_spoilt and len(tokens.num_new) == 1
         if self.is_spoilt:
             self.clear()
         self.is_spoilt = True
@@ -146,7 +148,7 @@ class LlamaRunner(Runner):
             self.is_spoilt = False
         if logits.isnan().any():
             self.is_spoilt = True
-            if len(rows) > 1:
+            if not is_alone:
                 return torch.cat([self._computed_apart(one) for one in tokens.rows()])
         return logits
 

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 
-def write(model, path, words=None, kind="gpt2", window=0, **more):
+def write(model, path, words=None, kind="gpt2", window=0, own_head=False, **more):
     """Write a tiny Llama, Gemma 3, Mamba or LFM2 of transformers into a GGUF file, in float32.
 
     Its tokens are ``words``, and what else there is of them, for one kind of tokenizer. An LFM2 may
-    have a window in llama.cpp.
+    have a window in llama.cpp, and any a head of its own beside the embeddings.
     """
     import gguf
 
@@ -24,7 +24,10 @@ def write(model, path, words=None, kind="gpt2", window=0, **more):
         writer.add_sliding_window(window)
     words = words or [f"<{i}>" for i in range(model.config.vocab_size)]
     _vocabulary(writer, words, kind, **more)
-    for name, tensor in tensors(model):
+    named = dict(tensors(model))
+    if own_head:
+        named["output.weight"] = model.lm_head.weight
+    for name, tensor in named.items():
         writer.add_tensor(name, np.ascontiguousarray(tensor.detach().float().numpy()))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -422,6 +422,25 @@ async def test_a_nan_stays_with_the_contexts_that_it_comes_of(num_tokens):
                 close(await lm.next_token_logprobs(context), fresh_row(model, context))
 
 
+@pytest.mark.parametrize("name", ["llama", "lfm2", "gemma3"])
+async def test_a_sound_context_that_is_computed_before_one_of_nan_is_sound(tmp_path, name):
+    from tests.llm.llama_cpp.gguf_files import write
+
+    model = families.make(name, seed=1)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    with torch.no_grad():
+        model.get_input_embeddings().weight[77] = float("nan")
+    path = write(model, tmp_path / "nan.gguf", own_head=True)
+    with AsyncLlamaCppLM(path, num_threads=1, kv_cache_dtype="float32") as lm:
+        for batch in ([[77] + [1] * 8, [3, 4]], [[3, 4], [5, 6], [8, 77, 9]], [[5, 6, 7]]):
+            rows = await asyncio.gather(*map(lm.next_token_logprobs, batch))
+            for row, context in zip(rows, batch, strict=True):
+                if 77 in context:
+                    assert row.isnan().all()
+                else:
+                    close(row, fresh_row(model, context), tolerance(name))
+
+
 @pytest.mark.parametrize("seed", [25, 58, 116])  # of histories that they once did not suffice for
 def test_sequences_suffice_where_others_have_the_slots_of_a_later_pass(monkeypatch, seed):
     monkeypatch.setattr("genlm_backend.backends.llama_cpp.llama_evaluator._MOST_SEQUENCES", 6)
