@@ -118,6 +118,7 @@ class LlamaEvaluator(PassEvaluator):
         trained, wanted = self._model.num_trained, self._wanted_length
         of_token = support.bytes_per_token
         if not of_token:
+            self._check_room(self._state_bytes(sequences))
             num_tokens = FREE_SLOTS
         elif self._wanted_bytes and keeps:
             self._check_room(self._wanted_bytes)
@@ -153,7 +154,8 @@ class LlamaEvaluator(PassEvaluator):
         free = free_memory()
         if num_bytes > free and not library().llama_supports_gpu_offload():
             raise OptionError(
-                f"kv_cache_bytes={num_bytes} is more than the {free} bytes of memory that are free"
+                f"kv_cache_bytes={self._wanted_bytes} takes {num_bytes} bytes at once, and "
+                f"{free} bytes of memory are free"
             )
 
     def _sequences(self, support: LlamaSupport, *, keeps: bool) -> SequenceCounts:

@@ -105,9 +105,9 @@ class SequenceCounts(NamedTuple):
     """Numbers of llama.cpp's sequences, by what they are for.
 
     Attributes:
-        num_contexts: Of contexts.
-        num_states: Of running states that are kept.
-        most_rows: Of states that the rows of a pass come to.
+        num_contexts: Number of sequences for contexts.
+        num_states: Number of those for running states that are kept.
+        most_rows: Number of those for states that the rows of a pass come to.
     """
 
     num_contexts: int
@@ -115,7 +115,7 @@ class SequenceCounts(NamedTuple):
     most_rows: int = 0
 
     def total(self, *, has_window: bool) -> int:
-        """Return the number of all, with one for what is saved and restored.
+        """Return the number of all sequences, with one for what is saved and restored.
 
         Args:
             has_window: Whether the model has layers with a window, so that a context takes two.
@@ -125,17 +125,17 @@ class SequenceCounts(NamedTuple):
 
     @classmethod
     def of_states(cls, num_states: int) -> Self:
-        """Return as many as go with a number of states."""
+        """Return the numbers of sequences that go with a number of states."""
         most = most_rows(num_states)
         return cls(max(num_states, 2 * most), num_states, most)
 
     @classmethod
     def within(cls, most: int, *, has_window: bool) -> Self | None:
-        """Return those with the most states; ``None`` if there is no room for one.
+        """Return the numbers with the most states; ``None`` if there is no room for one.
 
         Args:
-            most: Number of all, at most.
-            has_window: As of ``total``.
+            most: Number of all sequences, at most.
+            has_window: Whether the model has layers with a window.
         """
         for num_states in range(most, 0, -1):
             found = cls.of_states(num_states)

@@ -294,7 +294,7 @@ def test_options_are_checked_before_anything_is_loaded():
         over(num_gpu_layers=-1)
     with pytest.raises(OptionError, match="no room for the"):
         over(kv_cache_bytes=100)
-    with pytest.raises(OptionError, match="bytes of memory that are free"):
+    with pytest.raises(OptionError, match="bytes of memory are free"):
         over(kv_cache_bytes=1 << 50)
 
 
