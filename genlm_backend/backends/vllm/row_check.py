@@ -76,9 +76,13 @@ def compare_rows(evaluator: VLLMEvaluator) -> None:
 
 
 def _distance(row: torch.Tensor, other: torch.Tensor) -> float:
-    """Return the largest difference of two rows, among ids that either says may come."""
+    """Return the largest difference of two rows, among ids that either says may come.
+
+    Where a large vocabulary has none that is likelier than others, it is among all of them.
+    """
     likely = (row > _LEAST) | (other > _LEAST)
-    return float((row - other)[likely].abs().max())
+    differences = (row - other).abs()
+    return float((differences[likely] if likely.any() else differences).max())
 
 
 _LEAST: Final = -12.0

@@ -144,11 +144,13 @@ class VLLMEngine:
         with environment(variables), random_state_kept():
             capture.forget_environment()
             scanning.let_modules_be_scanned()
-            _check_model(path, made)
-            llm = LLM(path, **made)
-            if is_taken:
-                os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-                capture.remember_environment()
+            try:
+                _check_model(path, made)
+                llm = LLM(path, **made)
+            finally:
+                if is_taken:  # where the first one goes on as it is
+                    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+                    capture.remember_environment()
         return cls(llm, tokenizer, max_adapters)
 
     # ---------------------------------------------------------------- sessions
@@ -334,7 +336,8 @@ class VLLMEngine:
                 f"vLLM on the CPU holds max_loras={self._max_adapters} adapters; load the model "
                 f"with a larger max_loras to add {adapter.name!r}"
             )
-        request = LoRARequest(adapter.name, adapter.number, path)
+        # vLLM knows blocks of keys and values by the name and the path, be there another adapter.
+        request = LoRARequest(f"{adapter.name} {adapter.number}", adapter.number, path)
         try:
             self._call(self._core.add_lora, request)
         except EngineDiedError:
@@ -380,7 +383,9 @@ class VLLMEngine:
         if self._num_empty_steps < _MOST_EMPTY_STEPS:
             return True
         self._num_empty_steps = 0
-        return relieve()
+        is_relieved = relieve()
+        self._wait_for_ends()  # or steps that it has told of before would count again
+        return is_relieved
 
     def _step(self) -> list[Any]:
         """Make a step, or wait a little for one; pass on what it has sampled."""
@@ -461,6 +466,8 @@ def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
     """Refuse a model with running states by its configuration, before its weights are loaded."""
     own = {field.name for field in fields(EngineArgs)}  # all of vllm.LLM's, but a chat template
     given = {name: value for name, value in arguments.items() if name in own}
+    if given.get("hf_overrides", {}) is None:  # which vllm.LLM takes
+        del given["hf_overrides"]
     config = EngineArgs(model=path, **given).create_model_config()
     if config.is_hybrid or config.is_attention_free:
         raise UnsupportedModelError(
@@ -479,7 +486,7 @@ def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
         "disable_log_stats": False,  # the steps' statistics say how many blocks are free
         "async_scheduling": False,
         "mm_processor_cache_gb": 0,  # what it has would be left out of later requests
-        "logits_processors": [*options.get("logits_processors", ()), capture.RowCapture],
+        "logits_processors": [*(options.get("logits_processors") or ()), capture.RowCapture],
         "worker_extension_cls": f"{capture.__name__}.{capture.RowExtension.__name__}",
         "kv_transfer_config": KVTransferConfig(
             kv_connector=fork.ForkConnector.__name__,

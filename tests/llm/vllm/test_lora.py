@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import shutil
 import threading
 
 import pytest
@@ -49,6 +50,27 @@ async def test_two_adapters_and_none_in_one_batch(lm, models):
     rows = [lm.next_token_logprobs_sync([1, 2], name) for name in models[1]]
     assert float((rows[0] - rows[1]).abs().max()) > 0.1
     assert float((rows[1] - rows[2]).abs().max()) > 0.1
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
+@pytest.mark.filterwarnings("ignore")
+async def test_an_adapter_that_takes_the_files_of_another_one_beside_a_sample(lm, tmp_path):
+    context = [(7 * i) % VOCAB for i in range(200)]  # of more than a block
+    adapters.make_adapter(tmp_path / "c", 5)
+    lm.add_new_lora(str(tmp_path / "c"), "c")
+    await lm.next_token_logprobs(context, "c")
+    sample = asyncio.ensure_future(lm.sample([1, 2], 240, eos_token_ids=[], temperature=0))
+    await asyncio.sleep(0.05)
+    await asyncio.to_thread(lm.remove_lora, "c")
+    shutil.rmtree(tmp_path / "c")
+    merged = adapters.make_adapter(tmp_path / "c", 6)
+    await asyncio.to_thread(lm.add_new_lora, str(tmp_path / "c"), "c")
+    assert not sample.done()
+    row = await lm.next_token_logprobs(context, "c")
+    torch.testing.assert_close(row, fresh_row(merged, context), rtol=0, atol=1e-4)
+    assert len(await sample) == 240
+    lm.remove_lora("c")
 
 
 @pytest.mark.vllm
