@@ -181,8 +181,8 @@ class FakeVLLM(Backend):
 class TinyVLLM(Backend):
     """A tiny model in vLLM."""
 
-    # On a CUDA device, its kernels of attention take 19 bits of a float32.
-    tolerance = 2e-2 if torch.cuda.is_available() else Backend.tolerance
+    # By other kernels; on a CUDA device, those of attention take 19 bits of a float32.
+    tolerance = 2e-2 if torch.cuda.is_available() else 5e-5
 
     def make(self, **options):
         engine = real.SharedEngine(real.tiny_engine())

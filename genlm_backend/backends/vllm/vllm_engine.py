@@ -383,9 +383,7 @@ class VLLMEngine:
         if self._num_empty_steps < _MOST_EMPTY_STEPS:
             return True
         self._num_empty_steps = 0
-        is_relieved = relieve()
-        self._wait_for_ends()  # or steps that it has told of before would count again
-        return is_relieved
+        return relieve()
 
     def _step(self) -> list[Any]:
         """Make a step, or wait a little for one; pass on what it has sampled."""
@@ -396,8 +394,9 @@ class VLLMEngine:
         self.num_steps += not is_empty
         if not is_empty:
             self._num_empty_steps = 0
-        elif self._core.num_requests >= self._num_requests:
-            # Fewer are there where another process has told of a step before it got the last ones.
+        elif self._core.num_requests == self._num_requests:
+            # Others are there where another process has told of a step before it got the last ones,
+            # or before those that have made room were gone.
             self._num_empty_steps += 1
         for output in outputs:
             completion = self.completions.get(output.request_id)
