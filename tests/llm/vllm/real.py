@@ -25,6 +25,12 @@ def tiny_model():
 
 
 @cache
+def tiny_model_exact():
+    """The same in float64, of which neither's rounding is compared with the other's."""
+    return copy.deepcopy(tiny_model()).double()
+
+
+@cache
 def tiny_folder():
     """Where ``tiny_model`` is saved."""
     folder = tempfile.mkdtemp()
@@ -71,8 +77,13 @@ def small_smollm2_exact():
 @cache
 def exact_row(token_ids):
     """The row after a context, from float64."""
+    return exact_row_of(small_smollm2_exact(), token_ids)
+
+
+def exact_row_of(model, token_ids):
+    """The row of a model in float64, run whole and alone."""
     with torch.no_grad():
-        logits = small_smollm2_exact()(input_ids=torch.tensor([token_ids])).logits[0, -1]
+        logits = model(input_ids=torch.tensor([list(token_ids)])).logits[0, -1]
     return logits.log_softmax(-1).float()
 
 
