@@ -20,13 +20,10 @@ class SequenceStateLayout:
     """The running state behind one token.
 
     Attributes:
-        bytes_per_state: Number of bytes of it across all layers; 0 of a model that has none.
+        bytes_per_state: Number of bytes of it across all layers.
     """
 
     bytes_per_state: int
-
-    def __bool__(self) -> bool:
-        return bool(self.bytes_per_state)
 
 
 @final

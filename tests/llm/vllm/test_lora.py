@@ -60,16 +60,23 @@ async def test_an_adapter_that_takes_the_files_of_another_one_beside_a_sample(lm
     adapters.make_adapter(tmp_path / "c", 5)
     lm.add_new_lora(str(tmp_path / "c"), "c")
     await lm.next_token_logprobs(context, "c")
-    sample = asyncio.ensure_future(lm.sample([1, 2], 240, eos_token_ids=[], temperature=0))
-    await asyncio.sleep(0.05)
+    is_over, sizes = False, list[int]()
+
+    async def sample():
+        while not is_over:
+            sizes.append(len(await lm.sample([1, 2], 240, eos_token_ids=[], temperature=0)))
+
+    sampling = asyncio.ensure_future(sample())
+    await lm.next_token_logprobs([5])  # which goes with the steps of the sample
     await asyncio.to_thread(lm.remove_lora, "c")
     shutil.rmtree(tmp_path / "c")
     merged = adapters.make_adapter(tmp_path / "c", 6)
     await asyncio.to_thread(lm.add_new_lora, str(tmp_path / "c"), "c")
-    assert not sample.done()
     row = await lm.next_token_logprobs(context, "c")
     torch.testing.assert_close(row, fresh_row(merged, context), rtol=0, atol=1e-4)
-    assert len(await sample) == 240
+    is_over = True
+    await sampling
+    assert set(sizes) == {240}
     lm.remove_lora("c")
 
 
