@@ -110,6 +110,7 @@ PARTS: dict[str, Any] = {
     "tests": tests,
     "tries": _measured("tries"),
     "attention": _measured("attention"),
+    "division": _measured("division"),
     **{f"steps-{model}": _measured("steps", model) for model in MODELS},
     **{f"generate-{model}": _measured("plain", model) for model in MODELS[:2]},
     **{f"vllm-{model}": _measured("by_vllm", model, needs="vllm") for model in MODELS[:2]},

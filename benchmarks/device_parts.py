@@ -181,6 +181,25 @@ def steps(name: str, device: str, deadline: float) -> Iterator[Line]:
                 "tokens_per_s": count / step_seconds,
             }
             lm.clear_cache()
+    yield from _to_host(name, model, device, deadline)
+
+
+def _to_host(name: str, model: Any, device: str, deadline: float) -> Iterator[Line]:
+    """Yield what a step costs whose rows go to the processor, as they do by default."""
+    from genlm_backend import AsyncTransformer
+
+    vocab_size, length = model.config.vocab_size, PROMPTS[0]
+    options = {"batch_size": max(PARTICLES), "row_cache_bytes": 0, "kv_cache_bytes": 4 << 30}
+    with AsyncTransformer(model, tokenizer_of(vocab_size), self_check=False, **options) as lm:
+        for count in PARTICLES:
+            if time.monotonic() > deadline:
+                return
+            walk = _Walk(lm, vocab_size, length, count, device)
+            walk.steps(NUM_STEPS // 2)
+            taken = float(np.median(walk.steps(NUM_STEPS)))
+            line: Line = {"model": name, "shared_tokens": length, "particles": count}
+            yield {**line, "to_host_ms": 1e3 * taken}
+            lm.clear_cache()
 
 
 class _Walk:
@@ -364,6 +383,92 @@ def tries(device: str, deadline: float) -> Iterator[Line]:
             "limit_ms": 1e3 * limit,
             "over_limit": taken / limit,
         }
+
+
+def division(device: str, deadline: float) -> Iterator[Line]:
+    """Yield what a layer's attention of a step costs by the ways to read what all rows share.
+
+    ``slots_ms`` is slot by slot, ``in_1_ms`` and so on in so many stretches; ``stretches``
+    says which of these a step takes. Queries are as those of ``attention``, in bfloat16. Each is
+    recorded ten times as one CUDA graph, which is launched seven times.
+    """
+    rows_and_lengths = itertools.product(PARTICLES, (32, 128, 512, 2048, *PROMPTS[1:]))
+    for rows, length in rows_and_lengths:
+        if time.monotonic() > deadline:
+            yield {"rows": rows, "shared_tokens": length, "skipped": "no time was left"}
+            return
+        yield _divided(rows, length, device)
+
+
+def _divided(rows: int, length: int, device: str) -> Line:
+    """Return what the ways to read cost some rows."""
+    from genlm_backend.attention.torch.step_operators import step_operators
+    from genlm_backend.attention.torch.step_tables import QUERIES_OF_BLOCK, num_stretches
+    from genlm_backend.backends.hf.step_graphs import CudaRecorder
+
+    operators = step_operators(torch.device(device), torch.bfloat16, 64, 4)
+    if operators is None:
+        return {"skipped": "there are no operators for steps"}
+    query = torch.randn(rows, 32, 64, device=device).to(torch.bfloat16)
+    codes = torch.randn(length + rows, 2 * 8 * 64, device=device).to(torch.bfloat16)
+    taken = num_stretches(length, 8 * -(-rows * 4 // QUERIES_OF_BLOCK))
+    line: Line = {"rows": rows, "shared_tokens": length, "stretches": taken}
+    recorder, first = CudaRecorder(torch.device(device)), None
+    line["distance"] = 0.0  # of what the ways find
+    for number in (0, *NUM_STRETCHES):
+        if number > max(1, length // 32) or (not number and rows * length > 1 << 21):
+            continue
+        attend = _attending(operators, query, codes, length, number)
+
+        def ten(attend: Callable[[], torch.Tensor] = attend) -> list[torch.Tensor]:
+            return [attend() for _ in range(10)]
+
+        replay, found = recorder.record(ten)
+        replay()
+        first = found[-1].float() if first is None else first
+        line["distance"] = max(line["distance"], float((found[-1] - first).abs().max()))
+        cost = float(np.median([seconds(replay, device) for _ in range(7)])) / 10
+        line[f"in_{number}_ms" if number else "slots_ms"] = 1e3 * cost
+    return line
+
+
+NUM_STRETCHES = (1, 2, 4, 8, 16)
+
+
+def _attending(
+    operators: Any, query: torch.Tensor, codes: torch.Tensor, length: int, number: int
+) -> Callable[[], torch.Tensor]:
+    """Return what attends to shared tokens in a number of stretches, or slot by slot for none."""
+    rows, device = len(query), query.device
+
+    def table(numbers: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(numbers), dtype=dtype).to(device)
+
+    own, every = np.arange(length, length + rows)[:, None], np.arange(length)
+    columns = own if number else np.concatenate([np.tile(every, (rows, 1)), own], 1)
+    slots, counts = table(columns.ravel(), torch.int64), np.full(rows, columns.shape[1])
+    firsts, sizes = table(counts.cumsum() - counts), table(counts)
+    ends = np.linspace(0, length, number + 1).astype(np.int64) if number else np.zeros(1, np.int64)
+    starts, spans = table(ends), table(np.diff(ends))
+    bounds = table(np.arange(number + 1) * rows * 4)
+    readers = table(np.tile(np.arange(rows), number), torch.int64)
+    pieces = table(np.arange(number) * rows + np.arange(rows)[:, None], torch.int64)
+    keys, values = (part.unflatten(1, (8, 64)) for part in codes.chunk(2, 1))
+
+    def attend() -> torch.Tensor:
+        of_parts = None
+        if number:
+            grouped = query.index_select(0, readers).unflatten(1, (8, 4)).transpose(1, 2)
+            queries = grouped.reshape(-1, 8, 64)
+            of_parts = operators.in_stretches(
+                queries, keys, values, bounds, starts, spans, rows * 4, 0.125
+            )
+        found: torch.Tensor = operators.in_slots(
+            query, codes, slots, firsts, sizes, of_parts, pieces, None, 0.125, 8
+        )
+        return found
+
+    return attend
 
 
 def attention(device: str, deadline: float) -> Iterator[Line]:

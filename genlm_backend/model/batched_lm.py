@@ -53,7 +53,7 @@ from genlm_backend.model.scoring import (
     scores_of_rows,
     scores_of_rows_sync,
 )
-from genlm_backend.model.token_readouts import ReadoutOf, readout_of
+from genlm_backend.model.token_readouts import ReadoutOf, readout_of, readouts_of
 from genlm_backend.prefix import TierName, check_tier
 from genlm_backend.runtime.forks import OfOneProcess
 
@@ -358,9 +358,10 @@ class BatchedLM(OfOneProcess, AsyncLM):
     ) -> tuple[list[Any], dict[int, Any]]:
         """Return readouts of queries, and by their indices the answers of rows that are cached."""
         queries = self._queries(token_ids_list, lora_name)
-        asked = [readout_of(readout, query) for query in queries]
-        rows = ((i, self._rows.get(query)) for i, query in enumerate(queries))
-        answers = {i: asked[i].of_row(row) for i, row in rows if row is not None}
+        asked, answers = readouts_of(readout, queries), dict[int, Any]()
+        if len(self._rows):
+            rows = ((i, self._rows.get(query)) for i, query in enumerate(queries))
+            answers = {i: asked[i].of_row(row) for i, row in rows if row is not None}
         if len(answers) < len(asked):
             self._before_wait()
         return asked, answers

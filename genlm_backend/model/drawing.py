@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final, Literal, NamedTuple, TypeAlias, final
@@ -349,24 +349,28 @@ def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw 
         rows: Their rows: float32 ``[n, vocab]``.
     """
     device, temperatures = rows.device, [drawing.temperature for drawing in drawings]
-
-    def numbers(values: Iterable[float]) -> torch.Tensor:
-        return torch.tensor([*values], dtype=torch.float64).to(device)
-
+    points = torch.tensor([d.uniform for d in drawings], dtype=torch.float64).to(device)
     scores, cuts = rows, [_cuts_of(drawing) for drawing in drawings]
+    is_bounded = any(drawing.allowed is not None for drawing in drawings) or any(cuts)
+    are_plain = set(temperatures) == {1}
+    if are_plain and not is_bounded:
+        found = _drawn_plainly(rows, points)
+        if found is not None:
+            return found
     if any(drawing.allowed is not None for drawing in drawings):
         scores = rows.masked_fill(~_masks(drawings, rows), -torch.inf)
     largest = scores.amax(-1, keepdim=True)
-    weights, are_plain = scores - largest, set(temperatures) == {1}
+    weights = scores - largest
     if not are_plain:
         most = float(np.finfo(np.float64).max)  # an infinite one makes a NaN of what is impossible
-        divisors = numbers(min(t, most) if t else 1.0 for t in temperatures)
+        finite = [min(t, most) if t else 1.0 for t in temperatures]
+        divisors = torch.tensor(finite, dtype=torch.float64).to(device)
         weights = (weights.double() / divisors[:, None]).float()
     weights.exp_()
     if any(cuts):
         is_cut = ~_within(cuts, scores, weights)
         scores, weights = scores.masked_fill(is_cut, -torch.inf), weights.masked_fill_(is_cut, 0)
-    token_ids, total = _inverted(weights, numbers(drawing.uniform for drawing in drawings))
+    token_ids, total = _inverted(weights, points)
     if not all(temperatures):
         is_greedy = torch.tensor([not t for t in temperatures], dtype=torch.bool).to(device)
         token_ids = torch.where(is_greedy, scores.argmax(-1), token_ids)
@@ -379,6 +383,22 @@ def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw 
     answers = torch.stack([column.double() for column in columns], 1).tolist()
     of_all = _sums_to_compare(drawings, rows, [answer[2] for answer in answers])
     return [_answer(*one) for one in zip(drawings, answers, of_all, strict=True)]
+
+
+def _drawn_plainly(rows: torch.Tensor, points: torch.Tensor) -> list[Draw | EvaluationError] | None:
+    """Return draws from whole rows at a temperature of 1; ``None`` where one has to be looked at.
+
+    Args:
+        rows: The rows: float32 ``[n, vocab]``.
+        points: The random number of each: float64 ``[n]``.
+    """
+    token_ids, total = _inverted(rows.exp(), points)
+    of_token = rows.gather(1, token_ids[:, None])[:, 0]
+    *numbers, totals = torch.stack([token_ids.double(), of_token.double(), total]).tolist()
+    if not all(0.5 < own < 2 for own in totals):  # nothing is possible, or too little
+        return None
+    pairs = zip(*numbers, strict=True)
+    return [Draw(int(token_id), logprob, 0.0, min(logprob, 0.0)) for token_id, logprob in pairs]
 
 
 def _sums_to_compare(
@@ -507,11 +527,12 @@ def _passed(ends: torch.Tensor, weights: torch.Tensor, points: torch.Tensor) -> 
     # The sums of a device may be rounded so that they rise where nothing is added.
     has_width = weights > 0
     is_behind = has_width & (ends > points[:, None])
-    numbers = torch.arange(weights.shape[1], dtype=torch.int64, device=weights.device)
-    # Rounding may put the point behind the last interval that has any width.
-    last = torch.where(has_width, numbers, 0).amax(1)
-    found = torch.where(is_behind.any(1), is_behind.byte().argmax(1), last)
-    return found[:, None]
+    # Rounding may put the point behind the last interval that has any width, which is taken then.
+    # The largest number is that of the first interval behind, or of the last with a width.
+    size = weights.shape[1]
+    numbers = torch.arange(size, dtype=torch.int32, device=weights.device)
+    order = torch.where(is_behind, 2 * size - numbers, torch.where(has_width, numbers, -1))
+    return order.argmax(1, keepdim=True)
 
 
 def _log_sums(logprobs: torch.Tensor) -> torch.Tensor:
@@ -608,7 +629,9 @@ def drawings_of(
     """
     number_of, alike = _drawn_alike(vocab_size, generator, allowed=None, **options)
     del alike["allowed"]
-    given: list[Any] = [None] * num_draws if allowed is None else listed("allowed", allowed)
+    if allowed is None:
+        return _one_by_one([(number_of(), None) for _ in range(num_draws)], alike)
+    given: list[Any] = listed("allowed", allowed)
     if len(given) != num_draws:
         raise OptionError(
             f"allowed must be one for each context: got {len(given)} for {num_draws} contexts"
@@ -618,7 +641,14 @@ def drawings_of(
         packed_mask(own, vocab_size, alike["may_fail"], name)
         for own, name in zip(given, names, strict=True)
     ]
-    pairs = iter([(number_of(), mask) for mask in masks])
+    return _one_by_one([(number_of(), mask) for mask in masks], alike)
+
+
+def _one_by_one(
+    numbers: Sequence[tuple[float, bytes | None]], alike: dict[str, Any]
+) -> Callable[[Query], Drawing]:
+    """Return a maker of a drawing by each random number, with its mask, one after another."""
+    pairs = iter(numbers)
 
     def made(query: Query) -> Drawing:
         uniform, mask = next(pairs)

@@ -190,7 +190,12 @@ def confined(readout: Readout) -> Readout:
         TypeError: If it cannot be hashed.
         OptionError: (``ValueError``) If its weight is none.
     """
-    return readout if type(readout).__module__.startswith(_PACKAGE) else OwnReadout(readout)
+    return readout if is_ours(type(readout)) else OwnReadout(readout)
+
+
+def is_ours(kind: type[Readout]) -> bool:
+    """Return whether a kind of readouts is one of this library's."""
+    return kind.__module__.startswith(_PACKAGE)
 
 
 def answers_by_rows(
@@ -319,8 +324,10 @@ def read_off(readouts: Sequence[Any], rows: Sequence[Row]) -> list[Any]:
         else:
             kinds[type(readout)].append(i)
     for kind, of_kind in kinds.items():
-        for start in range(0, len(of_kind), MANY_ROWS):
-            indices = of_kind[start : start + MANY_ROWS]
+        first = rows[of_kind[0]]
+        size = MANY_ROWS if first.logprobs.is_cpu else MANY_ROWS_OF_DEVICE
+        for start in range(0, len(of_kind), size):
+            indices = of_kind[start : start + size]
             first = rows[indices[0]]
             if all(rows[i] is first for i in indices):  # of one context, without a copy for each
                 table = first.logprobs[None].expand(len(indices), -1)
@@ -385,3 +392,6 @@ _PACKAGE: Final = "genlm_backend."
 
 MANY_ROWS: Final = 128
 """Rows that are read off at once: a table of 64 MB, of 131,072 tokens. One may be there often."""
+
+MANY_ROWS_OF_DEVICE: Final = 256
+"""The same on a device, where each time costs some fifty launches, and a wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from genlm_backend.checks import function, integer, listed, sequence, shown
 from genlm_backend.errors import OptionTypeError
 from genlm_backend.model.draw import as_ids_or_bools, packed_mask
 from genlm_backend.model.query import Query, check_known_ids
-from genlm_backend.model.readout import Readout, confined
+from genlm_backend.model.readout import Readout, confined, is_ours
 from genlm_backend.model.row import spare_memory
 
 
@@ -48,7 +49,24 @@ def readout_of(make: Callable[[Query], Any], query: Query) -> Readout:
         OptionTypeError: (``TypeError``) If it is no function, or makes something else, such as a
             readout of another query.
     """
-    readout = function("readout", make)(query)
+    return _confined(function("readout", make)(query), query)
+
+
+def readouts_of(make: Callable[[Query], Any], queries: Sequence[Query]) -> list[Readout]:
+    """Return the readouts that ``make`` makes of queries, in order; see ``readout_of``."""
+    made = [*map(function("readout", make), queries)]
+    # Those of this library are alike, and looked at together.
+    if all(issubclass(kind, Readout) and is_ours(kind) for kind in set(map(type, made))) and all(
+        map(operator.is_, map(_QUERY, made), queries)
+    ):
+        return made
+    return [_confined(readout, query) for readout, query in zip(made, queries, strict=True)]
+
+
+_QUERY: Final = operator.attrgetter("query")
+
+
+def _confined(readout: Any, query: Query) -> Readout:
     if not isinstance(readout, Readout):
         raise OptionTypeError(f"readout must make a Readout of the query, got {shown(readout)}")
     if getattr(readout, "query", None) is not query:

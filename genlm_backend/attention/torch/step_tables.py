@@ -180,6 +180,16 @@ def _runs(slots: NDArray[np.int64]) -> list[tuple[int, int]]:
     return list(zip(slots[starts].tolist(), sizes.tolist(), strict=True))
 
 
+def num_stretches(size: int, num_blocks: int) -> int:
+    """Return in how many stretches a run of slots is read.
+
+    Args:
+        size: Number of its slots.
+        num_blocks: Blocks of queries of all runs, by head, where none is divided.
+    """
+    return max(1, min(16, NUM_BLOCKS // max(1, num_blocks), size // SHORTEST_STRETCH))
+
+
 def _divided(
     parts: Sequence[tuple[Part, list[tuple[int, int]]]], group_size: int, num_key_heads: int
 ) -> list[tuple[NDArray[np.int64], int, int]]:
@@ -188,11 +198,10 @@ def _divided(
         num_key_heads * -(-len(part.rows) * group_size // QUERIES_OF_BLOCK) * len(runs)
         for part, runs in parts
     )
-    num_parts = max(1, min(16, NUM_BLOCKS // max(1, num_blocks)))
     found: list[tuple[NDArray[np.int64], int, int]] = []
     for part, runs in parts:
         for start, size in runs:
-            count = max(1, min(num_parts, size // SHORTEST_STRETCH))
+            count = num_stretches(size, num_blocks)
             bounds = [start + size * i // count for i in range(count + 1)]
             found += [
                 (part.rows, first, stop - first) for first, stop in itertools.pairwise(bounds)

@@ -147,7 +147,7 @@ class HFEvaluator(PassEvaluator):
     # ---------------------------------------------------------------- rows and scores
 
     def _in_place(self, adapter: Adapter | None) -> AbstractContextManager[object]:
-        self._runner.twin = self._runner.twin_with(adapter)  # and it stays there
+        self._runner.take(adapter)  # and it stays there
         return nullcontext()
 
     def picture_rules(

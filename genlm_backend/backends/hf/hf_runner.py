@@ -56,6 +56,8 @@ class HFRunner(Runner):
         self._twins: dict[Adapter | None, Twin] = {None: self.twin}
         self._loaded: dict[Adapter, tuple[Saved, bool]] = {}
         self.graphs: StepGraphs | None = None
+        self._adapter: Adapter | None = None
+        self._is_unseen, self._num_changes = False, 0
         self.check_wanted: Callable[[], object] = _nothing
         self.num_forwards = 0
         self.tokens_computed = 0
@@ -71,14 +73,17 @@ class HFRunner(Runner):
             attend: The way to attend.
         """
         batch = spans if isinstance(spans, PackedBatch) else pack(spans)
-        plan = None if self.graphs is None else self.graphs.plan(self.twin, batch)
-        logits = None
-        if plan is not None and self.graphs is not None:
-            logits = self.graphs.replayed(plan, batch)
+        graphs, logits = self.graphs, None
+        plan = None if graphs is None else graphs.plan(self.twin, batch)
+        if plan is not None and graphs is not None:
+            logits = graphs.replayed(plan, batch)
+        if self._has_changed():
+            logits = None  # of the model as it was
+            plan = None if graphs is None else graphs.plan(self.twin, batch)
         if logits is None:
             logits = self._launched(batch, attend)
-            if plan is not None and self.graphs is not None:
-                self.graphs.learn(plan, self.twin, batch, logits)
+            if plan is not None and graphs is not None:
+                graphs.learn(plan, self.twin, batch, logits)
         self.num_forwards += 1
         self.tokens_computed += batch.num_new_tokens
         return logits
@@ -123,10 +128,31 @@ class HFRunner(Runner):
         twin = self._twins[None] = twin_of(self.model, token_ids, **self.caching(False))
         self._dress(twin, None)
 
+    def take(self, adapter: Adapter | None) -> None:
+        """Compute with an adapter in the passes to come, or as the model came.
+
+        Before every batch the model is looked at. A recorded pass is launched before that, and what
+        it computes meanwhile is thrown away where the model is another one.
+
+        Raises:
+            ModelStateError: As ``twin_with``; the others too. They may be raised by the first pass.
+        """
+        self._is_unseen, known = False, self._twins.get(adapter)
+        if self.graphs is None or known is None:
+            self.twin = self.twin_with(adapter)
+        else:
+            self.twin, self._adapter, self._is_unseen = known, adapter, True
+
+    def _has_changed(self) -> bool:
+        """Look at the model, if it has not been for this batch; return whether it is another."""
+        if not self._is_unseen:
+            return False
+        before = self._num_changes
+        self.twin, self._is_unseen = self.twin_with(self._adapter), False
+        return self._num_changes > before
+
     def twin_with(self, adapter: Adapter | None) -> Twin:
         """Return the twin that computes with an adapter, or as the model came, as that is now.
-
-        It is asked for before every batch.
 
         Raises:
             ModelStateError: (``RuntimeError``) If the model has been converted, moved, put into
@@ -142,7 +168,9 @@ class HFRunner(Runner):
             self._owner.check_unmerged()
         if twin is None or (changed and twin.has_other_children(changed)):
             twin = self._twins[adapter] = self._made(adapter)
+            self._num_changes += 1
         elif changed:
+            self._num_changes += 1
             if self.graphs is not None:
                 self.graphs.forget()
             twin.refill()

@@ -5,11 +5,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import DynamicCache
 
 from genlm_backend.attention import reading as sharing
 from genlm_backend.attention.torch import step_operators, step_tables
 from genlm_backend.backends.hf import step_graphs
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
+from genlm_backend.errors import ModelStateError
 from genlm_backend.model.query import Query
 from tests.llm import families
 from tests.llm.conftest import fresh_row
@@ -256,6 +258,59 @@ def test_whatever_has_changed_counts_after_clear(change, recorded):
     evaluator.clear()
     check_rows(evaluator, model, particles(4, 21, 6, seed=1))
     assert len(recorded) > num_replayed > 0
+
+
+def another_weight(model):
+    norm = model.model.layers[1].post_attention_layernorm
+    norm.weight = torch.nn.Parameter(norm.weight * 1.5, requires_grad=False)
+
+
+def another_module(model):
+    model.model.layers[1].mlp.act_fn = torch.nn.Tanh()
+
+
+def a_hook(model):
+    model.model.norm.register_forward_hook(lambda module, given, found: 0.5 * found)
+
+
+@pytest.mark.parametrize("change", [another_weight, another_module, a_hook])
+def test_a_change_between_two_steps_counts_at_the_next(change, recorded):
+    """Whose pass has been recorded, and is launched before the model is looked at."""
+    model, random = families.make("llama"), np.random.default_rng(0)
+    contexts = [[token, token] for token in range(6)]
+    evaluator = HFEvaluator(model, kv_cache_bytes=1 << 22)
+    evaluator.open()
+    for number in range(10):
+        contexts = [[*context, int(random.integers(23))] for context in contexts]
+        if number == 6:
+            assert recorded  # a replay is what comes next
+            change(model)
+        rows = rows_of(evaluator, contexts)
+        if number > 6:
+            continue
+        expected = torch.stack([fresh_row(model, context) for context in contexts])
+        if number < 6:
+            torch.testing.assert_close(rows, expected, rtol=0, atol=2e-4)
+        else:  # what is kept of the tokens before is of the model as it was
+            cache = DynamicCache()
+            before = families.make("llama")
+            ids = torch.tensor(contexts, dtype=torch.int64)
+            with torch.no_grad():
+                before(ids[:, :-1], past_key_values=cache)
+                logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(rows, logits.log_softmax(-1), rtol=0, atol=2e-4)
+
+
+def test_a_mode_that_has_changed_is_told_at_the_next_step(recorded):
+    model = families.make("llama")
+    evaluator = check_history(model, particles(4, 20, 6))
+    assert recorded
+    history = particles(4, 20, 7)
+    model.train()
+    found = evaluator.evaluate([Query(context) for context in history[-1]])
+    assert all(isinstance(answer, ModelStateError) for answer in found)
+    model.eval()
+    check_rows(evaluator, model, history[-1:])
 
 
 def test_hooks_of_all_modules_run(recorded):
