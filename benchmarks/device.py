@@ -29,9 +29,15 @@ TESTS = (
     "tests/llm/hf/test_gpu.py",
     "tests/llm/hf/test_gpu_answers.py",
     "tests/llm/test_contract.py",
+    "tests/llm/test_contract_contexts.py",
+    "tests/llm/test_contract_refusals.py",
     "tests/llm/test_contract_scores.py",
     "tests/llm/test_contract_trouble.py",
+    "tests/llm/test_draw.py",
+    "tests/llm/test_draw_next_token.py",
     "tests/llm/test_readouts.py",
+    "tests/llm/test_sampling.py",
+    "tests/generation/test_contract.py",
     "tests/trie/test_gpu.py",
     "tests/llm/vllm/test_gpu.py",
 )
@@ -70,7 +76,8 @@ def tests(_: str, deadline: float) -> Iterator[Line]:
         yield {"skipped": f"{', '.join(missing)} not installed"}
         return
     for path in TESTS:
-        options = ["-q", "-rfE", "--confcutdir=tests", "-m", "gpu", "-p", "no:cacheprovider"]
+        options = ["-q", "-rfE", "--confcutdir=tests", "-m", "gpu"]
+        options += ["-p", "no:cacheprovider", "-p", "no:benchmark"]
         command = [sys.executable, "-m", "pytest", *options, path]
         left = deadline - time.monotonic()
         if left < 5:

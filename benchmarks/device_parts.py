@@ -411,7 +411,7 @@ def _divided(rows: int, length: int, device: str) -> Line:
         return {"skipped": "there are no operators for steps"}
     query = torch.randn(rows, 32, 64, device=device).to(torch.bfloat16)
     codes = torch.randn(length + rows, 2 * 8 * 64, device=device).to(torch.bfloat16)
-    taken = num_stretches(length, 8 * -(-rows * 4 // QUERIES_OF_BLOCK))
+    taken = num_stretches(length, rows, 8 * -(-rows * 4 // QUERIES_OF_BLOCK))
     line: Line = {"rows": rows, "shared_tokens": length, "stretches": taken}
     recorder, first = CudaRecorder(torch.device(device)), None
     line["distance"] = 0.0  # of what the ways find

@@ -338,6 +338,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
     ) -> list[Any]:
         """Return the answers to a readout behind each of many contexts, in order."""
         asked, answers = self._all_asked(token_ids_list, readout, lora_name)
+        if not answers:  # as a rule
+            return await self._batcher.submit_all(asked)
         missing = [i for i in range(len(asked)) if i not in answers]
         found = await self._batcher.submit_all([asked[i] for i in missing])
         answers.update(zip(missing, found, strict=True))
@@ -348,6 +350,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
     ) -> list[Any]:
         """Return the same answers as ``batch_read``, blocking the calling thread."""
         asked, answers = self._all_asked(token_ids_list, readout, lora_name)
+        if not answers:  # as a rule
+            return self._batcher.submit_sync(asked)
         missing = [i for i in range(len(asked)) if i not in answers]
         found = self._batcher.submit_sync([asked[i] for i in missing])
         answers.update(zip(missing, found, strict=True))

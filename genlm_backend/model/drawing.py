@@ -349,7 +349,7 @@ def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw 
         rows: Their rows: float32 ``[n, vocab]``.
     """
     device, temperatures = rows.device, [drawing.temperature for drawing in drawings]
-    points = torch.tensor([d.uniform for d in drawings], dtype=torch.float64).to(device)
+    points = np.array([drawing.uniform for drawing in drawings])
     scores, cuts = rows, [_cuts_of(drawing) for drawing in drawings]
     is_bounded = any(drawing.allowed is not None for drawing in drawings) or any(cuts)
     are_plain = set(temperatures) == {1}
@@ -370,7 +370,8 @@ def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw 
     if any(cuts):
         is_cut = ~_within(cuts, scores, weights)
         scores, weights = scores.masked_fill(is_cut, -torch.inf), weights.masked_fill_(is_cut, 0)
-    token_ids, total = _inverted(weights, points)
+    found, totals = _inverted(weights, points)
+    token_ids, total = torch.from_numpy(found).to(device), torch.from_numpy(totals).to(device)
     if not all(temperatures):
         is_greedy = torch.tensor([not t for t in temperatures], dtype=torch.bool).to(device)
         token_ids = torch.where(is_greedy, scores.argmax(-1), token_ids)
@@ -385,20 +386,22 @@ def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw 
     return [_answer(*one) for one in zip(drawings, answers, of_all, strict=True)]
 
 
-def _drawn_plainly(rows: torch.Tensor, points: torch.Tensor) -> list[Draw | EvaluationError] | None:
+def _drawn_plainly(
+    rows: torch.Tensor, points: NDArray[np.float64]
+) -> list[Draw | EvaluationError] | None:
     """Return draws from whole rows at a temperature of 1; ``None`` where one has to be looked at.
 
     Args:
         rows: The rows: float32 ``[n, vocab]``.
         points: The random number of each: float64 ``[n]``.
     """
-    token_ids, total = _inverted(rows.exp(), points)
-    of_token = rows.gather(1, token_ids[:, None])[:, 0]
-    *numbers, totals = torch.stack([token_ids.double(), of_token.double(), total]).tolist()
-    if not all(0.5 < own < 2 for own in totals):  # nothing is possible, or too little
+    token_ids, totals = _inverted(rows.exp(), points)
+    if not ((totals > 0.5) & (totals < 2)).all():  # nothing is possible, or too little
         return None
-    pairs = zip(*numbers, strict=True)
-    return [Draw(int(token_id), logprob, 0.0, min(logprob, 0.0)) for token_id, logprob in pairs]
+    ids = torch.from_numpy(token_ids).to(rows.device)
+    logprobs = rows.gather(1, ids[:, None])[:, 0].tolist()
+    pairs = zip(token_ids.tolist(), logprobs, strict=True)
+    return [Draw(token_id, logprob, 0.0, min(logprob, 0.0)) for token_id, logprob in pairs]
 
 
 def _sums_to_compare(
@@ -496,8 +499,13 @@ def _masks(drawings: Sequence[Drawing], rows: torch.Tensor) -> torch.Tensor:
     return bits.flatten(1)[:, :vocab_size].bool()
 
 
-def _inverted(weights: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _inverted(
+    weights: torch.Tensor, points: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return where the cumulative sum of each row passes a share of the whole, and that whole.
+
+    A device sums up blocks, and hands over one block of each row; both are searched here, since
+    each of the small steps of a search would take a launch.
 
     Args:
         weights: Weights, each zero or more: float32 ``[n, vocab]``.
@@ -509,30 +517,33 @@ def _inverted(weights: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor
     padding = -weights.shape[1] % _NUM_BLOCKS
     padded = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
     blocks = padded.unflatten(1, (_NUM_BLOCKS, -1))
-    sums = blocks.sum(2, dtype=torch.float64)
-    ends = sums.cumsum(1)
-    block = _passed(ends, sums, points * ends[:, -1])
+    sums = blocks.sum(2, dtype=torch.float64).cpu().numpy()
+    rows, ends = np.arange(len(sums)), sums.cumsum(1)
+    totals = ends[:, -1]
+    block = _passed(ends, sums, points * totals)
     # The sum up to here as it was searched: another rounding could lie behind the point.
-    begins = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)[:, 0]
-    size = blocks.shape[2]
-    inside = blocks.gather(1, block[:, :, None].expand(-1, 1, size))[:, 0].double()
+    begins = np.where(block > 0, ends[rows, block - 1], 0.0)
+    lines = torch.from_numpy(rows * _NUM_BLOCKS + block).to(weights.device)
+    inside = blocks.flatten(0, 1).index_select(0, lines).cpu().numpy().astype(np.float64)
     own_ends = inside.cumsum(1)
-    share = (points * ends[:, -1] - begins) / sums.gather(1, block)[:, 0]
+    with np.errstate(invalid="ignore"):  # where nothing has any weight
+        share = (points * totals - begins) / sums[rows, block]
     place = _passed(own_ends, inside, share * own_ends[:, -1])
-    return (block * size + place)[:, 0], ends[:, -1]
+    return block * blocks.shape[2] + place, totals
 
 
-def _passed(ends: torch.Tensor, weights: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """Return the first interval that has a width and ends behind a point: int64 ``[n, 1]``."""
-    # The sums of a device may be rounded so that they rise where nothing is added.
-    has_width = weights > 0
-    is_behind = has_width & (ends > points[:, None])
-    # Rounding may put the point behind the last interval that has any width, which is taken then.
-    # The largest number is that of the first interval behind, or of the last with a width.
-    size = weights.shape[1]
-    numbers = torch.arange(size, dtype=torch.int32, device=weights.device)
-    order = torch.where(is_behind, 2 * size - numbers, torch.where(has_width, numbers, -1))
-    return order.argmax(1, keepdim=True)
+def _passed(
+    ends: NDArray[np.float64], weights: NDArray[np.float64], points: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """Return the first interval of each row that ends behind a point: int64 ``[n]``."""
+    # An interval without width ends where the one before it does, and is never the first.
+    is_behind = ends > points[:, None]
+    found = is_behind.argmax(1)
+    for row in np.flatnonzero(~is_behind[np.arange(len(found)), found]):
+        # Rounding may put the point behind the last interval that has any width.
+        with_width = np.flatnonzero(weights[row])
+        found[row] = with_width[-1] if len(with_width) else 0
+    return found
 
 
 def _log_sums(logprobs: torch.Tensor) -> torch.Tensor:

@@ -113,10 +113,13 @@ RUN_AS_EVER = {
 
 
 @pytest.mark.parametrize("name", families.PER_TOKEN)
-@pytest.mark.parametrize(("few_tokens", "length"), [(8, 40), (384, 40), (8, 2)])
-def test_rows_are_the_models(name, few_tokens, length, monkeypatch, recorded):
+@pytest.mark.parametrize(
+    ("few_tokens", "length", "many_read"), [(8, 40, 0), (384, 40, 0), (8, 2, 0), (8, 40, 1 << 14)]
+)
+def test_rows_are_the_models(name, few_tokens, length, many_read, monkeypatch, recorded):
     monkeypatch.setattr(sharing, "FEW_TOKENS", few_tokens)
     monkeypatch.setattr(step_tables, "SHORTEST_STRETCH", 4)
+    monkeypatch.setattr(step_tables, "MANY_READ", many_read)
     check_history(families.make(name), particles(7, length, 14))
     assert (len(recorded) > 5) == (name not in RUN_AS_EVER)
 
@@ -131,13 +134,17 @@ def test_rows_are_the_models(name, few_tokens, length, monkeypatch, recorded):
     st.sampled_from([4, 30, 384]),
     st.sampled_from([1, 3, 16]),
     st.sampled_from([1, 2, 64]),
+    st.sampled_from([0, 60, 1 << 14]),
 )
-def test_any_particles(name, count, length, num_steps, seed, few_tokens, max_runs, few_slots):
+def test_any_particles(
+    name, count, length, num_steps, seed, few_tokens, max_runs, few_slots, many_read
+):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharing, "FEW_TOKENS", few_tokens)
         patch.setattr(step_tables, "SHORTEST_STRETCH", 4)
         patch.setattr(step_tables, "MAX_RUNS", max_runs)
         patch.setattr(step_tables, "FEW_SLOTS", few_slots)
+        patch.setattr(step_tables, "MANY_READ", many_read)
         check_history(families.make(name), particles(count, length + 1, num_steps, seed))
 
 
@@ -184,10 +191,12 @@ def test_weights_in_other_memory_are_recorded_anew(recorded):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt-oss"])
-def test_prompts_of_several_groups_and_lengths(name, monkeypatch, recorded):
+@pytest.mark.parametrize("many_read", [0, 100])
+def test_prompts_of_several_groups_and_lengths(name, many_read, monkeypatch, recorded):
     """Stretches that some rows read and others do not, and rows that windows hold whole."""
     monkeypatch.setattr(sharing, "FEW_TOKENS", 8)
     monkeypatch.setattr(step_tables, "SHORTEST_STRETCH", 4)
+    monkeypatch.setattr(step_tables, "MANY_READ", many_read)
     random = np.random.default_rng(0)
     first = random.integers(0, 23, 20).tolist()
     prompts = [[*first, *random.integers(0, 23, 12).tolist()] for _ in range(3)]
@@ -207,7 +216,9 @@ def test_prompts_of_several_groups_and_lengths(name, monkeypatch, recorded):
     monkeypatch.setattr(step_tables.StepTables, "of", classmethod(noted))
     check_history(families.make(name), history)
     assert recorded
-    assert any((tables.pieces == -1).any() and tables.pieces.shape[1] > 1 for tables in seen)
+    num_pieces = 1 if many_read else 2  # the smaller ones are read slot by slot
+    assert any(tables.pieces.shape[1] >= num_pieces for tables in seen)
+    assert many_read or any((tables.pieces == -1).any() for tables in seen)
 
 
 def test_hooks_run_at_every_step(recorded):
