@@ -25,7 +25,7 @@ from genlm_backend.model.draw import (
 )
 from genlm_backend.model.query import Query
 from genlm_backend.model.readout import Readout
-from genlm_backend.model.row import spare_memory
+from genlm_backend.model.row import moved, spare_memory
 
 
 class Cuts(NamedTuple):
@@ -370,7 +370,7 @@ def drawn_at_once(drawings: Sequence[Drawing], rows: torch.Tensor) -> list[Draw 
     if any(cuts):
         is_cut = ~_within(cuts, scores, weights)
         scores, weights = scores.masked_fill(is_cut, -torch.inf), weights.masked_fill_(is_cut, 0)
-    found, totals = _inverted(weights, points)
+    found, totals, _ = _inverted(weights, points, rows)
     token_ids, total = torch.from_numpy(found).to(device), torch.from_numpy(totals).to(device)
     if not all(temperatures):
         is_greedy = torch.tensor([not t for t in temperatures], dtype=torch.bool).to(device)
@@ -395,12 +395,10 @@ def _drawn_plainly(
         rows: The rows: float32 ``[n, vocab]``.
         points: The random number of each: float64 ``[n]``.
     """
-    token_ids, totals = _inverted(rows.exp(), points)
+    token_ids, totals, logprobs = _inverted(rows.exp(), points, rows)
     if not ((totals > 0.5) & (totals < 2)).all():  # nothing is possible, or too little
         return None
-    ids = torch.from_numpy(token_ids).to(rows.device)
-    logprobs = rows.gather(1, ids[:, None])[:, 0].tolist()
-    pairs = zip(token_ids.tolist(), logprobs, strict=True)
+    pairs = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
     return [Draw(token_id, logprob, 0.0, min(logprob, 0.0)) for token_id, logprob in pairs]
 
 
@@ -500,8 +498,8 @@ def _masks(drawings: Sequence[Drawing], rows: torch.Tensor) -> torch.Tensor:
 
 
 def _inverted(
-    weights: torch.Tensor, points: NDArray[np.float64]
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    weights: torch.Tensor, points: NDArray[np.float64], values: torch.Tensor
+) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.float32]]:
     """Return where the cumulative sum of each row passes a share of the whole, and that whole.
 
     A device sums up blocks, and hands over one block of each row; both are searched here, since
@@ -510,30 +508,35 @@ def _inverted(
     Args:
         weights: Weights, each zero or more: float32 ``[n, vocab]``.
         points: Share of the whole sum of each: float64 ``[n]``.
+        values: Numbers beside the weights: float32 ``[n, vocab]``.
 
     Returns:
-        Indices, int64 ``[n]``, and sums, float64 ``[n]``.
+        Indices, int64 ``[n]``; sums, float64 ``[n]``; and the values there, float32 ``[n]``.
     """
     padding = -weights.shape[1] % _NUM_BLOCKS
-    padded = torch.nn.functional.pad(weights, (0, padding)) if padding else weights
-    blocks = padded.unflatten(1, (_NUM_BLOCKS, -1))
-    sums = blocks.sum(2, dtype=torch.float64).cpu().numpy()
+    padded = [torch.nn.functional.pad(one, (0, padding)) for one in (weights, values) if padding]
+    blocks = [one.unflatten(1, (_NUM_BLOCKS, -1)) for one in padded or (weights, values)]
+    sums = moved(blocks[0].sum(2, dtype=torch.float64), _HOST).numpy()
     rows, ends = np.arange(len(sums)), sums.cumsum(1)
     totals = ends[:, -1]
     block = _passed(ends, sums, points * totals)
     # The sum up to here as it was searched: another rounding could lie behind the point.
     begins = np.where(block > 0, ends[rows, block - 1], 0.0)
-    lines = torch.from_numpy(rows * _NUM_BLOCKS + block).to(weights.device)
-    inside = blocks.flatten(0, 1).index_select(0, lines).cpu().numpy().astype(np.float64)
-    own_ends = inside.cumsum(1)
+    lines = moved(torch.from_numpy(rows * _NUM_BLOCKS + block), weights.device)
+    both = torch.stack([one.flatten(0, 1).index_select(0, lines) for one in blocks])
+    inside, there = moved(both, _HOST).numpy()
+    own_ends = inside.cumsum(1, dtype=np.float64)
     with np.errstate(invalid="ignore"):  # where nothing has any weight
         share = (points * totals - begins) / sums[rows, block]
     place = _passed(own_ends, inside, share * own_ends[:, -1])
-    return block * blocks.shape[2] + place, totals
+    return block * inside.shape[1] + place, totals, there[rows, place]
+
+
+_HOST: Final = torch.device("cpu")
 
 
 def _passed(
-    ends: NDArray[np.float64], weights: NDArray[np.float64], points: NDArray[np.float64]
+    ends: NDArray[np.float64], weights: NDArray[np.floating], points: NDArray[np.float64]
 ) -> NDArray[np.int64]:
     """Return the first interval of each row that ends behind a point: int64 ``[n]``."""
     # An interval without width ends where the one before it does, and is never the first.

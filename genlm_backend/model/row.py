@@ -215,7 +215,7 @@ def rows_on(rows: Sequence[Row], device: torch.device) -> list[Row]:
     for start, table in _tables(rows):
         stop = start + len(table)
         normalisers = [row.normaliser for row in rows[start:stop]]
-        found[start:stop] = Row.of_table(_moved(table, device), normalisers)
+        found[start:stop] = Row.of_table(moved(table, device), normalisers)
     return found
 
 
@@ -297,7 +297,7 @@ def rows_of_logits(
         normalisers = (largest + logarithms).flatten().tolist()
         table = table.sub_(logarithms)
     if device is not None:
-        table = _moved(table, device)
+        table = moved(table, device)
     return Row.of_table(table, normalisers)
 
 
@@ -305,14 +305,16 @@ MAX_PINNED: Final = 1 << 28
 """Bytes of a table that comes from a CUDA device through pinned memory, at most."""
 
 
-def _moved(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a table on a device; from a CUDA device to the processor through pinned memory.
+def moved(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a table on a device; between the processor and a CUDA device through pinned memory.
 
     33 MB take 0.8 ms so on an H100, and 5 by memory that is not pinned. Torch keeps the memory for
-    the next table.
+    the next table. What goes to a device is not waited for.
     """
-    if not table.is_cuda or device.type != "cpu" or table.nbytes > MAX_PINNED:
+    if table.nbytes > MAX_PINNED or {table.device.type, device.type} != {"cpu", "cuda"}:
         return table.to(device)
+    if table.is_cpu:
+        return table.pin_memory().to(device, non_blocking=True)
     pinned = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
     return pinned.copy_(table)
 
