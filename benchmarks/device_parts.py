@@ -189,7 +189,8 @@ def _to_host(name: str, model: Any, device: str, deadline: float) -> Iterator[Li
     from genlm_backend import AsyncTransformer
 
     vocab_size, length = model.config.vocab_size, PROMPTS[0]
-    options = {"batch_size": max(PARTICLES), "row_cache_bytes": 0, "kv_cache_bytes": 4 << 30}
+    options: dict[str, Any] = {"batch_size": max(PARTICLES), "row_cache_bytes": 0}
+    options["kv_cache_bytes"] = 4 << 30
     with AsyncTransformer(model, tokenizer_of(vocab_size), self_check=False, **options) as lm:
         for count in PARTICLES:
             if time.monotonic() > deadline:

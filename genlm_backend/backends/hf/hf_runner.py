@@ -12,6 +12,7 @@ from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import PackedBatch, Span, pack
 from genlm_backend.attention.torch import TorchRowStates
 from genlm_backend.backends.hf.fused_norms import fuse_norms
+from genlm_backend.backends.hf.fused_rotary import fuse_rotary
 from genlm_backend.backends.hf.injection import Saved, put_layers
 from genlm_backend.backends.hf.lora import OwnerAdapters, not_loaded, read_adapter
 from genlm_backend.backends.hf.model_state import ModelSnapshot
@@ -203,6 +204,7 @@ class HFRunner(Runner):
         self.packed.place(twin.copies)
         if self.device.type == "cuda":
             fuse_norms(twin.copies)
+        fuse_rotary(twin.copies)  # on a device that has the kernel
         twin.pick()
         twin.ask_between_layers(lambda: self.check_wanted())
 

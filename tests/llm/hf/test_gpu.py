@@ -3,10 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from transformers.models.llama import modeling_llama as llama
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.attention import reading as sharing
 from genlm_backend.attention.torch.fused import fused_operator
+from genlm_backend.backends.hf.fused_rotary import fuse_rotary
+from genlm_backend.backends.hf.twin import Twin
 from tests.llm import families
 from tests.llm.conftest import fresh_row, word_tokenizer
 
@@ -60,6 +63,31 @@ def test_torch_has_an_operator_that_is_right(dtype, dim):
     operator = fused_operator(torch.device("cuda:0"), dtype, dim)
     assert operator is not None
     assert operator.attend_with is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [8, 64, 80, 128, 256])
+@torch.inference_mode()
+def test_rotary_positions_are_those_of_transformers(dtype, dim):
+    rotary_kernel = pytest.importorskip("genlm_backend.attention.torch.rotary_kernel")
+    for num_rows, num_tokens, cos_rows in ((64, 1, 64), (3, 7, 1), (1, 70_000 // dim, 1)):
+        made = [
+            torch.randn(num_rows, num_tokens, heads, dim, device="cuda").to(dtype).transpose(1, 2)
+            for heads in (32, 8)
+        ]
+        made += [torch.randn(cos_rows, num_tokens, dim, device="cuda").to(dtype) for _ in "cs"]
+        found, expected = rotary_kernel.rotate(*made), llama.apply_rotary_pos_emb(*made)
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mixtral"])
+def test_rotary_positions_go_through_the_kernel(name, dtype):
+    pytest.importorskip("triton")
+    twin = Twin(families.make(name).to("cuda", dtype))
+    fuse_rotary(twin.copies)
+    fused = [m for m, own in twin.copies.items() if "forward" in vars(own)]
+    assert len(fused) == sum(type(m).__name__.endswith("Attention") for m in twin.copies)
 
 
 async def test_many_rows_behind_what_they_share(monkeypatch):

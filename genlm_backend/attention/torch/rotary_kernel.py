@@ -1,0 +1,124 @@
+"""A kernel of Triton: rotary positions (Su et al., 2021, arXiv:2104.09864) of queries and keys.
+
+One launch does what takes torch ten, and rounds where they do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+_HEADS: Final = 8
+"""Heads of a program."""
+
+
+@triton.jit
+def _product(one, other):
+    """Multiply in float32 and round to the type, as torch does."""
+    return (one.to(tl.float32) * other.to(tl.float32)).to(one.dtype).to(tl.float32)
+
+
+@triton.jit
+def _rotate_heads(
+    given, head_stride, found, block, num_heads, dims, cos, other_cos, sin, other_sin,
+    HALF: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Rotate some heads of a token, of which ``found`` has all, one behind the other."""
+    head = block * HEADS + tl.arange(0, HEADS)
+    is_there = (head < num_heads)[:, None] & (dims < HALF)[None, :]
+    at = given + head.to(tl.int64)[:, None] * head_stride + dims[None, :]
+    to = found + head[:, None] * (2 * HALF) + dims[None, :]
+    first = tl.load(at, mask=is_there, other=0.0)
+    second = tl.load(at + HALF, mask=is_there, other=0.0)
+    rotated = _product(first, cos) - _product(second, sin)
+    other_rotated = _product(second, other_cos) + _product(first, other_sin)
+    tl.store(to, rotated.to(first.dtype), mask=is_there)
+    tl.store(to + HALF, other_rotated.to(first.dtype), mask=is_there)
+
+
+# Each number would be compiled for.
+@triton.jit(do_not_specialize=["num_tokens", "num_heads", "num_key_heads", "query_blocks"])
+def _rotate(
+    query, keys, cos, sin, found_query, found_keys, num_tokens, num_heads, num_key_heads,
+    query_blocks, query_row, query_head, query_token, keys_row, keys_head, keys_token, cos_row,
+    cos_token, sin_row, sin_token, HALF: tl.constexpr, DIMS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    place, block = tl.program_id(0), tl.program_id(1)
+    row, token = (place // num_tokens).to(tl.int64), (place % num_tokens).to(tl.int64)
+    number = place.to(tl.int64)
+    dims = tl.arange(0, DIMS)
+    is_dim = dims < HALF
+    cos += row * cos_row + token * cos_token + dims
+    sin += row * sin_row + token * sin_token + dims
+    own_cos = tl.load(cos, mask=is_dim, other=0.0)[None, :]
+    other_cos = tl.load(cos + HALF, mask=is_dim, other=0.0)[None, :]
+    own_sin = tl.load(sin, mask=is_dim, other=0.0)[None, :]
+    other_sin = tl.load(sin + HALF, mask=is_dim, other=0.0)[None, :]
+    if block < query_blocks:
+        _rotate_heads(
+            query + row * query_row + token * query_token, query_head,
+            found_query + number * (num_heads * 2 * HALF), block, num_heads,
+            dims, own_cos, other_cos, own_sin, other_sin, HALF, HEADS,
+        )  # fmt: skip
+    else:
+        _rotate_heads(
+            keys + row * keys_row + token * keys_token, keys_head,
+            found_keys + number * (num_key_heads * 2 * HALF), block - query_blocks, num_key_heads,
+            dims, own_cos, other_cos, own_sin, other_sin, HALF, HEADS,
+        )  # fmt: skip
+
+
+def rotate(
+    query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys by their positions.
+
+    In the tensors' type, bit for bit, they become ``x * cos + rotate_half(x) * sin``, where the
+    second half of a head with its sign turned is before the first.
+
+    Args:
+        query: Queries ``[B, heads, Q, dim]``, in float32, float16 or bfloat16; ``dim`` is even, and
+            the stride of the last dimension 1, here as below.
+        keys: Keys ``[B, key_heads, Q, dim]``, of the same type, as the others are.
+        cos: Cosines, ``[B or 1, Q, dim]``.
+        sin: Sines, ``[B or 1, Q, dim]``.
+
+    Returns:
+        Both in memory of their own, in which the heads of a token follow one another: what takes
+        tokens apart copies nothing.
+    """
+    num_rows, num_heads, num_tokens, dim = query.shape
+    num_key_heads = keys.shape[1]
+    found_query, found_keys = (
+        given.new_empty((num_rows, num_tokens, given.shape[1], dim)) for given in (query, keys)
+    )
+    query_blocks = triton.cdiv(num_heads, _HEADS)
+    grid = (num_rows * num_tokens, query_blocks + triton.cdiv(num_key_heads, _HEADS))
+    launch: Any = _rotate[grid]  # pyright: ignore[reportIndexIssue]
+    with torch.cuda.device_of(query):  # or it is launched on the one that is current
+        launch(
+            query,
+            keys,
+            cos,
+            sin,
+            found_query,
+            found_keys,
+            num_tokens,
+            num_heads,
+            num_key_heads,
+            query_blocks,
+            *query.stride()[:3],
+            *keys.stride()[:3],
+            cos.stride(0) if len(cos) > 1 else 0,
+            cos.stride(1),
+            sin.stride(0) if len(sin) > 1 else 0,
+            sin.stride(1),
+            HALF=dim // 2,
+            DIMS=triton.next_power_of_2(dim // 2),
+            HEADS=_HEADS,
+            enable_fp_fusion=False,  # what is multiplied and added at once is rounded once
+        )
+    return found_query.transpose(1, 2), found_keys.transpose(1, 2)

@@ -1,0 +1,204 @@
+"""Rotary positions of a twin in one launch, on devices where each launch counts.
+
+Modeling modules of transformers have a function of one name for them, ten elementwise operators
+in each layer; many of these functions are the same, and some are others.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from types import FunctionType, MethodType
+from typing import Any, Final, TypeAlias, final
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+Rotate: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""A function of queries, keys, cosines and sines, which rotates the former two."""
+
+
+def _of_cuda() -> Rotate:
+    from genlm_backend.attention.torch.rotary_kernel import rotate
+
+    return rotate
+
+
+KERNELS: Final[dict[str, Callable[[], Rotate]]] = {"cuda": _of_cuda}
+"""Kernels that there may be, by the kind of a device."""
+
+_NAME: Final = "apply_rotary_pos_emb"
+_ARGUMENTS: Final = ["q", "k", "cos", "sin"]
+_TYPES: Final = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
+    """Have the modules of a twin rotate queries and keys by a kernel, where that is the same.
+
+    Each function that rotates is asked, on random numbers. The twin of a module whose ``forward``
+    calls it has the same code, with the globals of the module's but for that function.
+
+    Args:
+        copies: By module of the model, its twin.
+    """
+    asked: dict[tuple[Any, ...], _Rotation | None] = {}
+    for module, own in copies.items():
+        forward = type(own).forward
+        if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
+            continue
+        original, weight = forward.__globals__.get(_NAME), _weight_of(module)
+        if original is None or weight is None or "forward" in vars(own):
+            continue
+        key = original, weight.dtype, weight.device, _dim_of(module)
+        if key not in asked:
+            asked[key] = _asked(*key)
+        rotation = asked[key]
+        if rotation is not None:
+            vars(own)["forward"] = MethodType(_with_globals(forward, rotation), own)
+
+
+@final
+class _Rotation:
+    """A function of a modeling module, by a kernel where that takes what is given.
+
+    Args:
+        original: The function.
+        kernel: What says the same.
+        dtype: The type of elements in which it does.
+        kind: The kind of device on which it does.
+    """
+
+    def __init__(self, original: Rotate, kernel: Rotate, dtype: torch.dtype, kind: str) -> None:
+        self.original = original
+        self._kernel, self._dtype, self._kind = kernel, dtype, kind
+
+    def __call__(
+        self, q: Any, k: Any, cos: Any, sin: Any, *others: Any, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rotated queries and keys."""
+        is_plain = not others and options in ({}, {"unsqueeze_dim": 1})
+        if is_plain and self._takes(q, k, cos, sin):
+            return self._kernel(q, k, cos, sin)
+        return self.original(q, k, cos, sin, *others, **options)
+
+    def _takes(self, *given: Any) -> bool:
+        if torch.is_grad_enabled() or not all(isinstance(one, torch.Tensor) for one in given):
+            return False
+        q, k, cos, sin = given
+        if [one.dim() for one in given] != [4, 4, 3, 3] or not q.numel() or not k.numel():
+            return False
+        num_rows, _, num_tokens, dim = q.shape
+        return (
+            q.device.type == self._kind
+            and all(one.device == q.device and one.dtype is self._dtype for one in given)
+            and all(one.shape[-2:] == (num_tokens, dim) and one.stride(-1) == 1 for one in given)
+            and dim % 2 == 0
+            and len(k) == num_rows
+            and cos.shape == sin.shape
+            and len(cos) in (1, num_rows)
+        )
+
+
+@final
+class _Globals(dict[str, Any]):
+    """The globals of a module as they are now, but for one function while that is the same.
+
+    Python asks a dictionary of another kind than its own for each name when it is used.
+
+    Args:
+        of_module: The globals of the module.
+        rotation: What is called in place of the function.
+    """
+
+    def __init__(self, of_module: dict[str, Any], rotation: _Rotation) -> None:
+        # Warnings and imports look for these without asking.
+        super().__init__((n, v) for n, v in [*of_module.items()] if n.startswith("__"))
+        self._of_module, self._rotation = of_module, rotation
+
+    def __missing__(self, name: str) -> Any:
+        found = self._of_module[name]
+        return self._rotation if found is self._rotation.original else found
+
+
+def _with_globals(forward: FunctionType, rotation: _Rotation) -> FunctionType:
+    own = FunctionType(
+        forward.__code__,
+        _Globals(forward.__globals__, rotation),
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    own.__kwdefaults__ = forward.__kwdefaults__
+    vars(own).update(vars(forward))
+    return own
+
+
+def _weight_of(module: nn.Module) -> torch.Tensor | None:
+    """Return a parameter of the type and on the device in which a module computes, if it has one.
+
+    On a device for which there is no kernel it has none.
+    """
+    return next(
+        (p for p in module.parameters() if p.dtype in _TYPES and p.device.type in KERNELS), None
+    )
+
+
+def _dim_of(module: nn.Module) -> int:
+    """Return the size of a module's heads, or a usual one."""
+    dim = vars(module).get("head_dim")
+    return dim if isinstance(dim, int) and dim > 0 and dim % 2 == 0 else 64
+
+
+_SHAPES: Final = ((2, 4, 2, 3, 2), (3, 12, 1, 1, 3), (2, 1, 9, 5, 1))
+"""Rows, heads, heads of keys, tokens of a row, and rows of cosines that functions are asked."""
+
+
+@torch.inference_mode()
+def _asked(original: Any, dtype: torch.dtype, device: torch.device, dim: int) -> _Rotation | None:
+    """Return a function by the kernel, if both say the same of random numbers, bit for bit."""
+    try:
+        if [*inspect.signature(original).parameters][: len(_ARGUMENTS)] != _ARGUMENTS:
+            return None
+        rotation = _Rotation(original, KERNELS[device.type](), dtype, device.type)
+        for shape in _SHAPES:
+            given = _numbers(dtype, device, dim, *shape)
+            if not _are_same(rotation(*given), original(*given)):
+                return None
+    except Exception as error:  # third-party code that takes something else, or no kernel
+        logger.info("%s is called as it is", original, exc_info=error)
+        return None
+    return rotation
+
+
+def _numbers(
+    dtype: torch.dtype,
+    device: torch.device,
+    dim: int,
+    num_rows: int,
+    num_heads: int,
+    num_key_heads: int,
+    num_tokens: int,
+    cos_rows: int,
+) -> list[torch.Tensor]:
+    """Return queries, keys, cosines and sines, of which no two are alike."""
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        made = torch.randn(shape, generator=generator, dtype=torch.float32)
+        return made.to(device, dtype)
+
+    by_token = [numbers(num_rows, num_tokens, heads, dim) for heads in (num_heads, num_key_heads)]
+    angles = [numbers(cos_rows, num_tokens, dim) for _ in range(2)]
+    return [*(states.transpose(1, 2) for states in by_token), *angles]
+
+
+def _are_same(found: Any, expected: Any) -> bool:
+    if not isinstance(expected, tuple) or len(expected) != 2:
+        return False
+    return all(
+        isinstance(one, torch.Tensor) and own.dtype is one.dtype and torch.equal(own, one)
+        for own, one in zip(found, expected, strict=True)
+    )
