@@ -16,9 +16,9 @@ def device_tables(lines: list[Line]) -> dict[str, str]:
     """
     seen = _about(lines)
     steps = [
-        "| model | shared tokens | particles | a step | by draws | operator by operator "
-        "| vLLM | the limit | over it | host |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| model | shared tokens | particles | a step | resampled | by draws "
+        "| operator by operator | vLLM | the limit | over it | host |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     of_vllm = {
         _case(line): f"{line['step_ms']:.1f} ms"
@@ -31,8 +31,8 @@ def device_tables(lines: list[Line]) -> dict[str, str]:
         vllm = of_vllm.get(_case(line), "")
         steps.append(
             f"| {line['model']} | {line['shared_tokens']:,} | {line['particles']:,} "
-            f"| {line['step_ms']:.1f} ms | {drawn} | {eager} | {vllm} | {line['limit_ms']:.2f} ms "
-            f"| {line['over_limit']:.1f} | {host} |"
+            f"| {line['step_ms']:.1f} ms | {line['smc_ms']:.1f} ms | {drawn} | {eager} | {vllm} "
+            f"| {line['limit_ms']:.2f} ms | {line['over_limit']:.1f} | {host} |"
         )
     tries = [
         "| of 100 rows of 131,000 tokens on the device | measured | over the limit |",
@@ -48,7 +48,7 @@ def device_tables(lines: list[Line]) -> dict[str, str]:
 
 
 def device_chart(lines: list[Line], folder: Path) -> None:
-    """Draw a step of some model by particles, recorded and as it was, and the limit."""
+    """Draw a resampled step of some model by particles, recorded and as it was, and the limit."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -60,10 +60,10 @@ def device_chart(lines: list[Line], folder: Path) -> None:
     counts = [line["particles"] for line in own]
     for key, label, style in (
         ("eager_ms", "operator by operator", "o-"),
-        ("step_ms", "recorded", "o-"),
+        ("smc_ms", "recorded", "o-"),
         ("limit_ms", "the limit", "--"),
     ):
-        color = {"eager_ms": "#b0b7c3", "step_ms": "#3f51b5", "limit_ms": "#9aa3b5"}[key]
+        color = {"eager_ms": "#b0b7c3", "smc_ms": "#3f51b5", "limit_ms": "#9aa3b5"}[key]
         axes.loglog(counts, [line[key] for line in own], style, color=color, label=label)
     axes.set_xticks(counts, [f"{count:,}" for count in counts])
     axes.set_xticks([], minor=True)

@@ -86,6 +86,7 @@ async def test_samples_do_not_depend_on_their_company(lm):  # noqa: F811
 
 
 async def test_a_constraint_holds(lm):  # noqa: F811
+    pytest.importorskip("llguidance")
     choices = ["<3><4><5>", "<8><9>", "<3><4><6>"]
     constraint = Constraint.from_choice(lm, choices, eos_token_ids=[2])
     assert constraint.mask().sum() > 0

