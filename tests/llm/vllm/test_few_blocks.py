@@ -1,6 +1,7 @@
 """vLLM with very few blocks: whatever fits alone is answered, and from what has been computed."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -69,3 +70,38 @@ def test_rows_beside_a_sample_that_takes_the_blocks_they_were_to_have(lm, size):
         rows = real.tiny_model()(input_ids=text).logits[0, 3:-1]
     assert len(rows) == 250
     assert (rows.amax(-1) - rows.gather(1, text[0, 4:, None])[:, 0]).max() < 1e-4
+
+
+def test_a_fork_of_a_session_that_has_been_preempted(lm, monkeypatch):
+    """The session has blocks again in the step that the fork begins in, and nothing in them."""
+    from genlm_backend.backends.vllm.fork import ForkConnector
+
+    if not lm._vllm.engine._core.is_local:
+        pytest.skip("vLLM's scheduler is not here")
+    base, other = contexts(45, 12)
+    asked = [base + other, [*base, 7]]
+    lm.clear_cache()
+    lm.next_token_logprobs_sync(base)
+    scheduler = lm._vllm.engine._core._client.engine_core.scheduler
+    schedule, matched = scheduler.schedule, ForkConnector.get_num_new_matched_tokens
+    pool, steps, taken = scheduler.kv_cache_manager.block_pool, [], []
+
+    def schedule_and_preempt(*args):
+        steps.append(len(scheduler.running))
+        if len(steps) == 2:  # as for a sample that takes a block
+            scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+            taken.extend(pool.get_new_blocks(1))
+        return schedule(*args)
+
+    def matched_later(self, request, num_computed_tokens):
+        if request.kv_transfer_params and len(steps) == 1:
+            return None, False  # as where there is no room for it in the first step
+        return matched(self, request, num_computed_tokens)
+
+    monkeypatch.setattr(scheduler, "schedule", schedule_and_preempt)
+    monkeypatch.setattr(ForkConnector, "get_num_new_matched_tokens", matched_later)
+    rows = lm.batch_next_token_logprobs_sync(asked)
+    pool.free_blocks(taken)
+    for row, context in zip(rows, asked, strict=True):
+        check(row, context)
+    assert steps[:2] == [0, 1]
