@@ -109,7 +109,7 @@ class SessionEngine(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget the blocks of sessions that have ended."""
+        """Forget all blocks, where no session is left; completions compute theirs again."""
         ...
 
     def start(self, completion: Completion, forbidden: frozenset[int]) -> None:

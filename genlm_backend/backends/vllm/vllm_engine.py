@@ -286,11 +286,9 @@ class VLLMEngine:
                 self._call(self._core.forget_logits, list(untaken))
 
     def reset(self) -> None:
-        """Forget the blocks of sessions that have ended, so that nothing is reused."""
+        """Forget all blocks, where no session is left; completions compute theirs again."""
         self._wait_for_ends()
-        if self._core.is_local:
-            self._step()  # lets the scheduler see who has gone
-        self._call(self._core.reset_prefix_cache)
+        self._call(self._core.reset)
 
     # ---------------------------------------------------------------- completions
 
