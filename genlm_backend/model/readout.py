@@ -253,9 +253,9 @@ class RowQuestions(NamedTuple):
     questions: Sequence[Sequence[Any]]
     undefined_ids: tuple[int, ...] = ()
 
-    def part(self, start: int, stop: int) -> RowQuestions:
+    def of(self, indices: Sequence[int]) -> RowQuestions:
         """Return the questions of some of the rows."""
-        return RowQuestions(self.questions[start:stop], self.undefined_ids)
+        return RowQuestions([self.questions[i] for i in indices], self.undefined_ids)
 
     def packed_answers(self, rows: Sequence[Row]) -> bytes:
         """Return the answers, ``packed``; rows come from wherever they are."""

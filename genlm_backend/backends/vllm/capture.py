@@ -354,9 +354,10 @@ class Core:
         """Remove an adapter by its number."""
         self._ask("remove_lora", number)
 
-    def reset_prefix_cache(self) -> None:
-        """Forget the keys and values of requests that have ended."""
-        self._ask("reset_prefix_cache", False, False)
+    def reset(self) -> None:
+        """Forget all keys, values and encoded pictures; requests that run are computed again."""
+        self._ask("reset_prefix_cache", True, False)
+        self._ask("reset_encoder_cache")
 
     def shutdown(self) -> None:
         """End the core, and what holds its tokenizers: threads, and vLLM's cache of functions."""

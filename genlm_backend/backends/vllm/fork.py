@@ -37,21 +37,29 @@ class ForkConnector(KVConnectorBase_V1):
             )
         self._block_size: int = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self._manager: Any = None
+        self._requests: dict[str, Any] = {}
         self._copies: list[KVCacheBlockCopy] = []
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Keep vLLM's manager, which knows the blocks of each request."""
         self._manager = kv_cache_manager
 
+    def on_new_request(self, request: Any) -> None:
+        """Keep vLLM's request, which knows how many of its tokens have been computed."""
+        self._requests[request.request_id] = request
+
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
         """Return how many tokens beyond ``num_computed_tokens`` the request's source has."""
-        params = request.kv_transfer_params or {}
-        num_shared = params.get(NUM_SHARED, 0)
-        if num_shared <= num_computed_tokens or not self._blocks(params[SOURCE]):
+        params = request.kv_transfer_params
+        if not params:
             return 0, False
-        return num_shared - num_computed_tokens, False
+        num_shared, source = params[NUM_SHARED], self._requests.get(params[SOURCE])
+        # One that has been preempted has blocks again before what is in them is computed.
+        if source is None or source.num_computed_tokens < num_shared:
+            return 0, False
+        return max(num_shared - num_computed_tokens, 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the copies of the blocks that hold these tokens."""
@@ -82,6 +90,7 @@ class ForkConnector(KVConnectorBase_V1):
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return that nothing of a finished request is still needed."""
+        self._requests.pop(request.request_id, None)
         return False, None
 
     # ---------------------------------------------------------------- in a worker

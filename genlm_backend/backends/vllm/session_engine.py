@@ -90,12 +90,13 @@ class SessionEngine(Protocol):
         session_ids: list[str],
         relieve: Callable[[], bool],
         wanted: RowQuestions | None = None,
-    ) -> list[Any]:
+    ) -> dict[str, Any]:
         """Compute the rows of these sessions; ``relieve`` makes room where there is none.
 
         Returns:
-            The rows, which own their memory, on whatever device; or what is ``wanted`` of them,
-            a list for each session, and no row comes out of another process that nobody asks for.
+            The rows by the sessions, without those that have found no room. They own their memory,
+            on whatever device; or what is ``wanted`` of them, a list for each session, and no row
+            comes out of another process that nobody asks for.
         """
         ...
 
@@ -108,7 +109,7 @@ class SessionEngine(Protocol):
         ...
 
     def reset(self) -> None:
-        """Forget the blocks of sessions that have ended."""
+        """Forget all blocks, where no session is left; completions compute theirs again."""
         ...
 
     def start(self, completion: Completion, forbidden: frozenset[int]) -> None:

@@ -60,22 +60,42 @@ class SessionPlanner:
                 waits for the rows any more.
             wanted: Questions of each row, whose answers are returned in its place.
         """
-        rows: list[Any] = []
+        rows: dict[int, Any] = {}
         while len(rows) < len(queries):
             check_wanted()  # the engine is between two parts, and nothing is amiss
             with self._distrusting():
-                placements = self._plan_part(queries[len(rows) :])
-                for placement in placements:
-                    self._engine.add(placement)
-                sessions = [placement.session for placement in placements]
-                stop = len(rows) + len(sessions)
-                own = None if wanted is None else wanted.part(len(rows), stop)
-                rows.extend(self._engine.run(sessions, self._end_oldest, own))
-                self.table.commit()
-                reused = sum(placement.num_shared for placement in placements)
-                self.tokens_reused += reused
-                self.tokens_computed += sum(len(p.query.context) for p in placements) - reused
-        return rows
+                left = [i for i in range(len(queries)) if i not in rows]
+                placements = self._plan_part([queries[i] for i in left])
+                del left[len(placements) :]
+                rows.update(self._run_part(left, placements, wanted))
+        return [rows[i] for i in range(len(queries))]
+
+    def _run_part(
+        self, indices: list[int], placements: list[Placement], wanted: RowQuestions | None
+    ) -> dict[int, Any]:
+        """Return the rows of a part of a batch, by the indices of its queries.
+
+        A completion may take blocks that a part was to have, and wait before its queries for those
+        that the part or what it begins with holds. Then some rows are missing, and every session is
+        ended: a part that begins without any has one row at least.
+        """
+        for placement in placements:
+            self._engine.add(placement)
+        sessions = [placement.session for placement in placements]
+        own = None if wanted is None else wanted.of(indices)
+        found = self._engine.run(sessions, self._end_oldest, own)
+        if not found and not self.table.num_computed:
+            raise EvaluationError(f"vLLM has no room for any of {len(sessions)} contexts")
+        if len(found) == len(sessions):
+            self.table.commit()
+        else:
+            self.end_sessions()
+        computed = [placement for placement in placements if placement.session in found]
+        reused = sum(placement.num_shared for placement in computed)
+        self.tokens_reused += reused
+        self.tokens_computed += sum(len(p.query.context) for p in computed) - reused
+        pairs = zip(indices, sessions, strict=True)
+        return {i: found[session] for i, session in pairs if session in found}
 
     def score(
         self, texts: Sequence[Scoring], check_wanted: Callable[[], None]
@@ -99,7 +119,7 @@ class SessionPlanner:
 
     def _scorable(self, texts: Sequence[Scoring]) -> list[Scoring]:
         """Return as many of the texts, in order, as there is room for; one at least."""
-        part, size, reserved = list[Scoring](), self._engine.block_size, 0
+        part, size, reserved = list[Scoring](), self._engine.block_size, self._num_left()
         for text in texts[: max(1, self._engine.max_sessions // 2)]:
             reserved += len(text.text.context) // size + 1
             if not self._make_room(reserved) and part:
@@ -109,8 +129,7 @@ class SessionPlanner:
 
     def _plan_part(self, queries: Sequence[Query]) -> list[Placement]:
         """Place as many of the queries, in order, as there is room for."""
-        placements: list[Placement] = []
-        reserved = 0
+        placements, reserved = list[Placement](), self._num_left()
         for query in queries:
             placement = self.table.place(query)
             needed = self._blocks_of(placement)
@@ -143,11 +162,16 @@ class SessionPlanner:
         there = num_shared // size if placement.is_new else -(-num_shared // size)
         return -(-len(placement.query.context) // size) - there
 
+    def _num_left(self) -> int:
+        """Return how many of the engine's requests sessions leave to the completions.
+
+        It is half of them, if those need as many. Each may take a block in the next step.
+        """
+        return min(len(self._engine.completions), self._engine.max_sessions // 2)
+
     def _make_room(self, num_blocks: int) -> bool:
         """End the oldest sessions until the part fits; return whether it does."""
-        # Sessions leave half of the engine's requests to the completions, if those need as many.
-        limit = self._engine.max_sessions
-        self.table.max_sessions = limit - min(len(self._engine.completions), limit // 2)
+        self.table.max_sessions = self._engine.max_sessions - self._num_left()
         while len(self.table) > self.table.max_sessions or (
             self._engine.num_free_blocks() < num_blocks
         ):
@@ -207,6 +231,6 @@ class SessionPlanner:
             if gone:
                 self._engine.stop(gone)
             if completions:
-                self._make_room(0)
+                self._make_room(self._num_left())
                 self._engine.step(self._end_oldest)
         return bool(self._engine.completions)

@@ -81,6 +81,11 @@ class SessionTable:
     def __len__(self) -> int:
         return len(self._sessions) + sum(placement.is_new for placement in self._round)
 
+    @property
+    def num_computed(self) -> int:
+        """Number of sessions, without those that the part of a batch will add."""
+        return len(self._sessions)
+
     def place(self, query: Query) -> Placement:
         """Choose where the row of ``query`` is computed, from the most tokens already there.
 

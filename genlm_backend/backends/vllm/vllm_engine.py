@@ -183,11 +183,12 @@ class VLLMEngine:
         session_ids: list[str],
         relieve: Callable[[], bool],
         wanted: RowQuestions | None = None,
-    ) -> list[Any]:
+    ) -> dict[str, Any]:
         """Step the engine until each of these sessions has a row; return them, or what is read off.
 
         Completions go on meanwhile. ``relieve`` is called where the engine has no room for
-        anything: it ends a session and returns whether there was one to end.
+        anything: it ends a session and returns whether there was one to end. Where there was none,
+        the sessions that have no row yet are left out.
         """
         requests, self._requests = self._requests, []
         self._call(self._core.add, requests)
@@ -202,10 +203,15 @@ class VLLMEngine:
                 if output.new_token_ids:
                     waiting.discard(output.request_id)
             if waiting and not self._is_relieved(relieve):
-                raise EvaluationError(f"vLLM has no room for {len(waiting)} of its requests")
-        found = self._call(self._core.take, session_ids, wanted)
-        self._untaken.difference_update(session_ids)
-        return found
+                break
+        places = [i for i, session in enumerate(session_ids) if session not in waiting]
+        if not places:
+            return {}
+        computed = [session_ids[i] for i in places]
+        own = None if wanted is None else wanted.of(places)
+        found = self._call(self._core.take, computed, own)
+        self._untaken.difference_update(computed)
+        return dict(zip(computed, found, strict=True))
 
     def score(self, texts: list[Scoring], relieve: Callable[[], bool]) -> list[Scored]:
         """Return the scores of texts, each computed in one pass.
@@ -280,11 +286,9 @@ class VLLMEngine:
                 self._call(self._core.forget_logits, list(untaken))
 
     def reset(self) -> None:
-        """Forget the blocks of sessions that have ended, so that nothing is reused."""
+        """Forget all blocks, where no session is left; completions compute theirs again."""
         self._wait_for_ends()
-        if self._core.is_local:
-            self._step()  # lets the scheduler see who has gone
-        self._call(self._core.reset_prefix_cache)
+        self._call(self._core.reset)
 
     # ---------------------------------------------------------------- completions
 

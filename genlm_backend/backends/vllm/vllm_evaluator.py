@@ -167,7 +167,7 @@ class VLLMEvaluator(Evaluator):
         raise CacheError("vLLM ends the oldest sessions, and keeps no prompt for good")
 
     def clear(self) -> None:
-        """End all sessions, and free the blocks that they had."""
+        """End all sessions, and forget all blocks; samples that go on are computed again."""
         self.planner.end_sessions()
         self.engine.reset()
 
@@ -188,7 +188,7 @@ class VLLMEvaluator(Evaluator):
             completion.fail(
                 UnknownAdapterError(f"the LoRA adapter {adapter.name!r} has been removed")
             )
-        self.clear()
+        self.planner.end_sessions()
         self.engine.remove_adapter(adapter)
 
     # ---------------------------------------------------------------- keeping house

@@ -32,6 +32,7 @@ class FakeEngine:
         self.adapters = {}
         self.is_closed = False
         self.failures = []
+        self.shortages = []  # of the next steps: how many contexts find no room
         self.may_sample = threading.Event()
         self.may_sample.set()
         self._mock = MockEvaluator(families.VOCAB)
@@ -68,13 +69,19 @@ class FakeEngine:
         if self.failures:
             raise self.failures.pop()
         self.num_steps += 1
-        self.sessions.update(self.added)
-        self.added = {}
+        least = 0 if self.sessions else 1  # one fits alone
+        shortage = self.shortages.pop() if self.shortages else 0
+        places = range(max(len(session_ids) - shortage, least))
+        computed = [session_ids[i] for i in places]
+        self.sessions.update((session, self.added.pop(session)) for session in computed)
         assert len(self.sessions) <= self.max_sessions
         assert self.num_free_blocks() >= 0
         self._sample()
-        rows = self._rows_of([self.sessions[session_id] for session_id in session_ids])
-        return rows if wanted is None else wanted.answers(rows)
+        if not computed:
+            return {}
+        rows = self._rows_of([self.sessions[session] for session in computed])
+        answers = rows if wanted is None else wanted.of(places).answers(rows)
+        return dict(zip(computed, answers, strict=True))
 
     def _rows_of(self, contexts):
         return self._mock.evaluate([Query(context) for context in contexts])

@@ -140,4 +140,5 @@ class SharedEngine:
     def close(self):
         self._engine.stop(list(self.completions.values()))
         self._engine.end(list(self._ids))
-        self._engine.reset()
+        if not self._engine._sessions:  # of another model that shares it
+            self._engine.reset()

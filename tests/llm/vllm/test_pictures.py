@@ -105,6 +105,28 @@ def test_what_has_to_go_is_computed_again(lm):
 
 
 @pytest.mark.vllm
+def test_pictures_are_encoded_again_behind_clearing(lm):
+    engine, (model, _) = lm._vllm.engine, family()
+    if not engine._core.is_local:
+        pytest.skip("vLLM's model is not here")
+    text, images = prompt_of([4])
+    context = lm.context(text, images=images)
+
+    @torch.no_grad()
+    def change(model):
+        for name, weight in model.named_parameters():
+            if name.endswith("patch_embedding.weight"):
+                weight.neg_()
+
+    for _ in range(2):
+        lm.next_token_logprobs_sync(context)
+        change(model)
+        lm._call(lambda: engine._llm.apply_model(change))
+        lm.clear_cache()
+        close(lm.next_token_logprobs_sync(context), plain_row(text, images))
+
+
+@pytest.mark.vllm
 def test_scores_samples_texts_and_pickles(lm):
     text, images = prompt_of([3])
     context = lm.context(text, images=images)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from genlm_backend import AsyncVirtualLM, MockAsyncLM
 from genlm_backend.backends.vllm.sessions import SessionTable
+from genlm_backend.errors import EvaluationError
 from genlm_backend.model.query import Adapter, Query
+from genlm_backend.model.token_readouts import Entropy
 from tests.llm.conftest import word_tokenizer
 from tests.llm.vllm.fake import FakeEngine
 
@@ -22,9 +24,13 @@ contexts = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(tuple)
     st.lists(st.lists(contexts, min_size=1, max_size=6, unique=True), max_size=12),
     st.integers(2, 6),
     st.integers(4, 30),
+    st.lists(st.integers(0, 3), max_size=12),
 )
-def test_whatever_is_asked_in_whatever_order_the_rows_are_right(rounds, max_sessions, num_blocks):
+def test_whatever_is_asked_in_whatever_order_the_rows_are_right(
+    rounds, max_sessions, num_blocks, shortages
+):
     engine = FakeEngine(max_sessions=max_sessions, num_blocks=num_blocks)
+    engine.shortages = shortages
     with AsyncVirtualLM(engine, batch_size=20, row_cache_bytes=0) as lm:
         with MockAsyncLM(word_tokenizer(), row_cache_bytes=0) as other:
             for asked in rounds:
@@ -107,6 +113,27 @@ def test_a_failing_step_fails_its_callers_and_the_next_one_starts_clean():
         with MockAsyncLM(word_tokenizer()) as other:
             expected = other.next_token_logprobs_sync([1, 2, 3])
         assert torch.equal(lm.next_token_logprobs_sync([1, 2, 3]), expected)
+
+
+def test_what_finds_no_room_is_asked_again_and_read_off_for_whoever_asked():
+    engine = FakeEngine(max_sessions=6)
+    with AsyncVirtualLM(engine, row_cache_bytes=0) as lm, MockAsyncLM(word_tokenizer()) as other:
+        lm.next_token_logprobs_sync([1, 2])
+        engine.shortages = [1, 2, 3]  # the last first
+        contexts = [[1, 2, i] for i in range(3)]
+        assert lm.batch_read_sync(contexts, Entropy) == other.batch_read_sync(contexts, Entropy)
+        assert engine.shortages == []
+        assert lm.statistics().num_forwards == 5
+
+
+def test_an_engine_that_has_no_room_for_anything_is_an_error(monkeypatch):
+    engine = FakeEngine()
+    with AsyncVirtualLM(engine, row_cache_bytes=0) as lm:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "run", lambda *args: {})
+            with pytest.raises(EvaluationError, match="no room"):
+                lm.next_token_logprobs_sync([1, 2])
+        assert len(lm.next_token_logprobs_sync([1, 2])) > 0
 
 
 def test_a_context_that_can_never_fit_is_told_before_it_is_queued():

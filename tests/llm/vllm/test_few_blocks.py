@@ -1,0 +1,107 @@
+"""vLLM with very few blocks: whatever fits alone is answered, and from what has been computed."""
+
+import random
+import time
+
+import pytest
+import torch
+
+from genlm_backend import AsyncVirtualLM
+from genlm_backend.backends.vllm.completion import Completion
+from genlm_backend.model.query import Query
+from tests.llm.conftest import fresh_row
+from tests.llm.families import VOCAB
+from tests.llm.vllm import real
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module", params=["0", "1"], ids=["here", "in a process of its own"])
+def lm(request):
+    real.close_tiny_engine()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", request.param)
+        engine = real.load_tiny(
+            block_size=32,
+            num_gpu_blocks_override=12,  # one is vLLM's own
+            max_num_seqs=8,
+            long_prefill_token_threshold=1,  # contexts side by side take many steps
+        )
+    with AsyncVirtualLM(engine, row_cache_bytes=0) as lm:
+        yield lm
+
+
+def contexts(*sizes):
+    randomness = random.Random(0)
+    return [[randomness.randrange(VOCAB) for _ in range(size)] for size in sizes]
+
+
+def check(row, context):
+    expected = fresh_row(real.tiny_model(), context)
+    torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [33, 60, 97])
+def test_rows_beside_a_sample_that_takes_the_blocks_they_were_to_have(lm, size):
+    """The sample has ``size`` tokens when rows are asked, and goes on growing beside them."""
+    base, other = contexts(100, 121)
+    asked, planner = [[*base, *other[:20]], other], lm._vllm.planner
+    lm.clear_cache()
+    lm.next_token_logprobs_sync(base)
+    sample = Completion(Query([1, 2, 3, 4]), 250, [], 0.0, 1, 0, lm.max_length)
+
+    def start():
+        planner.start([sample], frozenset())
+        while len(sample.token_ids) + 4 < size:
+            planner.go_on()
+
+    lm._call(start)
+    for row, context in zip(lm.batch_next_token_logprobs_sync(asked), asked, strict=True):
+        check(row, context)
+    while not sample.future.done():
+        lm._call(planner.go_on)
+    with torch.no_grad():
+        text = torch.tensor([[1, 2, 3, 4, *sample.future.result()]])
+        rows = real.tiny_model()(input_ids=text).logits[0, 3:-1]
+    assert len(rows) == 250
+    assert (rows.amax(-1) - rows.gather(1, text[0, 4:, None])[:, 0]).max() < 1e-4
+
+
+def test_a_fork_of_a_session_that_has_been_preempted(lm, monkeypatch):
+    """The session has blocks again in the step that the fork begins in, and nothing in them."""
+    from genlm_backend.backends.vllm.fork import ForkConnector
+
+    if not lm._vllm.engine._core.is_local:
+        pytest.skip("vLLM's scheduler is not here")
+    base, other = contexts(45, 12)
+    asked = [base + other, [*base, 7]]
+    lm.clear_cache()
+    lm.next_token_logprobs_sync(base)
+    scheduler = lm._vllm.engine._core._client.engine_core.scheduler
+    schedule, matched = scheduler.schedule, ForkConnector.get_num_new_matched_tokens
+    pool, steps, taken = scheduler.kv_cache_manager.block_pool, [], []
+
+    def schedule_and_preempt(*args):
+        steps.append(len(scheduler.running))
+        if len(steps) == 2:  # as for a sample that takes a block
+            scheduler._preempt_request(scheduler.running.pop(), time.monotonic())
+            taken.extend(pool.get_new_blocks(1))
+        return schedule(*args)
+
+    def matched_later(self, request, num_computed_tokens):
+        if request.kv_transfer_params and len(steps) == 1:
+            return None, False  # as where there is no room for it in the first step
+        return matched(self, request, num_computed_tokens)
+
+    monkeypatch.setattr(scheduler, "schedule", schedule_and_preempt)
+    monkeypatch.setattr(ForkConnector, "get_num_new_matched_tokens", matched_later)
+    rows = lm.batch_next_token_logprobs_sync(asked)
+    pool.free_blocks(taken)
+    for row, context in zip(rows, asked, strict=True):
+        check(row, context)
+    assert steps[:2] == [0, 1]
