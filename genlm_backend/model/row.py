@@ -229,7 +229,9 @@ def table_of(rows: Sequence[Row], device: torch.device) -> torch.Tensor:
     table = spare_memory.take((len(rows), len(rows[0].logprobs)), np.float32)
     # What comes from a device is copied by all threads of the processor, which have nothing to do
     # beside it: 33 MB take 0.8 ms by 16 of them, and 4 by one.
-    is_for_threads = all(part.nbytes >= _MANY_BYTES and part.is_pinned() for part in parts)
+    is_for_threads = torch.cuda.is_initialized() and all(
+        part.nbytes >= _MANY_BYTES and part.is_pinned() for part in parts
+    )
     own, start = torch.from_numpy(table), 0
     for part in parts:
         stop = start + len(part)
