@@ -213,10 +213,11 @@ async def test_tensor_rows_own_their_memory():
         np.testing.assert_allclose(row.numpy(), expected("weight_sum", weights(i)), rtol=1e-6)
 
 
-async def test_batches_are_no_larger_than_asked_for():
-    trie = AsyncTokenCharacterTrie.from_vocab(DECODE, backend="sequential", batch_size=4)
+@pytest.mark.parametrize("batch_size", [1, 4])
+async def test_batches_are_no_larger_than_asked_for(batch_size):
+    trie = AsyncTokenCharacterTrie.from_vocab(DECODE, "sequential", batch_size=batch_size)
     await asyncio.gather(*(trie.weight_sum(weights(i)) for i in range(10)))
-    assert max(trie.statistics().sum.batch_sizes) == 4
+    assert max(trie.statistics().sum.batch_sizes) == batch_size
     trie.shutdown()
 
 

@@ -177,7 +177,7 @@ def test_whole_segments_begin_with_the_first_token_and_end_with_an_output(wanted
     jobs = [Job(job.context, targets=job.targets) for job in mixed_jobs(wanted)]
     segments = plan_whole([(job, part) for job in jobs for part in job.parts(size)])
     for segment in segments:
-        assert (segment.start, segment.parent) == (0, None)
+        assert (segment.start, segment.parent, segment.wave) == (0, None, 0)
         assert list(segment.outputs) == sorted(segment.outputs)
         assert max(segment.outputs) == segment.stop - 1
         assert 0 < len(segment.outputs) <= size
