@@ -3,6 +3,16 @@
 Each change is made in a copy of the project and the tests that are to notice it run there. What
 none of them notices is shown as a difference. ``make mutants`` runs a hundred changes; how to
 read them is in CONTRIBUTING.md.
+
+Some places are left out, since a change there is no wrong program: what an error says,
+``__repr__``, and the following, of which the output tells how many changes there would have been:
+
+- Numbers that were tuned: constants of a module or a class whose own docstring says so, by one of
+  the words "measured", "cost", "worth" and "takes as long", and those of a class whose docstring
+  begins with "Costs". Another number makes the program slower or faster, and no answer another one.
+- ``strict=True`` of ``zip``, which asserts that lengths are equal that always are.
+
+Tests that fail where nothing is changed notice nothing, and end the run.
 """
 
 from __future__ import annotations
@@ -14,14 +24,20 @@ import difflib
 import os
 import queue
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+
+import pytest
 
 from tests.concerning import PACKAGE, PURE, concerning
 
@@ -32,6 +48,9 @@ _SWAPPED: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
     ast.And: ast.Or, ast.Or: ast.And, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
+
+_TUNED = re.compile(r"\b(measured|costs?|worth|takes (\w+ )*as long)\b")
+_NUMBER = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.operator, ast.unaryop)
 
 # A search for the smallest example would only take time.
 _CONFTEST = """
@@ -49,11 +68,13 @@ class Mutant:
         path: The file, from the project's root.
         source: The whole of it, changed.
         line: Where, from 1.
+        idle: Kind of changes that make no wrong program, if it is one of such.
     """
 
     path: Path
     source: str
     line: int
+    idle: str = ""
 
     def difference(self) -> str:
         """Return the change as ``diff -u`` writes it, without its heading."""
@@ -69,11 +90,41 @@ def mutants_of(path: Path) -> Iterator[Mutant]:
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
 
-    for node, text in _changes(ast.parse(source)):
+    tree = ast.parse(source)
+    idle = {part: "tuned numbers" for one in _tuned(tree) for part in ast.walk(one)}
+    idle.update((one, "assertions of zip") for one in _strict(tree))
+    for node, text in _changes(tree):
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
         changed = source[:begin] + text.encode() + source[end:]
-        yield Mutant(path, changed.decode(), node.lineno)
+        kind = idle.get(node, "") if isinstance(node, ast.Constant) else ""
+        yield Mutant(path, changed.decode(), node.lineno, kind)
+
+
+def _tuned(scope: ast.Module | ast.ClassDef) -> Iterator[ast.stmt]:
+    """Yield the constants of a module, and of its classes, that are documented as tuned."""
+    is_of_costs = (ast.get_docstring(scope) or "").startswith("Costs ")
+    for statement, behind in pairwise([*scope.body, ast.Pass()]):
+        if isinstance(statement, ast.ClassDef):
+            yield from _tuned(statement)
+        elif isinstance(statement, (ast.Assign, ast.AnnAssign)) and statement.value is not None:
+            is_number = all(isinstance(part, _NUMBER) for part in ast.walk(statement.value))
+            if is_number and (is_of_costs or _TUNED.search(_docstring(behind))):
+                yield statement
+
+
+def _strict(tree: ast.AST) -> Iterator[ast.expr]:
+    """Yield the values of ``strict`` in calls of ``zip``."""
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "zip":
+            yield from (keyword.value for keyword in call.keywords if keyword.arg == "strict")
+
+
+def _docstring(behind: ast.stmt) -> str:
+    """Return the docstring that a statement behind a constant is, or nothing."""
+    if isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant):
+        return str(behind.value.value)
+    return ""
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
@@ -145,10 +196,11 @@ def _with(node: ast.stmt | ast.expr, **fields: object) -> str:
     return text if isinstance(node, ast.stmt) else f"({text})"
 
 
-def passes(folder: Path, tests: tuple[str, ...], seconds: float) -> bool:
-    """Whether all of the tests pass in a copy of the project, and in time."""
+def passes(folder: Path, tests: str, seconds: float) -> bool:
+    """Whether all tests of a file or folder pass in a copy of the project, and in time."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["-m", "not slow and not real and not gpu and not vllm", *tests]
+    command += ["-o", "timeout=60"]  # seconds for each test: what hangs has failed
+    command += ["-m", "not slow and not real and not gpu and not vllm", tests]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(
@@ -156,18 +208,48 @@ def passes(folder: Path, tests: tuple[str, ...], seconds: float) -> bool:
         )
     except subprocess.TimeoutExpired:
         return False
-    return done.returncode == 0
+    return done.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
-def survives(mutant: Mutant, folder: Path, tests: tuple[str, ...], seconds: float) -> bool:
-    """Whether no test notices a change, which is made in ``folder`` for as long as they run."""
+@contextmanager
+def made(mutant: Mutant, folder: Path) -> Iterator[None]:
+    """Make a change in a copy of the project for a while."""
     target = folder / mutant.path
     original = target.read_text()
     target.write_text(mutant.source)
     try:
-        return all(passes(folder, (one,), seconds) for one in tests)
+        yield
     finally:
         target.write_text(original)
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Tests that are run with a change.
+
+    Attributes:
+        seconds: For each file of tests.
+        sound: Files and folders of tests that are known to pass where nothing is changed.
+    """
+
+    seconds: float
+    sound: set[str] = field(default_factory=set)
+
+    def is_missed(self, mutant: Mutant, folder: Path, tests: tuple[str, ...]) -> bool:
+        """Whether no test notices a change, which is made in ``folder`` for as long as they run.
+
+        Raises:
+            RuntimeError: If what fails does so without the change.
+        """
+        with made(mutant, folder):
+            failed = next((one for one in tests if not passes(folder, one, self.seconds)), None)
+        if failed is None:
+            return True
+        if failed not in self.sound:
+            if not passes(folder, failed, self.seconds):
+                raise RuntimeError(f"{failed} fails where nothing is changed")
+            self.sound.add(failed)
+        return False
 
 
 def make_copy(folder: Path) -> Path:
@@ -200,8 +282,10 @@ def main() -> int:
         for path in _files(ROOT / PACKAGE / name)
         if str(path.relative_to(ROOT / PACKAGE)).startswith(arguments.only)
     }
-    every = [mutant for path in tests_of for mutant in mutants_of(path)]
+    found = [mutant for path in tests_of for mutant in mutants_of(path)]
+    every = [mutant for mutant in found if not mutant.idle]
     chosen = random.Random(arguments.seed).sample(every, min(arguments.num, len(every)))
+    judge = Judge(arguments.seconds)
     with tempfile.TemporaryDirectory() as temporary:
         folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
         for number in range(arguments.processes):
@@ -210,7 +294,7 @@ def main() -> int:
         def try_one(mutant: Mutant) -> bool:
             folder = folders.get()
             try:
-                is_missed = survives(mutant, folder, tests_of[mutant.path], arguments.seconds)
+                is_missed = judge.is_missed(mutant, folder, tests_of[mutant.path])
             finally:
                 folders.put(folder)
             print(f"\n{mutant.difference()}" if is_missed else ".", end="", flush=True)
@@ -219,6 +303,8 @@ def main() -> int:
         with ThreadPoolExecutor(arguments.processes) as pool:
             num_noticed = len(chosen) - sum(pool.map(try_one, chosen))
     print(f"\n{num_noticed} of {len(chosen)} changes noticed, of {len(every)} there are")
+    for kind, count in Counter(mutant.idle for mutant in found if mutant.idle).items():
+        print(f"{count} changes of {kind} were left out")
     return 0 if num_noticed >= arguments.at_least * len(chosen) else 1
 
 

@@ -356,6 +356,21 @@ async def test_closing_and_dropping_end_an_evaluation_at_its_next_step():
         assert steps.num_made == 1
 
 
+async def test_an_evaluation_ends_at_its_next_step_when_the_interpreter_exits():
+    """It ends the worker threads then, and nobody has closed the batcher."""
+    steps = Steps()
+    task = asyncio.ensure_future(steps.batcher.submit(1))
+    await steps.until_begun()
+    ending = asyncio.ensure_future(asyncio.to_thread(steps.batcher._worker.stop))
+    while not steps.batcher._worker.is_stopped:
+        await asyncio.sleep(0)
+    steps.let_go()
+    with pytest.raises(QueryDroppedError, match=r"was answered: the interpreter exits$"):
+        await task
+    await ending
+    assert steps.num_made == 1
+
+
 async def test_a_call_ends_at_its_next_step_when_the_batcher_closes():
     steps = Steps()
     under_way = asyncio.ensure_future(asyncio.to_thread(steps.batcher.call, lambda: steps([1])))

@@ -38,6 +38,24 @@ def test_it_may_be_stopped_from_its_own_thread():
     assert worker.is_stopped
 
 
+def test_one_whose_stop_was_interrupted_is_waited_for_by_the_next(monkeypatch):
+    worker, proceeds, seen = Worker("slow"), threading.Event(), []
+    worker.put(lambda: seen.append(proceeds.wait(10)))
+
+    def interrupted(*threads):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            worker.stop()
+    assert worker.is_stopped
+    assert not seen
+    threading.Timer(0.05, proceeds.set).start()
+    worker.stop()
+    assert seen == [True]
+
+
 def test_one_that_has_not_begun_ends_with_nothing_done(monkeypatch):
     begun, proceeds = threading.Event(), threading.Event()
     work = module._work

@@ -442,6 +442,58 @@ def num_computed(asked, has, shares=True):
     return len(set(missing) if shares else missing)
 
 
+def tree_with(contexts):
+    """A tree that has the tokens of contexts, and no states."""
+    tree = PrefixTree(Slots(400))
+    for context in contexts:
+        node = tree.nodes.walk(tree.root(None), ints(*context))
+        rest = ints(*context[tree.nodes.depth[node] :])
+        if len(rest):
+            tree.link(tree.grow_chain(int(node), rest, tree.allocate(len(rest), ints(node))))
+    return tree
+
+
+@given(
+    asked=st.dictionaries(contexts, st.tuples(st.booleans(), st.integers(0, 4)), min_size=1),
+    elsewhere=st.sets(contexts, max_size=3),
+)
+def test_tokens_are_counted_between_contexts_where_they_part_and_what_has_states(asked, elsewhere):
+    every, elsewhere = [*asked], elsewhere - asked.keys()
+    tree = tree_with([*every, *sorted(elsewhere)])
+    nodes = [tree.nodes.walk(tree.root(None), ints(*context)) for context in every]
+    for context in elsewhere:
+        tree.nodes.state[tree.nodes.walk(tree.root(None), ints(*context))] = 1
+    before = {c[:size] for c in every for size in range(1, len(c))}
+    passed = {p for p in before if len({c[len(p)] for c in every if c[: len(p)] == p != c}) > 1}
+    seen = {*every, *passed, *(before & elsewhere)}
+    has_state = {context for context in every if asked[context][0]} | elsewhere
+    weights = dict.fromkeys(seen, 0)
+    for context in every:
+        for size in range(len(context), 0, -1):
+            if context[:size] in seen:
+                weights[context[:size]] += asked[context][1]
+                if context[:size] in has_state:
+                    break
+    above, num_tokens, has, counted = state_loops._asked(
+        tree.nodes.parent,
+        tree.nodes.depth,
+        tree.nodes.state,
+        ints(*nodes),
+        np.array([asked[context][0] for context in every], np.bool_),
+        np.array([asked[context][1] for context in every], np.int64),
+    )
+    assert len(above) == len(seen)
+    for i, context in enumerate(every):
+        sizes = range(len(context) - 1, 0, -1)
+        start = next((size for size in sizes if context[:size] in seen), 0)
+        assert num_tokens[i] == len(context) - start
+        assert (above[i] >= 0) == (start > 0)
+        if context[:start] in asked:
+            assert every[above[i]] == context[:start]
+        assert (has[i], counted[i]) == (asked[context][0], weights[context])
+    assert num_tokens.sum() == len({*before, *every})
+
+
 @given(
     has=st.dictionaries(contexts, st.tuples(st.booleans(), st.integers(1, 4)), max_size=12),
     asked=st.dictionaries(contexts, st.integers(1, 5), max_size=12),
@@ -450,13 +502,8 @@ def num_computed(asked, has, shares=True):
     shares=st.booleans(),
 )
 def test_what_stays_spares_the_most_tokens(has, asked, elsewhere, share, shares):
-    tree = PrefixTree(Slots(400))
     every = [*has, *sorted(asked.keys() - has.keys())]
-    for context in [*every, *sorted(elsewhere)]:
-        node = tree.nodes.walk(tree.root(None), ints(*context))
-        rest = ints(*context[tree.nodes.depth[node] :])
-        if len(rest):
-            tree.link(tree.grow_chain(int(node), rest, tree.allocate(len(rest), ints(node))))
+    tree = tree_with([*every, *sorted(elsewhere)])
     fixed = {context for context, (is_fixed, _) in has.items() if is_fixed}
     left = has.keys() - fixed
     elsewhere = elsewhere - set(every)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import random
 import threading
 import weakref
@@ -213,11 +214,20 @@ async def test_tensor_rows_own_their_memory():
         np.testing.assert_allclose(row.numpy(), expected("weight_sum", weights(i)), rtol=1e-6)
 
 
-async def test_batches_are_no_larger_than_asked_for():
-    trie = AsyncTokenCharacterTrie.from_vocab(DECODE, backend="sequential", batch_size=4)
+@pytest.mark.parametrize("batch_size", [1, 4])
+async def test_batches_are_no_larger_than_asked_for(batch_size):
+    trie = AsyncTokenCharacterTrie.from_vocab(DECODE, "sequential", batch_size=batch_size)
     await asyncio.gather(*(trie.weight_sum(weights(i)) for i in range(10)))
-    assert max(trie.statistics().sum.batch_sizes) == 4
+    assert max(trie.statistics().sum.batch_sizes) == batch_size
     trie.shutdown()
+
+
+@pytest.mark.parametrize("timeout", [0, math.inf])
+async def test_the_first_query_may_wait_for_nobody_or_for_ever(timeout):
+    """A quiet loop sends it in any case."""
+    trie = AsyncTokenCharacterTrie(PLAIN, timeout=timeout)
+    np.testing.assert_array_equal(await trie.weight_sum(weights(0)), PLAIN.weight_sum(weights(0)))
+    await trie.cleanup()
 
 
 async def test_a_program_at_random_gets_what_it_asked_for(trie):

@@ -91,6 +91,76 @@ def test_a_large_trie_is_pruned_to_the_heaviest():
     assert {len(trie.node2prefix[int(node)]) for node in nodes_in(shallow)} == {0, 1}
 
 
+SEQUENCES = TokenCharacterTrie([((1, 2), "x"), ((1, 2),), (None, 3), (None,)])
+
+
+def weight_of(node, weights):
+    return -np.inf if np.isnan(weights[node]) else weights[node]
+
+
+@pytest.mark.parametrize("trie", [TRIE, SEQUENCES])
+@pytest.mark.parametrize("max_depth", range(6))
+def test_nodes_are_drawn_whose_prefix_is_short_enough(trie, max_depth):
+    shown = nodes_in(trie.visualize(max_depth=max_depth))
+    nodes = range(trie.num_nodes)
+    assert shown == {str(node) for node in nodes if len(trie.node2prefix[node]) <= max_depth}
+
+
+@pytest.mark.parametrize("undefined", [None, 4, 12])
+@pytest.mark.parametrize("max_nodes", range(1, TRIE.num_nodes))
+def test_the_heaviest_are_drawn_and_the_others_counted(max_nodes, undefined):
+    weights = TRIE.weight_sum(np.random.default_rng(max_nodes).random(len(DECODE)))
+    if undefined is not None:  # it comes last
+        weights[undefined] = np.nan
+    shown, children = {TRIE.root}, TRIE.children
+    while len(shown) < max_nodes:
+        below = {child for node in shown for child in children[node].values()} - shown
+        shown.add(max(below, key=lambda node: weight_of(node, weights)))
+    drawing = TRIE.visualize(weights, max_nodes=max_nodes)
+    assert nodes_in(drawing) == {str(node) for node in shown}
+    left_out = {node: {*children[node].values()} - shown for node in shown}
+    found = re.findall(r'"?more-(\d+)"? \[label="… (\d+) more\nup to (.*?)"', drawing.source)
+    assert {(int(node), int(count), most) for node, count, most in found} == {
+        (node, len(hidden), f"{max(weights[child] for child in hidden):.3g}")
+        for node, hidden in left_out.items()
+        if hidden and not np.isnan(weights[[*hidden]]).any()
+    } | {
+        (node, len(hidden), "nan")
+        for node, hidden in left_out.items()
+        if np.isnan(weights[[*hidden]]).any()
+    }
+
+
+def test_an_edge_has_the_letter_by_which_a_prefix_is_longer():
+    source = TRIE.visualize().source
+    found = re.findall(r'^\t(\d+) -> (\d+) \[label="(.*)"\]$', source, re.MULTILINE)
+    prefixes = TRIE.node2prefix
+    expected = {
+        (str(node), str(child)): spell(prefixes[child][len(prefixes[node]) :])
+        for node in range(TRIE.num_nodes)
+        for child in TRIE.children[node].values()
+    }
+    assert {(node, child): text or "''" for node, child, text in found} == {
+        edge: text.replace("\\", "\\\\").replace('"', '\\"') for edge, text in expected.items()
+    }
+
+
+def test_a_shade_is_on_the_way_from_white_to_blue():
+    assert visualize._colors(0) == {"fillcolor": "#ffffff", "fontcolor": "black"}
+    assert visualize._colors(1 / 4) == {"fillcolor": "#9ca4d5", "fontcolor": "black"}
+    assert visualize._colors(0.35)["fontcolor"] == "black"
+    assert visualize._colors(0.36)["fontcolor"] == "white"
+    assert visualize._colors(1) == {"fillcolor": "#3949ab", "fontcolor": "white"}
+
+
+def test_shades_are_shares_of_the_largest_weight_or_probability():
+    assert visualize._shades(np.array([0.5, 2.0, -1.0])).tolist() == [0.25, 1.0, 0.0]
+    assert visualize._shades(np.array([0.0, -np.inf])).tolist() == [1.0, 0.0]
+    shades = visualize._shades(np.log([0.1, 0.2, 0.05]))
+    np.testing.assert_allclose(shades, [0.5, 1, 0.25])
+    assert visualize._shades(np.array([np.nan, -np.inf])).tolist() == [0.0, 0.0]
+
+
 def test_weights_of_a_device_trie():
     trie = ParallelTokenCharacterTrie(DECODE, device="cpu", as_tensor=True)
     assert "0.125" in trie.visualize(trie.weight_sum([0.125] * 8)).source

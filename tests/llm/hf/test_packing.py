@@ -113,3 +113,37 @@ def test_a_layer_stores_new_tokens_and_hands_out_past_and_new():
     assert torch.equal(found_values[0, :, 2:], values[0])
     assert torch.equal(codes[2, 6:], values[1, 0, 0])
     assert (layer.get_seq_length(), layer.get_mask_sizes(2)) == (2, (4, 0))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 9), st.integers(1, 6), st.integers(-9, 9)), min_size=1, max_size=8
+    )
+)
+def test_positions_are_indices_and_the_shift_of_the_row(shapes):
+    """Padding repeats the last position of its row."""
+    spans = [packing.Span([7] * new, shift=shift) for _, new, shift in shapes]
+    batch = packing.pack(spans, paths_of([range(1, 1 + past) for past, _, _ in shapes]))
+    num_columns = max(new for _, new, _ in shapes)
+    assert batch.position_ids.tolist() == [
+        [past + min(column, new - 1) + shift for column in range(num_columns)]
+        for past, new, shift in shapes
+    ]
+    assert batch.num_new.tolist() == [new for _, new, _ in shapes]
+    assert batch.num_past.tolist() == [past for past, _, _ in shapes]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8))
+def test_a_decode_step_is_a_span_of_one_token_for_each_row(sizes):
+    token_ids, slots = np.arange(len(sizes)) + 50, np.arange(len(sizes)) + 90
+    past = paths_of([range(1, 1 + size) for size in sizes])
+    step = packing.pack_step(token_ids, slots, past, None)
+    pairs = zip(token_ids.tolist(), slots.tolist(), strict=True)
+    spans = packing.pack([packing.Span([token], [slot], [0]) for token, slot in pairs], past)
+    assert (step.is_step, spans.is_step) == (True, False)
+    assert (step.num_rows, step.num_new_tokens) == (len(sizes), len(sizes))
+    assert step.new_columns is spans.new_columns is None
+    names = ["input_ids", "position_ids", "new_slots", "output_rows", "output_columns"]
+    for name in [*names, "num_new", "num_past"]:
+        ours, theirs = getattr(step, name), getattr(spans, name)
+        assert (ours.dtype, ours.tolist()) == (theirs.dtype, theirs.tolist())

@@ -1,6 +1,7 @@
 """The plan covers every token that is missing, once where it pays, and in order."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -177,7 +178,7 @@ def test_whole_segments_begin_with_the_first_token_and_end_with_an_output(wanted
     jobs = [Job(job.context, targets=job.targets) for job in mixed_jobs(wanted)]
     segments = plan_whole([(job, part) for job in jobs for part in job.parts(size)])
     for segment in segments:
-        assert (segment.start, segment.parent) == (0, None)
+        assert (segment.start, segment.parent, segment.wave) == (0, None, 0)
         assert list(segment.outputs) == sorted(segment.outputs)
         assert max(segment.outputs) == segment.stop - 1
         assert 0 < len(segment.outputs) <= size
@@ -335,6 +336,39 @@ def test_contexts_go_on_one_by_one_as_far_as_it_costs_less_than_whole_ones(conte
 
     most = most_passes(num_passes, lengths, CostModel(per_forward=per_forward))
     assert cost_of(most) == min(map(cost_of, range(10)))
+
+
+BY_ONE = StateBounds(most=1)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "num_before", "num_known", "is_cut"),
+    [
+        (StateBounds(), 0, 31, False),
+        (StateBounds(), 0, 32, True),
+        (StateBounds(), 5, 36, False),
+        (StateBounds(), 5, 37, True),
+        (StateBounds(), 0, 98, True),
+        (StateBounds(is_short=True), 0, 60, False),
+        (StateBounds(fewest=2), 0, 7, False),
+        (StateBounds(fewest=2), 0, 8, True),
+        (BY_ONE, 0, 87, False),  # 13 passes, which cost 8 tokens each, are more than 100 tokens
+        (BY_ONE, 0, 88, True),
+        (BY_ONE, 1, 33, True),
+        (BY_ONE, 1, 32, False),
+    ],
+)
+@pytest.mark.parametrize("is_step", [False, True])
+def test_a_context_is_cut_where_it_leaves_what_is_known_of_others(
+    bounds, num_before, num_known, is_cut, is_step
+):
+    context = tuple(range(100))
+    job = job_of(tree_of([context[:num_before]]), context, num_before)
+    job.num_known, job.next_start = num_known, 0 if is_step else None
+    segments = plan_segments([job], CostModel(per_forward=8), bounds)
+    check_answered(segments, [job])
+    assert (num_known in [segment.stop for segment in segments]) == (is_cut and not is_step)
+    assert [segment.wave for segment in segments] == [*range(len(segments))]
 
 
 @given(
