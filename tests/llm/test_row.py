@@ -251,7 +251,8 @@ class ExtremeEngine(FakeEngine):
     def run(self, session_ids, relieve, wanted=None):
         super().run(session_ids, relieve)
         rows = rows_of_logits(self.logits[[self.sessions[i][0] for i in session_ids]])
-        return rows if wanted is None else wanted.answers(rows)
+        answers = rows if wanted is None else wanted.answers(rows)
+        return dict(zip(session_ids, answers, strict=True))
 
 
 def extreme_transformer(logits, tokenizer=None, **options):
