@@ -502,7 +502,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
         Comes after the batch that is being evaluated, for which the calling thread waits.
         """
-        self._clear_kept()
+        self._clear_by(self._evaluator.clear)
 
     def _is_kept(self, query: Query) -> None:
         """Note that a context's keys and values are there now, on whatever thread."""
@@ -669,12 +669,17 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
         Comes after the batch that is being evaluated, for which the calling thread waits.
         """
-        self._rows.clear()
-        self._clear_kept()
 
-    def _clear_kept(self) -> None:
+        def clear() -> None:
+            self._evaluator.clear()
+            self._rows.clear()  # those of batches that were sent before it
+
+        self._rows.clear()
+        self._clear_by(clear)
+
+    def _clear_by(self, clear: Callable[[], None]) -> None:
         with contextlib.suppress(BatcherClosedError):  # what was kept has gone with the thread
-            self._call(self._evaluator.clear)
+            self._call(clear)
 
     def statistics(self) -> LMStatistics:
         """Return the statistics of batching and caching."""

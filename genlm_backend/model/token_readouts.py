@@ -54,7 +54,7 @@ def readout_of(make: Callable[[Query], Any], query: Query) -> Readout:
 
 def readouts_of(make: Callable[[Query], Any], queries: Sequence[Query]) -> list[Readout]:
     """Return the readouts that ``make`` makes of queries, in order; see ``readout_of``."""
-    made = [*map(function("readout", make), queries)]
+    made = [function("readout", make)(query) for query in queries]
     # Those of this library are alike, and looked at together.
     if all(issubclass(kind, Readout) and is_ours(kind) for kind in set(map(type, made))) and all(
         map(operator.is_, map(_QUERY, made), queries)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend import TokenCharacterTrie
+from genlm_backend import MockAsyncLM, TokenCharacterTrie
 from genlm_backend.errors import (
     BatcherClosedError,
     ContextError,
@@ -568,3 +568,10 @@ def test_what_is_told_of_a_wide_row_of_nan_is_nan():
     for i in (0, 2):
         top = TopTokens(found.top_token_ids[i], found.top_logprobs[i], float(found.log_rest[i]))
         check_top(top, rows[i], 5)
+
+
+def test_a_maker_that_runs_out_loses_no_answer():
+    lm = MockAsyncLM(word_tokenizer())
+    sizes = iter([2, 3])
+    with pytest.raises(StopIteration):
+        lm.batch_read_sync([[1], [2], [3]], lambda query: Top(query, next(sizes)))

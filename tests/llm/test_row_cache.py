@@ -1,11 +1,17 @@
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from genlm_backend.model.row import RowCache
+from genlm_backend.model.batched_lm import BatchedLM
+from genlm_backend.model.evaluator import StatelessEvaluator
+from genlm_backend.model.row import RowCache, rows_of_logits
+from tests.llm.conftest import word_tokenizer
+from tests.llm.families import VOCAB
 
 
 def row(value, size=4):
@@ -129,3 +135,29 @@ def test_threads_keep_the_books_straight():
     for thread in threads:
         thread.join()
     assert cache.num_bytes == 16 * len(cache) <= cache.budget
+
+
+def test_rows_of_a_batch_that_was_sent_before_clear_cache_are_not_kept():
+    """It is evaluated behind the call, and before what the call clears."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    class Constant(StatelessEvaluator):
+        def evaluate(self, queries):
+            return rows_of_logits(torch.zeros(len(queries), VOCAB, dtype=torch.float32))
+
+    def hold():
+        begun.set()
+        assert may_end.wait(30)
+
+    with BatchedLM(word_tokenizer(), Constant()) as lm, ThreadPoolExecutor(2) as pool:
+        held = lm._batcher.call_soon(hold)
+        assert begun.wait(30)
+        asked = pool.submit(lm.next_token_logprobs_sync, [2])
+        while lm._batcher.statistics().num_submitted < 1:
+            time.sleep(0.001)
+        cleared = pool.submit(lm.clear_cache)
+        time.sleep(0.1)
+        may_end.set()
+        for one in (held, asked, cleared):
+            one.result(30)
+        assert len(lm._rows) == 0

@@ -6,10 +6,11 @@ in each layer; many of these functions are the same, and some are others.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -48,6 +49,8 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
     for module, own in copies.items():
         forward = type(own).forward
         if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
+            continue
+        if not _is_plain(forward.__code__):
             continue
         original, weight = forward.__globals__.get(_NAME), _weight_of(module)
         if original is None or weight is None or "forward" in vars(own):
@@ -121,6 +124,19 @@ class _Globals(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         found = self._of_module[name]
         return self._rotation if found is self._rotation.original else found
+
+
+def _is_plain(code: CodeType) -> bool:
+    """Return whether code asks its globals for names alone, and writes none."""
+    if not _ASIDE.isdisjoint(code.co_names) or any(
+        step.opname in _NOT_PLAIN for step in dis.get_instructions(code)
+    ):
+        return False
+    return all(_is_plain(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+_ASIDE: Final = frozenset({"globals", "locals", "vars", "eval", "exec"})
+_NOT_PLAIN: Final = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_BUILD_CLASS"})
 
 
 def _with_globals(forward: FunctionType, rotation: _Rotation) -> FunctionType:

@@ -158,7 +158,7 @@ class HFEvaluator(PassEvaluator):
         if placeholder is None:
             return super().picture_rules(token_ids, inputs)
         before = passes.runner.num_forwards, passes.runner.tokens_computed
-        self._in_place(None)
+        self._runner.twin = self._runner.twin_with(None)
         rules = examine_pictures(
             self._runner, passes.cache.layout, self._attend, token_ids, inputs, placeholder
         )
@@ -188,9 +188,7 @@ class HFEvaluator(PassEvaluator):
     def clear(self) -> None:
         """Free all slots, pinned ones too, and look whether weights are others now."""
         self.passes.tree.clear()
-        self._runner.packed.look_again()
-        if self._runner.graphs is not None:
-            self._runner.graphs.forget()
+        self._runner.look_again()
         self._files.look_again()
 
     # ---------------------------------------------------------------- adapters

@@ -12,7 +12,7 @@ from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import PackedBatch, Span, pack
 from genlm_backend.attention.torch import TorchRowStates
 from genlm_backend.backends.hf.fused_norms import fuse_norms
-from genlm_backend.backends.hf.fused_rotary import fuse_rotary
+from genlm_backend.backends.hf.fused_rotary import KERNELS, fuse_rotary
 from genlm_backend.backends.hf.injection import Saved, put_layers
 from genlm_backend.backends.hf.lora import OwnerAdapters, not_loaded, read_adapter
 from genlm_backend.backends.hf.model_state import ModelSnapshot
@@ -239,6 +239,16 @@ class HFRunner(Runner):
         """Let go of an adapter's layers."""
         del self._loaded[adapter]
         self._twins.pop(adapter, None)
+
+    def look_again(self) -> None:
+        """Look at weights, and at code that is called in another form, which may be others now."""
+        self.packed.look_again()
+        if self.graphs is not None:
+            self.graphs.forget()
+        if self.device.type in KERNELS:
+            for adapter, twin in self._twins.items():
+                twin.refill()
+                self._dress(twin, adapter)
 
     def close(self) -> None:
         """Let go of the model."""

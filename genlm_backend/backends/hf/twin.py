@@ -67,7 +67,7 @@ class Twin:
         self._picking: partial[Any] | None = None
         self._children = {module: {**module._modules} for module in modules}
         for module, children in self._children.items():
-            own = {name: child and self.copies[child] for name, child in children.items()}
+            own = {n: None if c is None else self.copies[c] for n, c in children.items()}
             vars(self.copies[module])["_modules"] = own
         self.refill()
 

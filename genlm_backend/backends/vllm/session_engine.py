@@ -112,8 +112,21 @@ class SessionEngine(Protocol):
         """Forget all blocks, where no session is left; completions compute theirs again."""
         ...
 
-    def start(self, completion: Completion, forbidden: frozenset[int]) -> None:
-        """Begin a completion that samples none of the ids in ``forbidden``."""
+    def start(
+        self,
+        completion: Completion,
+        forbidden: frozenset[int],
+        source: str | None = None,
+        num_shared: int = 0,
+    ) -> None:
+        """Begin a completion, behind the first tokens of a session that has been computed.
+
+        Args:
+            completion: Prompt and settings of the sample.
+            forbidden: Token ids that are never sampled.
+            source: The session; ``None`` for none.
+            num_shared: How many of the prompt's tokens it has.
+        """
         ...
 
     def step(self, relieve: Callable[[], bool]) -> None:

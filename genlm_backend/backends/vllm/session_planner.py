@@ -16,7 +16,7 @@ import torch
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.backends.vllm.sessions import Placement, SessionTable
-from genlm_backend.errors import EvaluationError
+from genlm_backend.errors import EvaluationError, QueryDroppedError
 from genlm_backend.model.query import Query
 from genlm_backend.model.readout import RowQuestions
 from genlm_backend.model.scoring import Scoring
@@ -65,7 +65,7 @@ class SessionPlanner:
             check_wanted()  # the engine is between two parts, and nothing is amiss
             with self._distrusting():
                 left = [i for i in range(len(queries)) if i not in rows]
-                placements = self._plan_part([queries[i] for i in left])
+                placements = self._plan_part([queries[i] for i in left], check_wanted)
                 del left[len(placements) :]
                 rows.update(self._run_part(left, placements, wanted))
         return [rows[i] for i in range(len(queries))]
@@ -127,7 +127,9 @@ class SessionPlanner:
             part.append(text)
         return part
 
-    def _plan_part(self, queries: Sequence[Query]) -> list[Placement]:
+    def _plan_part(
+        self, queries: Sequence[Query], check_wanted: Callable[[], None]
+    ) -> list[Placement]:
         """Place as many of the queries, in order, as there is room for."""
         placements, reserved = list[Placement](), self._num_left()
         for query in queries:
@@ -142,6 +144,7 @@ class SessionPlanner:
                 while not self._make_room(needed := self._blocks_of(placement)):
                     if self._engine.completions:  # the room is theirs until they end
                         self._engine.step(self._end_oldest)
+                        check_wanted()
                         continue
                     self.table.withdraw(placement)
                     raise EvaluationError(
@@ -211,26 +214,38 @@ class SessionPlanner:
     # ---------------------------------------------------------------- completions
 
     def start(self, completions: list[Completion], forbidden: frozenset[int]) -> None:
-        """Hand completions to the engine; an error of it is theirs."""
+        """Hand completions to the engine; an error is theirs.
+
+        Prompts that are more than a block together are computed first, as sessions, from which the
+        completions are forked: so each is computed once, and in pieces where it is long. On the CPU
+        vLLM cannot sample with a seed behind a piece.
+        """
         try:
+            if sum(len(c.prompt.context) for c in completions) > self._engine.block_size:
+                self._compute_prompts(completions)
             with self._distrusting():
                 for completion in completions:
-                    self._engine.start(completion, forbidden)
+                    source, num_shared = self.table.source_of(completion.prompt)
+                    self._engine.start(completion, forbidden, source, num_shared)
         except Exception as error:
             for completion in completions:  # those that were not started yet
                 completion.fail(error)
 
+    def _compute_prompts(self, completions: Sequence[Completion]) -> None:
+        def check_wanted() -> None:
+            if all(completion.future.cancelled() for completion in completions):
+                raise QueryDroppedError("nobody waits for the samples any more")
+
+        prompts = [*dict.fromkeys(completion.prompt for completion in completions)]
+        self.evaluate(prompts, check_wanted, RowQuestions([()] * len(prompts)))
+
     def go_on(self) -> bool:
         """Make a step for the completions; return whether any are left.
 
-        Those that nobody waits for are stopped. An error of the engine is theirs.
+        An error of the engine is theirs.
         """
         with contextlib.suppress(Exception), self._distrusting():
-            completions = self._engine.completions
-            gone = [c for c in completions.values() if c.future.cancelled()]
-            if gone:
-                self._engine.stop(gone)
-            if completions:
+            if self._engine.completions:
                 self._make_room(self._num_left())
                 self._engine.step(self._end_oldest)
         return bool(self._engine.completions)

@@ -109,6 +109,11 @@ class SessionTable:
         """Return how many of a context's tokens ``place`` would find."""
         return self._longest_prefix(query)[1]
 
+    def source_of(self, query: Query) -> tuple[str | None, int]:
+        """Return the session that has most of a context's tokens, if any, and how many."""
+        best, num_shared = self._longest_prefix(query)
+        return None if best is None else best.id, num_shared
+
     def withdraw(self, placement: Placement) -> None:
         """Take back the latest placement; what it held stays held until ``commit``."""
         assert self._round[-1] is placement

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import time
 import uuid
@@ -24,10 +25,12 @@ from genlm_backend.backends.vllm.session_engine import Scored
 from genlm_backend.backends.vllm.sessions import Placement
 from genlm_backend.backends.vllm.surroundings import environment, random_state_kept
 from genlm_backend.backends.vllm.vllm_picture_reader import features_of
+from genlm_backend.checks import near_names
 from genlm_backend.errors import (
     AdapterError,
     EngineDiedError,
     EvaluationError,
+    OptionTypeError,
     UnsupportedModelError,
 )
 from genlm_backend.model.query import Adapter, Query
@@ -37,6 +40,9 @@ from genlm_backend.vision.pictures import Pictures
 
 _WAIT = 0.1
 """Seconds to wait for the outputs of a core in another process at each step."""
+
+_MOST = 1e30
+"""The highest temperature that vLLM is given; an infinite one would give NaN."""
 
 _MOST_EMPTY_STEPS = 3
 """Number of steps that compute nothing, behind each other, before something has to make room."""
@@ -122,6 +128,7 @@ class VLLMEngine:
             tokenizer: Tokenizer to use in place of the model's own.
 
         Raises:
+            OptionTypeError: (``TypeError``) If vLLM knows no such option.
             UnsupportedModelError: If an option or the model is one that forks or rows do not go
                 with.
         """
@@ -163,12 +170,7 @@ class VLLMEngine:
     def add(self, placement: Placement) -> None:
         """Start or extend the session of ``placement``, which the next ``run`` computes."""
         session, query = placement.session, placement.query
-        extra: dict[str, Any] = {capture.TAG: session}
-        if placement.source is not None:
-            extra["kv_transfer_params"] = {
-                fork.SOURCE: placement.source,
-                fork.NUM_SHARED: placement.num_shared,
-            }
+        extra = {capture.TAG: session, **_fork_of(placement.source, placement.num_shared)}
         params = SamplingParams(
             max_tokens=1, temperature=0.0, detokenize=False, ignore_eos=True, extra_args=extra
         )
@@ -292,16 +294,24 @@ class VLLMEngine:
 
     # ---------------------------------------------------------------- completions
 
-    def start(self, completion: Completion, forbidden: frozenset[int]) -> None:
+    def start(
+        self,
+        completion: Completion,
+        forbidden: frozenset[int],
+        source: str | None = None,
+        num_shared: int = 0,
+    ) -> None:
         """Begin a completion, which goes on at every step from now on.
 
         Args:
             completion: Prompt and settings of the sample.
             forbidden: Token ids that are never sampled.
+            source: A session whose keys and values it begins with; ``None`` for none.
+            num_shared: For how many of the prompt's tokens.
         """
         params = SamplingParams(
             max_tokens=completion.num_possible,
-            temperature=min(completion.temperature, 1e30),  # an infinite one would give NaN
+            temperature=min(completion.temperature, _MOST),
             seed=completion.seed,
             stop_token_ids=sorted(completion.eos_token_ids),
             allowed_token_ids=[i for i in range(self.vocab_size) if i not in forbidden]
@@ -309,7 +319,10 @@ class VLLMEngine:
             else None,
             detokenize=False,
             ignore_eos=True,
+            extra_args=_fork_of(source, num_shared),
         )
+        # vLLM takes what is below a hundredth for one; its sampler knows no such bound.
+        params.temperature = min(completion.temperature, _MOST)
         self.completions[completion.id] = completion
         query = completion.prompt
         request = self._request(completion.id, query, 0, params, resumable=False)
@@ -390,7 +403,13 @@ class VLLMEngine:
         return relieve()
 
     def _step(self) -> list[Any]:
-        """Make a step, or wait a little for one; pass on what it has sampled."""
+        """Make a step, or wait a little for one; pass on what it has sampled.
+
+        Completions that nobody waits for are stopped before it.
+        """
+        gone = [c for c in self.completions.values() if c.future.cancelled()]
+        if gone:
+            self.stop(gone)
         outputs = self._call(self._core.step, _WAIT)
         if outputs is None:
             return []
@@ -452,7 +471,11 @@ class VLLMEngine:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options that sessions or rows do not go with."""
+    """Refuse options that vLLM does not know, and those that sessions or rows do not go with."""
+    known = {field.name for field in fields(EngineArgs)} | {*inspect.signature(LLM).parameters}
+    for name in options:
+        if name not in known:
+            raise OptionTypeError(f"vLLM has no option {name!r}{near_names(name, known)}")
     for name, why in _REFUSED.items():
         if options.get(name) not in (None, 1):
             raise UnsupportedModelError(f"{name}={options[name]!r}: {why}")
@@ -497,6 +520,13 @@ def _arguments(options: Mapping[str, Any]) -> dict[str, Any]:
             kv_connector_module_path=fork.__name__,
         ),
     }
+
+
+def _fork_of(source: str | None, num_shared: int) -> dict[str, Any]:
+    """Return the arguments of a request that begins with tokens of a session, if there is one."""
+    if source is None:
+        return {}
+    return {"kv_transfer_params": {fork.SOURCE: source, fork.NUM_SHARED: num_shared}}
 
 
 def _has_failed(finish_reason: Any) -> bool:

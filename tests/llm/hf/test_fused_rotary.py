@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama import modeling_llama as llama
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf import fused_rotary
@@ -323,5 +324,60 @@ def test_a_model_that_has_changed_is_rotated_as_before(calls):
         lm.clear_cache()
         calls.clear()
         found = lm.next_token_logprobs_sync([1, 2, 3])
-        assert len(calls) > len(fused_rotary._SHAPES)
+        assert calls
     torch.testing.assert_close(found, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
+
+
+def patched_class(monkeypatch):
+    own = llama.LlamaAttention.forward
+
+    def forward(self, hidden_states, *args, **kwargs):
+        found, weights = own(self, hidden_states, *args, **kwargs)
+        return 0.5 * found, weights
+
+    monkeypatch.setattr(llama.LlamaAttention, "forward", forward)
+
+
+def patched_inside(monkeypatch):
+    monkeypatch.setattr(llama, "rotate_half", lambda x: torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("patch", [patched_class, patched_inside])
+def test_code_that_is_patched_counts_after_clear_cache(patch, monkeypatch, calls):
+    model = families.make("llama")
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        lm.next_token_logprobs_sync([1, 2, 3])
+        assert calls
+        patch(monkeypatch)
+        lm.clear_cache()
+        row = lm.next_token_logprobs_sync([1, 2, 3])
+        torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
+
+
+def counting(self, q, k, cos, sin):
+    global _count
+    _count += 1
+    return apply_rotary_pos_emb(q, k, cos, sin)  # noqa: F821
+
+
+def evaluating(self, q, k, cos, sin):
+    return eval("apply_rotary_pos_emb")(q, k, cos, sin), apply_rotary_pos_emb  # noqa: F821
+
+
+def with_a_class(self, q, k, cos, sin):
+    class Inner:
+        rotate = apply_rotary_pos_emb  # noqa: F821
+
+    return Inner.rotate(q, k, cos, sin)
+
+
+def nested(self, q, k, cos, sin):
+    return [apply_rotary_pos_emb(q, k, cos, sin) for _ in range(1)][0]  # noqa: F821, RUF015
+
+
+@pytest.mark.parametrize(
+    ("function", "is_plain"),
+    [(counting, False), (evaluating, False), (with_a_class, False), (nested, True)],
+)
+def test_code_that_needs_globals_of_its_own_is_left_alone(function, is_plain):
+    assert fused_rotary._is_plain(function.__code__) is is_plain

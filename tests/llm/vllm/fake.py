@@ -101,8 +101,12 @@ class FakeEngine:
             found.append(Scored(torch.stack(scores), len(ids), 0))
         return found
 
-    def start(self, completion, forbidden):
+    def start(self, completion, forbidden, source=None, num_shared=0):
         assert not self.is_closed
+        if source is not None:
+            ids = completion.prompt.token_ids
+            assert self.sessions[source][:num_shared] == ids[:num_shared]
+            assert num_shared < len(ids)
         assert completion.num_possible > 0
         self.completions[completion.id] = completion
 
@@ -118,6 +122,7 @@ class FakeEngine:
         self._sample()
 
     def _sample(self):
+        self.stop([c for c in self.completions.values() if c.future.cancelled()])
         running = list(self.completions.values())[: self.max_sessions - len(self.sessions)]
         if running:
             self.num_sampled.append((len(running), len(self.completions)))

@@ -95,7 +95,7 @@ async def test_a_failing_round_is_told_to_the_samples_in_it(lm, engine):
 
 
 async def test_a_sample_that_cannot_even_begin(lm, engine, monkeypatch):
-    def start(completion, forbidden):
+    def start(completion, *others):
         engine.completions[completion.id] = completion
         raise ZeroDivisionError("at the start")
 

@@ -105,3 +105,32 @@ def test_a_fork_of_a_session_that_has_been_preempted(lm, monkeypatch):
     for row, context in zip(rows, asked, strict=True):
         check(row, context)
     assert steps[:2] == [0, 1]
+
+
+def test_a_sample_that_nobody_waits_for_ends_at_the_next_step(lm):
+    planner, (context,) = lm._vllm.planner, contexts(40)
+    sample = Completion(Query([1, 2, 3, 4]), 240, [], 0.0, 1, 0, lm.max_length)
+
+    def ask():
+        planner.start([sample], frozenset())
+        planner.go_on()
+        sample.future.cancel()
+        (row,) = planner.evaluate([Query(context)], lambda: None)
+        return row, dict(planner._engine.completions)
+
+    row, left = lm._call(ask)
+    assert left == {}
+    assert len(sample.token_ids) <= 2
+    check(row.logprobs, context)
+
+
+async def test_samples_behind_a_prompt_that_is_computed_in_pieces(lm):
+    """With seeds, which vLLM does not take behind a piece on the CPU."""
+    (prompt,) = contexts(50)
+    lm.clear_cache()
+    before = lm.statistics().tokens_computed
+    samples = await lm.batch_sample([prompt] * 3, 9, [], seed=5)
+    assert lm.statistics().tokens_computed - before == 50  # once
+    assert [len(sample) for sample in samples] == [9] * 3
+    assert len({tuple(sample) for sample in samples}) > 1
+    assert await lm.batch_sample([prompt] * 3, 9, [], seed=5) == samples
