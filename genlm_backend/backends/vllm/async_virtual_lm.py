@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Final, Self, final
 
 import torch
 
-from genlm_backend.backends.vllm.completion import Completion
+from genlm_backend.backends.vllm.completion import LEAST_TEMPERATURE, Completion
 from genlm_backend.backends.vllm.row_check import compare_rows
 from genlm_backend.backends.vllm.sampler import VLLMSampler
 from genlm_backend.backends.vllm.session_engine import SessionEngine
@@ -24,6 +24,7 @@ from genlm_backend.checks import (
     optional,
     switch,
 )
+from genlm_backend.errors import OptionError
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.model.context import listed_contexts
 from genlm_backend.model.query import TokenIds
@@ -185,7 +186,8 @@ class AsyncVirtualLM(BatchedLM):
     ) -> Sampled:
         """Sample a continuation with vLLM's own sampler; see ``AsyncLM.sample``.
 
-        No row leaves vLLM for it. A seed gives other draws than on other backends.
+        No row leaves vLLM for it. A seed gives other draws than on other backends, and a
+        temperature is 0 or at least 0.01, which vLLM takes for whatever is between.
         """
         check_no_others("sample", others)
         prompts = [self.contexts.of(prompt_token_ids)]
@@ -205,12 +207,17 @@ class AsyncVirtualLM(BatchedLM):
         progress: bool = False,
         **others: Any,
     ) -> list[Sampled]:
-        """Sample a continuation of each prompt with vLLM's own sampler."""
+        """Sample a continuation of each prompt with vLLM's own sampler; see ``sample``."""
         check_no_others("batch_sample", others)
         given = self._check_sampling(
             max_tokens, eos_token_ids, temperature=temperature, seed=seed, progress=progress
         )
         del given["progress"]
+        if 0 < given["temperature"] < LEAST_TEMPERATURE:
+            raise OptionError(
+                f"temperature={temperature}: vLLM samples at none between 0 and "
+                f"{LEAST_TEMPERATURE}; generate and draw_next_token do"
+            )
         contexts = listed_contexts("prompt_token_ids_list", prompt_token_ids_list)
         prompts = [self._query(token_ids, lora_name) for token_ids in contexts]
         if max_tokens == 0:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import concurrent.futures
 import itertools
 from collections.abc import Collection
-from typing import final
+from typing import Final, final
 
 from genlm_backend.errors import EvaluationError
 from genlm_backend.model.query import Query
 from genlm_backend.model.sampling import Sampled, seed_of
+
+LEAST_TEMPERATURE: Final = 0.01
+"""The lowest temperature but 0 that vLLM samples at: it takes lower ones for this one."""
 
 _numbers = itertools.count()
 

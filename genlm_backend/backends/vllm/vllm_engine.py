@@ -41,9 +41,6 @@ from genlm_backend.vision.pictures import Pictures
 _WAIT = 0.1
 """Seconds to wait for the outputs of a core in another process at each step."""
 
-_MOST = 1e30
-"""The highest temperature that vLLM is given; an infinite one would give NaN."""
-
 _MOST_EMPTY_STEPS = 3
 """Number of steps that compute nothing, behind each other, before something has to make room."""
 
@@ -311,7 +308,7 @@ class VLLMEngine:
         """
         params = SamplingParams(
             max_tokens=completion.num_possible,
-            temperature=min(completion.temperature, _MOST),
+            temperature=min(completion.temperature, 1e30),  # an infinite one would give NaN
             seed=completion.seed,
             stop_token_ids=sorted(completion.eos_token_ids),
             allowed_token_ids=[i for i in range(self.vocab_size) if i not in forbidden]
@@ -321,8 +318,6 @@ class VLLMEngine:
             ignore_eos=True,
             extra_args=_fork_of(source, num_shared),
         )
-        # vLLM takes what is below a hundredth for one; its sampler knows no such bound.
-        params.temperature = min(completion.temperature, _MOST)
         self.completions[completion.id] = completion
         query = completion.prompt
         request = self._request(completion.id, query, 0, params, resumable=False)
@@ -348,6 +343,11 @@ class VLLMEngine:
         Raises:
             AdapterError: If vLLM does not load it, or has no place for it.
         """
+        if not self._core.takes_adapters:
+            raise AdapterError(
+                f"the model was loaded without places for adapters: {adapter.name!r} needs "
+                "engine_opts={'enable_lora': True}"
+            )
         if self._max_adapters is not None and len(self._adapters) >= self._max_adapters:
             raise AdapterError(
                 f"vLLM on the CPU holds max_loras={self._max_adapters} adapters; load the model "

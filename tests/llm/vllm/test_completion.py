@@ -134,6 +134,7 @@ async def test_mistakes_are_told_before_anything_is_queued(lm, engine):
         ([[1], [9999]], {}),
         ([[1]], {"lora_name": "poet"}),
         ([[1]], {"temperature": -1}),
+        ([[1]], {"temperature": 0.009}),
         ([[1]], {"max_tokens": -1}),
     ):
         with pytest.raises(ValueError, match=r"."):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from genlm_backend import load_model_by_name
-from genlm_backend.errors import ModelNotFoundError
+from genlm_backend.errors import ModelNotFoundError, OptionTypeError
 from tests.llm.conftest import fresh_row
 from tests.llm.vllm import real
 
@@ -241,3 +241,8 @@ def test_what_does_not_go_with_sessions_is_refused_by_name(option):
 def test_a_name_that_is_no_model_is_told():
     with pytest.raises(ModelNotFoundError, match="no model 'smolm2' could be loaded"):
         load_model_by_name("smolm2", backend="vllm")
+
+
+def test_an_option_that_vllm_does_not_know_is_told_with_one_that_is_near():
+    with pytest.raises(OptionTypeError, match=r"no option 'max_num_seq'; did you mean max_num_seq"):
+        load_model_by_name("smollm2", backend="vllm", llm_opts={"engine_opts": {"max_num_seq": 8}})

@@ -8,6 +8,7 @@ import torch
 
 from genlm_backend import AsyncVirtualLM
 from genlm_backend.backends.vllm.completion import Completion
+from genlm_backend.errors import AdapterError
 from genlm_backend.model.query import Query
 from tests.llm.conftest import fresh_row
 from tests.llm.families import VOCAB
@@ -134,3 +135,9 @@ async def test_samples_behind_a_prompt_that_is_computed_in_pieces(lm):
     assert [len(sample) for sample in samples] == [9] * 3
     assert len({tuple(sample) for sample in samples}) > 1
     assert await lm.batch_sample([prompt] * 3, 9, [], seed=5) == samples
+
+
+def test_an_adapter_without_a_place_for_it_says_which_option_makes_one(lm):
+    with pytest.raises(AdapterError, match=r"engine_opts=\{'enable_lora': True\}"):
+        lm.add_new_lora("/nowhere", "poet")
+    check(lm.next_token_logprobs_sync([1, 2]), [1, 2])
