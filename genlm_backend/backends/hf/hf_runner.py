@@ -247,8 +247,9 @@ class HFRunner(Runner):
             self.graphs.forget()
         if self.device.type in KERNELS:
             for adapter, twin in self._twins.items():
-                twin.refill()
-                self._dress(twin, adapter)
+                if not twin.changed():  # or the next batch looks at what has
+                    twin.refill()
+                    self._dress(twin, adapter)
 
     def close(self) -> None:
         """Let go of the model."""

@@ -12,6 +12,7 @@ from genlm_backend import AsyncTransformer
 from genlm_backend.backends.hf import fused_rotary
 from genlm_backend.backends.hf.fused_rotary import fuse_rotary
 from genlm_backend.backends.hf.twin import Twin
+from genlm_backend.errors import ModelStateError
 from tests.llm import families
 from tests.llm.conftest import fresh_row, random_contexts, word_tokenizer
 
@@ -352,6 +353,19 @@ def test_code_that_is_patched_counts_after_clear_cache(patch, monkeypatch, calls
         lm.clear_cache()
         row = lm.next_token_logprobs_sync([1, 2, 3])
         torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
+
+
+def test_a_mode_that_has_changed_is_told_after_clear_cache(calls):
+    model = families.make("llama")
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        lm.next_token_logprobs_sync([1, 2, 3])
+        model.train()
+        lm.clear_cache()
+        with pytest.raises(ModelStateError):
+            lm.next_token_logprobs_sync([1, 2, 3])
+        model.eval()
+        row = lm.next_token_logprobs_sync([1, 2, 3])
+    torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
 
 
 def counting(self, q, k, cos, sin):
