@@ -394,4 +394,4 @@ MANY_ROWS: Final = 128
 """Rows that are read off at once: a table of 64 MB, of 131,072 tokens. One may be there often."""
 
 MANY_ROWS_OF_DEVICE: Final = 256
-"""The same on a device, where each time costs some fifty launches, and a wait."""
+"""The same on a device, where each time costs launches and transfers, whatever the rows are."""

@@ -155,8 +155,10 @@ def test_rows_of_a_batch_that_was_sent_before_clear_cache_are_not_kept():
         asked = pool.submit(lm.next_token_logprobs_sync, [2])
         while lm._batcher.statistics().num_submitted < 1:
             time.sleep(0.001)
+        num_calls = len(lm._batcher._fences)
         cleared = pool.submit(lm.clear_cache)
-        time.sleep(0.1)
+        while len(lm._batcher._fences) == num_calls:  # until it is in the worker's queue
+            time.sleep(0.001)
         may_end.set()
         for one in (held, asked, cleared):
             one.result(30)

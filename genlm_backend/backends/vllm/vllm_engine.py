@@ -298,14 +298,7 @@ class VLLMEngine:
         source: str | None = None,
         num_shared: int = 0,
     ) -> None:
-        """Begin a completion, which goes on at every step from now on.
-
-        Args:
-            completion: Prompt and settings of the sample.
-            forbidden: Token ids that are never sampled.
-            source: A session whose keys and values it begins with; ``None`` for none.
-            num_shared: For how many of the prompt's tokens.
-        """
+        """Begin a completion; see ``SessionEngine.start``. It goes on at every step from now on."""
         params = SamplingParams(
             max_tokens=completion.num_possible,
             temperature=min(completion.temperature, 1e30),  # an infinite one would give NaN
