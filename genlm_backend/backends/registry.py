@@ -146,7 +146,10 @@ def check_loading(
         if "process" in options:
             raise OptionError("replicas live in processes of their own: leave process out")
         if backend not in (None, "hf"):
-            raise OptionError(f"replicas are of models of transformers, and not of {backend!r}")
+            raise OptionError(
+                f"replicas=… is for models of transformers, and not of {backend!r}; AsyncReplicas "
+                "itself takes evaluators of vLLM, as the guide to scaling shows"
+            )
         chosen, found = "hf", REPLICAS
     elif meant := [name for name in options if "replica" in str(name)]:
         raise OptionTypeError(f"{meant[0]} is no option; did you mean replicas?")

@@ -44,7 +44,7 @@ from genlm_backend.runtime.memory import is_out_of_memory, release_cached_memory
 _NUM_TARGETS: Final = attrgetter("num_targets")
 
 _NEXT_OVER_LATER: Final = 64
-"""How much more a token spared in the next batch counts than one of the batch after it."""
+"""A guess of how much more a token spared in the next batch is worth than one in a later one."""
 
 
 @final

@@ -44,6 +44,10 @@ class PrefixLogprob(NamedTuple):
         """The upper bound of the log-probability."""
         return min(0.0, float(np.logaddexp(self.logprob, self.log_rest)))
 
+    def __repr__(self) -> str:
+        bounds = f"logprob={self.logprob:.6g}, log_rest={self.log_rest:.6g}"
+        return f"PrefixLogprob({bounds}, upper={self.upper:.6g})"
+
 
 async def prefix_logprob(
     lm: AsyncLM,

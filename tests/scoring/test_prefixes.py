@@ -200,3 +200,8 @@ def test_a_word_of_a_real_model_is_as_probable_as_its_surprisal_says():
             found = prefix_logprob_sync(lm, context, text, word_ends=True)
             assert found.upper >= -told - 1e-3
             assert found.logprob <= -told + math.log(2)  # other tokenisations are rarer
+
+
+def test_bounds_are_shown():
+    found = PrefixLogprob(math.log(0.25), math.log(0.25))
+    assert repr(found) == "PrefixLogprob(logprob=-1.38629, log_rest=-1.38629, upper=-0.693147)"

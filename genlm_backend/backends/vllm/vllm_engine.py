@@ -3,17 +3,20 @@
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
+import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, final
 from weakref import WeakKeyDictionary
 
 import torch
+from pydantic import ValidationError
 from vllm import LLM, EngineArgs, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
@@ -25,11 +28,12 @@ from genlm_backend.backends.vllm.session_engine import Scored
 from genlm_backend.backends.vllm.sessions import Placement
 from genlm_backend.backends.vllm.surroundings import environment, random_state_kept
 from genlm_backend.backends.vllm.vllm_picture_reader import features_of
-from genlm_backend.checks import near_names
+from genlm_backend.checks import near_names, shown
 from genlm_backend.errors import (
     AdapterError,
     EngineDiedError,
     EvaluationError,
+    OptionError,
     OptionTypeError,
     UnsupportedModelError,
 )
@@ -126,6 +130,7 @@ class VLLMEngine:
 
         Raises:
             OptionTypeError: (``TypeError``) If vLLM knows no such option.
+            OptionError: (``ValueError``) If it does not take the value of one.
             UnsupportedModelError: If an option or the model is one that forks or rows do not go
                 with.
         """
@@ -149,8 +154,9 @@ class VLLMEngine:
             capture.forget_environment()
             scanning.let_modules_be_scanned()
             try:
-                _check_model(path, made)
-                llm = LLM(path, **made)
+                with _values_explained():
+                    _check_model(path, made)
+                    llm = LLM(path, **made)
             finally:
                 if is_taken:  # where the first one goes on as it is
                     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -481,13 +487,33 @@ def _check_options(options: Mapping[str, Any]) -> None:
         )
 
 
+@contextlib.contextmanager
+def _values_explained() -> Iterator[None]:
+    """Turn what pydantic says of vLLM's options into an ``OptionError`` that names them."""
+    try:
+        yield
+    except ValidationError as error:
+        wrong = dict[str, str]()  # a value that may be of several types has an error for each
+        for one in error.errors(include_url=False):
+            name = f"{one['loc'][0]}={shown(one['input'])}: " if one["loc"] else ""
+            wrong.setdefault(name, one["msg"].removeprefix("Value error, "))
+        told = "; ".join(name + why for name, why in wrong.items())
+        raise OptionError(f"vLLM refuses engine_opts: {told}") from error
+
+
 def _check_model(path: str, arguments: Mapping[str, Any]) -> None:
     """Refuse a model with running states by its configuration, before its weights are loaded."""
     own = {field.name for field in fields(EngineArgs)}  # all of vllm.LLM's, but a chat template
     given = {name: value for name, value in arguments.items() if name in own}
     if given.get("hf_overrides", {}) is None:  # which vllm.LLM takes
         del given["hf_overrides"]
-    config = EngineArgs(model=path, **given).create_model_config()
+    # vLLM sets up its log later, and says all of it again then.
+    log, nobody = logging.getLogger("vllm"), logging.NullHandler()
+    log.addHandler(nobody)
+    try:
+        config = EngineArgs(model=path, **given).create_model_config()
+    finally:
+        log.removeHandler(nobody)
     if config.is_hybrid or config.is_attention_free:
         raise UnsupportedModelError(
             f"{config.architecture} has running states, which vLLM does not keep behind each "

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from genlm_backend import load_model_by_name
-from genlm_backend.errors import ModelNotFoundError, OptionTypeError
+from genlm_backend.errors import ModelNotFoundError, OptionError, OptionTypeError
 from tests.llm.conftest import fresh_row
 from tests.llm.vllm import real
 
@@ -246,3 +246,32 @@ def test_a_name_that_is_no_model_is_told():
 def test_an_option_that_vllm_does_not_know_is_told_with_one_that_is_near():
     with pytest.raises(OptionTypeError, match=r"no option 'max_num_seq'; did you mean max_num_seq"):
         load_model_by_name("smollm2", backend="vllm", llm_opts={"engine_opts": {"max_num_seq": 8}})
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"dtype": "float31"}, "dtype='float31'"),
+        ({"max_model_len": 100_000}, "max_model_len"),
+        ({"enforce_eager": "perhaps"}, "enforce_eager='perhaps'"),
+    ],
+    ids=str,
+)
+def test_a_value_that_vllm_does_not_take_is_told_with_its_name(option, told):
+    with pytest.raises(OptionError, match="vLLM refuses engine_opts") as refused:
+        load_model_by_name("smollm2", backend="vllm", llm_opts={"engine_opts": option})
+    assert told in str(refused.value)
+    assert "pydantic" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ({"process": True}, "VLLM_ENABLE_V1_MULTIPROCESSING=1"),
+        ({"kv_cache_bytes": 1 << 20}, r"engine_opts=\{'kv_cache_memory_bytes': …\}"),
+    ],
+    ids=str,
+)
+def test_an_option_of_another_backend_is_told_with_the_one_that_is_meant(option, told):
+    with pytest.raises(OptionTypeError, match=told):
+        load_model_by_name("smollm2", backend="vllm", llm_opts=option)
