@@ -235,13 +235,17 @@ def test_histories():
 
 
 @pytest.mark.parametrize("line", ["keys", "queries"])
-def test_a_query_that_an_interrupt_left_half_there_gives_way_to_the_next(line):
+@pytest.mark.parametrize("comes_alone", [True, False])
+def test_a_query_that_an_interrupt_left_half_there_gives_way_to_the_next(line, comes_alone):
     loop = asyncio.new_event_loop()
     queue, futures = Round(5), [loop.create_future() for _ in range(2)]
     assert queue.add("a", 1, 1.0, futures[0]) == 5
     queue.keys.append("b")
     if line == "queries":
         queue.queries.append(2)
-    assert queue.add("c", 3, 1.0, futures[1]) == 6
+    if comes_alone:
+        assert queue.add("c", 3, 1.0, futures[1]) == 6
+    else:
+        assert queue.add_all(["c"], [3], futures[1]) == range(6, 7)
     assert (queue.keys, queue.queries, queue.callers) == (["a", "c"], [1, 3], futures)
     loop.close()

@@ -142,15 +142,15 @@ class SessionPlanner:
                 self.end_sessions()  # what the placement itself holds is in its way
                 placement = self.table.place(query)
                 while not self._make_room(needed := self._blocks_of(placement)):
-                    if self._engine.completions:  # the room is theirs until they end
-                        self._engine.step(self._end_oldest)
-                        check_wanted()
-                        continue
-                    self.table.withdraw(placement)
-                    raise EvaluationError(
-                        f"a context of {len(query.context)} tokens does not fit into vLLM's "
-                        f"{self._engine.num_blocks} blocks of {self._engine.block_size} tokens"
-                    )
+                    self.table.withdraw(placement)  # so that whoever leaves here leaves nothing
+                    if not self._engine.completions:
+                        raise EvaluationError(
+                            f"a context of {len(query.context)} tokens does not fit into vLLM's "
+                            f"{self._engine.num_blocks} blocks of {self._engine.block_size} tokens"
+                        )
+                    self._engine.step(self._end_oldest)  # the room is theirs until they end
+                    check_wanted()
+                    placement = self.table.place(query)
             reserved += needed
             placements.append(placement)
         return placements
@@ -200,6 +200,8 @@ class SessionPlanner:
         """Trust nothing that was under way in the engine when an exception comes out of it."""
         try:
             yield
+        except QueryDroppedError:  # which comes between two steps
+            raise
         except BaseException as error:
             completions = list(self._engine.completions.values())
             try:

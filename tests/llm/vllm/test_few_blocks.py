@@ -8,7 +8,7 @@ import torch
 
 from genlm_backend import AsyncVirtualLM
 from genlm_backend.backends.vllm.completion import Completion
-from genlm_backend.errors import AdapterError
+from genlm_backend.errors import AdapterError, QueryDroppedError
 from genlm_backend.model.query import Query
 from tests.llm.conftest import fresh_row
 from tests.llm.families import VOCAB
@@ -123,6 +123,31 @@ def test_a_sample_that_nobody_waits_for_ends_at_the_next_step(lm):
     assert left == {}
     assert len(sample.token_ids) <= 2
     check(row.logprobs, context)
+
+
+def test_a_row_that_nobody_waits_for_any_more_leaves_the_sample_that_it_waited_beside(lm):
+    planner, (context,) = lm._vllm.planner, contexts(240)
+    sample = Completion(Query([1, 2, 3, 4]), 250, [], 0.0, 1, 0, lm.max_length)
+    num_sampled = []
+
+    def check_wanted():
+        num_sampled.append(len(sample.token_ids))
+        if len(num_sampled) > 3:
+            raise QueryDroppedError("nobody waits for it any more")
+
+    def ask():
+        planner.start([sample], frozenset())
+        while len(sample.token_ids) < 190:
+            planner.go_on()
+        with pytest.raises(QueryDroppedError):
+            planner.evaluate([Query(context)], check_wanted)
+        while not sample.future.done():
+            planner.go_on()
+
+    lm._call(ask)
+    assert num_sampled[-1] > 190  # the row waited for room
+    assert len(sample.future.result()) == 250
+    check(lm.next_token_logprobs_sync(context), context)
 
 
 async def test_samples_behind_a_prompt_that_is_computed_in_pieces(lm):
