@@ -19,6 +19,7 @@ import uuid
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, final
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from genlm_backend.backends.vllm.scanning import let_modules_be_scanned
 from genlm_backend.errors import EvaluationError
@@ -61,6 +63,51 @@ _PULSE: Final = 0.5
 
 
 @final
+class RewindableGenerator(torch.Generator):
+    """A random generator on the CPU that the numbers of the latest step can be put back into.
+
+    vLLM draws with each piece of a request that it computes in pieces, and puts the numbers back by
+    ``set_offset``, which PyTorch has for generators on CUDA devices alone.
+    """
+
+    living: ClassVar[WeakSet[RewindableGenerator]] = WeakSet()
+    """All of them, in the process of the worker."""
+
+    before: torch.Tensor
+    """The state before the latest step."""
+
+    def get_offset(self) -> int:
+        """Return how much vLLM takes off for the numbers of a step."""
+        return 4
+
+    def set_offset(self, offset: int) -> None:
+        """Put the numbers of the latest step back."""
+        self.set_state(self.before)
+
+    @classmethod
+    def beside(cls, generator: torch.Generator) -> RewindableGenerator:
+        """Return one that goes on as a generator of PyTorch's would."""
+        own = cls(device="cpu")
+        own.before = generator.get_state()
+        own.set_state(own.before)
+        cls.living.add(own)
+        return own
+
+
+def _let_requests_rewind() -> None:
+    """Have the requests of vLLM's first model runner use such generators on the CPU."""
+    finish = CachedRequestState.__post_init__
+
+    def finish_with_own_generator(self: Any) -> None:
+        finish(self)
+        if self.generator is not None and self.generator.device.type == "cpu":
+            self.generator = RewindableGenerator.beside(self.generator)
+
+    if finish.__module__ != __name__:  # another engine of this process has done it
+        CachedRequestState.__post_init__ = finish_with_own_generator
+
+
+@final
 class RowCapture(LogitsProcessor, LogitsProcessorV2):
     """A logits processor that keeps the logits of tagged requests; it changes none of them.
 
@@ -76,6 +123,7 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
 
     def __init__(self, vllm_config: Any, *runner: Any) -> None:
         self._tags: dict[int, str] = {}
+        _let_requests_rewind()
 
     def is_argmax_invariant(self) -> bool:
         """Return ``False``, so that it is asked for greedy requests too."""
@@ -106,7 +154,7 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
         return tag is not None
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """Keep the logits of tagged requests and return all as they came."""
+        """Keep the logits of tagged requests and return all as they came; draws come next."""
         if ctx is None:
             tagged = self._tags
         else:
@@ -114,6 +162,8 @@ class RowCapture(LogitsProcessor, LogitsProcessorV2):
             tagged = {row: self._tags[slot] for row, slot in slots if slot in self._tags}
         for row, tag in tagged.items():
             self.logits[tag] = logits[row].clone()  # vLLM may change its own afterwards
+        for generator in RewindableGenerator.living:
+            generator.before = generator.get_state()
         return logits
 
     @classmethod

@@ -79,7 +79,14 @@ class ForkConnector(KVConnectorBase_V1):
         return blocks
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        """Hand the planned copies to the step."""
+        """Hand the planned copies to the step, and to its new requests all of their pictures.
+
+        vLLM leaves out the features of pictures whose keys and values are there. A request that is
+        preempted, as all are by ``clear_cache()``, needs them once those have gone.
+        """
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.mm_features:
+                new.mm_features = self._requests[new.req_id].mm_features
         if self._copies:
             planned = scheduler_output.kv_cache_block_copies or []
             scheduler_output.kv_cache_block_copies = [*planned, *self._copies]

@@ -219,16 +219,22 @@ class SessionPlanner:
         """Hand completions to the engine; an error is theirs.
 
         Prompts that are more than a block together are computed first, as sessions, from which the
-        completions are forked: so each is computed once, and in pieces where it is long. On the CPU
-        vLLM cannot sample with a seed behind a piece.
+        completions are forked: so each is computed once, and in pieces where it is long. That is
+        done for as many at a time as begin in one step while those sessions are there.
         """
+        is_short = sum(len(c.prompt.context) for c in completions) <= self._engine.block_size
+        size = len(completions) if is_short else max(1, self._engine.max_sessions // 2)
         try:
-            if sum(len(c.prompt.context) for c in completions) > self._engine.block_size:
-                self._compute_prompts(completions)
-            with self._distrusting():
-                for completion in completions:
-                    source, num_shared = self.table.source_of(completion.prompt)
-                    self._engine.start(completion, forbidden, source, num_shared)
+            for i in range(0, len(completions), size):
+                part = completions[i : i + size]
+                if not is_short:
+                    self._compute_prompts(part)
+                with self._distrusting():
+                    for completion in part:
+                        source, num_shared = self.table.source_of(completion.prompt)
+                        self._engine.start(completion, forbidden, source, num_shared)
+                    if not is_short:
+                        self._step()
         except Exception as error:
             for completion in completions:  # those that were not started yet
                 completion.fail(error)
@@ -247,7 +253,10 @@ class SessionPlanner:
         An error of the engine is theirs.
         """
         with contextlib.suppress(Exception), self._distrusting():
-            if self._engine.completions:
-                self._make_room(self._num_left())
-                self._engine.step(self._end_oldest)
+            self._step()
         return bool(self._engine.completions)
+
+    def _step(self) -> None:
+        if self._engine.completions:
+            self._make_room(self._num_left())
+            self._engine.step(self._end_oldest)

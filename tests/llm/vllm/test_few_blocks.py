@@ -1,5 +1,6 @@
 """vLLM with very few blocks: whatever fits alone is answered, and from what has been computed."""
 
+import asyncio
 import random
 import time
 
@@ -160,6 +161,40 @@ async def test_samples_behind_a_prompt_that_is_computed_in_pieces(lm):
     assert [len(sample) for sample in samples] == [9] * 3
     assert len({tuple(sample) for sample in samples}) > 1
     assert await lm.batch_sample([prompt] * 3, 9, [], seed=5) == samples
+
+
+async def test_more_samples_than_half_of_what_vllm_takes_at_once_begin_with_their_prompts(
+    lm, monkeypatch
+):
+    if not lm._vllm.engine._core.is_local:
+        pytest.skip("vLLM's scheduler is not here")
+    prompts = contexts(*[20] * 5)  # vLLM takes eight
+    lm.clear_cache()
+    scheduler = lm._vllm.engine._core._client.engine_core.scheduler
+    schedule, num_tokens = scheduler.schedule, []
+
+    def schedule_and_count(*args):
+        step = schedule(*args)
+        num_tokens.append(step.total_num_scheduled_tokens)
+        return step
+
+    monkeypatch.setattr(scheduler, "schedule", schedule_and_count)
+    samples = await lm.batch_sample(prompts, 9, [], seed=5)
+    assert sum(num_tokens) == sum(map(len, prompts)) + sum(map(len, samples))
+    alone = await lm.batch_sample(prompts[:1], 9, [], seed=5)
+    assert alone == samples[:1]
+
+
+async def test_samples_that_are_computed_in_pieces_themselves(lm):
+    """Prompts of less than a block, many callers, and all anew behind ``clear_cache()``."""
+    prompts = contexts(*[20] * 6)
+    lm.clear_cache()
+    alone = [await lm.sample(prompt, 40, [], seed=5) for prompt in prompts]
+    sampling = [asyncio.ensure_future(lm.sample(prompt, 40, [], seed=5)) for prompt in prompts]
+    for _ in range(3):
+        await lm.next_token_logprobs([1, 2])  # a step or two
+        lm.clear_cache()
+    assert await asyncio.gather(*sampling) == alone
 
 
 def test_an_adapter_without_a_place_for_it_says_which_option_makes_one(lm):

@@ -84,6 +84,23 @@ def test_rows_of_forks_beside_texts_and_other_pictures(lm):
 
 
 @pytest.mark.vllm
+async def test_samples_behind_pictures_go_on_behind_a_clear(lm):
+    lm.clear_cache()
+    text, images = prompt_of([1, 2])
+    context = lm.context(text, images=images)
+    alone = await lm.batch_sample([context] * 2, 40, [], temperature=0)
+    sampling = asyncio.ensure_future(lm.batch_sample([context] * 2, 40, [], temperature=0))
+    for _ in range(3):
+        await lm.next_token_logprobs([5, 6])  # a step or two
+        lm.clear_cache()
+    assert await sampling == alone
+    for numbers in ([1], [2], [3, 1]):
+        text, images = prompt_of(numbers)
+        row = await lm.next_token_logprobs(lm.context(text, images=images))
+        close(row, plain_row(text, images))
+
+
+@pytest.mark.vllm
 def test_a_step_costs_its_new_tokens(lm):
     lm.clear_cache()
     context = lm.context(prompt_of([5])[0], images=[picture(5)])

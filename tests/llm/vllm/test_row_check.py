@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from genlm_backend import load_model_by_name
 from genlm_backend.backends.vllm.row_check import compare_rows
 from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
 from genlm_backend.errors import UnsupportedModelError
@@ -37,3 +38,11 @@ def test_forks_that_begin_with_other_keys_and_values_are_refused(evaluator, monk
         compare_rows(evaluator)
     monkeypatch.undo()
     compare_rows(evaluator)
+
+
+@pytest.mark.slow  # compiling the model takes a minute
+@pytest.mark.real
+def test_a_compiled_model_in_16_bits_is_taken():
+    with load_model_by_name("smollm2", backend="vllm") as lm:
+        row = lm.next_token_logprobs_sync(lm.tokenizer.encode("The capital of France is"))
+        assert lm.byte_vocab[int(row.argmax())].byte_string == b" Paris"
