@@ -59,6 +59,12 @@ def _command(
     parser.add_argument("--whole", action="store_true", help="each file is one text")
     parser.add_argument("--model", default="smollm2", metavar="NAME", help="default: smollm2")
     parser.add_argument("--backend", metavar="NAME", help="hf, vllm, mlx, llama-cpp or mock")
+    parser.add_argument(
+        "--llm-opts",
+        type=_mapping,
+        metavar="JSON",
+        help="""what load_model_by_name takes as llm_opts, such as '{"num_threads": 1}'""",
+    )
     parser.set_defaults(answers=answers)
     return parser
 
@@ -80,6 +86,16 @@ def _add_context(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _mapping(value: str) -> dict[str, Any]:
+    try:
+        found = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"it is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"options are a JSON object, got {value!r}")
+    return found
+
+
 def _ids(value: str) -> list[int]:
     try:
         return [int(part) for part in value.split(",")]
@@ -97,6 +113,7 @@ def _score(options: argparse.Namespace) -> Answer:
         found = await surprisal(lm, text, by="token", context=options.context)
         return {
             "text": text,
+            **_default_context(options, found),
             "log_likelihood": found.log_likelihood,
             "num_tokens": found.num_tokens,
             "perplexity": found.perplexity,
@@ -118,12 +135,18 @@ def _surprisal(options: argparse.Namespace) -> Answer:
         found = await surprisal(lm, text, **given)
         return {
             "text": text,
+            **_default_context(options, found),
             "unit": found.unit,
             "total": found.total,
             f"{options.by}s": [{name: getattr(own, name) for name in names} for own in found],
         }
 
     return answer
+
+
+def _default_context(options: argparse.Namespace, found: Any) -> dict[str, list[int]]:
+    """Return the field that names what a text was read behind where nobody has said it."""
+    return {"context_ids": [*found.context]} if options.context is None else {}
 
 
 def _generate(options: argparse.Namespace) -> Answer:
@@ -160,7 +183,7 @@ def answer_texts(options: argparse.Namespace) -> None:
     answer: Answer = options.answers(options)
     from genlm_backend.backends.registry import load_model_by_name
 
-    with load_model_by_name(options.model, options.backend) as lm:
+    with load_model_by_name(options.model, options.backend, options.llm_opts) as lm:
         most = lm.batch_size if options.command == "generate" else _AT_ONCE
         asyncio.run(_print_answers(texts, lambda text: answer(lm, text), most))
 

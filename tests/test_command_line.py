@@ -174,15 +174,18 @@ def test_scores_of_lines_come_in_order(folder, lm, tmp_path):
         assert own["num_tokens"] == len(expected)
         assert own["log_likelihood"] == pytest.approx(sum(expected), abs=1e-4)
         assert own["perplexity"] > 1
+        assert own["context_ids"] == [0]
 
 
 @pytest.mark.parametrize(
-    ("context", "before"), [("--context=a cat", [0, 6, 1, 3]), ("--context-ids=6,3", [6, 3])]
+    ("context", "before"),
+    [("--context=a cat", [0, 6, 1, 3]), ("--context=", [0]), ("--context-ids=6,3", [6, 3])],
 )
 def test_texts_are_read_behind_a_context(run, folder, lm, context, before):
     (found,) = lines(run("score", "--model", folder, context, text=TEXTS[0]))
     expected = sum(plain_logprobs(lm, TEXTS[0], before))
     assert found["log_likelihood"] == pytest.approx(expected, abs=1e-4)
+    assert "context_ids" not in found
 
 
 def test_surprisals_of_words_and_tokens(run, folder, lm):
@@ -216,6 +219,17 @@ def test_a_whole_file_is_one_text(run, folder, tmp_path):
     file.write_text("the cat\nthe mat\n")
     (found,) = lines(run("score", "--model", folder, "--backend", "hf", "--whole", file))
     assert found["text"] == "the cat\nthe mat"
+
+
+def test_options_of_loading_are_json(run, folder):
+    options = ("score", "--model", folder, "--llm-opts")
+    (found,) = lines(run(*options, '{"num_threads": 1}', text=TEXTS[0]))
+    assert found["text"] == TEXTS[0]
+    status, _, told = run(*options, '{"num_thread": 1}', text=TEXTS[0])
+    assert (status, "did you mean num_threads" in told) == (1, True)
+    for value in ("{", "[1]"):
+        status, _, told = run(*options, value, text=TEXTS[0])
+        assert (status, "--llm-opts" in told) == (2, True)
 
 
 def test_texts_are_generated_behind_prompts(run, folder, lm):
@@ -256,7 +270,6 @@ def test_an_answer_is_printed_before_the_next_text_is_there(folder):
         (["score", "--model", "no/such/model"], "", "no model 'no/such/model' could be loaded"),
         (["score", "--backend", "nothing"], "", "unknown backend 'nothing'"),
         (["generate", "--top-p", "3"], "", "top_p must be"),
-        (["surprisal", "--context", ""], "the cat", "context must have at least one token"),
         (["score", "--context-ids", "0,99"], "the cat\nthe mat", "99"),
         (["score"], b"the \xff cat", "input' cannot be read"),
     ],

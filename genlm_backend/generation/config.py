@@ -150,10 +150,11 @@ class GenerationConfig:
 
     def _check_contradictions(self) -> None:
         if self.do_sample is False:
-            self._check("temperature", self.temperature in (None, 0, 1), "1.0 with do_sample=False")
+            is_plain, left_out = self.temperature in (None, 0, 1), "left out with do_sample=False"
+            self._check("temperature", is_plain, left_out)
             for name, default in _NO_BOUNDS.items():
                 is_off = getattr(self, name) == default
-                self._check(name, is_off, f"{default} with do_sample=False")
+                self._check(name, is_off, left_out)
         if not self.is_sampled:
             is_one = self.n == 1 or self.n <= self.num_beams
             self._check(

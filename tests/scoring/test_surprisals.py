@@ -173,7 +173,7 @@ def test_a_text_behind_another_one(tiny):
 
 
 async def test_each_text_behind_a_context_of_its_own(tiny):
-    texts, contexts = [" ba bb", "ab", " a"], ["ab", [0, 2, 3], "b "]
+    texts, contexts = [" ba bb", "ab", " a", "b"], ["ab", [0, 2, 3], "b ", ""]
     options = {"by": "word", "entropy": True}
     found = await surprisal(tiny, texts, contexts=contexts, **options)
     assert found == surprisal_sync(tiny, texts, contexts=contexts, **options)
@@ -181,8 +181,9 @@ async def test_each_text_behind_a_context_of_its_own(tiny):
         alone = surprisal_sync(tiny, text, context=context, **options)
         assert list(own) == list(alone)
         assert own.context == alone.context
+    assert list(found[-1]) == list(surprisal_sync(tiny, "b", **options))
     assert surprisal_sync(tiny, [], contexts=[]) == []
-    with pytest.raises(OptionError, match="got 2 contexts for 3 texts"):
+    with pytest.raises(OptionError, match="got 2 contexts for 4 texts"):
         surprisal_sync(tiny, texts, contexts=contexts[:2])
     with pytest.raises(OptionError, match="give one"):
         surprisal_sync(tiny, texts, contexts=contexts, context="a")
@@ -191,7 +192,7 @@ async def test_each_text_behind_a_context_of_its_own(tiny):
     with pytest.raises(OptionTypeError, match="contexts"):
         surprisal_sync(tiny, ["ab"], contexts="a")
     with pytest.raises(TypeError, match=r"contexts\[1\] must be a text or token ids"):
-        surprisal_sync(tiny, texts, contexts=["a", 1.5, "b"])
+        surprisal_sync(tiny, texts, contexts=["a", 1.5, "b", "a"])
 
 
 @pytest.mark.parametrize("end", [" ", "\n", "\n\n", "  "])
