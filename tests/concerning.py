@@ -89,6 +89,7 @@ PURE: dict[str, tuple[str, ...]] = {
         "tests/llm/hf/test_passes.py",
         "tests/llm/hf/test_evaluator.py",
         "tests/llm/hf/test_little_room.py",
+        "tests/llm/hf/test_overflow.py",
         "tests/llm/hf/test_interrupted_pass.py",
         "tests/llm/hf/test_round_histories.py",
         "tests/llm/hf/test_scores.py",
