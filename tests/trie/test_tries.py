@@ -314,6 +314,15 @@ def test_double_precision_is_kept(make):
     assert trie.weight_sum(np.array([1.0, 1e-15, 0.0]))[trie.root] == 1 + 1e-15
 
 
+def test_sums_of_single_precision_lose_no_small_weights():
+    """Each of these is lost when it is added to one in float32; all together are not."""
+    trie = TokenCharacterTrie([bytes([i]) for i in range(256)])
+    ws = np.array([1, *[2**-25] * 255], np.float32)
+    assert trie.weight_sum(ws)[trie.root] == np.float32(1 + 255 * 2**-25)
+    log_sum = trie.log_weight_sum(np.log(ws))[trie.root]
+    assert log_sum == pytest.approx(np.log1p(255 * 2**-25), rel=1e-6)
+
+
 def test_results_are_the_callers_to_change(make):
     trie = make([b"a", b"b"])
     ws = np.array([1.0, 2.0], np.float32)
