@@ -293,9 +293,9 @@ def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "contex
                 "such as [lm.tokenizer.eos_token_id], which stands between texts in training"
             )
         return [int(begin)]
-    if context == "" and begin is not None:
-        return [int(begin)]
     if isinstance(context, str):
+        if not context and begin is not None:
+            return [int(begin)]
         ids = Spelling(lm, context, name).token_ids
         return ids if begin is None else [int(begin), *ids]
     try:

@@ -24,7 +24,7 @@ from genlm_backend.checks import (
     optional,
     switch,
 )
-from genlm_backend.errors import OptionError, OptionTypeError
+from genlm_backend.errors import OptionError
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.model.context import listed_contexts
 from genlm_backend.model.query import TokenIds
@@ -174,16 +174,6 @@ class AsyncVirtualLM(BatchedLM):
                 lm.close()
                 raise
         return lm
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Check options of the constructor, before a model is loaded for it."""
-        if "process" in options:
-            raise OptionTypeError(
-                "process is no option of AsyncVirtualLM: where VLLM_ENABLE_V1_MULTIPROCESSING=1 is "
-                "set, vLLM's engine runs in a process of its own"
-            )
-        super().check_options(options)
 
     # ---------------------------------------------------------------- samples
 
