@@ -237,29 +237,35 @@ def packed_mask(
             )
         mask = values
     else:
-        if isinstance(values, np.ndarray):
-            is_long = values.dtype.kind in "iu" and values.shape == (vocab_size,) and vocab_size > 2
-            if is_long and set(values.tolist()) <= {0, 1}:
-                raise OptionError(
-                    f"{name} is a mask of numbers, {values.dtype} [{vocab_size}], and would be "
-                    "read as token ids: pass bools"
-                )
-            if values.dtype.kind not in "iu" or values.ndim != 1:
-                values = values.tolist()  # to be refused as a list is
-        ids = values
-        if not isinstance(values, np.ndarray):
-            listed_ids = _IDS(name, values)
-            try:
-                ids = np.array(listed_ids, np.int64)
-            except OverflowError:  # of an id that is far outside
-                check_known_ids(name, listed_ids, vocab_size)
-        wrong = ids[(ids < 0) | (ids >= vocab_size)]
-        check_known_ids(name, wrong[:1].tolist(), vocab_size)
-        mask = np.zeros(vocab_size, bool)
-        mask[ids] = True
+        mask = _mask_of_ids(name, values, vocab_size)
     if not mask.any() and not may_be_empty:
         raise OptionError(_NO_TOKEN.format(name))
     return np.packbits(mask).tobytes()
+
+
+def _mask_of_ids(name: str, values: Any, vocab_size: int) -> NDArray[np.bool_]:
+    """Return the mask of token ids, once they are checked: bool ``[vocab_size]``."""
+    if isinstance(values, np.ndarray):
+        is_long = values.dtype.kind in "iu" and values.shape == (vocab_size,) and vocab_size > 2
+        if is_long and set(values.tolist()) <= {0, 1}:
+            raise OptionError(
+                f"{name} is a mask of numbers, {values.dtype} [{vocab_size}], and would be "
+                "read as token ids: pass bools"
+            )
+        if values.dtype.kind not in "iu" or values.ndim != 1:
+            values = values.tolist()  # to be refused as a list is
+    ids = values
+    if not isinstance(values, np.ndarray):
+        listed_ids = _IDS(name, values)
+        try:
+            ids = np.array(listed_ids, np.int64)
+        except OverflowError:  # of an id that is far outside
+            check_known_ids(name, listed_ids, vocab_size)
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    check_known_ids(name, wrong[:1].tolist(), vocab_size)
+    mask = np.zeros(vocab_size, bool)
+    mask[ids] = True
+    return mask
 
 
 def _check_bits(name: str, mask: PackedMask, vocab_size: int) -> None:

@@ -152,7 +152,7 @@ def test_a_row_that_nobody_waits_for_any_more_leaves_the_sample_that_it_waited_b
 
 
 async def test_samples_behind_a_prompt_that_is_computed_in_pieces(lm):
-    """With seeds, which vLLM does not take behind a piece on the CPU."""
+    """With seeds, of which vLLM draws a number for each piece."""
     (prompt,) = contexts(50)
     lm.clear_cache()
     before = lm.statistics().tokens_computed
