@@ -39,6 +39,7 @@ class ForkConnector(KVConnectorBase_V1):
         self._manager: Any = None
         self._requests: dict[str, Any] = {}
         self._copies: list[KVCacheBlockCopy] = []
+        self._begun: set[str] = set()
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         """Keep vLLM's manager, which knows the blocks of each request."""
@@ -56,13 +57,18 @@ class ForkConnector(KVConnectorBase_V1):
         if not params:
             return 0, False
         num_shared, source = params[NUM_SHARED], self._requests.get(params[SOURCE])
-        # One that has been preempted has blocks again before what is in them is computed.
+        # One that has been preempted has blocks again before what is in them is computed; those
+        # that it finds may be another request's, which computes them behind the step's copies.
         if source is None or source.num_computed_tokens < num_shared:
+            return 0, False
+        if source.request_id in self._begun:
             return 0, False
         return max(num_shared - num_computed_tokens, 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Plan the copies of the blocks that hold these tokens."""
+        if not request.num_computed_tokens:
+            self._begun.add(request.request_id)
         if not num_external_tokens:
             return
         params = request.kv_transfer_params
@@ -91,6 +97,7 @@ class ForkConnector(KVConnectorBase_V1):
             planned = scheduler_output.kv_cache_block_copies or []
             scheduler_output.kv_cache_block_copies = [*planned, *self._copies]
             self._copies = []
+        self._begun.clear()
         return KVConnectorMetadata()
 
     def request_finished(

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import time
 
 import pytest
 import torch
@@ -76,3 +77,48 @@ def test_clearing_is_no_step(lm):
     lm.clear_cache()
     lm.clear_cache()
     assert lm.statistics().num_forwards == before
+
+
+def test_a_fork_beside_a_session_that_finds_its_blocks_again_in_the_same_step(lm, monkeypatch):
+    """Two sessions lose their blocks; what the source finds is computed in the fork's step."""
+    from genlm_backend.backends.vllm.fork import ForkConnector
+
+    engine = lm._vllm.engine
+    if not engine._core.is_local:
+        pytest.skip("vLLM's scheduler is not here")
+    base = [i * i % 61 for i in range(200)]
+    beside = [*base[:150], *range(20)]  # a block of 128 tokens begins both
+    lm.clear_cache()
+    for context in (base, beside):
+        lm.next_token_logprobs_sync(context)
+    scheduler = engine._core._client.engine_core.scheduler
+    schedule, matched = scheduler.schedule, ForkConnector.get_num_new_matched_tokens
+    config, steps, sources = scheduler.scheduler_config, [], []
+
+    def schedule_and_preempt(*args):
+        steps.append(len(scheduler.running))
+        # A token of each in the first step, so that none of them is done.
+        config.long_prefill_token_threshold = 1 if len(steps) == 1 else 0
+        if len(steps) == 2:
+            while scheduler.running:  # so that the source comes back behind the other
+                scheduler._preempt_request(scheduler.running.pop(0), time.monotonic())
+            scheduler.kv_cache_manager.reset_prefix_cache()
+        return schedule(*args)
+
+    def matched_later(self, request, num_computed_tokens):
+        if request.kv_transfer_params and len(steps) == 1:
+            return None, False  # as where there is no room for it in the first step
+        if request.kv_transfer_params:
+            source = self._requests[request.kv_transfer_params["genlm_source"]]
+            sources.append(source.num_computed_tokens)
+        return matched(self, request, num_computed_tokens)
+
+    monkeypatch.setattr(scheduler, "schedule", schedule_and_preempt)
+    monkeypatch.setattr(ForkConnector, "get_num_new_matched_tokens", matched_later)
+    asked = [[*base, 2, 3], [*beside, 1, 2], [*base[:100], 3]]
+    rows = lm.batch_next_token_logprobs_sync(asked)
+    for row, context in zip(rows, asked, strict=True):
+        expected = fresh_row(real.tiny_model(), context)
+        torch.testing.assert_close(row, expected, rtol=0, atol=1e-4)
+    assert steps[:2] == [0, 2]
+    assert sources[-1] == 128  # behind that of the other session, which was a fork as well
