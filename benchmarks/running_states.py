@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.workload import Numbers
+from genlm_backend.backends.hf.forward_names import given_cache
 
 NUM_DRAWN = 16
 """Tokens that each particle draws, one after the other."""
@@ -145,14 +146,15 @@ def _own(model: Any, prompt: list[int]) -> list[float]:
 
     generator = random.Random(1)
     cache = DynamicCache(config=model.config)
-    model(torch.tensor([prompt]), past_key_values=cache, logits_to_keep=1)
+    kept = given_cache(model, cache)
+    model(torch.tensor([prompt]), **kept, logits_to_keep=1)
     rows: Any = torch.zeros(NUM_PARTICLES, dtype=torch.int64)  # of the prompt, for each
     cache.reorder_cache(rows)
     found = []
     for _ in range(NUM_STEPS):
         tokens = torch.tensor([[generator.randrange(VOCAB)] for _ in range(NUM_PARTICLES)])
         start = time.perf_counter()
-        logits = model(tokens, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        logits = model(tokens, **kept, logits_to_keep=1).logits[:, -1]
         logits.float().log_softmax(-1)
         found.append(1000 * (time.perf_counter() - start))
     return found

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import genlm_backend
 from benchmarks.workload import Numbers
+from genlm_backend.backends.hf.forward_names import given_cache
 
 PACKAGE = str(Path(genlm_backend.__file__).parent)
 NUM_ROWS = 20
@@ -159,7 +160,8 @@ def _their_operators(num_rows: int, num_layers: int) -> int:
 
     with _model(num_layers) as lm:
         model, mode, cache = lm.model, _Operators(), DynamicCache()
-        model(input_ids=torch.zeros(num_rows, 500, dtype=torch.int64), past_key_values=cache)
+        kept = given_cache(model, cache)
+        model(input_ids=torch.zeros(num_rows, 500, dtype=torch.int64), **kept)
         with mode:
-            model(input_ids=torch.zeros(num_rows, 1, dtype=torch.int64), past_key_values=cache)
+            model(input_ids=torch.zeros(num_rows, 1, dtype=torch.int64), **kept)
         return mode.num_operators

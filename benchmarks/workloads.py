@@ -21,6 +21,7 @@ import torch
 from benchmarks.limit import Pass, program_seconds
 from benchmarks.peer import has_peer
 from benchmarks.systems import PROMPT_TOKENS, SYSTEMS, TEXT, Ours, load_hf, tensor_on
+from genlm_backend.backends.hf.forward_names import given_cache
 
 Numbers = dict[str, Any]
 
@@ -172,13 +173,13 @@ def step_overhead(repeats: int) -> Numbers:
 
     lm = load_ours(batch_size=20)
     prompt = prompt_of(lm)
-    cache = DynamicCache()
+    kept = given_cache(lm.model, DynamicCache())
 
     @torch.inference_mode()
     def bare(token_ids: list[list[int]]) -> None:
-        lm.model(
-            tensor_on(lm.model, token_ids), past_key_values=cache, use_cache=True, logits_to_keep=1
-        ).logits[:, -1].log_softmax(-1)
+        lm.model(tensor_on(lm.model, token_ids), **kept, use_cache=True, logits_to_keep=1).logits[
+            :, -1
+        ].log_softmax(-1)
 
     lm._batcher.call(lambda: bare([prompt] * 5))
     particles = [[*prompt] for _ in range(5)]

@@ -70,6 +70,11 @@ class CacheLayer(NamedTuple):
     attends: bool
     num_states: int
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds nothing, as of a layer that reads what another one holds."""
+        return not self.attends and not self.num_states
+
 
 @final
 @dataclass(frozen=True, slots=True)

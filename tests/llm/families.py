@@ -1,9 +1,16 @@
 """Tiny random instances of many architectures, sharp enough that a wrong context shows."""
 
+import inspect
+import sys
+
 import torch
 import transformers as tf
 
 VOCAB = 96
+
+_CACHES = ("cache", "past_key_values")  # from 5.24 on, and before
+CACHE = next(n for n in _CACHES if n in inspect.signature(tf.LlamaForCausalLM.forward).parameters)
+"""What the installed release of transformers calls a cache, as an argument and in outputs."""
 
 COMMON = {
     "vocab_size": VOCAB,
@@ -231,3 +238,9 @@ def of(config, seed=0, dtype=torch.float32, kind=tf.AutoModelForCausalLM):
             if parameter.dim() >= 2:
                 parameter.normal_(0, 1.5 / parameter.shape[-1] ** 0.5)
     return model
+
+
+def looks_up_its_attention(name):
+    """Whether a family calls a function of attention that its config names, in this release."""
+    module = sys.modules[type(make(name)).__module__]
+    return hasattr(module, "ALL_ATTENTION_FUNCTIONS")

@@ -197,6 +197,76 @@ _CONFIGS: dict[str, Callable[[], tf.PreTrainedConfig]] = {
     "falcon_h1": lambda: _config("FalconH1Config", **_MAMBA_2, mamba_d_ssm=64),
 }
 
+_INKLING_2 = {
+    "head_dim": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 5,
+    "d_rel": 8,
+    "rel_extent": 16,
+    "unpadded_vocab_size": VOCAB,
+    "n_layers_per_attn_res_block": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
+
+_NEW_CONFIGS: dict[str, tuple[str, Callable[[], tf.PreTrainedConfig]]] = {
+    "bailing_hybrid": (
+        "BailingHybridConfig",
+        lambda: _config(
+            "BailingHybridConfig",
+            **{k: v for k, v in _LATENT.items() if not k.startswith("linear")},
+            head_dim=8,
+            qk_rope_head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+    ),
+    "lfm3": (
+        "Lfm3Config",
+        lambda: _config(
+            "Lfm3Config",
+            head_dim=8,
+            sliding_window=5,
+            num_hidden_layers=3,
+            layer_types=["conv", "full_attention", "sliding_attention"],
+        ),
+    ),
+    "lara_mini": (
+        "LaraMiniConfig",
+        lambda: _config(
+            "LaraMiniConfig",
+            **{**_DELTA, "layer_types": ["linear_attention", "sliding_attention"]},
+            **_EXPERTS,
+            sliding_window=5,
+            shared_expert_intermediate_size=16,
+        ),
+    ),
+    "inkling2": (
+        "Inkling2TextConfig",
+        lambda: _config(
+            "Inkling2TextConfig", **_INKLING_2, layer_types=["hybrid_sliding", "hybrid"]
+        ),
+    ),
+    "inkling2_loop": (
+        "Inkling2LoopTextConfig",
+        lambda: _config(
+            "Inkling2LoopTextConfig",
+            **_INKLING_2,
+            num_hidden_layers=4,
+            layer_types=["hybrid_sliding", "hybrid"] * 2,
+            loop_layer_index_start=1,
+            loop_layer_index_end=3,
+            loop_num_passes=2,
+            loop_gate_rank=8,
+        ),
+    ),
+}
+"""Those that not every release of transformers that is taken has, with the name of their config."""
+
+_CONFIGS |= {name: make for name, (of, make) in _NEW_CONFIGS.items() if hasattr(tf, of)}
+
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> tf.PreTrainedModel:
     """A model of a family of `NAMES`, on a fixed seed."""

@@ -5,6 +5,7 @@ from them; each row's log-probabilities are compared with those of its whole con
 ours runs.
 """
 
+import copy
 import functools
 import inspect
 import random
@@ -27,7 +28,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from tests.llm import state_families
+from tests.llm import families, state_families
 from tests.llm.families import VOCAB
 
 CLOSE = 2e-4
@@ -51,7 +52,7 @@ class Holds(NamedTuple):
     """Facts about a family, in the release of transformers that is installed."""
 
     cache: str = "past_key_values"
-    """The forward's parameter for the cache."""
+    """The forward's parameter for the cache, before release 5.24."""
     positions: bool = True
     """The forward takes `position_ids`."""
     hybrid: bool = False
@@ -72,6 +73,9 @@ class Holds(NamedTuple):
     """Dtypes of its recurrent states, by index, likewise."""
 
 
+POSITIONS = () if hasattr(DynamicIndexedLayer(), "indexer_position_ids") else ("position_ids",)
+"""What Qwen 4 keeps beside the layers; from 5.24 on it is in one of them."""
+
 HOLDS = {
     # A scan of several tokens takes no state to begin with: it begins with zeros.
     "mamba": Holds(cache="cache_params", positions=False, several=False, mask=False),
@@ -82,7 +86,7 @@ HOLDS = {
     "nemotron_h": Holds(one=False),
     "zamba2": Holds(one=False, hybrid=True),
     # One of its states is the last tokens' ids, which are EOS before the first.
-    "qwen4_exp": Holds(zeros=False, beside=("position_ids",), conv=(HALF, HALF, torch.int64)),
+    "qwen4_exp": Holds(zeros=False, beside=POSITIONS, conv=(HALF, HALF, torch.int64)),
     "mamba2": Holds(cache="cache_params", positions=False),
     "bamba": Holds(),
     "falcon_h1": Holds(hybrid=True),
@@ -99,6 +103,18 @@ HOLDS = {
     "zaya": Holds(hybrid=True, recurrent=(HALF,)),  # the value of the last token
 }
 """What holds of each family, and where it is another than of most, why."""
+
+HOLDS |= {
+    name: holds
+    for name, holds in {
+        "bailing_hybrid": Holds(),
+        "inkling2": Holds(hybrid=True, conv=(SINGLE,) * 4, recurrent=()),
+        "inkling2_loop": Holds(hybrid=True, conv=(SINGLE,) * 4, recurrent=()),
+        "lara_mini": Holds(),
+        "lfm3": Holds(recurrent=()),
+    }.items()
+    if name in state_families.NAMES
+}
 
 each_family = pytest.mark.parametrize("name", HOLDS)
 
@@ -133,7 +149,7 @@ def given_beside(
 ) -> dict[str, Any]:
     """The arguments of a forward beside the ids and the mask."""
     parameters = inspect.signature(model.forward).parameters
-    name = next(n for n in ("past_key_values", "cache_params") if n in parameters)
+    name = next(n for n in ("cache", "past_key_values", "cache_params") if n in parameters)
     beside: dict[str, Any] = {name: cache, "use_cache": True}
     return {**beside, "position_ids": positions} if "position_ids" in parameters else beside
 
@@ -163,19 +179,34 @@ def prompted(model: tf.PreTrainedModel, prompt: list[int]) -> DynamicCache:
     return cache
 
 
+def empty_like(other: DynamicCache, model: tf.PreTrainedModel) -> DynamicCache:
+    """A new cache, with as many layers as another has, of which the model may have added some."""
+    cache = DynamicCache(config=model.config)
+    for source in other.layers[len(cache.layers) :]:
+        like = next(layer for layer in cache.layers if type(layer) is type(source))
+        cache.layers.append(copy.deepcopy(like))
+    return cache
+
+
 def gathered(model: tf.PreTrainedModel, rows: Sequence[Row]) -> DynamicCache:
     """A cache of rows of other caches; what is by token is padded on its left to the longest."""
-    cache = DynamicCache(config=model.config)
+    cache = empty_like(rows[0].cache, model)
     for i, layer in enumerate(cache.layers):
         sources = [row.cache.layers[i] for row in rows]
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             put_states(layer, sources, rows)
         if isinstance(layer, DynamicLayer):
             put_keys_and_values(layer, sources, rows)
-    if hasattr(rows[0].cache, "position_ids"):  # three axes × rows × tokens
-        own = [getattr(row.cache, "position_ids")[:, row.index].T for row in rows]  # noqa: B009
-        setattr(cache, "position_ids", on_the_left(own, rows).permute(2, 0, 1))  # noqa: B010
+    if hasattr(rows[0].cache, "position_ids"):
+        put_positions(cache, "position_ids", [row.cache for row in rows], rows)
     return cache
+
+
+def put_positions(target: Any, name: str, sources: Sequence[Any], rows: Sequence[Row]) -> None:
+    """Gather what a model with pictures counts by: three axes × rows × tokens."""
+    of_each = zip(sources, rows, strict=True)
+    own = [getattr(source, name)[:, row.index].T for source, row in of_each]
+    setattr(target, name, on_the_left(own, rows).permute(2, 0, 1))
 
 
 def put_states(layer: Any, sources: Sequence[Any], rows: Sequence[Row]) -> None:
@@ -206,6 +237,8 @@ def put_keys_and_values(layer: DynamicLayer, sources: Sequence[Any], rows: Seque
         indexed = of_each("indexer_keys")
         layer.lazy_initialization_indexer(indexed)
         layer.indexer_keys = indexed
+        if getattr(sources[0], "indexer_position_ids", None) is not None:
+            put_positions(layer, "indexer_position_ids", sources, rows)
 
 
 def on_the_left(by_token: list[torch.Tensor], rows: Sequence[Row]) -> torch.Tensor:
@@ -293,7 +326,7 @@ def test_how_a_model_is_called(name):
         for layer in cache.layers
     )
     beside = set(vars(cache)) - set(vars(DynamicCache(config=model.config)))
-    assert HOLDS[name].cache in parameters
+    assert (HOLDS[name].cache if families.CACHE == "past_key_values" else "cache") in parameters
     assert HOLDS[name].positions == ("position_ids" in parameters)
     assert HOLDS[name].hybrid == hybrid
     assert HOLDS[name].beside == tuple(beside)
@@ -339,7 +372,7 @@ def test_zeros_in_the_place_of_no_state(name):
     cache = prompted(model, tokens(generator, 23))
     differences = []
     for count in (1, 17):
-        zeros, new = DynamicCache(config=model.config), [tokens(generator, count) for _ in "ab"]
+        zeros, new = empty_like(cache, model), [tokens(generator, count) for _ in "ab"]
         for layer, source in zip(zeros.layers, cache.layers, strict=True):
             if isinstance(layer, LinearAttentionCacheLayerMixin):
                 put_states(layer, [source] * 2, [Row(cache, 0, 23)] * 2)

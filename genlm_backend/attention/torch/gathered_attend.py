@@ -79,7 +79,7 @@ class GatherAttend(Attend[dict[str, Any]]):
         layout = self._store.layout
         if not layout.layers:  # but states
             cache = cache_of((), layout.states, batch.states)
-            yield {"past_key_values": cache, "use_cache": True}
+            yield {"cache": cache, "use_cache": True}
             return
         gathered = gather(batch, self._wider)
         on: dict[torch.device, torch.Tensor] = {}  # moved once to each device that has a layer
@@ -91,7 +91,7 @@ class GatherAttend(Attend[dict[str, Any]]):
             layers.append(_GatheredLayer(self._store, number, *own))
         yield {
             "attention_mask": gathered.mask,
-            "past_key_values": cache_of(layers, layout.states, batch.states),
+            "cache": cache_of(layers, layout.states, batch.states),
             "use_cache": True,
         }
 

@@ -56,7 +56,7 @@ class OpeningAttend(Attend[dict[str, Any]]):
     def attending(self, batch: PackedBatch, model: Any) -> Iterator[dict[str, Any]]:
         """Yield the pictures, the positions of all tokens, and a cache that keeps what it is to."""
         if not self._is_first:
-            yield {"past_key_values": self._cache, "use_cache": True}
+            yield {"cache": self._cache, "use_cache": True}
             return
         self._is_first = False
         num_tokens = batch.input_ids.shape[1]
@@ -73,7 +73,7 @@ class OpeningAttend(Attend[dict[str, Any]]):
         if not self._is_used:
             yield {**given, "use_cache": False}
             return
-        yield {**given, "past_key_values": self._cache, "use_cache": True}
+        yield {**given, "cache": self._cache, "use_cache": True}
 
 
 @final

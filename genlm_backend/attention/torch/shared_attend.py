@@ -57,7 +57,7 @@ class SharedAttend(Attend[dict[str, Any]]):
         new = [_NewTokens(self._store, i, batch, shared) for i in range(num_layers)]
         with dispatched_to(shared):
             cache = cache_of(new, layout.states, batch.states)
-            yield {"past_key_values": cache, "use_cache": True}
+            yield {"cache": cache, "use_cache": True}
         if not shared.is_complete(num_layers):
             raise attends_otherwise(
                 f"{shared.num_attended} of {num_layers} layers called the attention function that "

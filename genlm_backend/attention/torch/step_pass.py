@@ -9,13 +9,13 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers.cache_utils import Cache
 
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.torch.dispatch import HARMLESS
 from genlm_backend.attention.torch.layer import Pair, SlotLayer, by_token
 from genlm_backend.attention.torch.step_operators import StepOperators, step_operators
 from genlm_backend.attention.torch.step_tables import StepShape, StepTables
+from genlm_backend.attention.torch.torch_row_states import cache_of
 from genlm_backend.prefix import KVStore
 
 
@@ -171,7 +171,7 @@ class StepPass:
         return {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,
-            "past_key_values": Cache(layers=[*self._layers]),
+            "cache": cache_of(self._layers, self._store.layout.states, None),
             "use_cache": True,
         }
 

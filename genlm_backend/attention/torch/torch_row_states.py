@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
     LinearAttentionAndFullAttentionLayer,
@@ -34,7 +35,9 @@ def cache_of(
         return Cache(layers=[*attending])
     slots, layers = iter(attending), list[Any]()
     for layer in layout.layers:
-        if not layer.num_states:
+        if layer.is_empty:
+            layers.append(empty_layer())
+        elif not layer.num_states:
             layers.append(next(slots))
         elif layer.attends:
             layers.append(_AttendingStateLayer(next(slots), layer.num_states))
@@ -43,6 +46,11 @@ def cache_of(
     if states is not None:
         states.begin(layers)
     return Cache(layers=layers)
+
+
+def empty_layer() -> Any:
+    """Return a layer of a cache that holds nothing, where transformers has such layers."""
+    return cast(Any, cache_utils).DummyLayer()
 
 
 @final

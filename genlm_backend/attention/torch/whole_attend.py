@@ -40,7 +40,7 @@ class WholeAttend(Attend[dict[str, Any]]):
             yield {"attention_mask": mask, "use_cache": False}
             return
         cache = cache_of(map(_RoundedLayer, self._rounding), self._states, None)
-        yield {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        yield {"attention_mask": mask, "cache": cache, "use_cache": True}
 
 
 @final

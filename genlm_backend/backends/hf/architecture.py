@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from genlm_backend.backends.hf.forward_names import returned_cache
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.support import tried
 from genlm_backend.backends.hf.trial import bounds
@@ -149,7 +150,7 @@ def check_predicts(runner: HFRunner, vocab_size: int) -> None:
         return
     with tried(runner):  # not before, since some that keep nothing do not bear it
         output = model(input_ids=ids, **runner.caching(True))
-    if getattr(output, "past_key_values", None) is None:
+    if returned_cache(output) is None:
         raise UnsupportedModelError(
             f"{name} is an encoder and no causal language model: a later token changes what it "
             f"says after earlier ones, by {before:.2g}, and it keeps no keys and values to go on "

@@ -10,7 +10,7 @@ import dis
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -40,14 +40,16 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
     """Have the modules of a twin rotate queries and keys by a kernel, where that is the same.
 
     Each function that rotates is asked, on random numbers. The twin of a module whose ``forward``
-    calls it has the same code, with the globals of the module's but for that function.
+    calls it has the same code, with the globals of the module's but for that function; what
+    decorates it stays around it.
 
     Args:
         copies: By module of the model, its twin.
     """
     asked: dict[tuple[Any, ...], _Rotation | None] = {}
     for module, own in copies.items():
-        forward = type(own).forward
+        decorated = type(own).forward
+        forward = inspect.unwrap(decorated)
         if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
             continue
         if not _is_plain(forward.__code__):
@@ -59,8 +61,11 @@ def fuse_rotary(copies: Mapping[nn.Module, Any]) -> None:
         if key not in asked:
             asked[key] = _asked(*key)
         rotation = asked[key]
-        if rotation is not None:
-            vars(own)["forward"] = MethodType(_with_globals(forward, rotation), own)
+        if rotation is None:
+            continue
+        made = _decorated(decorated, forward, _with_globals(forward, rotation))
+        if made is not None:
+            vars(own)["forward"] = MethodType(made, own)
 
 
 @final
@@ -140,15 +145,46 @@ _NOT_PLAIN: Final = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_BUILD_CLAS
 
 
 def _with_globals(forward: FunctionType, rotation: _Rotation) -> FunctionType:
+    found = _Globals(forward.__globals__, rotation)
+    return _copied(forward, found, forward.__closure__ or ())
+
+
+def _decorated(outer: Any, inner: FunctionType, made: FunctionType) -> FunctionType | None:
+    """Return a function around ``inner`` with ``made`` in its place; ``None`` if it holds no such.
+
+    Decorators by ``functools.wraps`` say what they are around, and most hold it in a closure.
+    """
+    if outer is inner:
+        return made
+    around = getattr(outer, "__wrapped__", None)
+    within = None if around is None else _decorated(around, inner, made)
+    if within is None or not isinstance(outer, FunctionType):
+        return None
+    cells = outer.__closure__ or ()
+    own_cells = tuple(CellType(within) if _holds(cell, around) else cell for cell in cells)
+    if own_cells == cells:
+        return None
+    own = _copied(outer, outer.__globals__, own_cells)
+    vars(own)["__wrapped__"] = within
+    return own
+
+
+def _holds(cell: CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # it is empty
+        return False
+
+
+def _copied(
+    function: FunctionType, found: dict[str, Any], cells: tuple[CellType, ...]
+) -> FunctionType:
+    """Return a function of the same code with other globals and another closure."""
     own = FunctionType(
-        forward.__code__,
-        _Globals(forward.__globals__, rotation),
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
+        function.__code__, found, function.__name__, function.__defaults__, cells or None
     )
-    own.__kwdefaults__ = forward.__kwdefaults__
-    vars(own).update(vars(forward))
+    own.__kwdefaults__ = function.__kwdefaults__
+    vars(own).update(vars(function))
     return own
 
 

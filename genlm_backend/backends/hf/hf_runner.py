@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
@@ -45,6 +44,7 @@ class HFRunner(Runner):
             it can be set.
         device: Device on which it takes its token ids.
         parameters: Names of what its ``forward`` takes.
+        cache_argument: The one among them that a cache is given by; ``None`` where it takes none.
         num_forwards: Number of passes so far.
         tokens_computed: Number of tokens in them, padding not counted.
     """
@@ -62,7 +62,8 @@ class HFRunner(Runner):
         self.check_wanted: Callable[[], object] = _nothing
         self.num_forwards = 0
         self.tokens_computed = 0
-        self.parameters = parameters_of(model)
+        self.parameters: frozenset[str] = self.twin.parameters
+        self.cache_argument: str | None = self.twin.cache_argument
         self.device = input_device(model)
 
     @torch.inference_mode()
@@ -99,8 +100,6 @@ class HFRunner(Runner):
             }
             for name in {"attention_mask", "position_ids"} - self.parameters:
                 inputs.pop(name, None)
-            if "past_key_values" not in self.parameters and "past_key_values" in inputs:
-                inputs["cache_params"] = inputs.pop("past_key_values")
             for name, value in inputs.items():
                 if isinstance(value, torch.Tensor):
                     inputs[name] = value.to(self.device)
@@ -269,14 +268,6 @@ def input_device(model: Any) -> torch.device:
         if parameter.device.type != "meta":
             return parameter.device
     return torch.device(model.device)
-
-
-def parameters_of(model: Any) -> frozenset[str]:
-    """Return the names of what a model's forward takes, or that of the model which it is around."""
-    names = {*inspect.signature(model.forward).parameters}
-    if "kwargs" in names and hasattr(model, "get_base_model"):  # of PEFT, which hands them on
-        names.update(inspect.signature(model.get_base_model().forward).parameters)
-    return frozenset(names)
 
 
 def _nothing() -> None:

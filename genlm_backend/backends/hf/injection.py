@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from genlm_backend.backends.hf.forward_names import given_cache, returned_cache
 from genlm_backend.backends.hf.rows_apart import rounding
 from genlm_backend.backends.hf.twin import Twin
 
@@ -168,10 +169,9 @@ def _inconsistency(model: Any, is_cached: bool) -> float:
     longer = _outputs(model, 1, 6).logits[0]  # in between, as other contexts are
     differences = [_difference(_row(model), longer[2])]
     if begun is not None:
-        name = next(name for name in ("past_key_values", "cache_params") if hasattr(begun, name))
-        kept = {"use_cache": True, name: getattr(begun, name)}
+        kept = {"use_cache": True, **given_cache(model, returned_cache(begun))}
         at_once = _outputs(model, 4, 6, **kept).logits[0, -1]
-        kept[name] = getattr(_outputs(model, 1, 4, use_cache=True), name)
+        kept |= given_cache(model, returned_cache(_outputs(model, 1, 4, use_cache=True)))
         _outputs(model, 4, 5, **kept)
         one_by_one = _outputs(model, 5, 6, **kept).logits[0, -1]
         # Some models with running states go on by one token alone, and others by two.

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import Span, pack
 from genlm_backend.attention.torch.opening_attend import OpeningAttend, positions_of
+from genlm_backend.backends.hf.forward_names import given_cache
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.state_trial import paths_of
 from genlm_backend.errors import PictureError, QueryDroppedError
@@ -153,8 +154,9 @@ def _as_the_model_goes_on(runner: HFRunner, pictures: Pictures, ids: list[int]) 
         torch.tensor([part], dtype=torch.int64, device=runner.device)
         for part in (ids[:size], ids[size:])
     )
-    runner.twin.module(input_ids=prompt, **inputs, past_key_values=cache, use_cache=True)
-    logits = runner.twin.module(input_ids=rest, past_key_values=cache, use_cache=True).logits
+    kept = {**given_cache(runner.model, cache), "use_cache": True}
+    runner.twin.module(input_ids=prompt, **inputs, **kept)
+    logits = runner.twin.module(input_ids=rest, **kept).logits
     return logits[0, -_NUM_ROWS:].float().log_softmax(-1).cpu()
 
 

@@ -26,6 +26,7 @@ from genlm_backend.attention.torch.dispatch import dispatched_to
 from genlm_backend.attention.torch.step_operators import step_operators
 from genlm_backend.attention.torch.step_pass import StepArrays, StepPass, UnrecordableError
 from genlm_backend.attention.torch.step_tables import StepShape, StepTables
+from genlm_backend.backends.hf.forward_names import cache_argument
 from genlm_backend.backends.hf.twin import Twin
 from genlm_backend.prefix import KVStore, LayerLayout
 from genlm_backend.runtime.memory import is_out_of_memory
@@ -157,7 +158,8 @@ class StepGraphs:
         layers = store.layout.layers
         return (
             isinstance(attend, SharedAttend)
-            and {"position_ids", "past_key_values"} <= {*parameters}
+            and "position_ids" in parameters
+            and cache_argument(parameters) is not None
             and store.is_exact
             and not store.layout.states
             and all(layer.key_dim == layer.value_dim for layer in layers)

@@ -25,7 +25,9 @@ from transformers.cache_utils import (
 from genlm_backend.attention.attend import Attend
 from genlm_backend.attention.packing import Span
 from genlm_backend.attention.torch import WAYS, GatherAttend, WholeAttend
-from genlm_backend.backends.hf.hf_runner import HFRunner, parameters_of
+from genlm_backend.attention.torch.torch_row_states import empty_layer
+from genlm_backend.backends.hf.forward_names import given_cache, parameters_of
+from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.model_state import DtypeAndDevice, check_output
 from genlm_backend.backends.hf.rows_apart import distance, row_of
 from genlm_backend.backends.hf.trial import (
@@ -191,7 +193,7 @@ def _bears_padding(runner: HFRunner, vocab_size: int, max_length: int | None) ->
 
 def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
     config = runner.model.config.get_text_config(decoder=True)
-    if not {"past_key_values", "cache_params"} & runner.parameters:
+    if runner.cache_argument is None:
         return KVSupport(reason="its state is not one of keys and values")
     layers = DynamicCache(config=config).layers
     others = {type(layer).__name__ for layer in layers if not _is_known(layer)}
@@ -249,8 +251,10 @@ def tried(runner: HFRunner) -> AbstractContextManager[None]:
 
 
 def _is_known(layer: Any) -> bool:
-    """Whether a layer of a cache keeps keys and values by token, running states, or both."""
+    """Whether a layer of a cache keeps keys and values by token, states, both or nothing."""
     if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return True
+    if type(layer).__name__ == "DummyLayer":  # from transformers 5.23 on
         return True
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
 
@@ -261,7 +265,7 @@ def _cache_layers(layers: Sequence[Any]) -> tuple[CacheLayer, ...]:
         CacheLayer(isinstance(layer, DynamicLayer), getattr(layer, "number_of_states", 0))
         for layer in layers
     )
-    return held if any(layer.num_states for layer in held) else ()
+    return held if any(layer.num_states or layer.is_empty for layer in held) else ()
 
 
 def _fresh_cache(cache_layers: Sequence[CacheLayer]) -> Cache:
@@ -271,6 +275,8 @@ def _fresh_cache(cache_layers: Sequence[CacheLayer]) -> Cache:
         if held.num_states:
             kind = LinearAttentionAndFullAttentionLayer if held.attends else LinearAttentionLayer
             layers.append(kind(number_of_states=held.num_states))
+        elif held.is_empty:
+            layers.append(empty_layer())
         else:
             layers.append(DynamicLayer())
     return Cache(layers=layers) if layers else DynamicCache()
@@ -281,10 +287,12 @@ def _observe_layout(
     runner: HFRunner, token_ids: list[int], cache_layers: tuple[CacheLayer, ...]
 ) -> tuple[KVLayout, torch.Tensor]:
     """The shapes of what is kept, and the last row of the model that is told no positions."""
-    name = "past_key_values" if "past_key_values" in runner.parameters else "cache_params"
     cache = _fresh_cache(cache_layers)
     ids = torch.tensor([token_ids], dtype=torch.int64, device=runner.device)
-    logits = runner.twin.module(input_ids=ids, **{name: cache}, use_cache=True).logits
+    given = given_cache(runner.model, cache)
+    logits = runner.twin.module(input_ids=ids, **given, use_cache=True).logits
+    if cache_layers:  # to which one adds that goes through some of its layers several times
+        cache_layers = _cache_layers(cache.layers)
     states = (
         StateLayout(_state_tensors(cache.layers), cache_layers) if cache_layers else StateLayout()
     )
@@ -357,7 +365,7 @@ def mean_keys(
         del inputs["position_ids"]
     cache = _fresh_cache(layout.states.layers)
     on_device = {name: tensor.to(runner.device) for name, tensor in inputs.items()}
-    runner.twin.module(**on_device, past_key_values=cache, use_cache=True)
+    runner.twin.module(**on_device, **given_cache(runner.model, cache), use_cache=True)
     held = [getattr(layer, "keys", None) for layer in cache.layers]
     keys = [own[0].float() for own in held if own is not None]
     # A token that overflows spoils those behind it, and has no part in a mean.

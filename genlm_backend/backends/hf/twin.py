@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 
 from genlm_backend.attention.packing import PackedBatch
 from genlm_backend.attention.torch.dispatch import name_attention
+from genlm_backend.backends.hf.forward_names import cache_argument, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class Twin:
 
     Attributes:
         module: The twin of the model, to be called.
+        parameters: Names of what its ``forward`` takes.
+        cache_argument: The one among them that a cache is given by; ``None`` where it takes none.
         copies: The twins of its modules; none for the model itself.
     """
 
@@ -62,6 +65,8 @@ class Twin:
         self.module: Any = self.copies.get(model, model)
         self._configs: dict[int, Any] = {}  # memo of ``copy.deepcopy``
         self._own_configs: list[Any] = []
+        self.parameters = parameters_of(model)
+        self.cache_argument = cache_argument(self.parameters)
         self._batch: PackedBatch | None = None
         self._is_picked = False
         self._picking: partial[Any] | None = None
@@ -172,10 +177,16 @@ class Twin:
         A vocabulary is wide and a prompt long, so most of the projection would be thrown away.
         The hidden states are picked on their way into the output embedding, since what some
         families do behind it (scaling, soft caps) is then still done.
+
+        Args:
+            batch: The batch.
+            inputs: What ``forward`` takes; what it calls its cache is named ``cache`` here.
         """
+        name = self.cache_argument or "cache"
+        named = {name if n == "cache" else n: inputs[n] for n in inputs}
         self._batch, self._is_picked = batch, False
         try:
-            logits = self.module(**inputs).logits
+            logits = self.module(**named).logits
         finally:
             self._batch = None
         return logits[0] if self._is_picked else _at_outputs(logits, batch)

@@ -7,6 +7,7 @@ import torch
 from genlm_backend import (
     AsyncTransformer,
 )
+from tests.llm import families
 from tests.llm.picture_families import FAMILIES, inputs, make, marker, picture
 
 TOLERANCE = 2e-5
@@ -32,8 +33,8 @@ def plain_row(name, text, images, more=()):
     made = inputs(model, processor, text, images)
     out = model(**made, use_cache=True)
     for token_id in more:
-        past = out.past_key_values
-        out = model(input_ids=torch.tensor([[token_id]]), past_key_values=past, use_cache=True)
+        kept = {families.CACHE: getattr(out, families.CACHE), "use_cache": True}
+        out = model(input_ids=torch.tensor([[token_id]]), **kept)
     return out.logits[0, -1].float().log_softmax(-1)
 
 

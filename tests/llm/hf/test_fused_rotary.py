@@ -1,6 +1,8 @@
 """Rotary positions by a kernel are those of the model's code; other code is left alone."""
 
+import functools
 import importlib
+import inspect
 import re
 
 import pytest
@@ -97,7 +99,7 @@ def test_rows_are_those_without(name, calls, monkeypatch):
     assert not (rotating and name in LEFT_ALONE)
     assert not any("forward" in vars(m) for m in model.modules())
     for module in rotating:
-        of_owner = type(module).forward
+        of_owner = inspect.unwrap(type(module).forward)
         assert of_owner.__globals__ is vars(importlib.import_module(type(module).__module__))
         assert of_owner.__globals__[NAME].__module__.startswith("transformers.")
 
@@ -365,6 +367,49 @@ def test_a_mode_that_has_changed_is_told_after_clear_cache(calls):
             lm.next_token_logprobs_sync([1, 2, 3])
         model.eval()
         row = lm.next_token_logprobs_sync([1, 2, 3])
+    torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
+
+
+def halved(forward):
+    """Decorate as ``functools.wraps`` does."""
+
+    @functools.wraps(forward)
+    def around(self, *args, **kwargs):
+        found, weights = forward(self, *args, **kwargs)
+        return 0.5 * found, weights
+
+    return around
+
+
+def of_a_table(forward):
+    """Decorate by what is in no closure."""
+    table = {"forward": forward}
+
+    @functools.wraps(forward)
+    def around(self, *args, **kwargs):
+        return table["forward"](self, *args, **kwargs)
+
+    return around
+
+
+@pytest.mark.parametrize(
+    ("decorators", "is_fused"),
+    [
+        ([halved], True),
+        ([halved, halved], True),
+        ([of_a_table], False),
+        ([halved, of_a_table], False),
+    ],
+)
+def test_what_decorates_code_stays_around_it(decorators, is_fused, monkeypatch, calls):
+    for decorator in decorators:
+        forward = decorator(llama.LlamaAttention.forward)
+        monkeypatch.setattr(llama.LlamaAttention, "forward", forward)
+    model = families.make("llama")
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        num_asked = len(calls)
+        row = lm.next_token_logprobs_sync([1, 2, 3])
+        assert (len(calls) > num_asked) == is_fused
     torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=2e-5)
 
 

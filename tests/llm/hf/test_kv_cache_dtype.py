@@ -45,7 +45,8 @@ def rounded_row(model, token_ids, rounds):
     """The row of a model that attends to rounded keys and values, whole and alone."""
     cache = Cache(layers=[Rounding(rounds) for _ in range(model.config.num_hidden_layers)])
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([token_ids]), past_key_values=cache).logits[0, -1]
+        ids = torch.tensor([token_ids])
+        logits = model(input_ids=ids, **{families.CACHE: cache}).logits[0, -1]
     return logits.double().log_softmax(-1).float()
 
 

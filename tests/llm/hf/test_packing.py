@@ -103,7 +103,7 @@ def test_a_layer_stores_new_tokens_and_hands_out_past_and_new():
     keys, values = torch.randn(2, 2, 2, 3), torch.randn(2, 1, 2, 4)
     past_keys = codes[:, :6].clone()
     with GatherAttend(store).attending(pack(spans), None) as inputs:
-        (layer,) = inputs["past_key_values"].layers
+        (layer,) = inputs["cache"].layers
     found_keys, found_values = layer.update(keys, values)
     assert (found_keys.shape, found_values.shape) == ((2, 2, 4, 3), (2, 1, 4, 4))
     assert torch.equal(found_keys[0, :, 2:], keys[0])

@@ -108,7 +108,9 @@ RUN_AS_EVER = {
     "falcon-rotary",
     "mpt",
     "gpt-neo-local",
-    "gptj",
+    *([] if families.looks_up_its_attention("gptj") else ["gptj"]),
+    # The function that it names by itself caps the scores, from 5.24 on.
+    *(["gemma2"] if families.make("gemma2").config._attn_implementation == "eager" else []),
 }
 
 
@@ -307,8 +309,8 @@ def test_a_change_between_two_steps_counts_at_the_next(change, recorded):
             before = families.make("llama")
             ids = torch.tensor(contexts, dtype=torch.int64)
             with torch.no_grad():
-                before(ids[:, :-1], past_key_values=cache)
-                logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+                before(ids[:, :-1], **{families.CACHE: cache})
+                logits = model(ids[:, -1:], **{families.CACHE: cache}).logits[:, -1]
             torch.testing.assert_close(rows, logits.log_softmax(-1), rtol=0, atol=2e-4)
 
 

@@ -1,0 +1,37 @@
+"""Names of what a model's ``forward`` takes, and of the cache among that and in what it returns.
+
+Transformers names a cache ``cache`` from release 5.24 on; before, most models named it
+``past_key_values``, and some that keep running states alone ``cache_params``. Code that comes with
+a checkpoint goes on naming it as it did.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from typing import Any, Final
+
+_CACHES: Final = ("cache", "past_key_values", "cache_params")
+
+
+def parameters_of(model: Any) -> frozenset[str]:
+    """Return the names of what a model's forward takes, or that of the model which it is around."""
+    names = {*inspect.signature(model.forward).parameters}
+    if "kwargs" in names and hasattr(model, "get_base_model"):  # of PEFT, which hands them on
+        names.update(inspect.signature(model.get_base_model().forward).parameters)
+    return frozenset(names)
+
+
+def cache_argument(parameters: Collection[str]) -> str | None:
+    """Return the name that a cache is given by, if a forward with these parameters takes one."""
+    return next((name for name in _CACHES if name in parameters), None)
+
+
+def given_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """Return the argument that gives a model a cache."""
+    return {cache_argument(parameters_of(model)) or "cache": cache}
+
+
+def returned_cache(output: Any) -> Any:
+    """Return the cache that a model's output has, or ``None``."""
+    return next((getattr(output, name) for name in _CACHES if hasattr(output, name)), None)
