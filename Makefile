@@ -5,6 +5,8 @@ VENV := .venv
 VLLM_VENV := .venv-vllm
 # The oldest that is taken, and one between it and that of VLLM_VENV.
 VLLM_RELEASES := 0.30.0 0.31.0
+# The oldest that is taken, that of VLLM_VENV, and the first with layers that hold nothing.
+TRANSFORMERS_RELEASES := 5.16.0 5.19.0 5.23.0
 CLIENTS_VENV := .venv-clients
 CLIENTS := .clients
 BARE_VENV := .venv-bare
@@ -18,7 +20,7 @@ PARALLEL := -n logical --maxprocesses 4 --dist loadfile
 # Not demo: the model's package asks for an engine that would have to be compiled.
 EXTRAS := bitsandbytes,grammar,images,lora,mlx,ray,viz,test,bench,docs
 
-.PHONY: help setup demo test test-of test-bare test-vllm test-vllm-releases $(VLLM_RELEASES:%=test-vllm-%) test-llama-cpp test-clients test-lm-eval test-all quick mutants lint types bench gpu docs clean
+.PHONY: help setup demo test test-of test-bare test-vllm test-vllm-releases $(VLLM_RELEASES:%=test-vllm-%) test-transformers-releases test-llama-cpp test-clients test-lm-eval test-all quick mutants lint types bench gpu docs clean
 
 help:
 	@echo "make demo    run sequential Monte Carlo on the bundled real model"
@@ -27,6 +29,7 @@ help:
 	@echo "make test-bare  what is imported and loaded with the dependencies alone, in $(BARE_VENV)"
 	@echo "make test-vllm  the tests of AsyncVirtualLM, with vLLM for the CPU in $(VLLM_VENV)"
 	@echo "make test-vllm-releases  the quick part of them with vLLM $(VLLM_RELEASES), in .venv-vllm-RELEASE"
+	@echo "make test-transformers-releases  the tests of AsyncTransformer with transformers $(TRANSFORMERS_RELEASES), in .venv-transformers-RELEASE"
 	@echo "make test-clients  the suites of genlm-control, genlm-bytes, llamppl and the peer, and surprisals beside those of minicons"
 	@echo "make test-lm-eval  tasks of lm-evaluation-harness, beside its own model, in $(LM_EVAL_VENV)"
 	@echo "make test-llama-cpp  the tests of AsyncLlamaCppLM, in $(LLAMA_VENV), for which llama.cpp is compiled"
@@ -68,7 +71,7 @@ test-of: $(STAMP)
 		$$($(BIN)/python -m tests.concerning $(FILE))
 
 test-all: export ALL := yes
-test-all: test-vllm test-vllm-releases test-llama-cpp test-clients test-lm-eval test-bare test
+test-all: test-vllm test-vllm-releases test-transformers-releases test-llama-cpp test-clients test-lm-eval test-bare test
 
 # Not editable, so that it is what a user gets; so it depends on every file that goes into it.
 $(BARE_VENV)/.installed: pyproject.toml constraints.txt $(shell find genlm genlm_backend examples -name '*.py')
@@ -114,6 +117,25 @@ $(VLLM_RELEASES:%=test-vllm-%): test-vllm-%: .venv-vllm-%/.installed
 	VLLM_CPU_KVCACHE_SPACE=1 HF_HUB_OFFLINE=1 .venv-vllm-$*/bin/python -m pytest -m "vllm and not slow" -W ignore tests/llm tests/generation
 
 test-vllm-releases: $(VLLM_RELEASES:%=test-vllm-%)
+
+# Each has a release of transformers and what that asks for, and all else behind it from $(VENV).
+.venv-transformers-%/.installed: $(STAMP)
+	@echo "== creating .venv-transformers-$* beside $(VENV)"
+	test -x .venv-transformers-$*/bin/python || $(PYTHON) -m venv .venv-transformers-$*
+	.venv-transformers-$*/bin/python -m pip install --disable-pip-version-check transformers==$*
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" \
+	    > $$(.venv-transformers-$*/bin/python -c $(PURELIB))/others.pth
+	@touch $@
+
+.PRECIOUS: .venv-transformers-%/.installed
+
+# Of any release: `make test-transformers-5.24.0`.
+test-transformers-%: .venv-transformers-%/.installed
+	@echo "== tests of AsyncTransformer with transformers $*"
+	OMP_NUM_THREADS=1 .venv-transformers-$*/bin/python -m pytest $(PARALLEL) -m "not slow" \
+	    tests/llm/hf tests/llm/test_state_families.py tests/llm/test_loading.py
+
+test-transformers-releases: $(TRANSFORMERS_RELEASES:%=test-transformers-%)
 
 # The clients first, and with them the peer that they ask for; then this library in its place.
 $(CLIENTS_VENV)/.installed: requirements-clients.txt

@@ -30,7 +30,7 @@ ROTATED = {
 LEFT_ALONE = {
     *("gpt-oss", "cohere"),  # with cosines of half a head, and of pairs
     *("llama4-tuned", "opt", "bloom", "mpt", "gpt2", "gpt-neo-local", "gptj", "mamba", "mamba2"),
-    *("cpm-ant", "deepseek-v32", "glm-moe-dsa"),
+    *("cpm-ant", "glm-moe-dsa"),
 }
 """Families that have no such function, or another one."""
 
