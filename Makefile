@@ -5,8 +5,8 @@ VENV := .venv
 VLLM_VENV := .venv-vllm
 # The oldest that is taken, and one between it and that of VLLM_VENV.
 VLLM_RELEASES := 0.30.0 0.31.0
-# The oldest that is taken, that of VLLM_VENV, and the first with layers that hold nothing.
-TRANSFORMERS_RELEASES := 5.16.0 5.19.0 5.23.0
+# That of VLLM_VENV, and the first with layers that hold nothing.
+TRANSFORMERS_RELEASES := 5.19.0 5.23.0
 CLIENTS_VENV := .venv-clients
 CLIENTS := .clients
 BARE_VENV := .venv-bare

@@ -457,6 +457,8 @@ def test_states_are_written_where_they_are(name):
 
 @each_family
 def test_dtypes_of_states_under_bfloat16(name):
+    if name == "inkling2" and families.CACHE == "past_key_values":
+        pytest.skip("before release 5.24 it does not run in bfloat16")
     model, generator = state_families.make(name, torch.bfloat16), random.Random(6)
     cache = prompted(model, tokens(generator, 23))
     step(model, cache, [tokens(generator, 1)], [23])

@@ -29,6 +29,7 @@ def run(model, batch, attend):
     """Run a packed batch; return the rows at its outputs."""
     with attend.attending(batch, model) as given:
         inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **given}
+        inputs[families.CACHE] = inputs.pop("cache")
         logits = model(**inputs).logits
     return logits[batch.output_rows, batch.output_columns].float().log_softmax(-1)
 
