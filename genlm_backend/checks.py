@@ -331,11 +331,10 @@ def device(name: str, value: Any) -> Any:
 
     found = torch.device(known_device(name, value))
     try:
-        torch.empty(1, dtype=torch.float32, device=found)
+        return torch.empty(1, dtype=torch.float32, device=found).device  # with its index
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).split("\n")[0]
         raise DeviceError(f"{name} {str(value)!r} cannot be used: {reason}") from error
-    return found
 
 
 # -------------------------------------------------------------------- bounds that recur

@@ -136,7 +136,10 @@ class AsyncLM(Closing):
     """Number of distinct contexts that are evaluated at once, at most."""
 
     device: torch.device | None = None
-    """Device on which the model takes its token ids; ``None`` where it does not say."""
+    """Device on which rows are returned; ``None`` if a model of one's own does not say."""
+
+    model_device: torch.device | None = None
+    """Device on which the model takes its token ids; ``None`` if it does not say."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -1027,6 +1030,12 @@ class AsyncLM(Closing):
             raise UnknownAdapterError(
                 f"{UNKNOWN_ADAPTER.format(lora_name)}; {type(self).__name__} has none"
             )
+
+    def _normalize(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits ``[..., n]`` as float32 rows, cut or filled up to the vocabulary."""
+        missing = len(self.byte_vocab) - logits.shape[-1]
+        padded = torch.nn.functional.pad(logits.float(), (0, missing), value=-torch.inf)
+        return padded.log_softmax(-1)
 
     def set_lora(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise an ``AdapterError``: each call says by ``lora_name`` which adapter it is for."""

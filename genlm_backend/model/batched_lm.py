@@ -153,7 +153,8 @@ class BatchedLM(OfOneProcess, AsyncLM):
         self._own_eos = self._info.eos_token_ids
         self._before_wait = self._info.before_wait
         self.has_host_tier = self._info.num_host_slots is not None
-        self.device = None if self._info.device is None else torch.device(self._info.device)
+        self.device = self.output_device
+        self.model_device = None if self._info.device is None else torch.device(self._info.device)
         self._answering.set_vocabulary(
             len(self.byte_vocab), self.undefined_ids, are_omitted=self._info.omits_undefined
         )
@@ -162,7 +163,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         name, size = type(self).__name__, len(getattr(self, "byte_vocab", ()))
         if not size:  # a constructor that has failed
             return f"<{name}>"
-        device = "" if self.device is None else f" on {self.device}"
+        device = "" if self.model_device is None else f" on {self.model_device}"
         capacity, num_states = self.kv_capacity, self._info.num_states
         kept = f"keeps {capacity} tokens" if capacity else "keeps no tokens"
         states = f" and {num_states} running states" if num_states else ""

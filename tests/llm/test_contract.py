@@ -13,6 +13,7 @@ from tests.llm.families import VOCAB
 async def test_a_row_is_a_distribution_over_the_whole_vocabulary(lm):
     row = await lm.next_token_logprobs([1, 2, 3])
     assert (row.shape, row.dtype, row.device.type) == ((VOCAB,), torch.float32, "cpu")
+    assert row.device == lm.device
     assert len(lm.byte_vocab) == len(lm.str_vocab) == VOCAB
     assert float(row.exp().sum()) == pytest.approx(1, abs=1e-5)
     assert not row.requires_grad

@@ -80,7 +80,7 @@ class AsyncTransformer(BatchedLM):
         TokenizerDecodeError: (``ValueError``) If the bytes of some token cannot be known.
 
     Attributes:
-        device: Device on which the model takes its token ids.
+        model_device: Device on which the model takes its token ids.
     """
 
     option_checks: ClassVar[Mapping[str, Check[Any]]] = {

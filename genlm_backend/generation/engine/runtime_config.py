@@ -97,7 +97,7 @@ class RuntimeConfig:
     def from_model(cls, lm: AsyncLM) -> Self:
         """Make one of what a loaded model has."""
         return cls(
-            device=None if lm.device is None else str(lm.device),
+            device=None if lm.model_device is None else str(lm.model_device),
             max_batch=lm.batch_size,
             max_length=lm.max_length,
             kv_cache_bytes=lm.statistics().kv_bytes_budget or None,
@@ -132,7 +132,7 @@ class RuntimeConfig:
             RuntimeConfigError: If it asks for something else than the model has.
         """
         own = type(self).from_model(lm)
-        is_there = self.device is None or _is_on(lm.device, self.device)
+        is_there = self.device is None or _is_on(lm.model_device, self.device)
         is_budget = self.kv_cache_bytes in (None, own.kv_cache_bytes)
         is_mode = self.kv_cache_mode in ("default", own.kv_cache_mode)
         found = {"device": is_there, "kv_cache_bytes": is_budget, "kv_cache_mode": is_mode}

@@ -82,6 +82,7 @@ def test_a_model_of_transformers_lives_in_a_process(folder, tmp_path):
     with load_model_by_name(folder, backend="hf", llm_opts=options) as lm:
         assert isinstance(lm, AsyncTransformer)
         assert lm.model is None
+        assert lm.model_device == plain.model_device == torch.device("cpu")
         assert (lm.max_length, lm.device, lm.kv_reuse) == (plain.max_length, plain.device, True)
         context = [1, 2, 3, 4]
         expected = plain.next_token_logprobs_sync(context)

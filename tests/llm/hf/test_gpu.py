@@ -36,9 +36,9 @@ async def test_rows_are_the_cpu_models(name):
 
 def test_rows_may_stay_on_the_device():
     model = families.make("llama").cuda()
-    with AsyncTransformer(model, word_tokenizer(), output_device="cuda:0") as lm:
+    with AsyncTransformer(model, word_tokenizer(), output_device="cuda") as lm:
         row = lm.next_token_logprobs_sync([1, 2, 3])
-        assert row.device == torch.device("cuda:0")
+        assert row.device == lm.device == torch.device("cuda:0")
         row.zero_()
         assert lm.next_token_logprobs_sync([1, 2, 3]).exp().sum().item() == pytest.approx(1)
 
