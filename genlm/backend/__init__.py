@@ -1,4 +1,4 @@
-"""The import name of genlm-backend 0.3.1: every public name of it, from ``genlm_backend``."""
+"""The import name of genlm-backend: every public name of 0.3.1, and of the release after it."""
 
 from typing import TYPE_CHECKING
 
@@ -37,5 +37,5 @@ __getattr__, __dir__ = lazy_names(
         "decode_vocab": "genlm_backend.tokenization.vocab",
         "load_model_by_name": "genlm_backend.backends.registry",
     },
-    submodules=("cache", "llm", "tokenization", "trie"),
+    submodules=("batching", "cache", "draw", "llm", "tokenization", "trie"),
 )

@@ -55,16 +55,6 @@ class BackendScheduler(_Replaced):
     instead = "AsyncVirtualLM.from_name(name, engine_opts) runs vLLM's own scheduler"
 
 
-def batch_abandoned(exc: BaseException) -> NoReturn:
-    """Raise a ``ReplacedNameError``: no caller leads a batch here."""
-    _refuse("batch_abandoned", "no caller leads a batch, so none can abandon it")
-
-
-def fail_futures(entries: Any, exc: BaseException) -> NoReturn:
-    """Raise a ``ReplacedNameError``: the batcher settles its own futures."""
-    _refuse("fail_futures", "the batcher settles every future itself")
-
-
 def get_byte_vocab(tokenizer: Any) -> list[bytes]:
     """Return the bytes of every token id, without the ids: ``decode_vocab`` gives both."""
     return [token.byte_string for token in decode_vocab(tokenizer).byte_vocab]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from genlm_backend.backends.mock import MockAsyncLM
     from genlm_backend.backends.registry import load_model_by_name
     from genlm_backend.backends.vllm.async_virtual_lm import AsyncVirtualLM
+    from genlm_backend.compat.draw import temper
     from genlm_backend.model.async_lm import AsyncLM
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "AsyncVirtualLM",
     "MockAsyncLM",
     "load_model_by_name",
+    "temper",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -33,6 +35,7 @@ __getattr__, __dir__ = lazy_names(
         "AsyncVirtualLM": "genlm_backend.backends.vllm.async_virtual_lm",
         "MockAsyncLM": "genlm_backend.backends.mock",
         "load_model_by_name": "genlm_backend.backends.registry",
+        "temper": "genlm_backend.compat.draw",
     },
     submodules=("base", "hf", "mlx", "sgl", "vllm"),
 )

@@ -6,7 +6,8 @@ from genlm_backend.lazy import lazy_names
 
 if TYPE_CHECKING:
     from genlm_backend.backends.mock import MockAsyncLM
-    from genlm_backend.compat.replaced import batch_abandoned, fail_futures
+    from genlm_backend.compat.batching import batch_abandoned, fail_futures
+    from genlm_backend.compat.draw import temper
     from genlm_backend.errors import QueryDroppedError as BatchAbandoned
     from genlm_backend.model.async_lm import AsyncLM
     from genlm_backend.model.query import UNKNOWN_ADAPTER
@@ -20,6 +21,7 @@ __all__ = [
     "batch_abandoned",
     "decode_vocab",
     "fail_futures",
+    "temper",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -29,8 +31,9 @@ __getattr__, __dir__ = lazy_names(
         "BatchAbandoned": "genlm_backend.errors:QueryDroppedError",
         "MockAsyncLM": "genlm_backend.backends.mock",
         "UNKNOWN_ADAPTER": "genlm_backend.model.query",
-        "batch_abandoned": "genlm_backend.compat.replaced",
+        "batch_abandoned": "genlm_backend.compat.batching",
         "decode_vocab": "genlm_backend.tokenization.vocab",
-        "fail_futures": "genlm_backend.compat.replaced",
+        "fail_futures": "genlm_backend.compat.batching",
+        "temper": "genlm_backend.compat.draw",
     },
 )

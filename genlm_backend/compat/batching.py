@@ -1,0 +1,97 @@
+"""Windows in which concurrent callers of one event loop meet, and one of them serves all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, MutableMapping
+from typing import Any, final
+
+from genlm_backend.errors import QueryDroppedError
+
+batch_stats: Counter[tuple[Any, ...]] = Counter()
+"""Number of groups that were computed, by what they ask and how many entries each has."""
+
+
+def take_batch_stats() -> Counter[tuple[Any, ...]]:
+    """Return a copy of ``batch_stats``, and begin to count anew."""
+    counts = batch_stats.copy()
+    batch_stats.clear()
+    return counts
+
+
+def batch_abandoned(exc: BaseException) -> QueryDroppedError:
+    """Return the error of callers whose batch was lost with the caller that held it.
+
+    Args:
+        exc: The exception that ended the holder; it becomes the cause of the error.
+    """
+    error = QueryDroppedError(f"the caller that held the batch ended before it was served: {exc!r}")
+    error.__cause__ = exc
+    return error
+
+
+def fail_futures(entries: Iterable[tuple[Any, ...]], exc: BaseException) -> None:
+    """Set an exception on the future of each entry, its last item, unless that is done."""
+    for *_, future in entries:
+        if not future.done():
+            future.set_exception(exc)
+
+
+@final
+class Window:
+    """The entries that wait on one event loop, and whether a caller waits to serve them."""
+
+    __slots__ = ("armed", "queue")
+
+    def __init__(self) -> None:
+        self.queue: list[tuple[Any, ...]] = []
+        self.armed = False
+
+
+async def join_batch(
+    store: MutableMapping[asyncio.AbstractEventLoop, Window],
+    entries: list[tuple[Any, ...]],
+    *,
+    linger: float = 0.0,
+) -> list[tuple[Any, ...]] | None:
+    """Add entries to the batch of the running event loop.
+
+    The first caller holds the batch until a pass of the event loop adds nothing. It is then given
+    all entries, and must resolve every future that is not done before it awaits anything.
+
+    Args:
+        store: A ``weakref.WeakKeyDictionary``, one for each kind of batch.
+        entries: Tuples whose last item is an ``asyncio`` future.
+        linger: Seconds that the holder waits once more for others.
+
+    Returns:
+        All entries of the batch, in order, if the caller holds it, and otherwise ``None``.
+
+    Raises:
+        BaseException: What has ended the wait of the holder. The futures of the other callers get
+            a ``BatchAbandoned``.
+    """
+    window = store.setdefault(asyncio.get_running_loop(), Window())
+    window.queue.extend(entries)
+    if window.armed:
+        return None
+    window.armed = True
+    try:
+        length = 0
+        while length < len(window.queue):
+            length = len(window.queue)
+            await asyncio.sleep(0)
+            if linger and length == len(window.queue):
+                await asyncio.sleep(linger)
+                linger, length = 0.0, 0
+    except BaseException as exc:
+        own = set(map(id, entries))
+        others = [entry for entry in window.queue if id(entry) not in own]
+        window.queue = []
+        fail_futures(others, batch_abandoned(exc))
+        raise
+    finally:
+        window.armed = False
+    batch, window.queue = window.queue, []
+    return batch

@@ -1,0 +1,334 @@
+"""Draws, sums and single elements of rows of log-weights, computed in one batch for all callers.
+
+Clients import this module for its names alone, so that torch is first imported when one is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
+
+from genlm_backend.checks import number, shown
+from genlm_backend.compat.batching import (
+    Window,
+    batch_abandoned,
+    batch_stats,
+    fail_futures,
+    join_batch,
+)
+from genlm_backend.errors import OptionError, OptionTypeError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    LogWeights: TypeAlias = torch.Tensor | NDArray[np.floating[Any]]
+    Picker: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+
+# -------------------------------------------------------------------- rows
+
+
+async def draw_from(
+    weights: LogWeights, target: LogWeights | None = None
+) -> tuple[int, float, float]:
+    """Draw an index from the softmax of a row; concurrent draws are computed in one batch.
+
+    The noise is that of torch's global generator for the device of the row. Rows of 16-bit floats
+    are computed in float32, others in their own precision.
+
+    Args:
+        weights: Log-weights, float ``[V]``, normalised or not, on any device. Not modified.
+        target: Log-weights of the same shape that the draw is weighted for; ``None`` for those
+            that it is drawn from.
+
+    Returns:
+        The index, the logarithm of its importance weight, and its log-probability. Without a
+        ``target``, the importance weight is the sum of all weights; with one it is
+        ``target[index]`` divided by the probability. If all weights are ``-inf``, any index, and
+        ``-inf`` twice.
+
+    Raises:
+        OptionError: (``ValueError``) If a weight is NaN or ``+inf``, or ``target`` has another
+            shape.
+        RuntimeError: If the rows of the batch that are of the same width do not stack.
+        BatchAbandoned: (``RuntimeError``) If the caller that held the batch was cancelled.
+    """
+    row, place = _tensor_of(weights)
+    if target is not None:
+        target = _tensor_of(target)[0]
+        if target.shape != row.shape:
+            raise OptionError(
+                f"target must have the shape of weights, {tuple(row.shape)}; got "
+                f"{tuple(target.shape)}"
+            )
+    return await _ask(("draw", place, row.shape[-1:]), row, target)
+
+
+async def logsumexp_from(weights: LogWeights) -> float:
+    """Return the logarithm of the sum of a row's weights, ``-inf`` for a row without any.
+
+    Args:
+        weights: Log-weights, float ``[V]``; see ``draw_from``.
+    """
+    row, place = _tensor_of(weights)
+    return await _ask(("logsumexp", place, row.shape[-1:]), row)
+
+
+async def logp_at(weights: LogWeights, index: int) -> float:
+    """Return one element of a row, as it is.
+
+    Args:
+        weights: Log-weights, float ``[V]``; see ``draw_from``.
+        index: Index of the element.
+
+    Raises:
+        OptionError: (``ValueError``) If the row has more than one dimension.
+        IndexError: If the row has no such element.
+    """
+    row, place = _tensor_of(weights)
+    if row.ndim != 1:
+        raise OptionError(_NO_ROW.format(tuple(row.shape)))
+    return await _ask(("at", place), row[operator.index(index)])
+
+
+_NO_ROW = "a row must have one dimension, got the shape {}"
+
+
+class _Entry(NamedTuple):
+    key: tuple[Hashable, ...]  # of the entries that are computed with it, the kind first
+    row: torch.Tensor
+    target: torch.Tensor | None
+    future: asyncio.Future[Any]
+
+
+_windows: WeakKeyDictionary[asyncio.AbstractEventLoop, Window] = WeakKeyDictionary()
+
+
+async def _ask(
+    key: tuple[Hashable, ...], row: torch.Tensor, target: torch.Tensor | None = None
+) -> Any:
+    entry = _Entry(key, row, target, asyncio.get_running_loop().create_future())
+    batch = await join_batch(_windows, [entry])
+    if batch is not None:
+        try:
+            _serve(batch)
+        except BaseException as exc:
+            fail_futures([other for other in batch if other is not entry], batch_abandoned(exc))
+            raise
+    return await entry.future
+
+
+def _serve(batch: list[Any]) -> None:
+    """Compute the groups of a batch, each by itself, and settle every future."""
+    import torch
+
+    groups: dict[Hashable, list[_Entry]] = {}
+    for entry in batch:
+        groups.setdefault(entry.key, []).append(entry)
+    for group in groups.values():
+        kind = group[0].key[0]
+        batch_stats[kind, len(group)] += 1
+        try:
+            with torch.no_grad():
+                results = _REDUCTIONS[kind](group)
+        except Exception as error:
+            fail_futures(group, error)
+            continue
+        for entry, result in zip(group, results, strict=True):
+            if isinstance(result, Exception):
+                fail_futures([entry], result)
+            elif not entry.future.done():
+                entry.future.set_result(result)
+
+
+def _draws(group: Sequence[_Entry]) -> list[tuple[int, float, float] | OptionError]:
+    import torch
+
+    rows, log_sums = _normalise(_stacked(group))
+    picked = _picker(rows)
+    logps = rows.gather(-1, picked[:, None])[:, 0]
+    targets = [
+        entry.target.to(rows.device).index_select(0, picked[i : i + 1])
+        for i, entry in enumerate(group)
+        if entry.target is not None
+    ]
+    values = torch.cat([part.to(_wide(rows)) for part in (picked, logps, log_sums, *targets)])
+    numbers = values.tolist()  # the one transfer to the host
+    of_targets = iter(numbers[3 * len(group) :])
+    results: list[tuple[int, float, float] | OptionError] = []
+    for i, entry in enumerate(group):
+        index, logp, logw = numbers[i : 3 * len(group) : len(group)]
+        of_target = None if entry.target is None else next(of_targets)
+        if not logw < math.inf:
+            results.append(OptionError("cannot draw from weights of which one is NaN or +inf"))
+            continue
+        if of_target is not None and logw > -math.inf:
+            logw = of_target - logp
+        results.append((int(index), logw, logp))
+    return results
+
+
+def _log_sums(group: Sequence[_Entry]) -> list[float]:
+    return _normalise(_stacked(group))[1].tolist()
+
+
+def _elements(group: Sequence[_Entry]) -> list[float]:
+    import torch
+
+    return torch.stack([entry.row for entry in group]).tolist()
+
+
+_REDUCTIONS: dict[Any, Callable[[Sequence[_Entry]], Sequence[Any]]] = {
+    "draw": _draws,
+    "logsumexp": _log_sums,
+    "at": _elements,
+}
+
+
+def _tensor_of(row: LogWeights) -> tuple[torch.Tensor, Hashable]:
+    """Return a row as a tensor, and the place of the rows that are computed with it."""
+    import numpy as np
+    import torch
+
+    if isinstance(row, torch.Tensor):
+        return row, row.device
+    return torch.from_numpy(np.require(row, requirements=["C", "W"])), "numpy"
+
+
+def _stacked(group: Sequence[_Entry]) -> torch.Tensor:
+    """Return a copy of the rows of a group, in float32 at least: ``[N, V]``."""
+    import torch
+
+    rows = torch.stack([entry.row for entry in group])
+    if rows.ndim != 2:
+        raise RuntimeError(_NO_ROW.format(tuple(rows.shape[1:])))
+    return rows.to(_at_least_float32(rows.dtype))
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    import torch
+
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _normalise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise log-weights ``[..., V]`` in place; return them and the logarithms of their sums.
+
+    A row without support stays ``-inf``.
+    """
+    largest = _largest(rows)
+    log_sums = rows.sub_(largest).exp().sum(-1, keepdim=True).log()
+    rows.sub_(log_sums.masked_fill(log_sums == -math.inf, 0))
+    wide = _wide(rows)
+    return rows, (largest.to(wide) + log_sums.to(wide))[..., 0]
+
+
+def _largest(rows: torch.Tensor) -> torch.Tensor:
+    """Return the largest weight of each row, and 0 for one without support: ``[..., 1]``."""
+    largest = rows.amax(-1, keepdim=True)
+    return largest.masked_fill(largest == -math.inf, 0)
+
+
+def _wide(rows: torch.Tensor) -> torch.dtype:
+    """Return the most precise dtype of floats that the device of the rows has."""
+    import torch
+
+    return torch.float32 if rows.device.type == "mps" else torch.float64
+
+
+def temper(row: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return log-probabilities at a temperature: the row itself at 1, and otherwise a new one.
+
+    Args:
+        row: Log-probabilities or other log-weights, float ``[..., V]``. Not modified.
+        temperature: What the row is divided by before it is normalised, above 0.
+
+    Raises:
+        OptionError: (``ValueError``) If ``temperature`` is 0 or less, infinite or NaN.
+    """
+    if temperature == 1:
+        return row
+    _TEMPERATURE("temperature", temperature)
+    scores = row.to(_at_least_float32(row.dtype))
+    # The largest is taken off before a small temperature overflows.
+    return _normalise((scores - _largest(scores)) / temperature)[0].to(row.dtype)
+
+
+_TEMPERATURE = number(0, is_open=True)
+
+
+# -------------------------------------------------------------------- draws
+
+
+def gumbel_max(log_weights: torch.Tensor) -> torch.Tensor:
+    """Draw an index from each row as the largest log-weight with Gumbel noise added to it.
+
+    Args:
+        log_weights: Float ``[..., V]``, normalised or not; a row without support gives any index.
+
+    Returns:
+        int64 ``[...]``, on the device of the log-weights.
+    """
+    import torch
+
+    # The logarithm of an exponential variate is Gumbel noise with its sign reversed.
+    noise = torch.empty_like(log_weights).exponential_()
+    return (log_weights - noise.clamp_(min=torch.finfo(noise.dtype).tiny).log_()).argmax(-1)
+
+
+def multinomial(log_weights: torch.Tensor) -> torch.Tensor:
+    """Draw an index from each row by ``torch.multinomial``; arguments as of ``gumbel_max``."""
+    import torch
+
+    return torch.multinomial(_probabilities(log_weights), 1)[..., 0]
+
+
+def inverse_cdf(log_weights: torch.Tensor) -> torch.Tensor:
+    """Draw an index from each row by one uniform number; arguments as of ``gumbel_max``."""
+    import torch
+
+    probabilities = _probabilities(log_weights)
+    # A sum in parallel may rise at what has no weight.
+    ends = probabilities.cumsum(-1).masked_fill_(probabilities == 0, 0)
+    total = ends.amax(-1, keepdim=True)
+    point = torch.rand_like(total) * total
+    # The second condition finds the point that is rounded up to the total.
+    return ((ends > point) | (ends == total)).int().argmax(-1)
+
+
+def _probabilities(log_weights: torch.Tensor) -> torch.Tensor:
+    """Return the softmax of rows in the widest dtype, and ones where it is NaN."""
+    return log_weights.softmax(-1, dtype=_wide(log_weights)).nan_to_num_(1.0)
+
+
+DRAW_METHODS: dict[str, Picker] = {
+    "gumbel_max": gumbel_max,
+    "multinomial": multinomial,
+    "inverse_cdf": inverse_cdf,
+}
+"""Functions that draw an index from each row of log-weights, by name."""
+
+_picker: Picker = gumbel_max
+
+
+def set_draw_method(method: str | Picker) -> None:
+    """Have all batches from now on draw by another method, in the whole process.
+
+    Args:
+        method: A name in ``DRAW_METHODS``, or a function from log-weights ``[N, V]``, which it does
+            not modify, to indices, int64 ``[N]``.
+
+    Raises:
+        KeyError: If there is no method of that name.
+        OptionTypeError: (``TypeError``) If it is neither.
+    """
+    global _picker
+    if not isinstance(method, str) and not callable(method):
+        raise OptionTypeError(f"method must be a name or a function, got {shown(method)}")
+    _picker = DRAW_METHODS[method] if isinstance(method, str) else method
