@@ -48,10 +48,9 @@ async def draw_from(
             that it is drawn from.
 
     Returns:
-        The index, the logarithm of its importance weight, and its log-probability. Without a
-        ``target``, the importance weight is the sum of all weights; with one it is
-        ``target[index]`` divided by the probability. If all weights are ``-inf``, any index, and
-        ``-inf`` twice.
+        The index, the logarithm of its importance weight, and its log-probability. With a
+        ``target``, that weight is ``target[index]`` less the log-probability; without one, the
+        ``logsumexp`` of all weights. If all weights are ``-inf``, any index, and ``-inf`` twice.
 
     Raises:
         OptionError: (``ValueError``) If a weight is NaN or ``+inf``, or ``target`` has another
