@@ -67,9 +67,6 @@ SUITES = (
             "tests/test_hf_llm.py::test_walk_cache_with_past": _CACHE,
             "tests/test_hf_llm.py::test_reset_async_queries": _QUEUE,
             "tests/test_hf_llm.py::test_batch_timeout": _QUEUE,
-            "tests/test_hf_lora.py::test_reregistration": (
-                "loads an adapter under a name that is taken, which is refused here"
-            ),
             "tests/test_trie.py::test_async_trie_cleanup": _TRIE,
             "tests/test_trie.py::test_async_error_handling": _TRIE,
             "tests/test_trie.py::test_sequential_preprocessing": _TRIE,

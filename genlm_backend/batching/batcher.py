@@ -156,6 +156,13 @@ class Batcher(BatcherBase[Q, R]):
                 self._is_urgent = True
                 self._advance(None)
 
+    def drain(self) -> None:
+        """Block until everything that has been asked so far is answered."""
+        with self._lock.here:
+            stop = self._waiting.stop
+        while not self.call(lambda: self._waiting.first >= stop or not self._waiting):
+            self.flush()
+
     def set_policy(self, **fields: Any) -> None:
         """Replace fields of the policy, for the batches to come; from any thread.
 

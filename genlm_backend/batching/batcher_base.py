@@ -62,6 +62,13 @@ class BatcherBase(abc.ABC, Generic[Q, R]):
         """Let everything that waits go now."""
 
     @abc.abstractmethod
+    def drain(self) -> None:
+        """Block until everything that has been asked so far is answered; not on the worker thread.
+
+        Nothing is waited for meanwhile. Raises what ``call`` does.
+        """
+
+    @abc.abstractmethod
     def drop(self, reason: str = ...) -> int:
         """Settle every waiter with a ``QueryDroppedError``; return how many there were."""
 

@@ -1002,13 +1002,18 @@ class AsyncLM(Closing):
     def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
         """Load a LoRA adapter, to be named in queries; blocks until it is there.
 
+        A name that is loaded is bound anew, and the files are read again. Queries asked before the
+        call are answered by the adapter that had the name, and those asked after it by the new one;
+        a text that is being generated or searched asks for its next rows by the name. The call
+        waits for the former, then frees that adapter and clears the cache, as ``remove_lora`` does.
+
         Args:
             lora_path: A directory in PEFT's format, or a repository on the hub.
-            lora_name: A name that no other adapter of the model has.
+            lora_name: The name of the adapter.
 
         Raises:
-            AdapterError: (``ValueError``) If the name is taken, nothing can be loaded, or the
-                model takes no adapters.
+            AdapterError: (``ValueError``) If nothing can be loaded, or the model takes no adapters.
+                An adapter that had the name keeps it.
         """
         raise AdapterError(
             f"{type(self).__name__} takes no LoRA adapters: {lora_name!r} is refused"

@@ -623,17 +623,24 @@ class BatchedLM(OfOneProcess, AsyncLM):
     # ---------------------------------------------------------------- adapters
 
     def add_new_lora(self, lora_path: str | Path, lora_name: str = "lora_1") -> None:
-        """Load a LoRA adapter; where that raises, the model stays as it was."""
+        """Load a LoRA adapter; where that raises, the model stays as it was.
+
+        An adapter that had the name is removed as ``remove_lora`` does, once everything that was
+        asked with it is answered, for which the calling thread waits.
+        """
         checked(ADAPTER_CHECKS, {"lora_path": lora_path, "lora_name": lora_name}, AdapterError)
         if not self._info.takes_adapters:
             super().add_new_lora(str(lora_path), lora_name)
 
-        def add() -> None:
+        def add() -> Adapter | None:
             adapter = self._adapters.new(lora_name)
             self._evaluator.add_adapter(adapter, str(lora_path))
-            self._adapters.add(adapter)
+            return self._adapters.add(adapter)
 
-        self._call(add)
+        replaced = self._call(add)
+        if replaced is not None:
+            self._drain(replaced)
+            self._call(lambda: self._remove(replaced))
 
     def remove_lora(self, lora_name: str) -> None:
         """Remove an adapter, and clear the cache.
@@ -645,11 +652,18 @@ class BatchedLM(OfOneProcess, AsyncLM):
         def remove() -> None:
             adapter = self._adapter(lora_name)
             assert adapter is not None
-            self._adapters.remove(adapter)
-            self._evaluator.remove_adapter(adapter)
-            self._rows.clear()  # before anybody can load another one under the name
+            self._remove(adapter)
 
         self._call(remove)
+
+    def _drain(self, adapter: Adapter) -> None:
+        """Block until everything that was asked with an adapter so far is answered."""
+        self._batcher.drain()
+
+    def _remove(self, adapter: Adapter) -> None:
+        self._adapters.remove(adapter)
+        self._evaluator.remove_adapter(adapter)
+        self._rows.clear()
 
     def check_adapter(self, lora_name: str | None) -> None:
         """Raise an ``UnknownAdapterError`` unless ``lora_name`` is loaded or ``None``."""

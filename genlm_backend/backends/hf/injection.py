@@ -47,7 +47,8 @@ def read(path: str) -> Saved:
             f"init_lora_weights={init!r} changes the model's own weights, which every other query "
             "uses; convert it to a plain LoRA (path_initial_model_for_weight_conversion)"
         )
-    return config, load_peft_weights(path, device="cpu")
+    # They are mapped from the file, and would change when another adapter is copied over it.
+    return config, {name: w.clone() for name, w in load_peft_weights(path, device="cpu").items()}
 
 
 def put_layers(saved: Saved, twin: Twin, bare: Twin, is_cached: bool) -> None:

@@ -27,7 +27,7 @@ from genlm_backend.checks import (
 from genlm_backend.errors import OptionError
 from genlm_backend.model.batched_lm import DEFAULT_ROW_CACHE_BYTES, BatchedLM
 from genlm_backend.model.context import listed_contexts
-from genlm_backend.model.query import TokenIds
+from genlm_backend.model.query import Adapter, TokenIds
 from genlm_backend.model.sampling import Sampled, check_no_others
 from genlm_backend.runtime.progress import progress_bar
 
@@ -232,6 +232,11 @@ class AsyncVirtualLM(BatchedLM):
         ]
         with progress_bar(len(completions), progress) as bar:
             return await self._sampler.sample(completions, lambda _: bar.update())
+
+    def _drain(self, adapter: Adapter) -> None:
+        super()._drain(adapter)
+        while self._call(lambda: self._vllm.samples_of(adapter)):  # a step of them before each call
+            pass
 
     def cleanup(self) -> None:
         """Do as ``close()``; its older name."""

@@ -136,11 +136,16 @@ class VLLMEngine:
         """
         _check_options(options)
         made, max_adapters = _arguments(options), None
-        if made.get("enable_lora") and current_platform.is_cpu():
-            # On the CPU a request without an adapter gets whatever is in the last place for one
-            # (vLLM's issue 48421): there is one more, and it stays empty.
-            max_adapters = made.get("max_loras", 1)
-            made["max_loras"] = max_adapters + 1
+        if made.get("enable_lora"):
+            # While an adapter takes the name of another, there is a place for each: vLLM would read
+            # the files of one that it has no place for again, which may be others by now.
+            num_places = made.get("max_loras", 1)
+            if current_platform.is_cpu():
+                # On the CPU a request without an adapter gets whatever is in the last place for one
+                # (vLLM's issue 48421): there is one more, and it stays empty.
+                max_adapters, num_places = num_places, num_places + 2
+                made["max_loras"] = num_places
+            made["max_cpu_loras"] = max(made.get("max_cpu_loras") or 0, num_places) + 1
         is_taken = VLLMEngine._here is not None
         is_apart = (
             is_taken
@@ -347,7 +352,8 @@ class VLLMEngine:
                 f"the model was loaded without places for adapters: {adapter.name!r} needs "
                 "engine_opts={'enable_lora': True}"
             )
-        if self._max_adapters is not None and len(self._adapters) >= self._max_adapters:
+        num_others = len(self._adapters) - any(a.name == adapter.name for a in self._adapters)
+        if self._max_adapters is not None and num_others >= self._max_adapters:
             raise AdapterError(
                 f"vLLM on the CPU holds max_loras={self._max_adapters} adapters; load the model "
                 f"with a larger max_loras to add {adapter.name!r}"

@@ -8,6 +8,7 @@ from typing import Any, Final, final
 
 import torch
 
+from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.backends.vllm.session_planner import SessionPlanner
 from genlm_backend.errors import BatcherClosedError, CacheError, UnknownAdapterError
@@ -182,7 +183,7 @@ class VLLMEvaluator(Evaluator):
 
         Completions sampled with it end with an ``UnknownAdapterError``, and no others.
         """
-        sampled = [c for c in self.engine.completions.values() if c.prompt.adapter == adapter]
+        sampled = self.samples_of(adapter)
         self.engine.stop(sampled)
         for completion in sampled:
             completion.fail(
@@ -190,6 +191,10 @@ class VLLMEvaluator(Evaluator):
             )
         self.planner.end_sessions()
         self.engine.remove_adapter(adapter)
+
+    def samples_of(self, adapter: Adapter) -> list[Completion]:
+        """Return the completions under way that are sampled with an adapter."""
+        return [c for c in self.engine.completions.values() if c.prompt.adapter == adapter]
 
     # ---------------------------------------------------------------- keeping house
 

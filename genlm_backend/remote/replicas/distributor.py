@@ -193,6 +193,11 @@ class Distributor(BatcherBase[Question, Any]):
         for replica in self._replicas:
             replica.batcher.flush()
 
+    def drain(self) -> None:
+        """Block until every replica has answered what it has been asked so far."""
+        for replica in self._replicas:
+            replica.batcher.drain()
+
     def drop(self, reason: str = "the query was dropped before it was answered") -> int:
         """Settle every waiter with a ``QueryDroppedError``; return how many there were."""
         return sum(replica.batcher.drop(reason) for replica in self._replicas)

@@ -103,6 +103,13 @@ def test_a_model_of_transformers_lives_in_a_process(folder, tmp_path):
         tuned = plain.next_token_logprobs_sync(context, lora_name="one")
         assert float((tuned - expected).abs().max()) > 1e-2
         check(lm.next_token_logprobs_sync(context, lora_name="one"), tuned)
+        make_adapter(tmp_path / "clerk", 2, copy.deepcopy(plain.model))
+        path = str(tmp_path / "clerk")
+        for one in (lm, plain):
+            one.add_new_lora(path, "one")
+        before, tuned = tuned, plain.next_token_logprobs_sync(context, lora_name="one")
+        assert float((tuned - before).abs().max()) > 1e-2
+        check(lm.next_token_logprobs_sync(context, lora_name="one"), tuned)
         first = lm.process_id
         os.kill(first, signal.SIGKILL)
         with pytest.raises(EngineDiedError, match=r"restart\(\) loads it again"):

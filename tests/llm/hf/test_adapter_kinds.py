@@ -122,7 +122,7 @@ async def play(world, seed, num_steps):
             name = choose.choice("ab.")
             if step == "add":
                 adapter = (choose.choice(chosen), choose.randrange(2))
-                if name in loaded:
+                if name in loaded and choose.random() < 0.5:
                     lm.remove_lora(name)
                 lm.add_new_lora(world.path(*adapter), name)
                 loaded[name] = adapter

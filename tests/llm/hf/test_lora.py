@@ -4,8 +4,10 @@ import asyncio
 import copy
 import importlib
 import random
+import shutil
 import sys
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -111,10 +113,76 @@ async def test_texts_and_requests_with_an_adapter(lm, models):
         ]
 
 
+def test_a_name_that_is_added_again_is_bound_anew(lm, models, tmp_path):
+    def check(adapter):
+        for context in ([1, 2, 3], [1, 2, 3, 4], [5]):
+            row = lm.next_token_logprobs_sync(context, "poet")
+            torch.testing.assert_close(row, fresh_row(models[adapter], context), rtol=0, atol=2e-5)
+
+    check("poet")
+    lm.cache_kv([1, 2, 3], "poet")
+    lm.add_new_lora(str(tmp_path / "clerk"), "poet")
+    check("clerk")
+    with pytest.raises(AdapterError, match="no adapter could be loaded from"):
+        lm.add_new_lora(str(tmp_path / "nowhere"), "poet")
+    check("clerk")
+    lm.add_new_lora(str(tmp_path / "poet"), "poet")
+    check("poet")
+    shutil.rmtree(tmp_path / "poet")
+    models["poet"] = make_adapter(tmp_path / "poet", 3, models[None])
+    lm.add_new_lora(str(tmp_path / "poet"), "poet")
+    check("poet")
+    assert len(lm._evaluator._runner._loaded) == 2  # what is replaced is freed
+
+
+@pytest.mark.parametrize("is_called_by_the_loop", [True, False])
+async def test_queries_asked_before_a_name_is_bound_anew_have_the_old_adapters_rows(
+    lm, models, tmp_path, is_called_by_the_loop
+):
+    pairs = [([i, 2], name) for i in range(50) for name in models]  # of more than one batch
+    tasks = [asyncio.create_task(lm.next_token_logprobs(*pair)) for pair in pairs]
+    scoring = asyncio.create_task(lm.score([3, 4], [5, 6, 7, 8], "poet"))
+    await asyncio.sleep(0)
+    add = partial(lm.add_new_lora, str(tmp_path / "clerk"), "poet")
+    add() if is_called_by_the_loop else await asyncio.to_thread(add)
+    after = await lm.next_token_logprobs([1, 2], "poet")
+    for (context, name), row in zip(pairs, await asyncio.gather(*tasks), strict=True):
+        torch.testing.assert_close(row, fresh_row(models[name], context), rtol=0, atol=2e-5)
+    text = [3, 4, 5, 6, 7, 8]
+    for end, score in enumerate(await scoring, 2):
+        expected = fresh_row(models["poet"], text[:end])[text[end]]
+        torch.testing.assert_close(score, expected, rtol=0, atol=2e-5)
+    torch.testing.assert_close(after, fresh_row(models["clerk"], [1, 2]), rtol=0, atol=2e-5)
+
+
+async def test_what_is_asked_while_a_name_is_bound_anew_has_the_rows_of_either_adapter(
+    lm, models, tmp_path
+):
+    contexts = [[i, 2] for i in range(30)]
+    asked = [lm.next_token_logprobs(context, "poet") for context in contexts]
+    add = partial(lm.add_new_lora, str(tmp_path / "clerk"), "poet")
+    for context, row in zip(contexts, await put_before(lm, asked, add), strict=True):
+        expected = [fresh_row(models[name], context) for name in ("poet", "clerk")]
+        assert min(float((row - one).abs().max()) for one in expected) < 2e-5
+
+
+@pytest.mark.usefixtures("any_peft")
+def test_an_adapter_whose_file_is_written_over_stays_as_it_was_loaded(models, tmp_path):
+    model = copy.deepcopy(models[None])
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        lm.add_new_lora(str(tmp_path / "poet"), "mine")
+        file = "adapter_model.safetensors"
+        (tmp_path / "poet" / file).write_bytes((tmp_path / "clerk" / file).read_bytes())
+        model.load_adapter(str(tmp_path / "clerk"), adapter_name="owners")  # layers are made anew
+        row = lm.next_token_logprobs_sync([7, 8], "mine")
+        torch.testing.assert_close(row, fresh_row(models["poet"], [7, 8]), rtol=0, atol=2e-5)
+        lm.add_new_lora(str(tmp_path / "poet"), "mine")
+        row = lm.next_token_logprobs_sync([7, 8], "mine")
+        torch.testing.assert_close(row, fresh_row(models["clerk"], [7, 8]), rtol=0, atol=2e-5)
+
+
 def test_a_name_can_be_used_again_for_another_adapter(lm, models, tmp_path):
     before = lm.next_token_logprobs_sync([1, 2, 3], "poet")
-    with pytest.raises(AdapterError, match="named 'poet' already"):
-        lm.add_new_lora(str(tmp_path / "clerk"), "poet")
     lm.remove_lora("poet")
     for use in (lambda: lm.next_token_logprobs_sync([1], "poet"), lambda: lm.remove_lora("poet")):
         with pytest.raises(UnknownAdapterError, match=r"'poet' is loaded \('clerk'\)"):

@@ -224,6 +224,8 @@ def test_adapters_have_the_rows_of_the_merged_model(tmp_path):
             close(of_base, fresh_row(LLAMA, context))
             close(of_a, fresh_row(merged, context))
             close(of_b, fresh_row(other, context))
+        lm.add_new_lora(tmp_path / "b.gguf", "a")  # the name is bound anew
+        close(lm.next_token_logprobs_sync([1, 2], "a"), fresh_row(other, [1, 2]))
         lm.remove_lora("a")
         with pytest.raises(UnknownAdapterError):
             lm.next_token_logprobs_sync([1], "a")

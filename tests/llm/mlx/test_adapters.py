@@ -67,6 +67,12 @@ def test_adapters_by_name(tmp_path):
         lm.cache_kv(contexts[0], "a")
         whole = lm.next_token_logprobs_uncached(contexts[0], "a")
         torch.testing.assert_close(whole, fresh_row(exact["a"], contexts[0]), atol=2e-4, rtol=0)
+        with pytest.raises(AdapterError):
+            lm.add_new_lora(tmp_path / "nowhere", "a")
+        asyncio.run(ask())
+        lm.add_new_lora(tmp_path / "b", "a")  # the name is bound anew
+        row = lm.next_token_logprobs_sync(contexts[0], "a")
+        torch.testing.assert_close(row, fresh_row(exact["b"], contexts[0]), atol=2e-4, rtol=0)
         lm.remove_lora("a")
         with pytest.raises(UnknownAdapterError):
             lm.next_token_logprobs_sync([1], "a")

@@ -240,6 +240,12 @@ def test_an_adapter_is_on_all_replicas_or_on_none():
         with pytest.raises(AdapterError, match="two"):
             lm.next_token_logprobs_sync([1], lora_name="two")
         close_to(lm.next_token_logprobs_sync([1], lora_name="one"), [1])
+        with pytest.raises(AdapterError, match="by the test"):
+            lm.add_new_lora("there", "one")
+        close_to(lm.next_token_logprobs_sync([1], lora_name="one"), [1])
+        evaluators[1].refuses = False
+        lm.add_new_lora("there", "one")
+        assert [[a.number for a in e.adapters] for e in evaluators] == [[4]] * 3
         lm.remove_lora("one")
         assert [len(e.adapters) for e in evaluators] == [0, 0, 0]
 

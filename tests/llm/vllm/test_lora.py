@@ -123,8 +123,11 @@ async def test_names_are_checked_before_anything_is_queued():
         lm.add_new_lora("somewhere", "poet")
         lm.next_token_logprobs_sync([1], "poet")
         assert engine.adapters == {Adapter("poet", 1): "somewhere"}
-        with pytest.raises(AdapterError, match="named 'poet' already"):
-            lm.add_new_lora("elsewhere", "poet")
+        with pytest.raises(AdapterError, match="nowhere"):
+            lm.add_new_lora("/nowhere", "poet")
+        assert engine.adapters == {Adapter("poet", 1): "somewhere"}
+        lm.add_new_lora("elsewhere", "poet")
+        assert engine.adapters == {Adapter("poet", 3): "elsewhere"}
         with pytest.raises(ValueError, match=r"'cook' is loaded \('poet'\)"):
             await lm.sample([1], 3, [], lora_name="cook")
 
@@ -147,6 +150,8 @@ def test_a_removed_adapter_leaves_its_place_and_its_name(lm, models):
     torch.testing.assert_close(row, fresh_row(merged["b"], [1, 2, 3, 4, 5]), rtol=0, atol=1e-4)
     for _ in range(3):  # more than there are places
         lm.remove_lora("a")
+        lm.add_new_lora(str(folder / "a"), "a")
+        lm.add_new_lora(str(folder / "b"), "a")
         lm.add_new_lora(str(folder / "a"), "a")
     row = lm.next_token_logprobs_sync([1, 2, 3, 4, 5], "a")
     torch.testing.assert_close(row, before, rtol=0, atol=1e-4)
@@ -193,6 +198,24 @@ async def test_removing_an_adapter_fails_what_waits_for_it_and_nobody_else():
         with pytest.raises(UnknownAdapterError, match="'poet'"):
             lm.remove_lora("poet")
         assert engine.adapters == {Adapter("cook", 2): "somewhere"}
+
+
+async def test_samples_that_have_begun_end_with_the_adapter_whose_name_another_one_takes():
+    engine = FakeEngine()
+    with AsyncVirtualLM(engine) as lm:
+        lm.add_new_lora("somewhere", "poet")
+        engine.may_sample.clear()
+        asked = [lm.sample([1, 2], 40, [], lora_name="poet"), lm.next_token_logprobs([3], "poet")]
+        tasks = [asyncio.ensure_future(one) for one in asked]
+        await asyncio.sleep(0)
+        binding = asyncio.ensure_future(asyncio.to_thread(lm.add_new_lora, "elsewhere", "poet"))
+        while len(engine.adapters) < 2:
+            await asyncio.sleep(0)
+        engine.may_sample.set()
+        await binding
+        assert engine.adapters == {Adapter("poet", 2): "elsewhere"}
+        sampled, row = await asyncio.gather(*tasks)
+        assert len(sampled) == 40 and row.isfinite().all()
 
 
 async def test_samples_of_an_adapter_removed_before_they_begin_fail_alone():
@@ -262,4 +285,4 @@ def test_adapters_added_and_removed_by_many_threads_are_what_the_engine_has():
         for thread in threads:
             thread.join()
         assert found == []
-        assert set(lm._adapters._loaded.values()) == set(engine.adapters)
+        assert lm._adapters._loaded == set(lm._adapters._named.values()) == set(engine.adapters)
