@@ -9,6 +9,8 @@ import torch
 
 from genlm_backend.backends.loading import explained
 from genlm_backend.backends.mlx.present import check_present
+from genlm_backend.backends.row_cache_opts import cache_opts as check_cache_opts
+from genlm_backend.backends.row_cache_opts import row_cache
 from genlm_backend.checks import (
     Check,
     byte_count,
@@ -40,8 +42,13 @@ class AsyncMlxLM(BatchedLM):
     Args:
         mlx_lm_model: What ``mlx_lm.load`` returns first, quantised or not.
         tokenizer: A tokenizer of transformers, or what ``mlx_lm.load`` returns second.
-        batch_size: Number of distinct contexts evaluated at once, at most.
         timeout: Seconds that the first query of a batch may wait for others.
+        prefill_step_size: Tokens of one context in one pass, at most; longer ones go in chunks.
+            Contexts that are run whole are not divided. Default: 1,024 on a CPU, else 2,048.
+        cache_size: Rows to keep, at most; 0 bounds them by bytes only.
+        cache_opts: ``max_bytes`` of the rows kept, in place of ``row_cache_bytes``, and
+            ``move_to_cpu``: whether to keep them in main memory, where MLX's are in any case.
+        batch_size: Number of distinct contexts evaluated at once, at most.
         kv_cache_bytes: Bytes of keys and values to keep, taken as they are used; 0 keeps none.
             Default: a quarter of the machine's free memory up to 4 GiB on the CPU, half of what
             Metal recommends and does not use elsewhere.
@@ -67,6 +74,9 @@ class AsyncMlxLM(BatchedLM):
         **BatchedLM.option_checks,
         "kv_cache_bytes": optional(byte_count),
         "state_cache_bytes": optional(byte_count),
+        "prefill_step_size": optional(integer(1)),
+        "cache_size": integer(0),
+        "cache_opts": optional(check_cache_opts),
         "eos_token_ids": optional(sequence(integer(), "a collection of token ids")),
     }
 
@@ -74,9 +84,12 @@ class AsyncMlxLM(BatchedLM):
         self,
         mlx_lm_model: Any,
         tokenizer: Any,
-        batch_size: int = 20,
         timeout: float = 0.02,
+        prefill_step_size: int | None = None,
+        cache_size: int = 0,
+        cache_opts: Mapping[str, Any] | None = None,
         *,
+        batch_size: int = 20,
         kv_cache_bytes: int | None = None,
         state_cache_bytes: int | None = None,
         row_cache_bytes: int = DEFAULT_ROW_CACHE_BYTES,
@@ -90,7 +103,11 @@ class AsyncMlxLM(BatchedLM):
 
         options: dict[str, Any] = {"kv_cache_bytes": kv_cache_bytes, "max_length": max_length}
         options |= {"eos_token_ids": eos_token_ids, "state_cache_bytes": state_cache_bytes}
+        options |= {"prefill_step_size": prefill_step_size, "row_cache_bytes": row_cache_bytes}
+        options |= {"cache_size": cache_size, "cache_opts": cache_opts}
         given = checked(self.option_checks, options)
+        most_rows, row_bytes = given.pop("cache_size"), given.pop("row_cache_bytes")
+        rows = row_cache(most_rows, row_bytes, **(given.pop("cache_opts") or {}))
         if eos_token_ids is None and _is_wrapper(tokenizer):
             given["eos_token_ids"] = tokenizer.eos_token_ids
         self._mlx: MlxEvaluator = MlxEvaluator(mlx_lm_model, **given)
@@ -99,7 +116,7 @@ class AsyncMlxLM(BatchedLM):
             self._mlx,
             batch_size=batch_size,
             timeout=timeout,
-            row_cache_bytes=row_cache_bytes,
+            row_cache=rows,
             output_device=output_device,
             self_check=self_check,
         )

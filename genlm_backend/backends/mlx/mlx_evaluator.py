@@ -7,6 +7,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import Any, Final, final
 
 import mlx.core as mx
@@ -48,6 +49,7 @@ class MlxEvaluator(PassEvaluator):
         state_cache_bytes: Bytes of running states to keep, of those of ``kv_cache_bytes``; ``None``
             for half of them, or all where no layer attends.
         eos_token_ids: The ids that end a text; ``None`` for the tokenizer's.
+        prefill_step_size: Tokens of one context in one pass, at most; ``None`` for the device's.
 
     Raises:
         UnsupportedModelError: If it is no language model of mlx-lm.
@@ -61,6 +63,7 @@ class MlxEvaluator(PassEvaluator):
         kv_cache_bytes: int | None = None,
         state_cache_bytes: int | None = None,
         eos_token_ids: Collection[int] | None = None,
+        prefill_step_size: int | None = None,
     ) -> None:
         check_model(model)
         model.eval()
@@ -71,6 +74,8 @@ class MlxEvaluator(PassEvaluator):
         self._runner, self._adapters = MlxRunner(model), MlxAdapters(model)
         whole: Any = MlxWholeAttend()
         super().__init__(self._runner, "mps" if is_metal else "cpu", whole, _CPU)
+        if prefill_step_size is not None:
+            self.passes.cost = replace(self.passes.cost, max_segment=prefill_step_size)
         self._max_length = _longest_context(model) if max_length is None else max_length
         self._wanted_bytes, self._ends = kv_cache_bytes, eos_token_ids
         self._wanted_state_bytes = state_cache_bytes

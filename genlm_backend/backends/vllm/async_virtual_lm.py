@@ -7,6 +7,8 @@ from typing import Any, ClassVar, Final, Self, final
 
 import torch
 
+from genlm_backend.backends.row_cache_opts import cache_opts as check_cache_opts
+from genlm_backend.backends.row_cache_opts import row_cache
 from genlm_backend.backends.vllm.completion import LEAST_TEMPERATURE, Completion
 from genlm_backend.backends.vllm.row_check import compare_rows
 from genlm_backend.backends.vllm.sampler import VLLMSampler
@@ -14,8 +16,6 @@ from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.backends.vllm.vllm_evaluator import VLLMEvaluator
 from genlm_backend.backends.vllm.vllm_loader import load_engine
 from genlm_backend.backends.vllm.vllm_picture_reader import VLLMPictureReader
-from genlm_backend.backends.vllm.vllm_row_cache import cache_opts as check_cache_opts
-from genlm_backend.backends.vllm.vllm_row_cache import row_cache
 from genlm_backend.checks import (
     Check,
     checked,

@@ -96,6 +96,33 @@ def test_a_step_costs_its_new_tokens():
 
 
 @needs_mlx
+def test_a_prompt_goes_in_chunks_of_the_prefill_step_size():
+    model, prompt = families.make("llama"), list(range(30))
+    for size, num_passes in ((None, 1), (10, 3), (1, 30)):
+        with over(model, kv_cache_bytes=1 << 20, prefill_step_size=size) as lm:
+            row = lm.next_token_logprobs_sync(prompt)
+            torch.testing.assert_close(row, fresh_row(model, prompt), atol=1e-4, rtol=0)
+            assert lm.statistics().num_forwards == num_passes
+
+
+@needs_mlx
+def test_rows_are_bounded_by_their_number():
+    model = converted(families.make("llama"))
+    # The order of parameters is that of genlm-backend 0.3.1.
+    with AsyncMlxLM(model, word_tokenizer(), 0.01, 512, 2, {"max_bytes": 1 << 20}) as lm:
+        for context in ([1], [2], [3], [2], [1]):
+            lm.next_token_logprobs_sync(context)
+        assert lm.timeout == 0.01
+        assert (lm.statistics().row_cache_hits, lm.statistics().num_forwards) == (1, 4)
+    with AsyncMlxLM(model, word_tokenizer(), cache_opts={"max_bytes": 0}) as lm:
+        for _ in range(2):
+            lm.next_token_logprobs_sync([1])
+        assert lm.statistics().num_forwards == 2
+    with pytest.raises(OptionTypeError, match="max_byte"):
+        AsyncMlxLM(model, word_tokenizer(), cache_opts={"max_byte": 1})
+
+
+@needs_mlx
 @pytest.mark.parametrize("kind", ["llama3", "yarn", "longrope", "linear"])
 def test_tables_of_rotary_frequencies_are_computed_where_the_model_was_made(kind):
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -259,8 +286,10 @@ def test_what_cannot_be_loaded_says_why(directory):
         AsyncMlxLM.from_name("/no/such/model", bach_size=3)
     with pytest.raises(OptionError, match="kv_cache_bytes"):
         AsyncMlxLM.from_name("/no/such/model", kv_cache_bytes=-1)
+    with pytest.raises(OptionError, match="prefill_step_size"):
+        AsyncMlxLM.from_name("/no/such/model", prefill_step_size=0)
     with pytest.raises(ModelNotFoundError):
-        AsyncMlxLM.from_name("/no/such/model")
+        AsyncMlxLM.from_name("/no/such/model", cache_size=10, cache_opts={})
     with pytest.raises(UnsupportedModelError, match=r"mlx_lm\.load returns one"):
         AsyncMlxLM("smollm2", word_tokenizer())
     weights = directory / "model.safetensors"

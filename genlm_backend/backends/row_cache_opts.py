@@ -1,4 +1,4 @@
-"""The bounds of the rows that ``AsyncVirtualLM`` keeps: ``cache_size`` and ``cache_opts``."""
+"""The bounds of the rows that a model keeps by ``cache_size`` and ``cache_opts``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cache_opts(name: str, value: Any) -> dict[str, Any]:
 def row_cache(
     cache_size: int, row_cache_bytes: int, max_bytes: int | None = None, move_to_cpu: bool = False
 ) -> RowCache:
-    """Return the cache that the options of ``AsyncVirtualLM`` ask for."""
+    """Return the cache that these options ask for."""
     return RowCache(
         row_cache_bytes if max_bytes is None else max_bytes,
         cache_size or None,
