@@ -65,11 +65,11 @@ def run(suite: Suite, root: Path, arguments: list[str]) -> int:
     return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
 
 
-def run_programs() -> int:
-    """Run programs of our own on the clients; return pytest's exit code."""
+def run_programs(root: Path) -> int:
+    """Run programs of our own on the clients, given their archives; return pytest's exit code."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-c", str(HERE / "pytest.ini"), *map(str, sorted(HERE.glob("test_*.py")))]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "CLIENTS": str(root), "HF_HUB_OFFLINE": "1"}
     # Not where the checkout is, which Python would import from.
     return subprocess.run(command, cwd=HERE, env=environment, check=False).returncode
 
@@ -85,8 +85,10 @@ def main() -> int:
     wanted = [s for s in SUITES if not names.strip() or s.distribution in names.split()]
     failed = []
     if not names.strip():
+        for suite in wanted:
+            fetch(suite, root)
         print("== programs on the clients", flush=True)
-        failed += ["programs"] if run_programs() else []
+        failed += ["programs"] if run_programs(root) else []
     for suite in wanted:
         print(f"== {suite.distribution} {suite.version}", flush=True)
         if run(suite, root, arguments.split()):

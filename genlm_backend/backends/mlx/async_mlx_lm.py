@@ -124,7 +124,7 @@ class AsyncMlxLM(BatchedLM):
     @classmethod
     def from_name(
         cls,
-        model_id: str,
+        model_name: str,
         *,
         revision: str | None = None,
         trust_remote_code: bool = False,
@@ -133,7 +133,7 @@ class AsyncMlxLM(BatchedLM):
         """Load a model and its tokenizer.
 
         Args:
-            model_id: A repository on the hub or a local directory, in MLX's format or in that of
+            model_name: A repository on the hub or a local directory, in MLX's format or in that of
                 transformers with safetensors; or ``"smollm2"``.
             revision: Branch, tag or commit on the hub.
             trust_remote_code: Whether code that comes with the model may run.
@@ -153,9 +153,9 @@ class AsyncMlxLM(BatchedLM):
         check_present()
         from genlm_backend.backends.mlx.mlx_loader import MlxLoader
 
-        loader = MlxLoader(str(model_id), named, is_trusted)
+        loader = MlxLoader(str(model_name), named, is_trusted)
         tokenizer = loader.tokenizer()
-        with explained(model_id):
+        with explained(model_name):
             model = loader.model()
         return cls(model, tokenizer, **{"eos_token_ids": loader.ends(), **kwargs})
 

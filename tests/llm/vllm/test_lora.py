@@ -151,10 +151,36 @@ def test_a_removed_adapter_leaves_its_place_and_its_name(lm, models):
     for _ in range(3):  # more than there are places
         lm.remove_lora("a")
         lm.add_new_lora(str(folder / "a"), "a")
-        lm.add_new_lora(str(folder / "b"), "a")
-        lm.add_new_lora(str(folder / "a"), "a")
     row = lm.next_token_logprobs_sync([1, 2, 3, 4, 5], "a")
     torch.testing.assert_close(row, before, rtol=0, atol=1e-4)
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(not real.IS_INSTALLED, reason="needs vLLM")
+@pytest.mark.filterwarnings("ignore")
+async def test_a_name_is_bound_anew_while_its_adapter_samples_and_all_places_are_taken(
+    lm, models, tmp_path
+):
+    merged = adapters.make_adapter(tmp_path / "c", 7)
+    lm.add_new_lora(str(tmp_path / "c"), "c")
+    for seed in (8, 9):
+        context = [1, 2]
+        for _ in range(40):
+            context.append(int(fresh_row(merged, context).argmax()))
+        sample = lm.sample([1, 2], 40, [], temperature=0, lora_name="c")
+        sampling = asyncio.ensure_future(sample)
+        await lm.next_token_logprobs([5])  # which goes with the steps of the sample
+        shutil.rmtree(tmp_path / "c")
+        merged = adapters.make_adapter(tmp_path / "c", seed)
+        await asyncio.to_thread(lm.add_new_lora, str(tmp_path / "c"), "c")
+        assert await sampling == context[2:]
+        exact = {**models[1], "c": merged}
+        rows = await asyncio.gather(*(lm.next_token_logprobs([1, 2, 3], name) for name in exact))
+        for row, model in zip(rows, exact.values(), strict=True):
+            torch.testing.assert_close(row, fresh_row(model, [1, 2, 3]), rtol=0, atol=1e-4)
+    with pytest.raises(AdapterError, match="max_loras=3"):
+        lm.add_new_lora(str(tmp_path / "c"), "d")
+    lm.remove_lora("c")
 
 
 def hold(lm):
