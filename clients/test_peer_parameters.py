@@ -10,6 +10,7 @@ import os
 import tarfile
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,7 +98,8 @@ def of_peer(function, *, is_bound):
 
 def difference(module, path, function):
     """Return how our function of a path differs from the peer's; empty if it does not."""
-    owner = subject = import_module(".".join(("genlm.backend", *module)))
+    subject: Any = import_module(".".join(("genlm.backend", *module)))
+    owner = subject
     for name in path:
         owner = subject
         if not hasattr(owner, name):

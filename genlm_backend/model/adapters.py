@@ -79,6 +79,5 @@ class AdapterNames:
         if adapter is None or adapter in self._loaded:
             return None
         return UnknownAdapterError(
-            f"the LoRA adapter {adapter.name!r} has been removed or replaced since it was "
-            "asked for"
+            f"the LoRA adapter {adapter.name!r} has been removed or replaced since it was asked for"
         )
