@@ -2,11 +2,16 @@
 
 import builtins
 import dataclasses
+import enum
 import json
-from typing import Literal
+from collections.abc import Hashable
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from typing import Annotated, Literal
 
+import pydantic
 import pytest
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, WithJsonSchema, create_model
 from typing_extensions import TypedDict
 
 from genlm_backend import generate
@@ -111,6 +116,81 @@ class Odd:
 def test_what_has_no_schema_is_refused(byte_lm, given, said):
     with pytest.raises(ConstraintError, match=said):
         Constraint.from_json_schema(byte_lm, given)
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+class Pair(enum.Enum):
+    BOTH = (1, 2)
+
+
+_Stripped = Annotated[str, pydantic.StringConstraints(strip_whitespace=True, min_length=1)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((getattr(pydantic, name), name) for name in (
+            "NaiveDatetime", "PastDate", "FutureDate", "PastDatetime", "FutureDatetime", "Json",
+            "ByteSize", "Base64Str", "FilePath", "DirectoryPath", "NewPath", "ImportString",
+            "PaymentCardNumber", "FiniteFloat",
+        )),
+        *((getattr(pydantic, name), "a URL") for name in ("AnyUrl", "HttpUrl", "PostgresDsn")),
+        (Decimal, "Decimal"),
+        (complex, "complex"),
+        (type[int], r"type\[…\]"),
+        (Hashable, "Hashable"),
+        (pydantic.Json[int], "Json"),
+        (_Stripped, "a str whose whitespace is stripped"),
+        (Annotated[bytes, Field(max_length=3)], "bytes with max_length"),
+        (Annotated[date, Field(gt=date(2020, 1, 1))], "a date with bounds"),
+        (Annotated[timedelta, Field(lt=timedelta(1))], "a timedelta with bounds"),
+        (dict[int, str], "dict keys of type int"),
+        (dict[Literal[1, 2], str], "dict keys of type literal"),
+        (Literal[Color.RED], "the value <Color.RED"),
+        (Pair, r"the value \(1, 2\)"),
+        (set[int], "'uniqueItems'; take a list in place of a set"),
+    ],
+)  # fmt: skip
+def test_a_type_whose_schema_allows_more_is_refused_by_name_and_place(byte_lm, kind, name):
+    outer = create_model("Outer", inner=(create_model("Inner", field=(list[kind], ...)), ...))
+    place = r"at #/\$defs/(Inner/properties/field/items|Pair)\b"
+    with pytest.raises(ConstraintError, match=f"{name}.*{place}"):
+        Constraint.from_json_schema(byte_lm, outer)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "name"),
+    [
+        ({"str_strip_whitespace": True}, Annotated[str, Field(min_length=1)], "is stripped"),
+        ({"str_max_length": 3}, str, "str_max_length"),
+        ({"val_json_bytes": "base64"}, bytes, "in base64"),
+        ({"allow_inf_nan": False}, float, "FiniteFloat"),
+    ],
+)
+def test_a_config_that_its_schema_does_not_say_is_refused(byte_lm, config, kind, name):
+    model = create_model("Model", __config__=ConfigDict(**config), field=(kind, ...))
+    with pytest.raises(ConstraintError, match=rf"{name}.* at #/properties/field"):
+        Constraint.from_json_schema(byte_lm, model)
+
+
+PARSED = [
+    bytes, date, datetime, timedelta, Color, float, dict[str, int], dict[date, int],
+    dict[int | str, int], pydantic.AwareDatetime, pydantic.Base64Bytes, pydantic.SecretStr,
+    pydantic.UUID4, Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)],
+    Annotated[Decimal, WithJsonSchema({"type": "string", "pattern": "^[1-9]{1,4}$"})],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PARSED, ids=str)
+def test_texts_of_a_field_are_parsed(byte_lm, kind):
+    model = create_model("Model", field=(kind, ...))
+    constraint = Constraint.from_json_schema(byte_lm, model)
+    for seed in range(20):
+        if text := byte_model.write(byte_lm, constraint.fork(), seed):
+            model.model_validate_json(text)
 
 
 def test_an_object_is_no_response_format(byte_lm):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from types import NoneType
+from typing import Any, Final
 
 from genlm_backend.errors import ConstraintError, MissingExtraError
 from genlm_backend.generation.grammar.schema_document import SchemaDocument
@@ -27,7 +29,8 @@ def schema_of_class(value: Any) -> dict[str, Any]:
             ``pydantic.TypeAdapter`` of any type. All but the first are read by pydantic.
 
     Raises:
-        ConstraintError: (``ValueError``) If it has a field of a type that has no JSON schema.
+        ConstraintError: (``ValueError``) If it has a field of a type that has no JSON schema, or
+            whose JSON schema allows texts that the type does not parse.
         MissingExtraError: (``ImportError``) If pydantic is wanted and not installed.
     """
     try:
@@ -39,16 +42,22 @@ def schema_of_class(value: Any) -> dict[str, Any]:
         ) from error
     try:
         if hasattr(value, "model_json_schema"):
-            schema = value.model_json_schema()
-        elif hasattr(value, "json_schema"):
-            schema = value.json_schema()
+            schema = value.model_json_schema(schema_generator=_marking_generator())
         else:
-            schema = pydantic.TypeAdapter(value).json_schema()
+            adapter = value if hasattr(value, "json_schema") else pydantic.TypeAdapter(value)
+            schema = adapter.json_schema(schema_generator=_marking_generator())
     except (pydantic.errors.PydanticUserError, NameError) as error:
         name = getattr(value, "__name__", value)
         first = str(error).splitlines()[0]
         raise ConstraintError(f"{name} has no JSON schema: {first}") from error
-    for each in SchemaDocument(schema):
+    document = SchemaDocument(schema)
+    for each in document:
+        if _MARK in each:
+            raise ConstraintError(
+                f"no constraint keeps to {each[_MARK]} at {document.pointer(each)}, whose JSON "
+                "schema allows texts that do not parse: use another type, such as float or a str "
+                "with a pattern, or give the field a schema by pydantic.WithJsonSchema"
+            )
         if "properties" in each or each.get("type") == "object":
             each.setdefault("additionalProperties", False)
     return schema
@@ -67,3 +76,83 @@ def check_is_no_instance(value: Any) -> None:
 def _is_of_fields(kind: type) -> bool:
     is_typed_dict = hasattr(kind, "__required_keys__")  # of typing, and of typing_extensions
     return is_typed_dict or dataclasses.is_dataclass(kind) or hasattr(kind, "model_json_schema")
+
+
+_MARK: Final = "x-type-with-weaker-schema"
+
+_WEAKER: Final = {
+    "complex": "complex", "decimal": "Decimal", "is-subclass": "type[…]", "json": "Json",
+    "multi-host-url": "a URL", "url": "a URL",
+    "ByteSize._validate": "ByteSize", "EmailStr._validate": "EmailStr",
+    "EncodedStr.decode_str": "Base64Str", "NameEmail._validate": "NameEmail",
+    "PathType.validate_directory": "DirectoryPath", "PathType.validate_file": "FilePath",
+    "PathType.validate_new": "NewPath", "PathType.validate_socket": "SocketPath",
+    "PaymentCardNumber.validate": "PaymentCardNumber",
+}  # fmt: skip
+"""Types whose JSON schemas allow more than they parse, by pydantic's core type or validator."""
+
+
+@cache
+def _marking_generator() -> type[Any]:
+    """Return a generator of JSON schemas that marks those that allow more than their type."""
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Generator(GenerateJsonSchema):
+        def build_schema_type_to_method(self) -> dict[Any, Callable[[Any], dict[str, Any]]]:
+            methods = super().build_schema_type_to_method()
+            return {kind: partial(self._marked, method) for kind, method in methods.items()}
+
+        def generate_inner(self, schema: Any) -> dict[str, Any]:
+            made = super().generate_inner(schema)
+            is_import = _validator(schema) == "import_string"  # whose schema is made by no method
+            return {**made, _MARK: "ImportString"} if is_import else made
+
+        def _marked(self, method: Callable[[Any], Any], core: dict[str, Any]) -> dict[str, Any]:
+            schema = method(core)
+            name = _weaker(core, schema, getattr(self, "_config", None))
+            return {**schema, _MARK: name} if name else schema
+
+    return Generator
+
+
+def _weaker(core: dict[str, Any], schema: dict[str, Any], config: Any) -> str | None:
+    """Return the name of a type whose JSON schema allows more than it parses."""
+    kind, bounds = core["type"], {"gt", "ge", "lt", "le"} & core.keys()
+    if name := _WEAKER.get(kind) or _WEAKER.get(_validator(core)):
+        return name
+    if kind in ("date", "datetime", "time", "timedelta"):
+        if core.get("now_op") or core.get("tz_constraint", "aware") != "aware":
+            return core.get("now_op", "naive").title() + kind.title()
+        return f"a {kind} with bounds" if bounds else None
+    if kind == "float" and not core.get("allow_inf_nan", getattr(config, "allow_inf_nan", True)):
+        return None if len(bounds) == 2 else "FiniteFloat"  # 1e999 is a number of JSON
+    if kind == "str":
+        strips = core.get("strip_whitespace", getattr(config, "str_strip_whitespace", False))
+        if strips and {"min_length", "pattern"} & core.keys():
+            return "a str whose whitespace is stripped before it is checked"
+        has_bounds = getattr(config, "str_min_length", 0) or getattr(config, "str_max_length", None)
+        return "str_min_length and str_max_length of a model" if has_bounds else None
+    if kind == "bytes":
+        is_text = getattr(config, "val_json_bytes", "utf8") == "utf8"
+        return (
+            None if is_text and "max_length" not in core else "bytes with max_length or in base64"
+        )
+    values = [*core.get("expected", ()), *(member.value for member in core.get("members", ()))]
+    if odd := [v for v in values if not isinstance(v, (str, int, float, NoneType))]:
+        return f"the value {odd[0]!r}"
+    if kind == "chain" and core["steps"][-1]["type"] == "is-instance":
+        return core["steps"][-1]["cls"].__name__
+    key = core.get("keys_schema")
+    if key and not {"propertyNames", "patternProperties"} & schema.keys():
+        while "schema" in key:
+            key = key["schema"]
+        kinds = [each["type"] for each in key.get("choices", [key]) if isinstance(each, dict)]
+        return None if {"any", "str"} & {*kinds} else f"dict keys of type {key['type']}"
+    return None
+
+
+def _validator(core: Any) -> str:
+    """Return the name of the function that validates what pydantic's core schema is of."""
+    function = core.get("function")
+    function = function.get("function") if isinstance(function, dict) else function
+    return getattr(function, "__qualname__", "")

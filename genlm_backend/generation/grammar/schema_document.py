@@ -171,6 +171,8 @@ class SchemaDocument:
             hint = (
                 f"did you mean {near[0]!r}?" if near else "annotations of your own begin with 'x-'"
             )
+            if keyword == "uniqueItems":
+                hint = "take a list in place of a set, and drop what comes twice afterwards"
             raise ConstraintError(
                 f"no constraint keeps to the JSON schema's keyword {keyword!r}; {hint} "
                 f"(at {pointer})"

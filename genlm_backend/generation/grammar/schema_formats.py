@@ -17,9 +17,10 @@ _HOUR, _SIXTY = "(?:[01][0-9]|2[0-3])", "[0-5][0-9]"
 # A leap second is one at 23:59 of Greenwich alone, and on days that are announced: left out.
 _TIME = rf"{_HOUR}:{_SIXTY}:{_SIXTY}(?:\.[0-9]+)?(?:[zZ]|[+-]{_HOUR}:{_SIXTY})"
 
-_CLOCK = "[0-9]+H(?:[0-9]+M(?:[0-9]+S)?)?|[0-9]+M(?:[0-9]+S)?|[0-9]+S"
-_CALENDAR = "[0-9]+Y(?:[0-9]+M(?:[0-9]+D)?)?|[0-9]+M(?:[0-9]+D)?|[0-9]+D"
-_DURATION = f"P(?:(?:{_CALENDAR})(?:T(?:{_CLOCK}))?|T(?:{_CLOCK})|[0-9]+W)"
+_NUM = "[0-9]{1,6}"  # so that a timedelta has room for it
+_CLOCK = f"{_NUM}H(?:{_NUM}M(?:{_NUM}S)?)?|{_NUM}M(?:{_NUM}S)?|{_NUM}S"
+_CALENDAR = f"{_NUM}Y(?:{_NUM}M(?:{_NUM}D)?)?|{_NUM}M(?:{_NUM}D)?|{_NUM}D"
+_DURATION = f"P(?:(?:{_CALENDAR})(?:T(?:{_CLOCK}))?|T(?:{_CLOCK})|{_NUM}W)"
 
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
@@ -94,8 +95,8 @@ FORMATS: Final[dict[str, tuple[str, ...]]] = {
 By RFC 3339 (dates, times, durations), 2673 and 4291 (addresses), 1123 (host names), 5321
 (mailboxes), 3986 (URIs), 9562 (UUIDs) and 4648 (base 64); ``uuid1`` and those behind it are
 pydantic's. Some texts that these allow are left out: leap seconds, IPv4 in IPv6, future kinds of
-addresses, encoded international names, quoted mailboxes, and those at a host of more than 63
-characters.
+addresses, encoded international names, quoted mailboxes, those at a host of more than 63
+characters, and numbers of more than six digits in durations.
 """
 
 UNCHECKED: Final = frozenset({
