@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast, final
@@ -26,7 +27,7 @@ from genlm_backend.batching.round import (
 )
 from genlm_backend.batching.statistics import BatcherStatistics, Counts
 from genlm_backend.checks import function, instance, optional, text
-from genlm_backend.errors import QueryDroppedError
+from genlm_backend.errors import OptionTypeError, QueryDroppedError
 from genlm_backend.runtime.garbage import fewer_collections
 
 Q = TypeVar("Q")
@@ -76,6 +77,12 @@ class Batcher(BatcherBase[Q, R]):
         computed_with: Callable[[Q], Hashable] | None = None,
     ) -> None:
         self._evaluate = function("evaluate", evaluate)
+        if any(map(inspect.iscoroutinefunction, (evaluate, type(evaluate).__call__))):
+            name = getattr(evaluate, "__name__", type(evaluate).__name__)
+            raise OptionTypeError(
+                "evaluate runs on a worker thread and must be an ordinary function: write "
+                f"{name} without async"
+            )
         self.policy = optional(_POLICY)("policy", policy) or BatchPolicy()
         self._key = optional(function)("key", key)
         self._weight = optional(function)("weight", weight)

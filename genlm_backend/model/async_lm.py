@@ -25,6 +25,7 @@ from genlm_backend.model.draw import (
     Allowed,
     AnyRow,
     Draw,
+    Mask,
     RandomGenerator,
     draw,
 )
@@ -340,6 +341,7 @@ class AsyncLM(Closing):
         Returns:
             Their ids, int64 ``[k]``, their log-probabilities, float32 ``[k]``, the most probable
             first, and the logarithm of the probability of all others together, summed from theirs.
+            ``texts`` of it are the tokens as text, and a notebook shows these.
 
         Raises:
             OptionTypeError: (``TypeError``) If ``k`` is no integer.
@@ -348,14 +350,14 @@ class AsyncLM(Closing):
             Exception: What ``next_token_logprobs`` raises.
         """
         readout = top_of(k, len(self.byte_vocab))
-        return own_top(await self.read(token_ids, readout, lora_name))
+        return own_top(await self.read(token_ids, readout, lora_name), self.str_vocab)
 
     def next_token_top_sync(
         self, token_ids: TokenIds, k: int, lora_name: str | None = None
     ) -> TopTokens:
         """Return the same tokens as ``next_token_top``, blocking the calling thread."""
         readout = top_of(k, len(self.byte_vocab))
-        return own_top(self.read_sync(token_ids, readout, lora_name))
+        return own_top(self.read_sync(token_ids, readout, lora_name), self.str_vocab)
 
     async def next_token_logprobs_of(
         self, token_ids: TokenIds, chosen: Iterable[int], lora_name: str | None = None
@@ -449,26 +451,31 @@ class AsyncLM(Closing):
                 or the text without its last token is longer than the model's maximum.
             Exception: What ``next_token_logprobs`` raises.
         """
-        return (await self.batch_score([prompt], [continuation], lora_name))[0]
+        prompts = [self.contexts.of(prompt, "prompt")]
+        return (await self.batch_score(prompts, [continuation], lora_name))[0]
 
     def score_sync(
         self, prompt: TokenIds, continuation: TokenIds, lora_name: str | None = None
     ) -> torch.Tensor:
         """Return the same scores as ``score``, blocking the calling thread."""
-        return self.batch_score_sync([prompt], [continuation], lora_name)[0]
+        prompts = [self.contexts.of(prompt, "prompt")]
+        return self.batch_score_sync(prompts, [continuation], lora_name)[0]
 
     async def batch_score(
         self,
-        prompts: Sequence[TokenIds],
+        prompts: Sequence[TokenIds] | TokenIds,
         continuations: Sequence[TokenIds],
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
-        """Return the scores of many continuations, each behind its own prompt; see ``score``."""
+        """Return the scores of many continuations; see ``score``.
+
+        Each comes after its own prompt. A single prompt is for all of them.
+        """
         return await self._scores(prompts, continuations, lora_name, NOTHING)
 
     def batch_score_sync(
         self,
-        prompts: Sequence[TokenIds],
+        prompts: Sequence[TokenIds] | TokenIds,
         continuations: Sequence[TokenIds],
         lora_name: str | None = None,
     ) -> list[torch.Tensor]:
@@ -512,7 +519,8 @@ class AsyncLM(Closing):
         """
         options: dict[str, Any] = {"entropy": entropy, "rank": rank, "top": top, "groups": groups}
         options["beginnings"] = beginnings
-        return (await self.batch_score_with([prompt], [continuation], lora_name, **options))[0]
+        prompts = [self.contexts.of(prompt, "prompt")]
+        return (await self.batch_score_with(prompts, [continuation], lora_name, **options))[0]
 
     def score_with_sync(
         self,
@@ -529,11 +537,12 @@ class AsyncLM(Closing):
         """Return the same scores as ``score_with``, blocking the calling thread."""
         options: dict[str, Any] = {"entropy": entropy, "rank": rank, "top": top, "groups": groups}
         options["beginnings"] = beginnings
-        return self.batch_score_with_sync([prompt], [continuation], lora_name, **options)[0]
+        prompts = [self.contexts.of(prompt, "prompt")]
+        return self.batch_score_with_sync(prompts, [continuation], lora_name, **options)[0]
 
     async def batch_score_with(
         self,
-        prompts: Sequence[TokenIds],
+        prompts: Sequence[TokenIds] | TokenIds,
         continuations: Sequence[TokenIds],
         lora_name: str | None = None,
         *,
@@ -543,7 +552,7 @@ class AsyncLM(Closing):
         groups: Sequence[Allowed] = (),
         beginnings: bool = False,
     ) -> list[TokenScores]:
-        """Return the scores of many continuations, each behind its own prompt: ``score_with``."""
+        """Return the scores by ``score_with`` of many continuations; prompts as of ``batch_score``."""
         beside = beside_of(entropy, rank, top, groups, len(self.byte_vocab))
         if switch("beginnings", beginnings):
             beside, continuations = self._with_beginnings(beside, continuations)
@@ -552,7 +561,7 @@ class AsyncLM(Closing):
 
     def batch_score_with_sync(
         self,
-        prompts: Sequence[TokenIds],
+        prompts: Sequence[TokenIds] | TokenIds,
         continuations: Sequence[TokenIds],
         lora_name: str | None = None,
         *,
@@ -580,7 +589,7 @@ class AsyncLM(Closing):
 
     async def _scores(
         self,
-        prompts: Sequence[TokenIds],
+        prompts: Sequence[TokenIds] | TokenIds,
         continuations: Sequence[TokenIds],
         lora_name: str | None,
         beside: Beside,
@@ -596,7 +605,7 @@ class AsyncLM(Closing):
 
     def _scores_sync(
         self,
-        prompts: Sequence[TokenIds],
+        prompts: Sequence[TokenIds] | TokenIds,
         continuations: Sequence[TokenIds],
         lora_name: str | None,
         beside: Beside,
@@ -784,7 +793,7 @@ class AsyncLM(Closing):
         self,
         token_ids_list: Sequence[TokenIds],
         *,
-        allowed: Sequence[Allowed | None] | None = None,
+        allowed: Sequence[Allowed | None] | Mask | None = None,
         generator: RandomGenerator | None = None,
         temperature: float = 1.0,
         top_k: int = 0,
@@ -801,7 +810,7 @@ class AsyncLM(Closing):
         Args:
             token_ids_list: The contexts.
             allowed: The tokens that may be drawn behind each of them, such as the masks of
-                ``Constraint.masks``; ``None`` where all may be.
+                ``Constraint.masks``; ``None`` where all may be. A single mask is for all contexts.
             generator: Random stream that a number is taken from for each context, in order.
             temperature: Divisor of the log-probabilities, as of ``draw_next_token``.
             top_k: Bound as of ``draw_next_token``.
@@ -825,7 +834,7 @@ class AsyncLM(Closing):
         self,
         token_ids_list: Sequence[TokenIds],
         *,
-        allowed: Sequence[Allowed | None] | None = None,
+        allowed: Sequence[Allowed | None] | Mask | None = None,
         generator: RandomGenerator | None = None,
         temperature: float = 1.0,
         top_k: int = 0,

@@ -264,7 +264,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     async def _scores(
         self,
-        prompts: Sequence[TokenIds],
+        prompts: Sequence[TokenIds] | TokenIds,
         continuations: Sequence[TokenIds],
         lora_name: str | None,
         beside: Beside,
@@ -279,7 +279,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
 
     def _scores_sync(
         self,
-        prompts: Sequence[TokenIds],
+        prompts: Sequence[TokenIds] | TokenIds,
         continuations: Sequence[TokenIds],
         lora_name: str | None,
         beside: Beside,

@@ -372,13 +372,18 @@ def listed_contexts(name: str, value: Any) -> list[Any]:
         OptionTypeError: (``TypeError``) If it is no list, or one context in place of a list.
     """
     contexts = listed(name, value)
-    first = contexts[0] if contexts else None
-    is_id = isinstance(first, (int, np.integer)) or getattr(first, "ndim", 1) == 0
-    if is_id or isinstance(value, Context):
+    if is_one_context(value, contexts):
         raise OptionTypeError(
             f"{name} must be a list of contexts, got one context: put it into a list"
         )
     return contexts
+
+
+def is_one_context(value: Any, parts: Sequence[Any]) -> bool:
+    """Return whether an iterable is a context, and not several, by the first of its parts."""
+    first = parts[0] if parts else None
+    is_id = isinstance(first, (int, np.integer)) or getattr(first, "ndim", 1) == 0
+    return is_id or isinstance(value, Context)
 
 
 def _listed(token_ids: Any, name: str) -> list[Any]:

@@ -194,8 +194,11 @@ class PackedMask:
         return torch.from_numpy(bools.view(np.bool_))
 
 
-Allowed: TypeAlias = torch.Tensor | NDArray[np.bool_] | PackedMask | Iterable[int]
-"""Tokens that may be drawn: bools ``[vocab]``, packed bits, or token ids."""
+Mask: TypeAlias = torch.Tensor | NDArray[np.bool_] | PackedMask
+"""Tokens that may be drawn: bools ``[vocab]``, or packed bits."""
+
+Allowed: TypeAlias = Mask | Iterable[int]
+"""Tokens that may be drawn: a mask, or token ids."""
 
 
 def packed_mask(

@@ -18,6 +18,7 @@ from genlm_backend.model.draw import (
     TEMPERATURE,
     Draw,
     Inversion,
+    PackedMask,
     check_possible,
     packed_mask,
     uniform_of,
@@ -641,14 +642,18 @@ def drawings_of(
         allowed: As ``batch_draw_next_token`` has it.
         **options: Its other arguments, but for the contexts and the adapter.
     """
-    number_of, alike = _drawn_alike(vocab_size, generator, allowed=None, **options)
-    del alike["allowed"]
-    if allowed is None:
-        return _one_by_one([(number_of(), None) for _ in range(num_draws)], alike)
+    is_array = getattr(allowed, "ndim", 0) == 1 and not getattr(allowed.dtype, "hasobject", False)
+    is_one = allowed is None or isinstance(allowed, PackedMask) or is_array
+    for_all = allowed if is_one else None
+    number_of, alike = _drawn_alike(vocab_size, generator, allowed=for_all, **options)
+    mask = alike.pop("allowed")
+    if is_one:
+        return _one_by_one([(number_of(), mask) for _ in range(num_draws)], alike)
     given: list[Any] = listed("allowed", allowed)
     if len(given) != num_draws:
         raise OptionError(
-            f"allowed must be one for each context: got {len(given)} for {num_draws} contexts"
+            f"allowed must be one for each context: got {len(given)} for {num_draws} contexts; "
+            "token ids for all of them are [ids] * len(contexts)"
         )
     names = [f"allowed[{i}]" for i in range(num_draws)]
     masks = [

@@ -11,7 +11,7 @@ import torch
 
 from genlm_backend.checks import integer, listed, switch
 from genlm_backend.errors import OptionError
-from genlm_backend.model.context import Context, Contexts
+from genlm_backend.model.context import Context, Contexts, is_one_context
 from genlm_backend.model.query import Adapter, Query
 from genlm_backend.model.readout import Readout
 from genlm_backend.model.token_readouts import Entropy, Masses, Top, log_sums, packed_groups
@@ -276,7 +276,7 @@ def check_scorings(
     adapter: Adapter | None = None,
     beside: Beside = NOTHING,
 ) -> list[Scoring]:
-    """Return the scorings of continuations, each behind its own prompt.
+    """Return the scorings of continuations, each behind its own prompt, or all behind one.
 
     The longest context that one asks about, which is the text without its last token, has to fit.
 
@@ -288,10 +288,13 @@ def check_scorings(
             ``Context``, or a text has more tokens than ``max_length`` before its last one.
     """
     before, behind = listed("prompts", prompts), listed("continuations", continuations)
+    if is_one_context(prompts, before):
+        before = [contexts.check(prompts, max_length, name="prompt")] * len(behind)
     if len(before) != len(behind):
         raise OptionError(
             "prompts and continuations belong together one by one, "
-            f"got {len(before)} prompts and {len(behind)} continuations"
+            f"got {len(before)} prompts and {len(behind)} continuations; a continuation that is "
+            "for all prompts is [continuation] * len(prompts)"
         )
     scorings = []
     for prompt, continuation in zip(before, behind, strict=True):

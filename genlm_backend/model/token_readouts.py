@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -22,7 +23,13 @@ from genlm_backend.model.readout import Readout, confined, is_ours
 from genlm_backend.model.row import spare_memory
 
 
-class TopTokens(NamedTuple):
+class _TopFields(NamedTuple):
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    log_rest: float
+
+
+class TopTokens(_TopFields):
     """The most probable tokens behind a context, and what is left for the others.
 
     Attributes:
@@ -31,11 +38,17 @@ class TopTokens(NamedTuple):
         logprobs: Their log-probabilities: float32 ``[k]``.
         log_rest: Logarithm of the probability of all other tokens together, summed from theirs;
             ``-inf`` where there is none.
+        texts: Their texts, as the model's ``str_vocab`` has them; empty if no model has added them.
+            No part of the tuple.
     """
 
-    token_ids: torch.Tensor
-    logprobs: torch.Tensor
-    log_rest: float
+    texts: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        pairs = zip(self.texts or self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
+        shown = [f"{token!r}: {logprob:.3f}" for token, logprob in islice(pairs, 10)]
+        more = ["…"] if len(self.logprobs) > 10 else []
+        return f"TopTokens({', '.join([*shown, *more])}; log_rest: {self.log_rest:.3f})"
 
 
 ReadoutOf: TypeAlias = Callable[[Query], Readout]
@@ -254,9 +267,12 @@ def top_of(k: Any, vocab_size: int) -> ReadoutOf:
     return partial(Top, k=integer(1, vocab_size)("k", k))
 
 
-def own_top(found: TopTokens) -> TopTokens:
-    """Return top tokens for a caller to modify: others may have asked the same."""
-    return TopTokens(found.token_ids.clone(), found.logprobs.clone(), found.log_rest)
+def own_top(found: TopTokens, str_vocab: Sequence[str]) -> TopTokens:
+    """Return top tokens with texts, for a caller to modify: others may have asked the same."""
+    top = TopTokens(found.token_ids.clone(), found.logprobs.clone(), found.log_rest)
+    ids: list[int] = found.token_ids.tolist()
+    top.texts = tuple([str_vocab[i] for i in ids])
+    return top
 
 
 def chosen_of(chosen: Any, vocab_size: int) -> ReadoutOf:

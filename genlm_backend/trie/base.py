@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.checks import integer, listed, shown
-from genlm_backend.errors import OptionTypeError, VocabularyTypeError
+from genlm_backend.errors import OptionTypeError, VocabularyTypeError, WeightsError
 from genlm_backend.trie.construction import build_layout, check_unique, keys_of
 from genlm_backend.trie.selection import Selector
 from genlm_backend.trie.views import Children, Jump, Prefixes
@@ -198,6 +198,27 @@ class VocabularyTrie(abc.ABC):
                 return None
             node = children[letter]
         return node
+
+    def mass(self, sums: Any, prefix: Iterable[Any]) -> Any:
+        """Return the sums at the node of a prefix; 0 if no token begins with it.
+
+        Args:
+            sums: What ``weight_sum`` or ``batch_weight_sum`` returns: ``[…, num_nodes]``. For
+                logarithms and maxima, 0 means something else: take ``node`` for those.
+            prefix: Its letters, such as ``b" th"``.
+
+        Returns:
+            A number, or one for each row: ``[…]``, of the type and on the device of ``sums``.
+
+        Raises:
+            WeightsError: (``ValueError``) If ``sums`` has not one number for each node.
+            OptionTypeError: (``TypeError``) If the prefix is a text, and the tokens are of bytes.
+        """
+        if sums.shape[-1:] != (self.num_nodes,):
+            shape = [*sums.shape]
+            raise WeightsError(f"got sums of shape {shape} for a trie of {self.num_nodes} nodes")
+        node = self.node(prefix)
+        return sums[..., :0].sum(-1) if node is None else sums[..., node]
 
     # ---------------------------------------------------------------- prefix weights
 

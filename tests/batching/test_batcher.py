@@ -1,6 +1,7 @@
 """The Batcher's contract, a clause a test."""
 
 import asyncio
+import functools
 import gc
 import threading
 import time
@@ -120,6 +121,23 @@ async def test_queries_gather_while_a_batch_is_evaluated_and_go_when_it_returns(
     assert await asyncio.gather(first, *others) == [0, 2, 4, 6, 8, 10]
     assert recorder.batches == [[0], [1, 2, 3, 4, 5]]
     batcher.close()
+
+
+def test_a_coroutine_function_is_no_evaluate():
+    async def score(queries):
+        return queries
+
+    class Scorer:
+        async def __call__(self, queries):
+            return queries
+
+    for wrong, name in (
+        (score, "score"),
+        (functools.partial(score), "partial"),
+        (Scorer(), "Scorer"),
+    ):
+        with pytest.raises(TypeError, match=f"an ordinary function: write {name} without async"):
+            Batcher(wrong)
 
 
 async def test_the_loop_is_free_while_a_batch_is_evaluated(recorder):

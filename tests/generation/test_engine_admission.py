@@ -47,11 +47,13 @@ def test_several_prompts_with_one_submission_wait_as_one_and_are_refused_as_one(
         with pytest.raises(ValueError, match=r"96|one for each of 2 prompts, got 1"):
             engine.start_requests("m", prompts, given)
     assert engine.num_waiting("m") == 1
-    assert engine.start_requests("m", [], []) == []
+    assert engine.start_requests("m", [], []) == engine.start_requests("m", [], config) == []
     gated.let()
     assert same(first.result(30), alone(gated, [9], max_new_tokens=2))
     for i, request in enumerate(requests):
         assert same(request.result(30), alone(gated, [1 + i], max_new_tokens=1 + i))
+    for i, request in enumerate(engine.start_requests("m", [[4], [5]], config)):
+        assert same(request.result(30), alone(gated, [4 + i], max_new_tokens=2))
 
 
 def test_a_model_that_is_shut_completes_what_it_has_and_refuses_the_rest(engine, gated):

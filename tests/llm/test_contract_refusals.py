@@ -69,6 +69,8 @@ async def test_one_context_in_place_of_many_is_refused(lm):
             lm.batch_next_token_logprobs_sync(one)
         with pytest.raises(TypeError, match="prompt_token_ids_list must be a list of contexts"):
             await lm.batch_sample(one, 3, [])
+    with pytest.raises(ValueError, match=r"\[continuation\] \* len\(prompts\)"):
+        await lm.batch_score([[1], [2]], [[1]])
     with pytest.raises(ValueError, match="outside the vocabulary"):
         await lm.batch_sample([[1], [2], [10**9]], 3, [])
     assert lm.statistics().num_awaits == before

@@ -55,6 +55,13 @@ def test_all_four_ways_to_score_give_the_fresh_answer(lm, backend, close):
         check(await asyncio.gather(*(lm.score(*text) for text in texts)))
         check(await lm.batch_score(prompts, continuations))
         check([lm.score_sync(*text) for text in texts])  # inside a running loop
+        prompt = prompts[0]
+        for one in (prompt, tuple(prompt), torch.tensor(prompt), lm.context(prompt)):
+            for_all = await lm.batch_score(one, continuations)
+            told = lm.batch_score_with_sync(one, continuations, beginnings=True)
+            for scores, more, right in zip(for_all, told, continuations, strict=True):
+                close(scores, expected(backend, prompt, right))
+                close(more.logprobs, expected(backend, prompt, right))
         assert await lm.batch_score([], []) == []
 
     asyncio.run(main())

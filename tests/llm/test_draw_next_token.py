@@ -84,6 +84,14 @@ async def test_draws_of_a_batch_are_those_of_single_ones(lm, options):
         assert drawn.token_id == again.token_id == single.token_id
         assert list(drawn) == pytest.approx(list(single), abs=1e-4)
     assert one.random() == other.random() == third.random()
+    packed = PackedMask(packed_mask(MASK, VOCAB), VOCAB)
+    for mask in (MASK, KINDS["tensor"], KINDS["array of ids"], packed):
+        one, other = (np.random.default_rng(5) for _ in range(2))
+        found = await lm.batch_draw_next_token(contexts, allowed=mask, generator=one, **options)
+        given = {"allowed": [mask] * 40, "generator": other, **options}
+        expected = lm.batch_draw_next_token_sync(contexts, **given)
+        assert [draw.token_id for draw in found] == [draw.token_id for draw in expected]
+        assert list(found[0]) == pytest.approx(list(expected[0]), abs=1e-4)
     assert await lm.batch_draw_next_token([]) == lm.batch_draw_next_token_sync([]) == []
 
 
@@ -93,6 +101,12 @@ async def test_a_batch_of_draws_is_refused_as_a_whole(lm):
         ({"allowed": [None]}, OptionError, "one for each context: got 1 for 2 contexts"),
         ({"allowed": [None, []]}, OptionError, r"allowed\[1\] has no token"),
         ({"allowed": [None, [VOCAB]]}, OptionError, r"allowed\[1\] has .*outside"),
+        (
+            {"allowed": {1, 2, 3}},
+            OptionError,
+            r"token ids for all of them are \[ids\] \* len\(contexts\)",
+        ),
+        ({"allowed": MASK[1:]}, OptionError, "allowed must be one of"),
         ({"allowed": 5}, OptionTypeError, "allowed must be"),
         ({"temperature": -1}, OptionError, "temperature"),
         ({"generator": 5}, OptionTypeError, "generator must be"),

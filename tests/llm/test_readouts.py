@@ -105,6 +105,20 @@ async def test_readouts_of_cached_rows_and_sync_ones_are_exact(lm):
         assert drawn.token_id == 3 + int(row[3:6].argmax())
 
 
+async def test_top_tokens_show_their_texts(lm):
+    row = await lm.next_token_logprobs([3, 4])
+    for top in (await lm.next_token_top([3, 4], 12), lm.next_token_top_sync([3, 4], 12)):
+        ids, logprobs, log_rest = top
+        assert top.texts == tuple(lm.str_vocab[i] for i in ids)
+        assert repr(top).startswith(f"TopTokens({top.texts[0]!r}: {float(row.max()):.3f}, ")
+        assert repr(top).endswith(
+            f"{top.texts[9]!r}: {logprobs[9]:.3f}, …; log_rest: {log_rest:.3f})"
+        )
+        assert pickle.loads(pickle.dumps(top)).texts == top.texts
+    bare = TopTokens(torch.tensor([7]), torch.tensor([-1.0]), -0.5)
+    assert repr(bare) == "TopTokens(7: -1.000; log_rest: -0.500)"
+
+
 async def test_masses_are_those_of_the_rows_tokens(lm, backend):
     """Of groups in any form, and of nodes of a trie."""
     trie = TokenCharacterTrie(lm.byte_vocab)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from genlm_backend import ParallelTokenCharacterTrie, Token, TokenCharacterTrie
-from genlm_backend.errors import OptionError, OptionTypeError
+from genlm_backend.errors import OptionError, OptionTypeError, WeightsError
 from genlm_backend.trie import sequential
 from tests.trie.reference import BruteForceTrie, node_of, nodes_by_prefix
 from tests.trie.strategies import EOS, vocabularies, weights
@@ -416,6 +416,23 @@ def test_tokens_with_a_prefix_are_those_below_its_node():
     for prefix in (b"abcd", b"c", b"bb"):
         found = trie.tokens_with(prefix)
         assert (found.dtype, found.shape) == (np.int32, (0,))
+
+
+@pytest.mark.parametrize("is_torch", [False, True])
+def test_the_mass_of_a_prefix_is_that_of_the_tokens_that_begin_so(make, is_torch):
+    words = [b"the", b"then", b"a", b" th"]
+    trie, ws = make([Token(i, word) for i, word in enumerate(words)]), np.array([1, 2, 4, np.inf])
+    ws = torch.from_numpy(ws) if is_torch else ws
+    sums, batch = trie.weight_sum(ws), trie.batch_weight_sum([ws, 2 * ws, 3 * ws])
+    for prefix in (b"", b"th", b"then", b" ", b"x", b"thenx", b"tha"):
+        mass = sum(float(w) for w, word in zip(ws, words, strict=True) if word.startswith(prefix))
+        one, many = trie.mass(sums, prefix), trie.mass(batch, prefix)
+        assert [float(one), *many.tolist()] == [mass, mass, 2 * mass, 3 * mass]
+        assert (type(many), many.dtype) == (type(batch), batch.dtype)
+    with pytest.raises(OptionTypeError, match=r"prefix.encode\(\)"):
+        trie.mass(sums, "th")
+    with pytest.raises(WeightsError, match=r"got sums of shape \[4\] for a trie of .* nodes"):
+        trie.mass(ws, b"th")
 
 
 def test_no_tokens_are_below_a_node_that_there_is_not():

@@ -212,7 +212,7 @@ class Engine(OfOneProcess, Closing):
         self,
         model_name: str,
         prompts: Sequence[str | Chat | TokenIds],
-        configs: Sequence[GenerationConfig],
+        configs: Sequence[GenerationConfig] | GenerationConfig,
         *,
         timeout: float | None = None,
     ) -> list[GenerationRequest]:
@@ -223,7 +223,7 @@ class Engine(OfOneProcess, Closing):
         Args:
             model_name: Name of a running model.
             prompts: Texts, chats or token ids.
-            configs: The configuration of each.
+            configs: The configuration of each, or one for all.
             timeout: Seconds to wait for room, at most; 0 refuses at once.
 
         Raises:
@@ -232,7 +232,10 @@ class Engine(OfOneProcess, Closing):
                 otherwise as ``start_request_ids``.
         """
         timeout = check_timeout("timeout", timeout)
-        prompts, configs = _PROMPTS("prompts", prompts), _CONFIGS("configs", configs)
+        prompts = _PROMPTS("prompts", prompts)
+        if isinstance(configs, GenerationConfig):
+            configs = [configs] * len(prompts)
+        configs = _CONFIGS("configs", configs)
         if len(configs) != len(prompts):
             raise GenerationConfigError(
                 f"configs must be one for each of {len(prompts)} prompts, got {len(configs)}"
