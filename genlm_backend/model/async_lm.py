@@ -552,7 +552,7 @@ class AsyncLM(Closing):
         groups: Sequence[Allowed] = (),
         beginnings: bool = False,
     ) -> list[TokenScores]:
-        """Return the scores by ``score_with`` of many continuations; prompts as of ``batch_score``."""
+        """Return the scores of many continuations; see ``score_with`` and ``batch_score``."""
         beside = beside_of(entropy, rank, top, groups, len(self.byte_vocab))
         if switch("beginnings", beginnings):
             beside, continuations = self._with_beginnings(beside, continuations)

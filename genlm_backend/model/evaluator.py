@@ -188,6 +188,7 @@ class Evaluator(abc.ABC):
             knows its logits may hand them to ``rows_of_logits``, and say so by
             ``info.omits_undefined``; ``BatchedLM`` excludes them otherwise, to the precision of the
             row.
+        has_died: Whether it has ended by itself, and answers nothing until it is made again.
         check_wanted: To be called between two steps of long work. It raises a
             ``QueryDroppedError`` where nobody waits any more for what is being done, which the
             evaluator lets through. Whoever drives the evaluator puts it here.
@@ -195,6 +196,8 @@ class Evaluator(abc.ABC):
 
     info: EvaluatorInfo | None = None
     undefined_ids: tuple[int, ...] = ()
+    has_died: bool = False
+
     check_wanted: Callable[[], None] = staticmethod(_nothing)
 
     @abc.abstractmethod

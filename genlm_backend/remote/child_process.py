@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -24,6 +25,8 @@ _LOOK_SECONDS: Final = 0.05
 """Seconds between two looks at whether the process lives and whether anybody waits."""
 _LAST_LINES: Final = 50
 """Lines of its output that are kept, for the error that tells how it ended."""
+_PROGRESS: Final = re.compile(r"\d%\|| \d+(\.\d+)?(it/s|s/it)\b|^\s*$")
+"""Lines that are not: those of a progress bar, and empty ones."""
 
 
 @final
@@ -75,6 +78,11 @@ class ChildProcess:
         """Number of the process."""
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is no more."""
+        return self._process.poll() is not None
+
     def ask(self, verb: str, packed: bytes, check_wanted: Callable[[], None]) -> Reply:
         """Return the reply to a request.
 
@@ -91,7 +99,7 @@ class ChildProcess:
         self._number += 1
 
         def look() -> None:
-            if self._process.poll() is not None:
+            if self.has_ended:
                 raise EOFError
             check_wanted()
 
@@ -175,7 +183,8 @@ def _relay(reader: int, output: deque[str]) -> None:
     """Print what comes out of a pipe on standard error, until its other end is closed."""
     with open(reader, encoding="utf-8", errors="replace", newline="", buffering=1) as lines:
         while text := lines.readline():
-            output.append(text)
+            if not _PROGRESS.search(text):
+                output.append(text)
             with contextlib.suppress(OSError, ValueError):  # nobody reads there any more
                 sys.stderr.write(text)
                 sys.stderr.flush()

@@ -52,6 +52,11 @@ class ProcessEvaluator(RemoteEvaluator):
         """Number of the process; ``None`` where there is none."""
         return None if self._child is None else self._child.process_id
 
+    @property
+    def has_died(self) -> bool:
+        """Whether its process has ended by itself."""
+        return self._child is not None and self._child.has_ended
+
     def _check_alive(self) -> None:
         if self._child is None:
             raise EngineDiedError("the model has no process; restart() loads it")

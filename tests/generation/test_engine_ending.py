@@ -261,3 +261,12 @@ async def test_a_coroutine_that_is_collected_under_a_lock_waits_for_nothing(engi
     gated.let()
     assert same(await other, await generate(gated, [2], max_new_tokens=3))
     assert engine.num_running("m") == engine.num_waiting("m") == 0
+
+
+def test_an_engine_shows_its_models_and_that_it_is_closed():
+    engine = Engine()
+    assert repr(engine) == "<Engine: no model>"
+    engine.install_model("m", HookedMock(word_tokenizer(20)))
+    assert repr(engine) == "<Engine: m installed>"
+    engine.close()
+    assert repr(engine) == "<Engine that is closed: m released>"

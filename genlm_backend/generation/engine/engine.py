@@ -59,6 +59,10 @@ class Engine(OfOneProcess, Closing):
         self._models: dict[str, InstalledModel] = {}
         self._is_closed = False
 
+    def __repr__(self) -> str:
+        models = ", ".join(f"{name} {own.state.value}" for name, own in [*self._models.items()])
+        return f"<Engine{' that is closed' if self.is_closed else ''}: {models or 'no model'}>"
+
     # ---------------------------------------------------------------- models
 
     def install_model(

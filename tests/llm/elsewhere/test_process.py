@@ -215,8 +215,10 @@ async def test_its_death_reaches_every_waiter_and_restart_helps(lm, last, how):
         asyncio.gather(*map(lm.next_token_logprobs, asked), return_exceptions=True), 30
     )
     assert {type(error) for error in found} == {EngineDiedError}
-    with pytest.raises(EngineDiedError, match=how):
+    with pytest.raises(EngineDiedError, match=how) as caught:
         await lm.next_token_logprobs([1])
+    assert "Loading weights" not in str(caught.value)
+    assert repr(lm).endswith("has died: restart() loads it again>")
     close_to(await lm.next_token_logprobs([5]), [5])  # a row that is kept
     lm.clear_cache()
     with pytest.raises(EngineDiedError, match=how):
@@ -224,6 +226,7 @@ async def test_its_death_reaches_every_waiter_and_restart_helps(lm, last, how):
     assert not is_there(process_id)
     lm._call(lm._evaluator.restart)
     close_to(await lm.next_token_logprobs([5]), [5])
+    assert "died" not in repr(lm)
 
 
 def test_one_that_is_killed_while_idle_is_noticed_at_once(lm):
