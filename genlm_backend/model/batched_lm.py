@@ -167,7 +167,7 @@ class BatchedLM(OfOneProcess, AsyncLM):
         capacity, num_states = self.kv_capacity, self._info.num_states
         kept = f"keeps {capacity} tokens" if capacity else "keeps no tokens"
         states = f" and {num_states} running states" if num_states else ""
-        died = ", has died: restart() loads it again" if self._evaluator.has_died else ""
+        died = ", has died" if self._evaluator.has_died else ""
         return f"<{name} of {size} token ids{device}, {kept}{states}{died}>"
 
     def _asking(self, policy: BatchPolicy) -> BatcherBase[Question, Any]:

@@ -49,6 +49,7 @@ class SessionEngine(Protocol):
         processor: The processor of transformers that reads pictures, where they are.
         num_steps: Number of steps that have computed something.
         completions: The completions that have not ended, by their ids.
+        has_died: Whether its process has ended.
     """
 
     tokenizer: Any
@@ -63,6 +64,7 @@ class SessionEngine(Protocol):
     scores_texts: bool
     num_steps: int
     completions: dict[str, Completion]
+    has_died: bool
 
     @property
     def processor(self) -> Any:

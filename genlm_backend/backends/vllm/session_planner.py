@@ -16,7 +16,7 @@ import torch
 from genlm_backend.backends.vllm.completion import Completion
 from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.backends.vllm.sessions import Placement, SessionTable
-from genlm_backend.errors import EvaluationError, QueryDroppedError
+from genlm_backend.errors import EngineDiedError, EvaluationError, QueryDroppedError
 from genlm_backend.model.query import Query
 from genlm_backend.model.readout import RowQuestions
 from genlm_backend.model.scoring import Scoring
@@ -205,8 +205,9 @@ class SessionPlanner:
         except BaseException as error:
             completions = list(self._engine.completions.values())
             try:
-                self._engine.stop(completions)
-                self.end_sessions()
+                if not isinstance(error, EngineDiedError):  # its sessions have ended with it
+                    self._engine.stop(completions)
+                    self.end_sessions()
             finally:
                 self.table.clear()
                 for completion in completions:

@@ -85,6 +85,7 @@ class VLLMEngine:
         # has looked up for the sampled tokens, which are fewer: on the CPU its engine ends.
         self.scores_texts = not self._core.takes_adapters
         self.num_steps = 0
+        self.has_died = False
         self.completions: dict[str, Completion] = {}
         self._sessions: set[str] = set()
         self._untaken: set[str] = set()
@@ -469,10 +470,11 @@ class VLLMEngine:
             if not (isinstance(error, capture.EngineDeadError) or self._core.is_dead):
                 raise
             # A dead core's sockets are closed by another thread, while they may be written to.
+            self.has_died = True
             raise EngineDiedError(
                 "vLLM's engine has ended, and what it printed says why; close this model and "
                 "load it again"
-            ) from error
+            ) from error.with_traceback(None)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

@@ -76,6 +76,11 @@ class VLLMEvaluator(Evaluator):
             eos_token_ids=engine.eos_token_ids,
         )
 
+    @property
+    def has_died(self) -> bool:
+        """Whether the engine's process has ended."""
+        return self.engine.has_died
+
     # ---------------------------------------------------------------- rows
 
     def evaluate(self, questions: Sequence[Question], /) -> Sequence[Answer]:

@@ -26,6 +26,7 @@ class FakeEngine:
         self.max_length, self.eos_token_ids = max_length, eos_token_ids
         self.scores_texts = True
         self.num_steps = 0
+        self.has_died = False
         self.num_sampled = []  # of each step: how many completions, and of how many
         self.sessions, self.added = {}, {}
         self.completions = {}
