@@ -27,7 +27,8 @@ def run(*command, **options):
 
 
 def test_the_demo_says_what_it_asks_and_ends_with_what_batching_did():
-    done = run("-m", "genlm_backend", "demo", *"--particles 6 --tokens 5 --repeats 2".split())
+    options = ["--particles", "6", "--tokens", "5", "--repeats", "2"]
+    done = run("-m", "genlm_backend", "demo", *options)
     assert done.returncode == 0, done.stderr
     assert "'The sea is'" in done.stdout.split("Question: ")[1].split("\n")[0]
     unweighted, weighted = done.stdout.split("Without weights")[1].split("Posterior")
