@@ -7,7 +7,7 @@ import argparse
 import asyncio
 import math
 
-from genlm_backend import AsyncLM, load_model_by_name
+from genlm_backend import AsyncLM, load_model_by_name, surprisal
 
 TEXTS = [
     "The capital of France is Paris.",
@@ -21,11 +21,7 @@ TEXTS = [
 
 async def score(lm: AsyncLM, text: str) -> tuple[float, float]:
     """Return the log-probability of a text, in nats, and its bits per byte."""
-    start = lm.tokenizer.bos_token_id
-    if start is None:  # an id may be 0, which is as good as any
-        start = lm.tokenizer.eos_token_id
-    ids = [start, *lm.tokenizer.encode(text, add_special_tokens=False)]
-    total = float((await lm.score(ids[:1], ids[1:])).sum())
+    total = (await surprisal(lm, text, by="token")).log_likelihood
     return total, -total / math.log(2) / len(text.encode())
 
 

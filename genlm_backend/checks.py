@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 from genlm_backend.errors import DeviceError, OptionError, OptionTypeError
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 Check = Callable[[str, Any], T]
 """A function of an argument's name and value that returns the value as it is meant."""
 
@@ -114,6 +115,32 @@ def _option_names(kind: type) -> Iterator[str]:
         yield from (p.name for p in parameters if p.default is not p.empty)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             return
+
+
+def shows_options(options: type, defaults: Mapping[str, Any]) -> Callable[[F], F]:
+    """Return a decorator that makes ``help`` show each option of a function that ends with ``**``.
+
+    Args:
+        options: The ``TypedDict`` of the options.
+        defaults: The default of each.
+    """
+
+    def shown_by_help(function: F) -> F:
+        signature = inspect.signature(function)
+        *others, _ = signature.parameters.values()
+        own = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults[name],
+                annotation=hint.__forward_arg__,
+            )
+            for name, hint in options.__annotations__.items()
+        ]
+        function.__signature__ = signature.replace(parameters=[*others, *own])
+        return function
+
+    return shown_by_help
 
 
 def near_names(name: object, known: Iterable[str], quoted: bool = False) -> str:

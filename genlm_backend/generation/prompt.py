@@ -20,6 +20,7 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.context import Context
 from genlm_backend.model.ends import listed_ids
 from genlm_backend.model.query import TokenIds, check_known_ids
+from genlm_backend.tokenization.bos import with_one_bos
 
 Chat = Sequence[Mapping[str, Any]]
 """A chat's messages, each with its ``role`` and ``content``."""
@@ -140,7 +141,7 @@ def _encode(lm: AsyncLM, text: str) -> list[int]:
     ids = encoded if isinstance(encoded, list) else encoded.ids
     if not ids:
         raise ContextError("the prompt is empty: a context needs at least one token")
-    return ids
+    return with_one_bos(lm.tokenizer, ids)
 
 
 def _encode_chat(lm: AsyncLM, messages: Chat) -> list[int]:
@@ -175,14 +176,11 @@ def _chat_text(lm: AsyncLM, messages: Chat) -> str:
     if not getattr(source, "chat_template", None):
         raise ContextError("the model's processor has no chat template: pass text or token ids")
     try:
-        text = source.apply_chat_template(
+        return source.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=False
         )
     except Exception as error:  # a template is a program of its own
         raise ContextError(f"the chat template does not take these messages: {error}") from error
-    beginning = getattr(lm.tokenizer, "bos_token", None)
-    is_added = beginning and lm.tokenizer("")["input_ids"][:1] == [lm.tokenizer.bos_token_id]
-    return text.removeprefix(beginning) if is_added else text  # the processor puts it there
 
 
 def _check_roles(messages: Chat) -> None:

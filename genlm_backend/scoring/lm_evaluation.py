@@ -27,6 +27,8 @@ from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.runtime.background_loop import BackgroundLoop
 from genlm_backend.runtime.progress import progress_bar
 from genlm_backend.runtime.together import together
+from genlm_backend.scoring.words import default_beginning
+from genlm_backend.tokenization.bos import adds_bos
 
 try:
     # The other models first: the harness looks for its own only where it knows of none.
@@ -142,6 +144,9 @@ class HarnessLM(TemplateLM):
             self.lm = _loaded(pretrained, backend, opts, device)
         self.tokenizer = self.lm.tokenizer
         self._prefix_token_id = self._checked_prefix(prefix_token_id)
+        self._begins_by_default = (
+            prefix_token_id is None and self.tokenizer.bos_token_id is not None
+        )
         self._prefix: str = self.tokenizer.decode(self._prefix_token_id)
         self._begin = self._missing_begin() if add_bos_token else []
         self._lora_name = None if peft is None else "peft"
@@ -167,7 +172,7 @@ class HarnessLM(TemplateLM):
         begin = self.tokenizer.bos_token_id
         if begin is None:
             raise OptionError("add_bos_token must be left out: the tokenizer names no such token")
-        return [] if self.tokenizer.encode("")[:1] == [begin] else [begin]
+        return [] if adds_bos(self.tokenizer) else [begin]
 
     # ---------------------------------------------------------------- tokens
 
@@ -179,6 +184,8 @@ class HarnessLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The id of the token that texts without a context are read behind."""
+        if self._begins_by_default:
+            return default_beginning(self.lm, "prefix_token_id")
         return self._prefix_token_id
 
     @property

@@ -106,9 +106,9 @@ async def continuations(
     Args:
         lm: The model.
         context: A text or token ids, which come before; ``None`` for the token that texts begin
-            with (``bos_token_id`` of the tokenizer). A text is read behind that token where there
-            is one; token ids are taken as they are. A text that words follow ends without a
-            blank, which belongs to the word's token.
+            with (``bos_token_id`` of the tokenizer). A text is read behind that token as well,
+            unless it spells a special token first; token ids are taken as they are. A text that
+            words follow ends without a blank, which belongs to the word's token.
         n: Number of words.
         words: What a word is: a regular expression or a function from a text to the spans of its
             words, by default what blanks separate. With words of your own, the first one in what

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from genlm_backend.checks import checked, instance, integer, number, shown, switch
-from genlm_backend.errors import ContextError, OptionTypeError
+from genlm_backend.errors import ContextError, OptionError, OptionTypeError
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.context import Context
 from genlm_backend.model.query import TokenIds
@@ -19,9 +20,13 @@ from genlm_backend.model.token_readouts import ReadoutOf, chosen_of, masses_of
 from genlm_backend.scoring.search import Question, Search, searched, searched_sync
 from genlm_backend.scoring.words import (
     BLANKS,
+    NOT_BLANK,
+    Words,
+    check_words,
     context_ids,
     ends_blank,
     is_between_words,
+    spans_of,
     word_begins,
 )
 
@@ -55,6 +60,7 @@ async def prefix_logprob(
     text: str | bytes,
     *,
     word_ends: bool = False,
+    words: Words = NOT_BLANK,
     max_rest: float = 0.01,
     max_contexts: int = 200,
     lora_name: str | None = None,
@@ -76,8 +82,8 @@ async def prefix_logprob(
     Args:
         lm: The model.
         context: A text or token ids, which come before; ``None`` for the token that texts begin
-            with (``bos_token_id`` of the tokenizer). A text is read behind that token where there
-            is one; token ids are taken as they are.
+            with (``bos_token_id`` of the tokenizer). A text is read behind that token as well,
+            unless it spells a special token first; token ids are taken as they are.
         text: The bytes; a string is taken as UTF-8. A word that follows another begins with its
             blank.
         word_ends: Whether the last word of the text has to end: whether a blank or the end of the
@@ -85,6 +91,10 @@ async def prefix_logprob(
             blank comes behind a context that ends within a word, the answer is given that this word
             ends, as there. So ``" cat"`` has the probability of the word ``"cat"`` behind one
             blank, and that of ``" category"`` is not within it.
+        words: What a word is where ``word_ends=True``, as of ``continuations``: a regular
+            expression or a function from a text to the spans of its words, by default what blanks
+            separate. With words of your own, the last word has ended as soon as a character
+            follows that is none of it, and the context may end within a word.
         max_rest: The part of the answer that may be missing, from 0 on; at it the search ends.
         max_contexts: Number of contexts to ask about at most; at it the search ends, too. A text
             takes one for each of its tokens at least, or nothing is found.
@@ -94,11 +104,11 @@ async def prefix_logprob(
         OptionTypeError: (``TypeError``) If an argument is of a wrong type.
         OptionError: (``ValueError``) If one is out of its bounds, or the tokenizer names no token
             that texts begin with and ``context`` is ``None``.
-        ContextError: (``ValueError``) If ``context`` or ``text`` cannot be read, or ``text`` ends
-            with a blank where its last word has to end.
+        ContextError: (``ValueError``) If ``context`` or ``text`` cannot be read, or ``text`` does
+            not end with a word where its last word has to end.
         Exception: What ``next_token_logprobs`` raises.
     """
-    search = _search(lm, context, text, word_ends, max_rest, max_contexts)
+    search = _search(lm, context, text, word_ends, words, max_rest, max_contexts)
     return await searched(lm, search, lora_name)
 
 
@@ -108,12 +118,13 @@ def prefix_logprob_sync(
     text: str | bytes,
     *,
     word_ends: bool = False,
+    words: Words = NOT_BLANK,
     max_rest: float = 0.01,
     max_contexts: int = 200,
     lora_name: str | None = None,
 ) -> PrefixLogprob:
     """Return the same log-probability as ``prefix_logprob``, blocking the calling thread."""
-    search = _search(lm, context, text, word_ends, max_rest, max_contexts)
+    search = _search(lm, context, text, word_ends, words, max_rest, max_contexts)
     return searched_sync(lm, search, lora_name)
 
 
@@ -135,18 +146,22 @@ class _Path(NamedTuple):
 
 
 def _search(
-    lm: Any, context: Any, text: Any, word_ends: Any, max_rest: Any, max_contexts: Any
+    lm: Any, context: Any, text: Any, word_ends: Any, words: Any, max_rest: Any, max_contexts: Any
 ) -> Search[PrefixLogprob]:
     instance(AsyncLM, "an AsyncLM")("lm", lm)
     bounds = {"word_ends": word_ends, "max_rest": max_rest, "max_contexts": max_contexts}
     given = checked(_CHECKS, bounds)
-    data = _bytes_of(text, given["word_ends"])
+    words = check_words(words)
+    if words != NOT_BLANK and not given["word_ends"]:
+        raise OptionError("words is for word_ends=True")
+    data = _bytes_of(text, given["word_ends"] and words == NOT_BLANK)
     begin = lm.contexts.check(context_ids(lm, context), lm.max_length, name="context")
     log_share = math.log(given["max_rest"]) if given["max_rest"] else -math.inf
     if not data and not given["word_ends"]:
         return PrefixLogprob(0.0, -math.inf)
     is_between = context is None or is_between_words(lm, begin)
-    ways = _Ways(lm, data, given["word_ends"], not is_between)
+    ends = None if words == NOT_BLANK else _WordEnds(words, data)
+    ways = _Ways(lm, data, given["word_ends"], not is_between, ends)
     best = np.full(ways.longest + 1, -np.inf)  # the most probable path of those that end at a byte
     found, paths = -math.inf, [_Path(0.0, b"", begin)]
     too_long, left = list[float](), given["max_contexts"]
@@ -225,6 +240,43 @@ class _Steps(NamedTuple):
 
 
 @final
+class _WordEnds:
+    """The end of a text's last word, by words of the caller's own.
+
+    Args:
+        words: What a word is.
+        data: The bytes of the text.
+    """
+
+    def __init__(self, words: Words, data: bytes) -> None:
+        try:
+            self._text = data.decode()
+        except UnicodeDecodeError as error:
+            raise ContextError(f"text must be UTF-8 where words are given: {error}") from error
+        self._words, self._spans = words, spans_of(words, self._text)
+        if not self._spans or self._spans[-1][1] < len(self._text):
+            raise ContextError(
+                f"text must end with its last word where word_ends=True, got {shown(self._text)}, "
+                f"whose words are at {self._spans}"
+            )
+
+    def has_come(self, spelt: bytes, is_all: bool = False) -> bool | None:
+        """Return whether the word has ended in some bytes that begin with the text.
+
+        Args:
+            spelt: The bytes.
+            is_all: Whether nothing comes after them.
+
+        Returns:
+            ``None`` if no whole character follows the text.
+        """
+        text = codecs.getincrementaldecoder("utf-8")("replace").decode(spelt, is_all)
+        if text == self._text and not is_all:
+            return None
+        return spans_of(self._words, text)[: len(self._spans)] == self._spans
+
+
+@final
 class _Ways:
     """The ways of tokens to a text, or to a text whose last word ends.
 
@@ -233,18 +285,27 @@ class _Ways:
         data: The bytes of the text.
         word_ends: Whether its last word has to end.
         is_within: Whether it comes behind a word that has not ended.
+        ends: The end of the last word, unless blanks separate words.
 
     Attributes:
         longest: Number of bytes that have to be spelt, at most.
     """
 
-    def __init__(self, lm: AsyncLM, data: bytes, word_ends: bool, is_within: bool) -> None:
+    def __init__(
+        self,
+        lm: AsyncLM,
+        data: bytes,
+        word_ends: bool,
+        is_within: bool,
+        ends: _WordEnds | None,
+    ) -> None:
         self._alphabet, self._size, self._data = lm.alphabet, len(lm.byte_vocab), data
+        self._byte_vocab, self._ends = lm.byte_vocab, ends
         self._wanted = [data + blank for blank in BLANKS] if word_ends else [data]
-        self.longest = max(map(len, self._wanted))
+        self.longest = max(map(len, self._wanted))  # a part of a character is no longer than blanks
         self._word_ends = word_ends
         self._given: NDArray[np.bool_] | None = None
-        if word_ends and is_within and data.startswith(BLANKS):
+        if ends is None and word_ends and is_within and data.startswith(BLANKS):
             self._given = word_begins(lm).unpacked().numpy() | lm.alphabet.ends
         self._steps: Final = cache(self._steps_behind)
 
@@ -255,6 +316,8 @@ class _Ways:
         in the first step, where that is given, of all that end the word before the text.
         """
         alphabet, longest = self._alphabet, self._alphabet.longest
+        if self._ends is not None:
+            return self._steps_to_end(self._ends, spelt)
         rests = [own[len(spelt) :] for own in self._wanted if own.startswith(spelt)]
         parts = {rest[:i] for rest in rests for i in range(1, min(longest + 1, len(rest)))}
         tokens = [(i, spelt + part) for part in sorted(parts) for i in alphabet.spelling(part)]
@@ -266,6 +329,25 @@ class _Ways:
             groups.append(self._given)
             tokens = [(i, own) for i, own in tokens if self._given[i]]
         readouts: list[ReadoutOf] = [masses_of(groups, self._size)]
+        if tokens:
+            readouts.append(chosen_of([token_id for token_id, _ in tokens], self._size))
+        return _Steps(tokens, readouts)
+
+    def _steps_to_end(self, ends: _WordEnds, spelt: bytes) -> _Steps:
+        """Return the tokens that may come behind some bytes, by words of the caller's own."""
+        alphabet, rest = self._alphabet, self._data[len(spelt) :]
+        parts = (rest[:i] for i in range(1, min(alphabet.longest + 1, len(rest))))
+        tokens = [(i, spelt + part) for part in parts for i in alphabet.spelling(part)]
+        ending = np.zeros(self._size, np.bool_)
+        if not rest and ends.has_come(spelt, is_all=True):
+            ending |= alphabet.ends
+        for i in np.flatnonzero(alphabet.beginning_with(rest)).tolist():
+            own = spelt + self._byte_vocab[i].byte_string
+            has_come = ends.has_come(own)
+            ending[i] = has_come is True
+            if has_come is None:
+                tokens.append((i, own))
+        readouts: list[ReadoutOf] = [masses_of([ending], self._size)]
         if tokens:
             readouts.append(chosen_of([token_id for token_id, _ in tokens], self._size))
         return _Steps(tokens, readouts)

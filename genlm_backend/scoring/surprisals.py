@@ -20,6 +20,7 @@ from genlm_backend.checks import (
     one_of,
     optional,
     shown,
+    shows_options,
     switch,
 )
 from genlm_backend.errors import ContextError, MissingExtraError, OptionError, OptionTypeError
@@ -180,6 +181,21 @@ class SurprisalOptions(TypedDict, total=False):
     progress: bool
 
 
+_DEFAULTS: Final = {
+    "by": "word",
+    "unit": "bits",
+    "words": NOT_BLANK,
+    "word_ends": None,
+    "context": None,
+    "contexts": None,
+    "entropy": False,
+    "rank": False,
+    "stride": None,
+    "lora_name": None,
+    "progress": False,
+}
+
+
 @overload
 async def surprisal(lm: AsyncLM, texts: str, **options: Unpack[SurprisalOptions]) -> Surprisals: ...
 
@@ -190,6 +206,7 @@ async def surprisal(
 ) -> SurprisalsOfTexts: ...
 
 
+@shows_options(SurprisalOptions, _DEFAULTS)
 async def surprisal(
     lm: AsyncLM, texts: str | Sequence[str], **options: Unpack[SurprisalOptions]
 ) -> Surprisals | SurprisalsOfTexts:
@@ -203,7 +220,8 @@ async def surprisal(
     and any word that goes on as this one does is counted with it.
 
     A text is read behind the token that texts begin with (``bos_token_id`` of the tokenizer), which
-    the answer names as its ``context``; where there is none, ``context`` has to be given. Texts
+    the answer names as its ``context``; where there is none, ``context`` has to be given. A warning
+    names a token that the chat template writes before each message, as it may begin no text. Texts
     share batches with each other and with whatever else the model is asked.
 
     Args:
@@ -214,7 +232,8 @@ async def surprisal(
             or a function from a text to the spans of its words, ``r"\\S+"`` by default;
             ``word_ends``, whether words are charged for their ends, by default where blanks
             separate them; ``context``, what each text is read behind: a text, itself behind the
-            token that texts begin with where there is one, or token ids as they are;
+            token that texts begin with unless it spells a special token first, or token ids as
+            they are;
             ``contexts``, such a context for each of several texts, in a list;
             ``entropy`` and ``rank``, whether to tell these;
             ``stride``, for texts that are longer than the model takes: the number of tokens that
@@ -256,6 +275,7 @@ def surprisal_sync(
 ) -> SurprisalsOfTexts: ...
 
 
+@shows_options(SurprisalOptions, _DEFAULTS)
 def surprisal_sync(
     lm: AsyncLM, texts: str | Sequence[str], **options: Unpack[SurprisalOptions]
 ) -> Surprisals | SurprisalsOfTexts:
@@ -289,20 +309,6 @@ _CHECKS: Final = {
     "rank": switch,
     "stride": optional(integer(1)),
     "progress": switch,
-}
-
-_DEFAULTS: Final = {
-    "by": "word",
-    "unit": "bits",
-    "words": NOT_BLANK,
-    "word_ends": None,
-    "context": None,
-    "contexts": None,
-    "entropy": False,
-    "rank": False,
-    "stride": None,
-    "lora_name": None,
-    "progress": False,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias, cast, final
@@ -17,6 +18,7 @@ from genlm_backend.errors import ContextError, ContextTypeError, OptionError, Op
 from genlm_backend.model.async_lm import AsyncLM
 from genlm_backend.model.draw import PackedMask
 from genlm_backend.model.query import TokenIds
+from genlm_backend.tokenization.bos import adds_bos, begins_turns
 
 Span: TypeAlias = tuple[int, int]
 """Where something begins and ends, in characters of a text."""
@@ -285,24 +287,48 @@ def word_begins(lm: AsyncLM) -> PackedMask:
 
 def context_ids(lm: AsyncLM, context: str | TokenIds | None, name: str = "context") -> list[int]:
     """Return the token ids that texts are read behind, one at least."""
-    begin = getattr(lm.tokenizer, "bos_token_id", None)
-    if context is None:
-        if begin is None:
+    has_bos = getattr(lm.tokenizer, "bos_token_id", None) is not None
+    if context is None or (has_bos and context == ""):
+        if not has_bos:
             raise OptionError(
                 "the tokenizer names no token that texts begin with (bos_token_id): give context=, "
                 "such as [lm.tokenizer.eos_token_id], which stands between texts in training"
             )
-        return [int(begin)]
+        return [default_beginning(lm)]
     if isinstance(context, str):
-        if not context and begin is not None:
-            return [int(begin)]
         ids = Spelling(lm, context, name).token_ids
-        return ids if begin is None else [int(begin), *ids]
+        # A chat that its template has written begins with its own special token.
+        is_special = ids[0] in lm.special_ids and not adds_bos(lm.tokenizer)
+        begins = not has_bos or is_special or ids[0] == lm.tokenizer.bos_token_id
+        return ids if begins else [default_beginning(lm), *ids]
     try:
         return [*lm.contexts.check(cast(TokenIds, context), name=name)]
     except ContextTypeError as error:
         many = "" if name != "context" else "; contexts= has one for each of several texts"
         raise ContextTypeError(f"{name} must be a text or token ids: {error}{many}") from error
+
+
+_begun: Final[weakref.WeakSet[AsyncLM]] = weakref.WeakSet()
+"""Models whose default beginning has been taken."""
+
+
+def default_beginning(lm: AsyncLM, option: str = "context") -> int:
+    """Return the tokenizer's BOS; warn, once for a model, of one that begins turns of chats.
+
+    Args:
+        lm: The model, whose tokenizer names one.
+        option: The option that names another beginning.
+    """
+    if lm not in _begun:
+        _begun.add(lm)
+        if begins_turns(lm.tokenizer):
+            warnings.warn(
+                f"texts are read after {lm.tokenizer.bos_token!r}, the tokenizer's bos_token, "
+                "which the chat template writes before each message: no text may have followed it "
+                f"in training. Give {option}=, the token that separated texts then",
+                stacklevel=6,
+            )
+    return int(lm.tokenizer.bos_token_id)
 
 
 def is_between_words(lm: AsyncLM, context: Sequence[int]) -> bool:

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from genlm_backend import AsyncTransformer, load_model_by_name
+from genlm_backend import AsyncTransformer, load_model_by_name, surprisal_sync
 from genlm_backend.backends import bundled
 from genlm_backend.errors import MissingExtraError
 from genlm_backend.runtime.progress import bars_where_seen
@@ -44,6 +44,26 @@ async def test_sampled_particles_agree_with_the_model_run_whole(lm):
             atol=2e-4,
         )
     lm._evaluator.passes.tree.check_integrity()
+
+
+def test_a_text_begins_as_in_training_and_a_chat_as_its_template_writes_it(lm):
+    """``<|im_start|>`` begins turns of chats alone, and the tokenizer adds nothing."""
+    begin = lm.str_vocab.index("<|endoftext|>")
+    (word,) = surprisal_sync(lm, "The")
+    told = surprisal_sync(lm, "The", context=[begin])
+    assert told.context == (begin,)
+    assert word.surprisal == pytest.approx(told[0].surprisal, abs=1e-3)
+    assert word.surprisal < 8
+    chat = [{"role": "user", "content": "Is Paris in France?"}]
+    ids, text = (
+        lm.tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=tokenize, return_dict=False
+        )
+        for tokenize in (True, False)
+    )
+    assert lm.byte_vocab[ids[0]].byte_string == b"<|im_start|>"
+    assert surprisal_sync(lm, "Yes", context=text).context == tuple(ids)
+    assert lm.tokenizer.encode("The") == [lm.str_vocab.index("The")]
 
 
 def test_a_particles_step_costs_one_token(lm):

@@ -167,8 +167,7 @@ def test_mistakes(lm):
 @pytest.mark.real
 def test_a_real_model_s_words_have_the_surprisals_of_their_tokens_and_more():
     with load_model_by_name("smollm2") as lm:
-        between_texts = [lm.str_vocab.index("<|endoftext|>")]
-        context = [*between_texts, *lm.tokenizer.encode("The capital of France is")]
+        context = [lm.tokenizer.bos_token_id, *lm.tokenizer.encode("The capital of France is")]
         found = continuations_sync(lm, context, 5)
         assert [own.text for own in found[:2]] == ["Paris.", "Paris,"]
         rest = math.exp(found.log_rest)

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -119,6 +120,38 @@ def test_words_that_end_are_those_of_continuations(lm):
         assert total <= math.exp(word.logprob) * (1 + 1e-3) + math.exp(found.log_rest)
 
 
+@pytest.mark.parametrize("letter", ["a", "é"])
+@pytest.mark.parametrize("before", ["", " ", "b ", "abéb"])
+@pytest.mark.parametrize("is_string", [True, False])
+def test_a_word_of_ones_own_ends_where_other_characters_follow(lm, rows, letter, before, is_string):
+    words = f"{letter}+|[^{letter}]+"
+    words = words if is_string else re.compile(words)
+    options = {"word_ends": True, "words": words, "max_rest": 0, "max_contexts": 10**6}
+    text = before + letter
+    found = prefix_logprob_sync(lm, [0, 2], text, **options)
+    data = text.encode()
+    total = rows.prefix([0, 2], data) - rows.prefix([0, 2], data + letter.encode())
+    assert math.exp(found.logprob) == pytest.approx(total, rel=1e-5, abs=0)
+    assert found.log_rest == -math.inf
+
+
+def test_words_of_ones_own_are_those_of_continuations(lm, rows):
+    words = "a+|[^a]+"
+    found = continuations_sync(lm, [0, 2], 50, words=words, max_rest=0, max_contexts=3000)
+    rest = math.exp(found.log_rest)
+    own = [word for word in found if "\ufffd" not in word.text and len(word.text) < 4]
+    assert {"a", "b", " "} < {word.text for word in own}
+    for word in own:
+        options = {"word_ends": True, "words": words, "max_rest": 0, "max_contexts": 10**6}
+        exact = math.exp(prefix_logprob_sync(lm, [0, 2], word.text, **options).logprob)
+        assert math.exp(word.logprob) * (1 - 1e-5) <= exact
+        assert exact <= math.exp(word.logprob) * (1 + 1e-5) + rest
+        if "a" not in word.text:
+            data = word.text.encode()
+            total = rows.prefix([0, 2], data + b"a") + rows.ended([0, 2], data)
+            assert exact == pytest.approx(total, rel=1e-5, abs=0)
+
+
 def test_a_search_goes_by_waves(lm):
     lm.clear_cache()
     before = lm.statistics()
@@ -158,6 +191,11 @@ def test_mistakes(lm):
         (("gpt2", None, "a"), {}, OptionTypeError, "lm must be an AsyncLM"),
         ((lm, None, "a "), {"word_ends": True}, ContextError, "not with a blank"),
         ((lm, None, "a\u3000"), {"word_ends": True}, ContextError, "not with a blank"),
+        ((lm, None, "a"), {"words": "a"}, OptionError, "words is for word_ends=True"),
+        ((lm, None, "a"), {"word_ends": True, "words": "("}, OptionError, "words must be"),
+        ((lm, None, "ab"), {"word_ends": True, "words": "a"}, ContextError, "end with its last"),
+        ((lm, None, ""), {"word_ends": True, "words": "a"}, ContextError, "end with its last"),
+        ((lm, None, b"\xc3"), {"word_ends": True, "words": "a"}, ContextError, "must be UTF-8"),
         ((lm, None, "a"), {"word_ends": 1}, OptionTypeError, "word_ends"),
         ((lm, None, "a"), {"max_rest": -1}, OptionError, "max_rest"),
         ((lm, None, "a"), {"max_rest": 2}, OptionError, "max_rest"),
@@ -173,8 +211,7 @@ def test_mistakes(lm):
 @pytest.mark.real
 def test_a_real_model():
     with load_model_by_name("smollm2") as lm:
-        between_texts = [lm.str_vocab.index("<|endoftext|>")]
-        context = [*between_texts, *lm.tokenizer.encode("The capital of France is")]
+        context = [lm.tokenizer.bos_token_id, *lm.tokenizer.encode("The capital of France is")]
         for text in (" Paris", " Pa", " Llanfair", " the city of Paris"):
             found = prefix_logprob_sync(lm, context, text, max_contexts=1000)
             ids = lm.tokenizer.encode(text)
@@ -193,8 +230,7 @@ def test_a_real_model():
 @pytest.mark.real
 def test_a_word_of_a_real_model_is_as_probable_as_its_surprisal_says():
     with load_model_by_name("smollm2") as lm:
-        between_texts = [lm.str_vocab.index("<|endoftext|>")]
-        context = [*between_texts, *lm.tokenizer.encode("The capital of France is")]
+        context = [lm.tokenizer.bos_token_id, *lm.tokenizer.encode("The capital of France is")]
         for text in (" Paris.", " Oslo."):
             told = surprisal_sync(lm, text, context=context, unit="nats").total
             found = prefix_logprob_sync(lm, context, text, word_ends=True)

@@ -14,6 +14,7 @@ import torch
 from genlm_backend.checks import shown
 from genlm_backend.errors import PictureError
 from genlm_backend.model.context import Context, Contexts
+from genlm_backend.tokenization.bos import without_bos
 from genlm_backend.vision.images import fingerprint, read_image, read_images
 from genlm_backend.vision.pictures import (
     PictureRules,
@@ -115,6 +116,7 @@ class PictureReader:
             return self._of_inputs(self._ids(prompt), images, max_length)
         pictures = read_images(images)
         if isinstance(prompt, str):
+            prompt = without_bos(self._processor.tokenizer, prompt)  # which the processor adds
             check_num_pictures(str(self._marker), prompt.count(str(self._marker)), len(pictures))
             part = str(self._processor.tokenizer.convert_ids_to_tokens(self._image_token_id))
             if part != self._marker and part in prompt:

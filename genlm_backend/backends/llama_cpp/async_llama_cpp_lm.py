@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, final
 
 import torch
 
+from genlm_backend.backends.bundled import BOS_TOKEN, BUNDLED
 from genlm_backend.backends.llama_cpp.binding import library
 from genlm_backend.backends.llama_cpp.gguf_file import resolve_file
 from genlm_backend.checks import (
@@ -126,6 +127,8 @@ class AsyncLlamaCppLM(BatchedLM):
         model = GGUFModel(path, num_layers, vocab_only=is_elsewhere)
         try:
             tokenizer = GGUFTokenizer(model)
+            if Path(path).name in [filename for *_, filename in BUNDLED.values()]:
+                (tokenizer.bos_token_id,) = tokenizer.encode(BOS_TOKEN, add_special_tokens=False)
             self._llama: LlamaEvaluator | ProcessEvaluator
             if is_elsewhere:
                 self._llama = ProcessEvaluator(partial(load_evaluator, path, num_layers, given))

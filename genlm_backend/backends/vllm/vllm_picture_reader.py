@@ -13,6 +13,7 @@ import torch
 from genlm_backend.backends.vllm.session_engine import SessionEngine
 from genlm_backend.errors import PictureError
 from genlm_backend.model.context import Context, Contexts
+from genlm_backend.tokenization.bos import without_bos
 from genlm_backend.vision.images import read_images
 from genlm_backend.vision.pictures import Pictures, check_fits, check_num_pictures, codes
 
@@ -59,6 +60,7 @@ class VLLMPictureReader:
             raise PictureError("vLLM runs its processor itself: images are a list of pictures")
         pictures, marker = read_images(images), str(processor.image_token)
         if isinstance(prompt, str):
+            prompt = without_bos(processor.tokenizer, prompt)  # which the processor adds
             num_markers = prompt.count(marker)
         else:
             packed = array("i")

@@ -1,0 +1,39 @@
+"""BOS: the token that texts begin with, which a text may spell and a tokenizer may add."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def adds_bos(tokenizer: Any) -> bool:
+    """Return whether a tokenizer puts its BOS before each text."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    return bos is not None and list(tokenizer.encode(""))[:1] == [bos]
+
+
+def with_one_bos(tokenizer: Any, token_ids: list[int]) -> list[int]:
+    """Return the ids of a text without the BOS that was added before one that the text spells."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    is_twice = bos is not None and token_ids[:2] == [bos, bos] and adds_bos(tokenizer)
+    return token_ids[1:] if is_twice else token_ids
+
+
+def without_bos(tokenizer: Any, text: str) -> str:
+    """Return a text without the BOS that it spells, if the tokenizer adds one."""
+    bos = getattr(tokenizer, "bos_token", None)
+    return text.removeprefix(bos) if bos and adds_bos(tokenizer) else text
+
+
+def begins_turns(tokenizer: Any) -> bool:
+    """Return whether the chat template writes the BOS before each message."""
+    bos = getattr(tokenizer, "bos_token", None)
+    if not bos or not getattr(tokenizer, "chat_template", None):
+        return False
+    first, second = "first message", "second message"
+    chat = [{"role": "user", "content": first}, {"role": "assistant", "content": second}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except Exception:  # a template is a program of its own
+        return False
+    before, _, behind = text.partition(first)
+    return bos in before and bos in behind.partition(second)[0]
