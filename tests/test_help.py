@@ -22,6 +22,6 @@ OF_SEARCHES = ("words", "max_rest", "max_contexts", "lora_name")
     ],
 )
 def test_help_names_each_option(name, options):
-    shown = pydoc.render_doc(getattr(genlm_backend, name), renderer=pydoc.plaintext)
+    shown = pydoc.plain(pydoc.render_doc(getattr(genlm_backend, name)))
     for option in options:
         assert f" {option}: " in shown

@@ -2,6 +2,7 @@
 
 import asyncio
 import warnings
+from typing import Any
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -33,9 +34,9 @@ def adding(tokenizer):
     return tokenizer
 
 
-def templated(is_added):
+def templated(is_added: bool) -> tuple[Any, list[int], str]:
     """A tokenizer, the token ids of a chat and its text."""
-    tokenizer = many_ways(chat_template=PLAIN)
+    tokenizer: Any = many_ways(chat_template=PLAIN)
     tokenizer = adding(tokenizer) if is_added else tokenizer
     ids = tokenizer.apply_chat_template(CHAT, return_dict=False)
     assert ids == [0, *tokenizer.encode("ab a", add_special_tokens=False)]
