@@ -267,10 +267,23 @@ def own_copy(row: _Numbers) -> torch.Tensor:
     return torch.from_numpy(own)
 
 
+def own_table(numbers: _Numbers) -> torch.Tensor:
+    """Return a copy of a table of rows as a tensor: float32 ``[n, vocab]``."""
+    table = spare_memory.take(numbers.shape, np.float32)
+    _write(numbers, table)
+    return torch.from_numpy(table)
+
+
 def put_rows(rows: Sequence[Row], table: _Numbers) -> None:
     """Write log-probabilities, on any device, into a table of one block: float32 ``[n, vocab]``."""
-    for own, row in zip(table, rows, strict=True):
-        own.data.cast("B")[:] = row.logprobs.cpu().contiguous().numpy().data.cast("B")
+    for start, part in _tables(rows):
+        _write(part.cpu().contiguous().numpy(), table[start : start + len(part)])
+
+
+def _write(numbers: _Numbers, table: _Numbers) -> None:
+    """Copy a table row by row, between which another thread may have the interpreter lock."""
+    for own, row in zip(table, numbers, strict=True):
+        own.data.cast("B")[:] = row.data.cast("B")
 
 
 def rows_of_logits(

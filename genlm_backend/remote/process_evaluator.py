@@ -12,7 +12,7 @@ import torch
 from genlm_backend.checks import function
 from genlm_backend.errors import EngineDiedError, OptionError, OptionTypeError
 from genlm_backend.model.evaluator import Evaluator
-from genlm_backend.model.row import own_copy
+from genlm_backend.model.row import own_table
 from genlm_backend.remote.child_process import ChildProcess
 from genlm_backend.remote.messages import Reply
 from genlm_backend.remote.remote_evaluator import RemoteEvaluator
@@ -74,16 +74,14 @@ class ProcessEvaluator(RemoteEvaluator):
         if child is not None:
             child.end(_CLOSING_SECONDS if is_kind else 0)
 
-    def _rows(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
+    def _tables(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
         """Copy rows out of the shared memory, as many at once as it has."""
         assert self._child is not None
-        rows: list[torch.Tensor] = []
-        while len(rows) < num_rows:
-            if rows:
+        most = self._child.rows.max_rows(width)
+        for start in range(0, num_rows, most):
+            if start:
                 self.ask("more")
-            count = min(num_rows - len(rows), self._child.rows.max_rows(width))
-            rows.extend(map(own_copy, self._child.rows.table(count, width)))
-        return iter(rows)
+            yield own_table(self._child.rows.table(min(num_rows - start, most), width))
 
 
 def pickled(name: str, value: Any) -> bytes:

@@ -22,7 +22,7 @@ from genlm_backend.errors import (
     QueryDroppedError,
 )
 from genlm_backend.model.evaluator import Evaluator
-from genlm_backend.model.row import Row, own_copy, put_rows
+from genlm_backend.model.row import Row, own_table, put_rows
 from genlm_backend.remote.far_end import FarEnd, library_version
 from genlm_backend.remote.messages import Reply, Request, Table
 from genlm_backend.remote.process_evaluator import pickled
@@ -201,9 +201,10 @@ class RayEvaluator(RemoteEvaluator):
                 return False
         return False
 
-    def _rows(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
+    def _tables(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
         table, self._table = self._table, None
-        return iter(()) if table is None else map(own_copy, table)
+        if table is not None:
+            yield own_table(table)
 
 
 def _countable(resources: Mapping[str, float]) -> dict[str, float]:

@@ -81,8 +81,8 @@ class RemoteEvaluator(RestartableEvaluator):
         """
 
     @abc.abstractmethod
-    def _rows(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
-        """Return the rows of the batch that has been answered last, each owning its memory."""
+    def _tables(self, num_rows: int, width: int) -> Iterator[torch.Tensor]:
+        """Yield copies of the rows of the batch that has been answered last: ``[n, width]``."""
 
     # ---------------------------------------------------------------- beginning and ending
 
@@ -147,9 +147,12 @@ class RemoteEvaluator(RestartableEvaluator):
             found = self.ask("evaluate", asked)
             if not isinstance(found, Answers):
                 return found  # for the caller to refuse
-            num_rows = sum(isinstance(answer, InTable) for answer in found.answers)
-            rows = self._rows(num_rows, found.width)
-            return [_unpacked(answer, rows) for answer in found.answers]
+            known = [each.normaliser for each in found.answers if isinstance(each, InTable)]
+            rows: list[Row] = []
+            for table in self._tables(len(known), found.width):
+                rows += Row.of_table(table, known[len(rows) : len(rows) + len(table)])
+            in_order = iter(rows)
+            return [_unpacked(answer, in_order) for answer in found.answers]
 
     @final
     def evaluate_whole(self, query: Query) -> Row:
@@ -243,9 +246,9 @@ class RemoteEvaluator(RestartableEvaluator):
         return self._counts
 
 
-def _unpacked(answer: Any, rows: Iterator[torch.Tensor]) -> Any:
+def _unpacked(answer: Any, rows: Iterator[Row]) -> Any:
     if isinstance(answer, InTable):
-        return Row(next(rows), answer.normaliser)
+        return next(rows)
     if isinstance(answer, PackedAnswer):
         return answer.answer()
     return answer.error() if isinstance(answer, PackedError) else answer

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from genlm_backend.errors import (
     EngineDiedError,
@@ -22,6 +23,7 @@ from genlm_backend.errors import (
     TokenizerDecodeError,
 )
 from genlm_backend.llm import BatchedLM, ProcessEvaluator
+from genlm_backend.model.row import table_of
 from genlm_backend.remote import child_process
 from genlm_backend.remote.messages import PackedError
 from tests.llm.conftest import word_tokenizer
@@ -114,6 +116,41 @@ async def test_rows_and_scores_come_back_whole_and_in_order(lm):
     rows[0].fill_(0)
     close_to(await lm.next_token_logprobs(contexts[0]), contexts[0])
     assert (await lm.score([1], [2, 3, 4])).tolist() == [0, -1, -2]
+
+
+class Operators(TorchDispatchMode):
+    """Counts torch's operators on this thread, each of which gives the interpreter lock up."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_many_rows_take_no_more_operators_here_than_a_few():
+    counts = []
+    with contextlib.closing(ProcessEvaluator(Told)) as evaluator:
+        evaluator.open()
+        for count in (3, 60):
+            contexts = [[1, i] for i in range(count)]
+            with Operators() as seen:
+                rows = evaluator.evaluate([toy_query(context) for context in contexts])
+                table = table_of(rows, torch.device("cpu"))
+            for row, context in zip(table, contexts, strict=True):
+                close_to(row, context)
+            counts.append(seen.count)
+    assert counts[0] == counts[1]
+
+
+async def test_a_row_that_a_caller_has_keeps_no_other_alive(lm):
+    rows = await asyncio.gather(*(lm.next_token_logprobs([1, i % 4]) for i in range(8)))
+    assert {row.untyped_storage().nbytes() for row in rows} == {rows[0].nbytes}
+    for i, row in enumerate(rows):
+        close_to(row, [1, i % 4])
+        row.fill_(0)
 
 
 def test_rows_that_do_not_fit_into_the_table_come_in_parts():
