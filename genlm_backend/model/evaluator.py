@@ -151,6 +151,7 @@ class EvaluatorCounts:
         num_states_to_host: Number of running states that went to the host.
         num_states_from_host: Number of running states that came back.
         packed_weight_bytes: Bytes of weights that are there a second time, in a faster layout.
+        num_captured_steps: Number of these forward passes that replayed a captured CUDA graph.
     """
 
     num_forwards: int = 0
@@ -170,6 +171,7 @@ class EvaluatorCounts:
     num_states_to_host: int = 0
     num_states_from_host: int = 0
     packed_weight_bytes: int = 0
+    num_captured_steps: int = 0
 
 
 def _nothing() -> None:

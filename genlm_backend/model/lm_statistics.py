@@ -48,6 +48,7 @@ class LMStatistics(Readable):
         num_evicted_states: Running states dropped to stay within the budget.
         num_states_to_host: Running states that were moved to the host.
         num_states_from_host: Running states that were moved back.
+        num_captured_steps: Forward passes that replayed a captured CUDA graph, of transformers.
     """
 
     _derived: ClassVar[tuple[str, ...]] = ("hit_rate", "mean_batch_size")
@@ -77,6 +78,7 @@ class LMStatistics(Readable):
     num_evicted_states: int = 0
     num_states_to_host: int = 0
     num_states_from_host: int = 0
+    num_captured_steps: int = 0
 
     @classmethod
     def of(cls, batching: BatcherStatistics, counts: EvaluatorCounts, rows: RowCache[Row]) -> Self:

@@ -182,7 +182,7 @@ class PassEvaluator(Evaluator):
             node = self.passes.computed(query)
         return node is not None and self.passes.cache.pin(node, self.passes.going_on.fewest)
 
-    def _counted(self, packed_weight_bytes: int = 0) -> EvaluatorCounts:
+    def _counted(self) -> EvaluatorCounts:
         """Return the counts of the runner and the tree."""
         runner, tree, cache = self.passes.runner, self.passes.tree, self.passes.cache
         states, per_state = tree.states, cache.state_store.layout.bytes_per_state
@@ -204,7 +204,6 @@ class PassEvaluator(Evaluator):
             num_evicted_states=states.num_evicted,
             num_states_to_host=states.num_to_host,
             num_states_from_host=states.num_to_device,
-            packed_weight_bytes=packed_weight_bytes,
         )
 
     def _let_go(self) -> None:

@@ -106,27 +106,28 @@ def attend_in_slots(
         pieces = pieces[:, :0]
     values, sums = (part.contiguous() for part in of_parts)
     launch: Any = _attend[(num_rows, num_key_heads)]  # pyright: ignore[reportIndexIssue]
-    launch(
-        query,
-        codes,
-        slots,
-        starts,
-        counts,
-        values,
-        sums,
-        pieces,
-        query if sinks is None else sinks,
-        found,
-        scale,
-        codes.stride(0),
-        sums.shape[1],
-        pieces.shape[1],
-        NUM_KEY_HEADS=num_key_heads,
-        GROUP_SIZE=group_size,
-        DIM=dim,
-        QUERIES=max(16, triton.next_power_of_2(group_size)),
-        DIMS=max(16, triton.next_power_of_2(dim)),
-        BLOCK=min(64, max(16, per_row)),
-        HAS_SINKS=sinks is not None,
-    )
+    with torch.cuda.device_of(query):  # or it is launched on the one that is current
+        launch(
+            query,
+            codes,
+            slots,
+            starts,
+            counts,
+            values,
+            sums,
+            pieces,
+            query if sinks is None else sinks,
+            found,
+            scale,
+            codes.stride(0),
+            sums.shape[1],
+            pieces.shape[1],
+            NUM_KEY_HEADS=num_key_heads,
+            GROUP_SIZE=group_size,
+            DIM=dim,
+            QUERIES=max(16, triton.next_power_of_2(group_size)),
+            DIMS=max(16, triton.next_power_of_2(dim)),
+            BLOCK=min(64, max(16, per_row)),
+            HAS_SINKS=sinks is not None,
+        )
     return found

@@ -140,7 +140,7 @@ class StepArrays:
             bounds[num_stretches + 1 :] = bounds[num_stretches]
         self._on_device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._on_device.device))
 
 
 @final

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
@@ -206,7 +207,11 @@ class HFEvaluator(PassEvaluator):
 
     def counts(self) -> EvaluatorCounts:
         """Return the counts of the runner and the tree, and the bytes of packed weights."""
-        return self._counted(self._runner.packed.nbytes)
+        return replace(
+            self._counted(),
+            packed_weight_bytes=self._runner.packed.nbytes,
+            num_captured_steps=self._runner.num_captured_steps,
+        )
 
     def close(self) -> None:
         """Let go of the model and of the slots."""

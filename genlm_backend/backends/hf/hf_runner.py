@@ -47,6 +47,7 @@ class HFRunner(Runner):
         cache_argument: The one among them that a cache is given by; ``None`` where it takes none.
         num_forwards: Number of passes so far.
         tokens_computed: Number of tokens in them, padding not counted.
+        num_captured_steps: Number of them that were a recorded decode step.
     """
 
     def __init__(self, model: Any) -> None:
@@ -62,6 +63,7 @@ class HFRunner(Runner):
         self.check_wanted: Callable[[], object] = _nothing
         self.num_forwards = 0
         self.tokens_computed = 0
+        self.num_captured_steps = 0
         self.parameters: frozenset[str] = self.twin.parameters
         self.cache_argument: str | None = self.twin.cache_argument
         self.device = input_device(model)
@@ -86,6 +88,8 @@ class HFRunner(Runner):
             logits = self._launched(batch, attend)
             if plan is not None and graphs is not None:
                 graphs.learn(plan, self.twin, batch, logits)
+        else:
+            self.num_captured_steps += 1
         self.num_forwards += 1
         self.tokens_computed += batch.num_new_tokens
         return logits

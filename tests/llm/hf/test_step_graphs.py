@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from genlm_backend.attention import reading as sharing
-from genlm_backend.attention.torch import step_operators, step_tables
+from genlm_backend.attention.torch import step_operators, step_pass, step_tables
 from genlm_backend.backends.hf import step_graphs
 from genlm_backend.backends.hf.hf_evaluator import HFEvaluator
 from genlm_backend.errors import ModelStateError
@@ -371,6 +371,7 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
     "failing",
     [
         Failing(lambda found: found.normal_()),  # other numbers
+        Failing(lambda found: found[0].fill_(torch.nan)),
         Failing(error=RuntimeError("operation not permitted when stream is capturing")),
         Failing(error=OUT_OF_MEMORY),
         Failing(raising(OUT_OF_MEMORY)),
@@ -413,3 +414,58 @@ def test_operators_that_are_wrong_are_not_used(monkeypatch, recorded):
     step_operators.step_operators.cache_clear()
     check_history(families.make("llama"), particles(4, 20, 6))
     assert not recorded
+
+
+def test_a_recorded_step_that_is_refused_leaves_no_keys_of_its_own(monkeypatch, recorded):
+    of = step_tables.StepTables.of.__func__
+
+    def lossy(cls, *given):  # of each row, all keys but that of the new token
+        tables = of(cls, *given)
+        last = tables.slots[tables.counts.cumsum() - 1]
+        return tables._replace(slots=last, counts=tables.counts * 0 + 1)
+
+    monkeypatch.setattr(step_tables.StepTables, "of", classmethod(lossy))
+    evaluator = check_history(families.make("llama"), particles(5, 20, 6))
+    assert recorded  # and compared
+    assert evaluator.counts().num_captured_steps == 0
+
+
+def test_three_errors_end_recording_until_clear(monkeypatch, recorded, caplog):
+    def fails(recorder, run):
+        raise OUT_OF_MEMORY
+
+    model = families.make("llama")
+    evaluator = HFEvaluator(model, kv_cache_bytes=1 << 22)
+    evaluator.open()
+    with monkeypatch.context() as patched:
+        patched.setattr(StrictRecorder, "record", fails)
+        for count in (2, 5, 9, 20):
+            check_rows(evaluator, model, particles(count, 20, 4))
+    check_rows(evaluator, model, particles(5, 20, 4, seed=1))
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "after 3 errors" in said
+    assert "clear_cache()" in said
+    assert evaluator.counts().num_captured_steps == 0
+    evaluator.clear()
+    check_rows(evaluator, model, particles(5, 20, 6, seed=1))
+    assert 0 < evaluator.counts().num_captured_steps < len(recorded)
+
+
+def test_copies_to_a_device_are_noted_on_its_own_stream(monkeypatch, recorded):
+    noted, made = [], step_pass.StepArrays.__init__
+
+    class Event:
+        def synchronize(self):
+            pass
+
+        def record(self, stream=None):
+            noted.append(stream)
+
+    def made_with_event(arrays, shape, device):
+        made(arrays, shape, device)
+        arrays._copied = Event()
+
+    monkeypatch.setattr(step_pass.StepArrays, "__init__", made_with_event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream of", device))
+    check_history(families.make("llama"), particles(4, 20, 4))
+    assert set(noted) == {("stream of", torch.device("cpu"))}
