@@ -262,6 +262,7 @@ class HFRunner(Runner):
             twin.close()
         self._twins.clear()
         self._owner.close()
+        del self._state  # which refers to the parameters
         self.model = self.twin = self.graphs = None
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Self, final
+from typing import Any, Final, final
 
 import torch
 
@@ -26,28 +25,6 @@ _ATTENTION: Final = "_attn_implementation"
 """Beginning of the keys that name a function of attention; passes notice other ones themselves."""
 
 
-@dataclass(frozen=True, slots=True)
-class DtypeAndDevice:
-    """Dtype and device of a model's parameters; a conversion changes the first with the others.
-
-    Attributes:
-        dtype: Data type of the first parameter.
-        device: Device that it is on.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, model: Any) -> Self | None:
-        """Return that of a model, or ``None`` if it has no parameters."""
-        parameters = getattr(model, "parameters", tuple)()
-        return next((cls(p.dtype, p.device) for p in parameters), None)
-
-    def __str__(self) -> str:
-        return f"{self.dtype} on {self.device}"
-
-
 @final
 class ModelSnapshot:
     """The placement, the mode and the configuration of a model when it was wrapped.
@@ -60,7 +37,14 @@ class ModelSnapshot:
     """
 
     def __init__(self, model: Any) -> None:
-        self._placement = DtypeAndDevice.of(model)
+        self._tensors = [
+            (tensors, key, f"{name}.{key}".lstrip("."))
+            for name, module in model.named_modules()
+            for tensors in (module._parameters, module._buffers)
+            for key, tensor in tensors.items()
+            if tensor is not None and not tensor.is_meta  # as offloaded ones are between passes
+        ]
+        self._placements = self._placed()
         self._configs = [(config, _settings(config)) for config in _configs(model)]
 
     def check(self, model: Any, is_trained: bool) -> None:
@@ -74,12 +58,8 @@ class ModelSnapshot:
             ModelStateError: (``RuntimeError``) If it has been converted, moved, put into training
                 mode or configured otherwise.
         """
-        if (placement := DtypeAndDevice.of(model)) != self._placement:
-            raise ModelStateError(
-                f"the model was {self._placement} when it was wrapped and is {placement} now, "
-                "which its keys and values are not: put it back, and clear_cache() if that has "
-                "rounded its weights, or wrap it again"
-            )
+        if (placements := self._placed()) != self._placements:
+            self._check_placed(placements)
         if is_trained:
             raise ModelStateError(
                 "the model is in training mode, where its rows are drawn at random: call eval() on "
@@ -93,6 +73,20 @@ class ModelSnapshot:
                         f"the model's config had {name}={shown(value)} when it was wrapped and has "
                         f"{shown(now.get(name))} now: put it back, or wrap the model again"
                     )
+
+    def _placed(self) -> list[tuple[torch.dtype, torch.device] | None]:
+        """Return each tensor's dtype and device, ``None`` if it is gone; 300 take 0.07 ms."""
+        live = [tensors.get(key) for tensors, key, _ in self._tensors]
+        return [None if tensor is None else (tensor.dtype, tensor.device) for tensor in live]
+
+    def _check_placed(self, placements: list[tuple[torch.dtype, torch.device] | None]) -> None:
+        for (*_, name), was, now in zip(self._tensors, self._placements, placements, strict=True):
+            if was and now and now != was:
+                raise ModelStateError(
+                    f"{name} was {was[0]} on {was[1]} when the model was wrapped and is {now[0]} "
+                    f"on {now[1]} now, which its keys and values are not: put it back, and "
+                    "clear_cache() if that has rounded its weights, or wrap it again"
+                )
 
 
 def check_output(config: Any) -> None:

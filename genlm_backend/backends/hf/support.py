@@ -28,7 +28,7 @@ from genlm_backend.attention.torch import WAYS, GatherAttend, WholeAttend
 from genlm_backend.attention.torch.torch_row_states import empty_layer
 from genlm_backend.backends.hf.forward_names import given_cache, parameters_of
 from genlm_backend.backends.hf.hf_runner import HFRunner
-from genlm_backend.backends.hf.model_state import DtypeAndDevice, check_output
+from genlm_backend.backends.hf.model_state import check_output
 from genlm_backend.backends.hf.rows_apart import distance, row_of
 from genlm_backend.backends.hf.trial import (
     bounds,
@@ -106,7 +106,7 @@ def check_model(model: Any) -> None:
     if not hasattr(model, "get_output_embeddings") or "input_ids" not in parameters_of(model):
         raise UnsupportedModelError(f"{type(model).__name__} is not a language model over tokens")
     is_split = getattr(model, "hf_device_map", None) is not None  # parts may wait elsewhere
-    if not is_split and (placement := DtypeAndDevice.of(model)) and placement.device.type == "meta":
+    if not is_split and any(p.is_meta for p in getattr(model, "parameters", tuple)()):
         raise UnsupportedModelError(f"{type(model).__name__} is on 'meta': it has no weights")
 
 

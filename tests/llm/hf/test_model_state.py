@@ -46,6 +46,13 @@ CHANGES = {
         "rope_parameters",
     ),
     "dtype": lambda m: (m.double, m.float, "float64"),
+    "the head on meta": lambda m: (
+        lambda: m.lm_head.to("meta"),
+        put(m.lm_head, "weight", m.lm_head.weight),
+        "lm_head.weight was torch.float32 on cpu when the model was wrapped and is .* on meta",
+    ),
+    "the head in float64": lambda m: (m.lm_head.double, m.lm_head.float, "lm_head.weight was"),
+    "a buffer": lambda m: (m.model.rotary_emb.double, m.model.rotary_emb.float, "inv_freq was"),
 }
 
 
