@@ -268,10 +268,15 @@ _NEW_CONFIGS: dict[str, tuple[str, Callable[[], tf.PreTrainedConfig]]] = {
 _CONFIGS |= {name: make for name, (of, make) in _NEW_CONFIGS.items() if hasattr(tf, of)}
 
 
+def config_of(name: str) -> tf.PreTrainedConfig:
+    """The config of a family of `NAMES`."""
+    return _CONFIGS[name]()
+
+
 def make(name: str, dtype: torch.dtype = torch.float32) -> tf.PreTrainedModel:
     """A model of a family of `NAMES`, on a fixed seed."""
     kind = tf.AutoModelForImageTextToText if name in ONLY_WITH_PICTURES else tf.AutoModelForCausalLM
-    model = families.of(_CONFIGS[name](), dtype=dtype, kind=kind)
+    model = families.of(config_of(name), dtype=dtype, kind=kind)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("A_log") and parameter.dim() == 1:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from genlm_backend.backends.hf.hf_runner import HFRunner
 from genlm_backend.backends.hf.support import KVSupport, mean_keys
@@ -18,6 +18,16 @@ from genlm_backend.prefix.codecs import needs_mean
 from genlm_backend.runtime.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
+
+_CACHED_TYPES: Final = """
+    bailing_hybrid bamba bloom cohere deepseek_v3 falcon falcon_h1 falcon_mamba gemma gemma2
+    gemma3_text gpt2 gpt_neo gpt_neox gpt_oss gptj granite granitemoehybrid inkling2_loop_text
+    inkling2_text inkling_text jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 llama
+    llama4_text mamba mamba2 mistral mixtral mpt nemotron_h olmo_hybrid opt phi qwen2 qwen3
+    qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next stablelm starcoder2 zamba zamba2 zaya
+"""
+CACHED_TYPES: Final = frozenset(_CACHED_TYPES.split())
+"""Types of models that the tests have cached; one that is not is a warning."""
 
 
 @final
@@ -96,6 +106,13 @@ def cache_of(
     if support.reason:
         _check_nothing_wanted(wanted, name, support.reason)
         logger.info("%s runs every context whole: %s", name, support.reason)
+        if runner.model.config.get_text_config(decoder=True).model_type in CACHED_TYPES:
+            warnings.warn(
+                f"{name} runs every context whole, which models of its type need not: "
+                f"{support.reason}. Look for what has changed its code, or take another release of "
+                "transformers; kv_cache_bytes=0 has it run so without this warning",
+                stacklevel=2,
+            )
         return None
     budget = default_kv_budget(layout) if wanted.kv_bytes is None else wanted.kv_bytes
     size, host = layout.states.bytes_per_state, wanted.host_bytes

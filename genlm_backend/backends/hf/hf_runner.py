@@ -43,7 +43,7 @@ class HFRunner(Runner):
         check_wanted: Called between two layers of a long pass, which ends where it raises an error;
             it can be set.
         device: Device on which it takes its token ids.
-        parameters: Names of what its ``forward`` takes.
+        parameters: Names of what its ``forward`` takes and is given; it can be set.
         cache_argument: The one among them that a cache is given by; ``None`` where it takes none.
         num_forwards: Number of passes so far.
         tokens_computed: Number of tokens in them, padding not counted.

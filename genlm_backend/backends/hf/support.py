@@ -105,6 +105,14 @@ def check_model(model: Any) -> None:
         )
     if not hasattr(model, "get_output_embeddings") or "input_ids" not in parameters_of(model):
         raise UnsupportedModelError(f"{type(model).__name__} is not a language model over tokens")
+    if getattr(config.get_text_config(decoder=True), "prefix_lm", False) and (
+        "token_type_ids" in parameters_of(model)
+    ):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has prefix_lm=True in its config: it reads tokens of a prompt "
+            "both ways if token_type_ids mark them, and no query has such marks. If its prompts "
+            "are to be read from left to right, set prefix_lm=False"
+        )
     is_split = getattr(model, "hf_device_map", None) is not None  # parts may wait elsewhere
     if not is_split and any(p.is_meta for p in getattr(model, "parameters", tuple)()):
         raise UnsupportedModelError(f"{type(model).__name__} is on 'meta': it has no weights")
@@ -157,38 +165,56 @@ def examine(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupp
     The rows of two short contexts are computed whole and then from slots, in two steps and padded
     to one batch. The first way to attend is taken whose difference is rounding, compared with the
     difference that one wrong token makes. That takes five passes, of a small model on one thread.
-    Where nothing can be kept, two more tell whether the model minds the padding of its rows.
+    Where nothing can be kept, three more tell whether the model takes positions, and padding.
 
     Raises:
-        UnsupportedModelError: If the model gives other rows when it is told positions.
+        UnsupportedModelError: If uncached passes do not give the model's own rows.
     """
     support = _examine_slots(runner, vocab_size, max_length)
-    is_run_whole = support.reason or support.layout.states  # where it has to begin anew
-    if not is_run_whole or _bears_padding(runner, vocab_size, max_length):
+    if not support.reason and not support.layout.states:  # where it has to begin anew
         return support
-    return replace(support, pads=False)
+    return replace(support, pads=_examine_uncached(runner, vocab_size, max_length))
 
 
-def _bears_padding(runner: HFRunner, vocab_size: int, max_length: int | None) -> bool:
-    """Whether a context beside a longer one has the row that it has alone."""
+def _examine_uncached(runner: HFRunner, vocab_size: int, max_length: int | None) -> bool:
+    """Return whether a context in a batch with a longer one has the row that it has alone.
+
+    A model that gives its own row only if it is told no positions is told none from here on.
+    """
     length = min(_PROBE_LENGTH, max_length or _PROBE_LENGTH)
     generator = random.Random(1)
     long = [generator.randrange(vocab_size) for _ in range(length)]
-    short = Span(long[: length // 2], outputs=(length // 2 - 1,))
-    if not short.num_new:
+    size = min(length // 2, 11)  # a prime: some pad a context to a multiple of a number
+    if not size:
         return True
-    try:
-        with tried(runner):
-            alone = row_of(runner.forward([short], WholeAttend()))
-            beside = row_of(
-                runner.forward([short, Span(long, outputs=(length - 1,))], WholeAttend())
-            )
-    except Exception as error:  # third-party model code may raise anything; alone it may do
-        logger.debug("%s takes no padding", type(runner.model).__name__, exc_info=error)
-        return False
-    tolerance, share = bounds(runner.model)
-    spread = distance(beside[0], beside[1])
-    return distance(alone[0], beside[0]) <= max(tolerance, share * spread)
+    short = Span(long[:size], outputs=(size - 1,))
+    ids = torch.tensor([short.token_ids], dtype=torch.int64, device=runner.device)
+    name, failure = type(runner.model).__name__, None
+    with tried(runner), torch.inference_mode():
+        rows = row_of(runner.twin.module(input_ids=ids, **runner.caching(False)).logits[0])
+        tolerance, share = bounds(runner.model)
+        tolerance = max(tolerance, share * distance(rows[-1], rows[0]))
+        for unknown in (set[str](), {"position_ids"}):
+            runner.parameters -= unknown
+            try:
+                (alone,) = row_of(runner.forward([short], WholeAttend()))
+            except Exception as error:  # third-party model code may raise anything
+                failure = error
+                continue
+            if not distance(alone, rows[-1]) > tolerance:  # it may be NaN
+                break
+        else:
+            raise UnsupportedModelError(
+                f"{name} gives other rows for token ids that have a mask than for the same ones "
+                "without, told positions or not: its passes could not be padded"
+            ) from failure
+        try:
+            batch = [short, Span(long, outputs=(length - 1,))]
+            padded, _ = row_of(runner.forward(batch, WholeAttend()))
+        except Exception as error:  # and it may take contexts of one length
+            logger.debug("%s takes no padding", name, exc_info=error)
+            return False
+    return distance(alone, padded) <= tolerance
 
 
 def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) -> KVSupport:
@@ -225,10 +251,7 @@ def _examine_slots(runner: HFRunner, vocab_size: int, max_length: int | None) ->
     if distance(expected.third, bare_row) > tolerance:  # its positions, or it looks ahead
         (alone_row,) = row_of(runner.forward([Span(long[:3], outputs=(2,))], WholeAttend()))
         if distance(alone_row, bare_row) > tolerance:
-            raise UnsupportedModelError(
-                f"{type(runner.model).__name__} counts positions in a way of its own: told that a "
-                "context begins at position 0, it gives other rows than when it is told nothing"
-            )
+            return KVSupport(reason="it counts positions in a way of its own")
     if trial is None:
         return KVSupport(
             reason=f"rows from cached keys and values differ by {difference:.2g} from whole ones, "

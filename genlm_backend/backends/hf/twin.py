@@ -68,7 +68,7 @@ class Twin:
         self.parameters = parameters_of(model)
         self.cache_argument = cache_argument(self.parameters)
         self._batch: PackedBatch | None = None
-        self._is_picked = False
+        self._is_picked, self._can_pick = False, True
         self._picking: partial[Any] | None = None
         self._children = {module: {**module._modules} for module in modules}
         for module, children in self._children.items():
@@ -219,10 +219,13 @@ class Twin:
         return forward(*args, **options)
 
     def _projected(self, forward: Any, *args: Any, **options: Any) -> Any:
-        batch = self._batch
-        if batch is not None and args and args[0].shape[:2] == batch.input_ids.shape:
+        batch, states = self._batch, args[0] if args else None
+        if batch is None or states is None or not self._can_pick:
+            return forward(*args, **options)
+        # Once other than [B, Q, H], never again: another order has that shape where B is Q.
+        self._can_pick = states.dim() == 3 and states.shape[:2] == batch.input_ids.shape
+        if self._can_pick:
             self._is_picked = True
-            states = args[0]
             picked = states.transpose(0, 1) if batch.is_step else _at_outputs(states, batch)[None]
             args = picked, *args[1:]
         return forward(*args, **options)
@@ -231,7 +234,9 @@ class Twin:
 
     def another(self) -> Twin:
         """Return another twin of the same model and kind."""
-        return Twin(self._model, names_ours=self._names_ours, is_apart=bool(self.copies))
+        twin = Twin(self._model, names_ours=self._names_ours, is_apart=bool(self.copies))
+        twin._can_pick = self._can_pick
+        return twin
 
     def keep_apart(self, written: Collection[nn.Parameter]) -> list[OwnParameter]:
         """Have the twin share no parameter object with the model until it is refilled.

@@ -6,22 +6,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    RobertaConfig,
-    RobertaForCausalLM,
-)
+import transformers as tf
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from genlm_backend import AsyncTransformer
 from genlm_backend.attention import reading as sharing
 from genlm_backend.attention.torch import SharedAttend
+from genlm_backend.backends.hf.hf_cache import CACHED_TYPES
 from genlm_backend.errors import UnsupportedModelError
 from genlm_backend.passes.prefill_plan import CostModel
-from tests.llm import families
+from tests.llm import families, state_families
 from tests.llm.conftest import fresh_row, word_tokenizer
+from tests.llm.hf.test_states import KEPT
 
 
 def tree_of_contexts(generator):
@@ -45,6 +42,36 @@ GATHERED = {
 
 ALIGNED = {"gpt-neo-local", "llama4-tuned", "mpt"}
 """Families that do something by the number of columns: scale by it, or cut out of a table."""
+
+
+UNTOLD = {
+    "roberta": lambda: tf.RobertaConfig(**families.COMMON, is_decoder=True),  # from 1 on
+    "reformer": lambda: tf.ReformerConfig(  # pads contexts, and fails if it is told positions
+        vocab_size=families.VOCAB,
+        hidden_size=32,
+        num_attention_heads=4,
+        attention_head_size=8,
+        attn_layers=["local", "local"],
+        axial_pos_embds=False,
+        local_attn_chunk_length=4,
+        feed_forward_size=48,
+        max_position_embeddings=256,
+        is_decoder=True,
+    ),
+    "prophetnet": lambda: tf.ProphetNetConfig(  # its head takes [B, ngram, Q, H]
+        vocab_size=families.VOCAB,
+        hidden_size=32,
+        num_encoder_layers=2,
+        num_decoder_layers=2,
+        num_encoder_attention_heads=4,
+        num_decoder_attention_heads=4,
+        decoder_ffn_dim=48,
+        encoder_ffn_dim=48,
+        ngram=2,
+        max_position_embeddings=256,
+    ),
+}
+"""Uncached models that take no positions, or whose head takes states of another shape."""
 
 
 @pytest.mark.parametrize("few_tokens", [2, 40, 384])
@@ -163,7 +190,9 @@ def test_an_encoder_decoder_model_is_refused():
 
 
 def check_whole(model, contexts):
-    with AsyncTransformer(model, word_tokenizer()) as lm:
+    with pytest.warns(UserWarning, match="runs every context whole"):
+        lm = AsyncTransformer(model, word_tokenizer())
+    with lm:
         assert not lm.kv_reuse
         for context in contexts:
             torch.testing.assert_close(
@@ -261,12 +290,64 @@ async def test_frequencies_that_grow_with_the_longest_context_do_not_stay(option
                 torch.testing.assert_close(row, expected[n], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_cache_bytes": 0}])
-def test_positions_of_a_models_own_are_refused(options):
-    torch.manual_seed(0)
-    config = RobertaConfig(**families.COMMON, is_decoder=True, initializer_range=0.5)
-    with pytest.raises(UnsupportedModelError, match="RobertaForCausalLM counts positions"):
-        AsyncTransformer(RobertaForCausalLM(config).eval(), word_tokenizer(), **options)
+def check_whole_batches(model):
+    """Compare the rows of an uncached model in batches of many sizes with its own."""
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0) as lm:
+        assert not lm.kv_reuse
+        for contexts in (
+            [[5, 6]],
+            [[5, 6], [7, 8]],  # as many as they are long
+            [[5, 6, 7], [8, 9, 10], [11, 12, 13]],
+            [[5, 6, 0, 7, 8], [9]],
+            [list(range(20)), [3, 4, 5], [6]],
+        ):
+            rows = lm.batch_next_token_logprobs_sync(contexts)
+            for context, row in zip(contexts, rows, strict=True):
+                torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("config", UNTOLD.values(), ids=UNTOLD.keys())
+@pytest.mark.filterwarnings("ignore:.*position")
+def test_models_that_have_positions_or_heads_of_their_own_give_their_own_rows(config):
+    check_whole_batches(families.of(config()))
+
+
+class TimeFirst(LlamaForCausalLM):
+    """A Llama whose head takes states as ``[Q, B, H]``; it takes no cache."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **_):
+        told = {"attention_mask": attention_mask, "position_ids": position_ids}
+        states = self.model(input_ids, **told, use_cache=False).last_hidden_state
+        return CausalLMOutputWithPast(logits=self.lm_head(states.transpose(0, 1)).transpose(0, 1))
+
+
+def test_a_family_that_is_known_to_be_cached_and_is_not_is_a_warning():
+    model = TimeFirst(families.PER_TOKEN["llama"]()).eval()
+    with pytest.warns(UserWarning, match="TimeFirst runs every context whole, .* kv_cache_bytes=0"):
+        check_whole_batches(model)
+    AsyncTransformer(model, word_tokenizer(), kv_cache_bytes=0).close()
+    model.config.model_type = "mine"
+    check_whole_batches(model)
+
+
+def test_families_that_are_cached_are_known_to_be():
+    tokens = [make() for make in families.PER_TOKEN.values()]
+    configs = [*tokens, *map(state_families.config_of, KEPT)]
+    assert {config.get_text_config(decoder=True).model_type for config in configs} <= CACHED_TYPES
+
+
+def test_a_model_that_reads_marked_tokens_both_ways_is_refused():
+    if not hasattr(tf, "HrmTextConfig"):
+        pytest.skip("this release of transformers has none")
+    config = {**families.COMMON, "num_hidden_layers": 1, "head_dim": 8}
+    del config["num_key_value_heads"]
+    with pytest.raises(UnsupportedModelError, match=r"has prefix_lm=True .* token_type_ids"):
+        AsyncTransformer(families.of(tf.HrmTextConfig(**config)), word_tokenizer())
+    model = families.of(tf.HrmTextConfig(**config, prefix_lm=False))
+    with AsyncTransformer(model, word_tokenizer()) as lm:
+        for context in ([1, 2, 3], [1, 2, 3, 4]):
+            row = lm.next_token_logprobs_sync(context)
+            torch.testing.assert_close(row, fresh_row(model, context), rtol=0, atol=3e-5)
 
 
 class OtherwiseAlone(torch.nn.Linear):
