@@ -149,6 +149,18 @@ PER_TOKEN = {
 }
 """Families whose keys and values are kept token by token."""
 
+if hasattr(tf, "Gemma4TextConfig"):
+    PER_TOKEN["gemma4-shared"] = lambda: _config(  # two layers read the keys of two others
+        "Gemma4TextConfig",
+        head_dim=8,
+        sliding_window=5,
+        num_hidden_layers=4,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+    )
+
 RUNNING = {
     "mamba": lambda: _bare(
         "MambaConfig", vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=8
@@ -213,6 +225,9 @@ WHOLE = {
         index_block_size=4,
         index_topk_blocks=2,
     ),
+    "minimax": lambda: _config(  # takes no cache but its own
+        "MiniMaxConfig", head_dim=8, num_local_experts=4, num_experts_per_tok=2
+    ),
     "recurrent-gemma": lambda: _config(
         "RecurrentGemmaConfig",
         num_hidden_layers=3,
@@ -222,6 +237,20 @@ WHOLE = {
     ),
 }
 """Families that are run whole."""
+
+if hasattr(tf, "DeepseekV4Config"):
+    WHOLE["deepseek-v4"] = lambda: _config(  # keeps keys of several tokens in one
+        "DeepseekV4Config",
+        head_dim=8,
+        q_lora_rank=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        index_topk=8,
+        index_n_heads=32,
+        index_head_dim=16,
+        sliding_window=5,
+    )
 
 
 def make(name, seed=0):

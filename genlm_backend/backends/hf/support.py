@@ -115,7 +115,7 @@ def check_model(model: Any) -> None:
         )
     is_split = getattr(model, "hf_device_map", None) is not None  # parts may wait elsewhere
     if not is_split and any(p.is_meta for p in getattr(model, "parameters", tuple)()):
-        raise UnsupportedModelError(f"{type(model).__name__} is on 'meta': it has no weights")
+        raise UnsupportedModelError(f"{type(model).__name__} has parameters on 'meta', where they have no values")
 
 
 def longest_context(model: Any) -> int | None:

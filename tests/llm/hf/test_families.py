@@ -34,6 +34,7 @@ GATHERED = {
     "deepseek-v3",
     "falcon-alibi",
     "falcon-rotary",
+    "gemma4-shared",
     "gpt-neo-local",
     "mpt",
     *([] if families.looks_up_its_attention("gptj") else ["gptj"]),
