@@ -225,9 +225,6 @@ WHOLE = {
         index_block_size=4,
         index_topk_blocks=2,
     ),
-    "minimax": lambda: _config(  # takes no cache but its own
-        "MiniMaxConfig", head_dim=8, num_local_experts=4, num_experts_per_tok=2
-    ),
     "recurrent-gemma": lambda: _config(
         "RecurrentGemmaConfig",
         num_hidden_layers=3,

@@ -105,9 +105,8 @@ def check_model(model: Any) -> None:
         )
     if not hasattr(model, "get_output_embeddings") or "input_ids" not in parameters_of(model):
         raise UnsupportedModelError(f"{type(model).__name__} is not a language model over tokens")
-    if getattr(config.get_text_config(decoder=True), "prefix_lm", False) and (
-        "token_type_ids" in parameters_of(model)
-    ):
+    text_config: Any = model.config.get_text_config(decoder=True)
+    if getattr(text_config, "prefix_lm", False) and "token_type_ids" in parameters_of(model):
         raise UnsupportedModelError(
             f"{type(model).__name__} has prefix_lm=True in its config: it reads tokens of a prompt "
             "both ways if token_type_ids mark them, and no query has such marks. If its prompts "
@@ -115,7 +114,9 @@ def check_model(model: Any) -> None:
         )
     is_split = getattr(model, "hf_device_map", None) is not None  # parts may wait elsewhere
     if not is_split and any(p.is_meta for p in getattr(model, "parameters", tuple)()):
-        raise UnsupportedModelError(f"{type(model).__name__} has parameters on 'meta', where they have no values")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is on 'meta', in part or all: no weights"
+        )
 
 
 def longest_context(model: Any) -> int | None:
