@@ -23,12 +23,13 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=4, help="of a token, at most")
     parser.add_argument("--repeats", type=int, default=4, help="runs, for the error of log Z")
     options = parser.parse_args()
-    print(f"Loading {options.model} …")
+    print(f"Loading {options.model} …", flush=True)
     with load_model_by_name(options.model, llm_opts={"batch_size": options.particles}) as lm:
         prompt, count = lm.tokenizer.encode(options.prompt), options.particles
         short = [len(t.strip()) <= options.bytes and t.isascii() for t in lm.byte_vocab]
         allowed = np.array(short)
         allowed[list(lm.special_ids)], allowed[list(lm.eos_token_ids)] = False, True
+        print(f"Sampling {count} texts, {1 + options.repeats} times …", flush=True)
         given = {"particles": count, "max_tokens": options.tokens, "allowed": allowed}
         unweighted, _, ess = asyncio.run(smc(lm, prompt, **given, seed=0, ess_threshold=0))
         runs = [

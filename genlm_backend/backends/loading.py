@@ -98,6 +98,8 @@ def check_reachable(path: str) -> None:
     Args:
         path: Local path or repository that ``resolve_name`` has returned.
     """
+    if Path(path).is_absolute() and not Path(path).exists():
+        raise OSError("there is no such file or directory")
     if hub_options(path) and path not in cached_models():
         raise OSError("the hub does not answer, and its local cache has no such model")
 

@@ -328,6 +328,8 @@ def set_draw_method(method: str | Picker) -> None:
         OptionTypeError: (``TypeError``) If it is neither.
     """
     global _picker
+    if isinstance(method, str) and method not in DRAW_METHODS:
+        raise KeyError(f"{method!r} is none of {', '.join(DRAW_METHODS)}")
     if not isinstance(method, str) and not callable(method):
         raise OptionTypeError(f"method must be a name or a function, got {shown(method)}")
     _picker = DRAW_METHODS[method] if isinstance(method, str) else method

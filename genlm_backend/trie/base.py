@@ -211,14 +211,25 @@ class VocabularyTrie(abc.ABC):
             A number, or one for each row: ``[…]``, of the type and on the device of ``sums``.
 
         Raises:
-            WeightsError: (``ValueError``) If ``sums`` has not one number for each node.
+            WeightsError: (``ValueError``) If ``sums`` has not one number for each node, or has
+                negative numbers, as logarithms are, and no token begins with the prefix.
             OptionTypeError: (``TypeError``) If the prefix is a text, and the tokens are of bytes.
         """
-        if sums.shape[-1:] != (self.num_nodes,):
-            shape = [*sums.shape]
-            raise WeightsError(f"got sums of shape {shape} for a trie of {self.num_nodes} nodes")
+        shape = [*getattr(sums, "shape", ())]
+        if shape[-1:] != [self.num_nodes]:
+            raise WeightsError(
+                f"sums must be an array or tensor [..., {self.num_nodes}], a number for each node; "
+                f"got the shape {shape}"
+            )
         node = self.node(prefix)
-        return sums[..., :0].sum(-1) if node is None else sums[..., node]
+        if node is not None:
+            return sums[..., node][()]
+        if (sums < 0).any():
+            raise WeightsError(
+                "no token begins with the prefix, and sums has negative numbers, as logarithms "
+                "are, of which 0 would be wrong: trie.node(prefix) is None then"
+            )
+        return sums[..., :0].sum(-1)
 
     # ---------------------------------------------------------------- prefix weights
 

@@ -431,7 +431,9 @@ def test_the_mass_of_a_prefix_is_that_of_the_tokens_that_begin_so(make, is_torch
         assert (type(many), many.dtype) == (type(batch), batch.dtype)
     with pytest.raises(OptionTypeError, match=r"prefix.encode\(\)"):
         trie.mass(sums, "th")
-    with pytest.raises(WeightsError, match=r"got sums of shape \[4\] for a trie of .* nodes"):
+    with pytest.raises(ValueError, match="negative numbers"):
+        trie.mass(-sums - 1, b"no token begins so")
+    with pytest.raises(WeightsError, match=r"a number for each node; got the shape \[4\]"):
         trie.mass(ws, b"th")
 
 
