@@ -642,7 +642,9 @@ def drawings_of(
         allowed: As ``batch_draw_next_token`` has it.
         **options: Its other arguments, but for the contexts and the adapter.
     """
-    is_array = getattr(allowed, "ndim", 0) == 1 and not getattr(allowed.dtype, "hasobject", False)
+    dtype = getattr(allowed, "dtype", None)
+    is_array = dtype is not None and getattr(allowed, "ndim", 0) == 1
+    is_array = is_array and not getattr(dtype, "hasobject", False)
     is_one = allowed is None or isinstance(allowed, PackedMask) or is_array
     for_all = allowed if is_one else None
     number_of, alike = _drawn_alike(vocab_size, generator, allowed=for_all, **options)
@@ -650,10 +652,11 @@ def drawings_of(
     if is_one:
         return _one_by_one([(number_of(), mask) for _ in range(num_draws)], alike)
     given: list[Any] = listed("allowed", allowed)
-    if len(given) != num_draws:
+    are_ids = bool(given) and isinstance(given[0], (int, np.integer))
+    if len(given) != num_draws or are_ids:
         raise OptionError(
             f"allowed must be one for each context: got {len(given)} for {num_draws} contexts; "
-            "token ids for all of them are [ids] * len(contexts)"
+            "token ids for all of them are [ids] * len(contexts), and a mask is an array of bools"
         )
     names = [f"allowed[{i}]" for i in range(num_draws)]
     masks = [

@@ -289,7 +289,8 @@ def check_scorings(
     """
     before, behind = listed("prompts", prompts), listed("continuations", continuations)
     if is_one_context(prompts, before):
-        before = [contexts.check(prompts, max_length, name="prompt")] * len(behind)
+        prompt = prompts if isinstance(prompts, Context) else before  # an iterator has been read
+        before = [contexts.check(prompt, max_length, name="prompt")] * len(behind)
     if len(before) != len(behind):
         raise OptionError(
             "prompts and continuations belong together one by one, "

@@ -71,6 +71,8 @@ async def test_one_context_in_place_of_many_is_refused(lm):
             await lm.batch_sample(one, 3, [])
     with pytest.raises(ValueError, match=r"\[continuation\] \* len\(prompts\)"):
         await lm.batch_score([[1], [2]], [[1]])
+    assert [len(scores) for scores in await lm.batch_score(iter([1, 2]), [[1], [2, 3]])] == [1, 2]
+    before += 2
     with pytest.raises(ValueError, match="outside the vocabulary"):
         await lm.batch_sample([[1], [2], [10**9]], 3, [])
     assert lm.statistics().num_awaits == before

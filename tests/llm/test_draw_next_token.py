@@ -106,6 +106,8 @@ async def test_a_batch_of_draws_is_refused_as_a_whole(lm):
             OptionError,
             r"token ids for all of them are \[ids\] \* len\(contexts\)",
         ),
+        ({"allowed": [1, 2]}, OptionError, r"\[ids\] \* len\(contexts\)"),
+        ({"allowed": memoryview(b"ab")}, OptionError, "a mask is an array of bools"),
         ({"allowed": MASK[1:]}, OptionError, "allowed must be one of"),
         ({"allowed": 5}, OptionTypeError, "allowed must be"),
         ({"temperature": -1}, OptionError, "temperature"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, final
 
@@ -20,6 +21,9 @@ _NEUTRAL: Final = frozenset(
 
 _NEUTRAL_PARTS: Final = ("dropout", "pdrop", "initializer", "init_std")
 """Parts of the names of keys that count in training alone."""
+
+_GROWING: Final = re.compile("dynamic|longrope")
+"""Kinds of rotary positions whose frequencies the model replaces when its contexts grow."""
 
 _ATTENTION: Final = "_attn_implementation"
 """Beginning of the keys that name a function of attention; passes notice other ones themselves."""
@@ -42,7 +46,11 @@ class ModelSnapshot:
             for name, module in model.named_modules()
             for tensors in (module._parameters, module._buffers)
             for key, tensor in tensors.items()
-            if tensor is not None and not tensor.is_meta  # as offloaded ones are between passes
+            if tensor is not None
+            and not tensor.is_meta  # as offloaded ones are between passes
+            and not (
+                key.endswith("inv_freq") and _GROWING.search(str(vars(module).get("rope_type")))
+            )
         ]
         self._placements = self._placed()
         self._configs = [(config, _settings(config)) for config in _configs(model)]

@@ -179,3 +179,17 @@ def test_a_model_of_peft_keeps_its_keys_and_values(model):
             row = lm.next_token_logprobs_sync(context)
             torch.testing.assert_close(row, fresh_row(adapted, context), rtol=0, atol=2e-5)
         assert lm.statistics().tokens_reused > 0
+
+
+def test_frequencies_that_a_model_replaces_itself_are_no_change():
+    config = families._config(
+        "LlamaConfig",
+        max_position_embeddings=32,
+        rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    )
+    model = families.of(config).to(torch.bfloat16)
+    with AsyncTransformer(model, word_tokenizer(), row_cache_bytes=0, max_length=200) as lm:
+        before = lm.next_token_logprobs_sync([1, 2, 3])
+        model.generate(torch.ones(1, 10, dtype=torch.int64), max_new_tokens=60, do_sample=False)
+        assert model.model.rotary_emb.inv_freq.dtype is torch.float32
+        torch.testing.assert_close(lm.next_token_logprobs_sync([1, 2, 3]), before, rtol=0, atol=0.1)
